@@ -14,10 +14,8 @@ import math
 import re
 import sys
 import time
-from argparse import ArgumentError
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from pydoc_data import topics
@@ -28,15 +26,15 @@ import numpy as np
 import psutil
 import torch
 import transformers
-import yaml
 from accelerate.utils import DataLoaderConfiguration, tqdm
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, default_data_collator
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, default_data_collator
 
-from hf_osdp import OSDPAccelerator, OSDPConfig, StopSignal, checkpoint_to_resume
+from hf_osdp import OSDPAccelerator, StopSignal, checkpoint_to_resume
+from hf_osdp.integrations.arguments import parse_arguments, said_in_one_line
 from hf_osdp.integrations.launch import run_script
 
 KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"}
@@ -298,40 +296,10 @@ def decayed(model: torch.nn.Module, weight_decay: float) -> list[dict[str, objec
     ]
 
 
-def parse_arguments(types: tuple[type, ...], argv: list[str]) -> tuple:
-    """Read flags, after a file of them where the first argument is one.
-
-    Returns:
-        One instance of each type; then the options of OSDP.
-    """
-    with said_in_one_line():
-        parser = HfArgumentParser(types, allow_abbrev=False, exit_on_error=False)
-        for option in fields(OSDPConfig):
-            parser.add_argument(f"--{option.name}", type=yaml.safe_load, help="An option of hf_osdp.OSDPConfig.")
-        if argv and argv[0].endswith((".yaml", ".yml", ".json")):
-            with open(argv[0], encoding="utf-8") as file:
-                content = yaml.safe_load(file)
-            if not isinstance(content, dict):
-                raise ValueError(f"{argv[0]} holds a {type(content).__name__}; it must map argument names to values.")
-            values = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in content.items()}
-            argv = [*(f"--{name}={value}" for name, value in values.items() if value is not None), *argv[1:]]
-        *arguments, options = parser.parse_args_into_dataclasses(argv)
-    return *arguments, {name: value for name, value in vars(options).items() if value is not None}
-
-
-@contextmanager
-def said_in_one_line(what: str = "") -> Iterator[None]:
-    """What a library refuses in here is the user's input: `run_script` prints it in one line, without a traceback."""
-    try:
-        yield
-    except (ArgumentError, DatasetGenerationError, KeyError, OSError, TypeError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(what + " ".join(str(error.__cause__ or error).split())) from error
-
-
 def load_text(data: DataArguments) -> DatasetDict:
     """Splits `train` and `validation` with a column `text`; where there is no split `validation`, every twentieth row is in it."""
     source = data.dataset_name or data.train_file
-    with said_in_one_line(f"Cannot read {source}: "):
+    with said_in_one_line(f"Cannot read {source}: ", DatasetGenerationError):
         if data.dataset_name:
             text = load_dataset(data.dataset_name, data.dataset_config_name)
         elif data.train_file:

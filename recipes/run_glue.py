@@ -13,11 +13,9 @@ import logging
 import math
 import sys
 import time
-from argparse import ArgumentError
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import datasets
@@ -26,17 +24,16 @@ import numpy as np
 import psutil
 import torch
 import transformers
-import yaml
 from datasets import ClassLabel, DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoTokenizer, HfArgumentParser, TrainerCallback, TrainingArguments
-from transformers.hf_argparser import string_to_bool
+from transformers import AutoConfig, AutoTokenizer, TrainerCallback, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
-from hf_osdp import OSDPConfig, Trainer, checkpoint_to_resume
-from hf_osdp.integrations.launch import launch_request, run_script
+from hf_osdp import Trainer, checkpoint_to_resume
+from hf_osdp.integrations.arguments import parse_arguments, said_in_one_line
+from hf_osdp.integrations.launch import run_script
 
 KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv"}
 TASKS = {
@@ -155,39 +152,6 @@ def main() -> None:
     trainer.accelerator.end_training()
 
 
-def parse_arguments(types: tuple[type, ...], argv: list[str]) -> tuple:
-    """Read flags, after a file of them where the first argument is one.
-
-    Returns:
-        One instance of each type; then the options of OSDP, or False for the stock Trainer.
-    """
-    with said_in_one_line():
-        parser = HfArgumentParser(types, allow_abbrev=False, exit_on_error=False)
-        parser.set_defaults(use_cpu=launch_request().use_cpu or not torch.accelerator.is_available())
-        parser.add_argument("--osdp", type=string_to_bool, help="False: the stock Trainer. By default what the accelerate file says.")
-        for option in fields(OSDPConfig):
-            parser.add_argument(f"--{option.name}", type=yaml.safe_load, help="An option of hf_osdp.OSDPConfig.")
-        if argv and argv[0].endswith((".yaml", ".yml", ".json")):
-            with open(argv[0], encoding="utf-8") as file:
-                content = yaml.safe_load(file)
-            if not isinstance(content, dict):
-                raise ValueError(f"{argv[0]} holds a {type(content).__name__}; it must map argument names to values.")
-            values = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in content.items()}
-            argv = [*(f"--{name}={value}" for name, value in values.items() if value is not None), *argv[1:]]
-        *arguments, options = parser.parse_args_into_dataclasses(argv)
-    stated = {name: value for name, value in vars(options).items() if value is not None}
-    return *arguments, stated.pop("osdp", launch_request().osdp) is not False and stated
-
-
-@contextmanager
-def said_in_one_line(what: str = "") -> Iterator[None]:
-    """What a library refuses in here is the user's input: `run_script` prints it in one line, without a traceback."""
-    try:
-        yield
-    except (ArgumentError, DatasetGenerationError, KeyError, OSError, TypeError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(what + " ".join(str(error.__cause__ or error).split())) from error
-
-
 def check(data_args: DataArguments, args: TrainingArguments) -> None:
     """Refuse a run that could not end well."""
     if not (args.do_train or args.do_eval):
@@ -206,7 +170,7 @@ def check(data_args: DataArguments, args: TrainingArguments) -> None:
 def load_sentences(data: DataArguments) -> tuple[DatasetDict, list[str]]:
     """Splits `train` and `validation`, from files, from GLUE, or made ones; and their columns of text."""
     source = data.train_file or (f"nyu-mll/glue, {data.task_name}" if data.task_name else "the made reviews")
-    with said_in_one_line(f"Cannot use {source}: "):
+    with said_in_one_line(f"Cannot use {source}: ", DatasetGenerationError):
         if data.train_file:
             files = {"train": data.train_file, **({"validation": data.validation_file} if data.validation_file else {})}
             kinds = {KINDS.get(Path(file).suffix.lower()) for file in files.values()}

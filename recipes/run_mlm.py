@@ -15,11 +15,8 @@ import re
 import sys
 import time
 import warnings
-from argparse import ArgumentError
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
 from pydoc_data import topics
@@ -29,17 +26,16 @@ import numpy as np
 import psutil
 import torch
 import transformers
-import yaml
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetGenerationError
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, HfArgumentParser, TrainerCallback, TrainingArguments
-from transformers.hf_argparser import string_to_bool
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, TrainerCallback, TrainingArguments
 from transformers.integrations import get_available_reporting_integrations
 
-from hf_osdp import OSDPConfig, Trainer, checkpoint_to_resume
-from hf_osdp.integrations.launch import launch_request, run_script
+from hf_osdp import Trainer, checkpoint_to_resume
+from hf_osdp.integrations.arguments import parse_arguments, said_in_one_line
+from hf_osdp.integrations.launch import run_script
 
 Rows = Dataset | IterableDataset
 GROUPINGS = {"group_sharding": "hsdp", "communication_with_groups": "two_stage", "none": "fsdp"}
@@ -102,6 +98,7 @@ class DataArguments:
 def main() -> None:
     """Text, tokenizer, model, plan, training, evaluation, saved model."""
     model_args, data_args, args, osdp = parse_arguments((ModelArguments, DataArguments, TrainingArguments), sys.argv[1:])
+    osdp = with_grouping(model_args.grouping, osdp)
     check(data_args, args)
     # Of BERT's logits, a view; torch warns of operations in place on it, of which there are none.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -148,42 +145,11 @@ def main() -> None:
     trainer.accelerator.end_training()
 
 
-def parse_arguments(types: tuple[type, ...], argv: list[str]) -> tuple:
-    """Read flags, after a file of them where the first argument is one.
-
-    Returns:
-        One instance of each type; then the options of OSDP, or False for the stock Trainer.
-    """
-    with said_in_one_line():
-        parser = HfArgumentParser(types, allow_abbrev=False, exit_on_error=False)
-        parser.set_defaults(use_cpu=launch_request().use_cpu or not torch.accelerator.is_available())
-        parser.add_argument("--osdp", type=string_to_bool, help="False: the stock Trainer. By default what the accelerate file says.")
-        for option in fields(OSDPConfig):
-            parser.add_argument(f"--{option.name}", type=yaml.safe_load, help="An option of hf_osdp.OSDPConfig.")
-        if argv and argv[0].endswith((".yaml", ".yml", ".json")):
-            with open(argv[0], encoding="utf-8") as file:
-                content = yaml.safe_load(file)
-            if not isinstance(content, dict):
-                raise ValueError(f"{argv[0]} holds a {type(content).__name__}; it must map argument names to values.")
-            values = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in content.items()}
-            argv = [*(f"--{name}={value}" for name, value in values.items() if value is not None), *argv[1:]]
-        *arguments, options = parser.parse_args_into_dataclasses(argv)
-    stated = {name: value for name, value in vars(options).items() if value is not None}
-    osdp = stated.pop("osdp", launch_request().osdp) is not False and stated
-    if grouping := arguments[0].grouping:
-        if osdp is False or {"strategy", "plan"} & osdp.keys():
-            raise ValueError(f"grouping={grouping} is strategy {GROUPINGS[grouping]}; leave out strategy, plan and osdp false beside it.")
-        osdp["strategy"] = GROUPINGS[grouping]
-    return *arguments, osdp
-
-
-@contextmanager
-def said_in_one_line(what: str = "") -> Iterator[None]:
-    """What a library refuses in here is the user's input: `run_script` prints it in one line, without a traceback."""
-    try:
-        yield
-    except (ArgumentError, DatasetGenerationError, KeyError, OSError, TypeError, ValueError, yaml.YAMLError) as error:
-        raise ValueError(what + " ".join(str(error.__cause__ or error).split())) from error
+def with_grouping(grouping: str | None, osdp: dict | bool) -> dict | bool:
+    """The options of OSDP, with the strategy that the paper's name stands for."""
+    if grouping and (osdp is False or {"strategy", "plan"} & osdp.keys()):
+        raise ValueError(f"grouping={grouping} is strategy {GROUPINGS[grouping]}; leave out strategy, plan and osdp false beside it.")
+    return {**osdp, "strategy": GROUPINGS[grouping]} if grouping else osdp
 
 
 def check(data_args: DataArguments, args: TrainingArguments) -> None:
@@ -201,7 +167,7 @@ def load_text(data: DataArguments) -> dict[str, Rows]:
     """Splits `train` and, but for some streams, `validation`, with a column `text`."""
     if not (source := data.dataset_name or data.train_file):
         return language_reference(data)
-    with said_in_one_line(f"Cannot read {source}: "):
+    with said_in_one_line(f"Cannot read {source}: ", DatasetGenerationError):
         if data.dataset_name:
             text = load_dataset(data.dataset_name, data.dataset_config_name, streaming=data.streaming)
         else:

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 recipes/train_plain.py recipes/gpt2/plain.yaml
 
-A YAML or JSON file of arguments may come first; flags win over it. They are those of `PlainArguments`.
+A YAML or JSON file of arguments may come first; flags win over it. They are those of `PlainArguments`, and every option of
+`hf_osdp.OSDPConfig`, such as `--memory_limit 8GiB`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import os
 import re
 import sys
 import time
-from argparse import ArgumentError
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, count, islice
@@ -23,14 +23,14 @@ from typing import Literal
 import datasets
 import torch
 import torch.distributed as dist
-import yaml
 from datasets import Dataset, DatasetDict, load_dataset
 from torch.utils.data import DataLoader, DistributedSampler
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Tokenizer, HfArgumentParser, default_data_collator
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Tokenizer, default_data_collator
 
 from transformers import get_scheduler, set_seed  # isort: skip
 
 from hf_osdp import OptimalShardedDataParallel, OSDPConfig, StopSignal, checkpoint_to_resume
+from hf_osdp.integrations.arguments import parse_arguments
 from hf_osdp.integrations.launch import run_script
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -49,12 +49,8 @@ class PlainArguments:
     max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many samples."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first so many samples."})
     output_dir: str = field(default="runs/plain", metadata={"help": "Folder of the model."})
-    memory_limit: str | None = field(default=None, metadata={"help": "Memory of each device, such as 8GiB; by default all of it."})
-    strategy: str = field(default="osdp", metadata={"help": "osdp (default), fsdp, ddp, zero2, hsdp or two_stage."})
-    hardware: str | None = field(default=None, metadata={"help": "Preset to plan for; by default this machine is measured."})
     mixed_precision: Literal["no", "bf16", "fp16"] = field(default="no", metadata={"help": "no, bf16 or fp16."})
     global_batch_size: int = field(default=8, metadata={"help": "Samples of an optimizer step, over all processes."})
-    micro_batch_size: int | None = field(default=None, metadata={"help": "Those that run at once; by default the planner chooses."})
     steps: int = field(default=300, metadata={"help": "Optimizer steps."})
     learning_rate: float = field(default=2e-3, metadata={"help": "The greatest; it rises for a twentieth of the steps, then falls."})
     logging_steps: int = field(default=20, metadata={"help": "Print a line every so many steps."})
@@ -70,7 +66,7 @@ class PlainArguments:
 
 def main() -> None:
     """Data, model, plan, training, evaluation, saved model."""
-    args = parse_arguments(sys.argv[1:])
+    args, options = parse_arguments((PlainArguments,), sys.argv[1:])
     # GPT-2's class name does not say which loss it has, and transformers' note on that sounds like a fault.
     logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "`loss_type=None`" not in record.getMessage())
     if RANK:
@@ -88,10 +84,7 @@ def main() -> None:
     if args.block_size > config.n_positions:
         raise ValueError(f"block_size={args.block_size} is longer than the model's {config.n_positions} positions.")
 
-    osdp = OSDPConfig(
-        memory_limit=args.memory_limit, strategy=args.strategy, hardware=args.hardware, sequence_length=args.block_size,
-        global_batch_size=args.global_batch_size, micro_batch_size=args.micro_batch_size,
-    )  # fmt: skip
+    osdp = OSDPConfig.from_options({"sequence_length": args.block_size, "global_batch_size": args.global_batch_size, **options})
     model = OptimalShardedDataParallel(GPT2LMHeadModel(config), osdp, mixed_precision=args.mixed_precision)
     plan = model.plan
     say(f"plan {plan.fingerprint}: {WORLD_SIZE} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps")
@@ -181,22 +174,6 @@ def say(text: str) -> None:
     """Print on rank 0."""
     if RANK == 0:
         print(text, flush=True)
-
-
-def parse_arguments(argv: list[str]) -> PlainArguments:
-    """Flags, after a file of them where the first argument is one."""
-    parser = HfArgumentParser(PlainArguments, allow_abbrev=False, exit_on_error=False)
-    try:
-        if argv and argv[0].endswith((".yaml", ".yml", ".json")):
-            with open(argv[0], encoding="utf-8") as file:
-                content = yaml.safe_load(file)
-            if not isinstance(content, dict):
-                raise ValueError(f"{argv[0]} holds a {type(content).__name__}; it must map argument names to values.")
-            argv = [*(f"--{name}={value}" for name, value in content.items()), *argv[1:]]
-        (args,) = parser.parse_args_into_dataclasses(argv)
-    except (ArgumentError, OSError, ValueError, yaml.YAMLError) as error:  # told in one line, without a traceback
-        raise ValueError(str(error)) from error
-    return args
 
 
 def load_text(train_file: str | None) -> DatasetDict:

@@ -1,12 +1,20 @@
-"""Tests that run on ranks: `@pytest.mark.on_ranks(2)`."""
+"""Tests that run on ranks (`@pytest.mark.on_ranks(2)`), and what no test keeps for the next."""
 
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
 os.environ["OSDP_CACHE"] = "0"  # what one test described is nothing to another, nor to the user
+
+
+@pytest.fixture(autouse=True)
+def searches_are_not_kept() -> None:
+    """Let each test search for itself: many replace what a search calls."""
+    if module := sys.modules.get("hf_osdp.planner.search.search"):
+        module._found.cache_clear()
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:

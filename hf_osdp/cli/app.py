@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -30,32 +29,27 @@ class OneLineErrors(TyperGroup):
     """Commands whose errors are one line on stderr, where the user, the model or a file is at fault; other errors keep their traceback."""
 
     def main(self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **kwargs: Any) -> Any:  # type: ignore[override]  # noqa: ANN401
-        """Run a command as typer does, then exit."""
         words = sys.argv[1:] if args is None else list(args)
-        if not standalone_mode:
-            return super().main(words, standalone_mode=False, **kwargs)
-        with _one_line(words):
+        try:
             code = super().main(words, standalone_mode=False, **kwargs)
-            sys.exit(code if isinstance(code, int) else 0)
-
-
-@contextmanager
-def _one_line(words: Sequence[str]) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if type(error).__name__ == "NoArgsIsHelpError":
-            error.show()  # type: ignore[attr-defined]
-            sys.exit(error.exit_code)  # type: ignore[attr-defined]
-        if (line := error_line(error, words)) is None:
-            raise
-        typer.echo(f"hf-osdp: {line}", err=True)
-        sys.exit(INFEASIBLE if isinstance(error, InfeasibleError) else getattr(error, "exit_code", WRONG))
+        except Exception as error:
+            if not standalone_mode:
+                raise
+            if type(error).__name__ == "NoArgsIsHelpError":
+                error.show()  # type: ignore[attr-defined]
+                sys.exit(error.exit_code)  # type: ignore[attr-defined]
+            if (line := error_line(error, words)) is None:
+                raise
+            typer.echo(f"hf-osdp: {line}", err=True)
+            sys.exit(INFEASIBLE if isinstance(error, InfeasibleError) else getattr(error, "exit_code", WRONG))
+        if not standalone_mode:
+            return code
+        sys.exit(code if isinstance(code, int) else 0)
 
 
 def browser(
-    host: Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Where to listen; 0.0.0.0 for the whole network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, metavar="N", help="Port to listen at.")] = 7860,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 for the whole network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="Port to listen at.")] = 7860,
 ) -> None:
     """Serve the planner as a page for the browser: plan, memory over the step, comparison, what-if, and what to copy."""
     try:

@@ -25,31 +25,16 @@ from .question import Planned, Planner, Question
 
 _NAMES = [field.name for field in fields(Question)]
 _CONFIG_BYTES = 2**18
-"""The longest config.json."""
 _KEEP_LINK = "() => { const link = document.querySelector('#link a'); if (link) history.replaceState(null, '', link.href) }"
 """Puts the question into the browser's address."""
-_STYLE = """<style>
-.gradio-container { --font: system-ui, sans-serif }
-.osdp { overflow-x: auto; font-size: 13px; line-height: 1.5 }
-.osdp table { border-collapse: collapse; margin: 4px 0 8px; width: 100% }
-.osdp caption { text-align: left; font-weight: 600; padding: 4px 0 }
-.osdp th, .osdp td { text-align: left; vertical-align: top; padding: 3px 10px 3px 0; border-bottom: 1px solid #8884; min-width: 120px }
-.osdp .right { text-align: right; min-width: 70px; white-space: nowrap }
-.osdp p { margin: 4px 0 }
-.osdp img { width: 100%; min-width: 600px; background: white }
-.osdp a { text-decoration: underline }
-.osdp .figures { display: flex; flex-wrap: wrap; gap: 8px 32px; margin-bottom: 8px }
-.osdp .figures b { display: block; font-size: 22px }
-.osdp .error { border-left: 4px solid #d62728; padding: 8px 12px; background: #d6272818; font-size: 14px; overflow-wrap: anywhere }
-</style>"""
+_STYLE = Path(__file__).with_suffix(".css")
 _TITLE = """# The fastest way to train a model on these devices
 For each part of a model hf_osdp decides how it lies on the devices, within the memory limit. Planning needs no GPU and no weights."""
 
 
 def build() -> gr.Blocks:
-    """Return the page."""
     with gr.Blocks(title="hf_osdp", analytics_enabled=False) as page:
-        gr.HTML(_STYLE)
+        gr.HTML(f"<style>\n{_STYLE.read_text(encoding='utf-8')}</style>")
         gr.Markdown(_TITLE)
         with gr.Row():
             with gr.Column(scale=1, min_width=300):
@@ -143,9 +128,7 @@ def _shown(planned: Planned) -> list[Any]:
 class _Page:
     """What the page does when it is opened, a plan is asked for, or a slider is moved.
 
-    Args:
-        form: inputs in the order of a question's fields.
-        outputs: the question, its link, an error, the answers as a whole, and each of `_answers`.
+    Outputs are the question, its link, an error, the answers as a whole, and each of `_answers`.
     """
 
     def __init__(self, form: list[Any], outputs: list[Any]) -> None:
@@ -163,7 +146,6 @@ class _Page:
         gr.on([limit.release, devices.release], self.change, [asked, limit, devices], changed, **alone)
 
     def open(self, request: gr.Request) -> list[Any]:
-        """Fill the form with a link's question."""
         if not request.query_params:
             return [gr.skip()] * (len(self._form) + 3)
         try:
@@ -178,7 +160,6 @@ class _Page:
         return [Question(**dict(zip(_NAMES, values, strict=True))), "", gr.update(visible=False)]
 
     def answer(self, question: Question | None) -> list[Any]:
-        """Plan, where a question was taken."""
         if question is None:
             return [gr.skip()] * len(self._outputs)
         try:
@@ -195,7 +176,6 @@ class _Page:
         return _html(_table(comparison_table(planned.compared, planned.problem.memory_limit_bytes)))
 
     def change(self, question: Question, gib: float, devices: int) -> str:
-        """Plan again as the sliders are."""
         try:
             return _html(_table(what_if_table(self._planner.what_if(question, f"{gib:g}GiB", devices))))
         except Exception as error:
@@ -210,7 +190,6 @@ def _error(error: Exception, question: Question) -> str:
 
 
 def _link(question: Question) -> str:
-    """Return a link that asks the question again."""
     if not question.link:
         return _html("<p>The config.json is too long for a link that keeps the question.</p>")
     return _html(f'<p><a href="{escape(question.link)}">Link to this question</a></p>')

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from ..planning.config import OSDPConfig
-    from ..planning.problem import ProblemBuilder, RunFacts, Trace
+    from ..planning.problem import ProblemBuilder, RunFacts
 
 OPTIMIZERS = {"adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum", states=1), "sgd": OptimizerSpec(name="sgd", states=0)}
 """Optimizers by the names of `--optimizer`."""
@@ -47,24 +47,15 @@ class Case:
     Args:
         request: what the command line states.
         optimizer: in place of the request's.
-        trace: in place of `describe`, to keep what it returns.
 
     Raises (its parts):
         OSDPError: devices or model are not known, a profile holds other blocks, or the model cannot be described.
         ValueError: an option cannot be used.
     """
 
-    def __init__(self, request: Request, optimizer: OptimizerSpec | None = None, *, trace: Trace | None = None) -> None:
+    def __init__(self, request: Request, optimizer: OptimizerSpec | None = None) -> None:
         self.request = request
-        self._trace = trace
         self._optimizer = optimizer or OPTIMIZERS[request.optimizer]
-
-    @property
-    def _tracing(self) -> dict[str, Trace]:
-        """What describes models, as `Describer` and `ProblemBuilder` take it."""
-        from ..planning.description_cache import describe_once
-
-        return {"trace": self._trace or describe_once}
 
     @cached_property
     def profile(self) -> Profile | None:
@@ -198,11 +189,12 @@ class Case:
 
         What is compiled is described at the micro-batch size, where one is given.
         """
+        from ..planning.description_cache import describe_once
         from ..planning.problem import Describer
 
         config, facts = self.run
         facts = replace(facts, sequence_length=sequence_length or facts.sequence_length)
-        return Describer(self.model(model_config), config, facts, **self._tracing).describe(split, micro_batch_size=micro_batch_size)
+        return Describer(self.model(model_config), config, facts, describe_once).describe(split, micro_batch_size=micro_batch_size)
 
     def timed(self, description: ModelDescription) -> ModelDescription:
         """Return the description with the profile's times of its blocks, where there is a profile that holds blocks."""
@@ -210,11 +202,12 @@ class Case:
 
     def builder(self) -> ProblemBuilder:
         """Return what builds the run's problem."""
+        from ..planning.description_cache import describe_once
         from ..planning.problem import ProblemBuilder
 
         config, facts = self.run
         limited = replace(config, memory_limit=self.limit_bytes)
-        return ProblemBuilder(self.model(), limited, facts, hardware=self.hardware, **self._tracing)
+        return ProblemBuilder(self.model(), limited, facts, hardware=self.hardware, trace=describe_once)
 
     def problem(self) -> PlanningProblem:
         """Return the problem of the model as it trains fastest, whole or split, and settle the run.

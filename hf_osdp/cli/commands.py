@@ -37,8 +37,7 @@ _RANKS = "missing ones, and those with other versions, models, plans or devices 
 def plan(
     request: Request,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", metavar="FILE", help="Write the plan, to run with OSDPConfig(plan=FILE) and for `explain FILE`."),
+        Path | None, typer.Option(metavar="FILE", help="Write the plan, to run with OSDPConfig(plan=FILE) and for `explain FILE`.")
     ] = None,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Run FSDP2's real step on fake tensors; plan again where it passes the limit.")
@@ -84,7 +83,6 @@ def plan(
 
 
 def _draw(screen: Output, path: Path | None, plan: Plan, inputs: PlanInputs, estimate: PlanEstimate) -> None:
-    """Draw a plan, where that was asked for."""
     if path is None:
         return
     from ..report.plots import save_chart
@@ -193,10 +191,10 @@ def compare(
 def doctor(
     request: Request,
     optimizer: Annotated[
-        str, typer.Option("--optimizer", metavar="NAME", help="adamw, momentum, sgd, or a name of TrainingArguments(optim=...).")
+        str, typer.Option(metavar="NAME", help="adamw, momentum, sgd, or a name of TrainingArguments(optim=...).")
     ] = "adamw",
-    plan: Annotated[Path | None, typer.Option("--plan", metavar="FILE", help="The plan that is to run; else one is searched for.")] = None,
-    output_dir: Annotated[Path | None, typer.Option("--output-dir", metavar="DIR", help="Where the run will write.")] = None,
+    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="The plan that is to run; else one is searched for.")] = None,
+    output_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the run will write.")] = None,
     save_total_limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Checkpoints that are kept in it; else all are.")] = None,
     json_file: JsonFile = None,
 ) -> None:

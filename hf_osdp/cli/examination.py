@@ -39,6 +39,7 @@ from ..planning.preflight import (
     split_ties,
 )
 from ..quantities import format_bytes, format_count, format_seconds
+from ..sharding.optimizer import spec_of_trainer_name
 from .cases import OPTIMIZERS, Case, names_in
 from .options import Request
 
@@ -52,14 +53,7 @@ _LATER = {
 
 
 class Examination:
-    """All checks that need no start.
-
-    Args:
-        request: what is to be trained, on what.
-        optimizer: its name.
-        plan_file: a plan that is to run; None searches for one.
-        folder: where the run will write; None leaves that out.
-    """
+    """All checks that need no start; without a plan file one is searched for, and without a folder its check is left out."""
 
     def __init__(self, request: Request, optimizer: str, plan_file: Path | None, folder: RunFolder | None) -> None:
         self._request, self._plan_file, self._folder = request, plan_file, folder
@@ -69,14 +63,13 @@ class Examination:
         case = Case(request)
         hardware = self._tried(Check.DEVICES, lambda: case.hardware, lambda h: f"{h.summary}, {format_bytes(h.device.memory_bytes)} each")
         model_config = self._tried(Check.MODEL, lambda: case.model_config)
-        self._spec = (
-            self._tried(
-                Check.OPTIMIZER,
-                lambda: _optimizer(optimizer, "cuda" if hardware is None else case.device_type),
-                lambda spec: f"{spec.name} goes element by element, with {spec.states} states a parameter",
-            )
-            or OptimizerSpec()
+        device_type = "cuda" if hardware is None else case.device_type
+        spec = self._tried(
+            Check.OPTIMIZER,
+            lambda: OPTIMIZERS.get(optimizer) or spec_of_trainer_name(optimizer.lower(), device_type=device_type),
+            lambda spec: f"{spec.name} goes element by element, with {spec.states} states a parameter",
         )
+        self._spec = spec or OptimizerSpec()
         if hardware is not None:
             self._case = Case(request, self._spec)
             if model_config is not None:
@@ -87,13 +80,14 @@ class Examination:
         """Return check, result and text: for each finding, each check without one, and one row for all that could not be made."""
         rows, left = [], []
         for check in Check:
-            found = [(check.value, f.severity.value, f.message) for f in self._findings if f.check is check]
-            if not found and check in self._sound:
-                found = [(check.value, "ok", self._sound[check])]
-            if not found and check in _LATER:
-                found = [(check.value, "later", _LATER[check])]
-            rows += found
-            left += [] if found else [check.value]
+            if found := [(check.value, f.severity.value, f.message) for f in self._findings if f.check is check]:
+                rows += found
+            elif check in self._sound:
+                rows.append((check.value, "ok", self._sound[check]))
+            elif check in _LATER:
+                rows.append((check.value, "later", _LATER[check]))
+            else:
+                left.append(check.value)
         if left:
             rows.append(("the rest", "not done", f"{', '.join(left)}: an error stands before them"))
         return rows
@@ -131,25 +125,21 @@ class Examination:
             return
         problem = found = None
         if job is not None and limit is not None and split is not None:
-            problem = PlanningProblem(
+            asked = problem = PlanningProblem(
                 description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=request.strategy
             )
-            found = self._planned(problem)
+            path = self._plan_file
+            found = self._tried(
+                Check.PLAN,
+                lambda: search(case.builder().with_best_split(asked)) if path is None else _given(asked, path),
+                lambda found: (
+                    f"{found.plan.fingerprint} ({found.plan.strategy}): peak {format_bytes(found.peak_bytes)}, a step in"
+                    f" {format_seconds(found.time.step_s)}"
+                ),
+            )
         known = self._known(description, problem, found)
         self._findings += [*findings_of(known), *filter(None, [split_ties(case.model())])]
         self._sound |= _sound(description, known)
-
-    def _planned(self, problem: PlanningProblem) -> SearchResult | None:
-        """Return the plan that is to run: the given one, else what `hf-osdp plan` finds."""
-        path = self._plan_file
-        return self._tried(
-            Check.PLAN,
-            lambda: search(self._case.builder().with_best_split(problem)) if path is None else _given(problem, path),
-            lambda found: (
-                f"{found.plan.fingerprint} ({found.plan.strategy}): peak {format_bytes(found.peak_bytes)}, a step in"
-                f" {format_seconds(found.time.step_s)}"
-            ),
-        )
 
     def _known(self, description: ModelDescription, problem: PlanningProblem | None, found: SearchResult | None) -> KnownRun:
         """Return what is known of the model, its plan and this machine."""
@@ -174,15 +164,6 @@ class Examination:
             memory=_memory_here(hardware),
             folder=self._folder,
         )
-
-
-def _optimizer(name: str, device_type: str) -> OptimizerSpec:
-    """Return an optimizer by the name that `plan` or the Trainer has for it; a ValueError where it is not known to work on shards."""
-    if name in OPTIMIZERS:
-        return OPTIMIZERS[name]
-    from ..sharding.optimizer import spec_of_trainer_name
-
-    return spec_of_trainer_name(name.lower(), device_type=device_type)
 
 
 def _given(problem: PlanningProblem, path: Path) -> SearchResult:

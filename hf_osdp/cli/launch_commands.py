@@ -24,17 +24,15 @@ _HEAD = """\
 
 def config(
     flags: dict[str, Any],
-    output: Annotated[Path, typer.Option("--output", metavar="FILE", help="Where the configuration goes.")] = _FILE,
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Where the configuration goes.")] = _FILE,
     device: Annotated[
         Literal["cpu", "cuda"] | None, typer.Option(metavar="cpu|cuda", help="What to train on; CUDA where torch sees it.")
     ] = None,
     devices_per_node: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Processes on each machine; else one for each GPU that is here, two on the CPU.")
     ] = None,
-    num_nodes: Annotated[int, typer.Option("--num-nodes", min=1, metavar="N", help="Machines.")] = 1,
-    main_address: Annotated[
-        str | None, typer.Option("--main-address", metavar="HOST[:PORT]", help="Of the first machine, where there are several.")
-    ] = None,
+    num_nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Machines.")] = 1,
+    main_address: Annotated[str | None, typer.Option(metavar="HOST[:PORT]", help="Of the first machine, where there are several.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
     """Write the accelerate configuration for a machine, and show the line that launches a script with it."""
@@ -79,13 +77,10 @@ def launch_file(
         device: `cpu` or `cuda`.
         devices_per_node: processes on each machine.
         num_nodes: machines.
-        main_address: HOST or HOST:PORT of the first of several machines.
+        main_address: HOST or HOST:PORT of the first of several; ValueError where it is missing, or has no effect.
         precision: mixed precision, as accelerate names it.
         options: what stands beside `osdp: true`.
         path: the file's, for the line.
-
-    Raises:
-        ValueError: an address is missing, or has no effect.
     """
     import yaml
 
@@ -112,7 +107,6 @@ def launch_file(
 
 
 def _meeting(num_nodes: int, address: str | None) -> dict[str, Any]:
-    """Return where processes meet: one machine takes any free port."""
     if num_nodes == 1:
         if address is not None:
             raise ValueError(f"--main-address {address} has no effect on one machine; leave it out, or give --num-nodes.")

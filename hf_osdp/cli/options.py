@@ -33,24 +33,21 @@ class Request:
         str | None, typer.Option(metavar="SIZE", help="Bytes of each device that training may use, such as 8GiB; else all that it has.")
     ] = None
     margin: Annotated[
-        float | None,
-        typer.Option("--margin", metavar="SHARE", help="Share of the limit that stays free; 0.04 on CUDA, 0 on the CPU, unless given."),
+        float | None, typer.Option(metavar="SHARE", help="Share of the limit that stays free; 0.04 on CUDA, 0 on the CPU, unless given.")
     ] = None
     device: Annotated[
-        str | None,
-        typer.Option("--device", metavar="NAME", help=f"Kind of device: {', '.join(preset_names())}. --profile can stand in for it."),
+        str | None, typer.Option(metavar="NAME", help=f"Kind of device: {', '.join(preset_names())}. --profile can stand in for it.")
     ] = None
     profile: Annotated[
-        Path | None, typer.Option("--profile", metavar="FILE", help="Measured hardware and block times, as `hf-osdp profile` writes them.")
+        Path | None, typer.Option(metavar="FILE", help="Measured hardware and block times, as `hf-osdp profile` writes them.")
     ] = None
-    num_nodes: Annotated[int | None, typer.Option("--num-nodes", min=1, metavar="N", help="Machines; 1, or as the profile has it.")] = None
+    num_nodes: Annotated[int | None, typer.Option(min=1, metavar="N", help="Machines; 1, or as the profile has it.")] = None
     devices_per_node: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Devices in each machine; 1, or as the profile has it.")
     ] = None
     precision: Annotated[
         Literal["no", "bf16", "fp16"] | None,
         typer.Option(
-            "--precision",
             metavar="NAME",
             help="no, bf16 or fp16: mixed precision, as Accelerate names it; bf16 on GPUs whose hardware has it, else no, unless given.",
         ),
@@ -58,9 +55,7 @@ class Request:
     optimizer: Annotated[
         Literal["adamw", "momentum", "sgd"],
         typer.Option(
-            "--optimizer",
-            metavar="NAME",
-            help="adamw, momentum or sgd. Its states count: AdamW keeps 2 tensors a parameter, SGD with momentum 1.",
+            metavar="NAME", help="adamw, momentum or sgd. Its states count: AdamW keeps 2 tensors a parameter, SGD with momentum 1."
         ),
     ] = "adamw"
     strategy: Annotated[
@@ -101,22 +96,18 @@ class Request:
         typer.Option(metavar="NAMES", help="Projections that get an adapter, comma-separated; else every linear one but the head."),
     ] = None
     block_classes: Annotated[
-        str | None,
-        typer.Option("--block-classes", metavar="NAMES", help="Classes that become units, comma-separated; else found from the model."),
+        str | None, typer.Option(metavar="NAMES", help="Classes that become units, comma-separated; else found from the model.")
     ] = None
     auto_class: Annotated[
-        str | None,
-        typer.Option(
-            "--auto-class", metavar="CLASS", help="Class to build, such as AutoModelForCausalLM; else found from the configuration."
-        ),
+        str | None, typer.Option(metavar="CLASS", help="Class to build, such as AutoModelForCausalLM; else found from the configuration.")
     ] = None
 
 
 def with_flags(command: Callable[..., None], *names: str, make: Callable[..., object] = dict, leave_out: str = "") -> Callable[..., None]:
-    """Return a command for typer that has shared flags beside its own options.
+    """Return a command for typer that has shared flags beside its own options; its first parameter takes `make(**flags)`.
 
     Args:
-        command: its first parameter takes `make(**flags)`; the others are its own options.
+        command: its other parameters are its own options.
         names: fields of `Request` that are flags of this command; none for all.
         make: `Request`, or dict where a command has only some of the flags.
         leave_out: a field that is no flag of this command and keeps its default.

@@ -14,16 +14,12 @@ from ..errors import OSDPError
 from ..report.plan_file import write_json
 
 _WIDTH = 100
-"""Columns where the output is no terminal."""
 
 
 class Output:
     """Tables on stdout unless JSON goes there; progress on stderr.
 
-    Args:
-        json_file: where JSON is to go: a file, `-` for stdout, None for nowhere.
-        plot: a file that a chart will be drawn to; as for `output`, wrong ones are refused before anything is computed.
-        output: a file that will be written.
+    JSON goes to a file, for `-` to stdout, for None nowhere. Files of JSON, `plot` and `output` that cannot be written are refused at once.
     """
 
     def __init__(self, json_file: str | None = None, *, plot: Path | None = None, output: Path | None = None) -> None:
@@ -48,7 +44,6 @@ class Output:
             self.console.print(part, highlight=False)
 
     def write(self, content: dict[str, Any]) -> None:
-        """Write the JSON, where it was asked for."""
         if self._json_file == "-":
             sys.stdout.write(json.dumps(content, indent=1) + "\n")
         elif self._json_file is not None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +18,7 @@ _SIZES = "1,2,4"
 
 def profile(
     flags: dict[str, Any],
-    output: Annotated[Path, typer.Option("--output", metavar="FILE", help="Where the profile goes, as JSON.")],
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Where the profile goes, as JSON.")],
     model: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="Also time this model's blocks: hub id, local folder or config.json.")
     ] = None,
@@ -45,12 +43,14 @@ def profile(
     if model is None and (useless := [*(name for name, is_stated in own.items() if is_stated), *stated(flags)]):
         raise ValueError(f"{useless[0]} is about MODEL's blocks, but there is no MODEL; name one, or leave it out.")
     import torch
+    import torch.distributed as dist
 
     from ..measurement.block_times import TimedModel
     from ..measurement.machine import measure_profile
     from ..planner.job import Precision
     from ..planning.preflight import bf16_on
     from ..report.run_tables import profile_tables
+    from ..sharding.environment import form_process_group
 
     timed = None
     device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -62,36 +62,18 @@ def profile(
             compile=flags["compile"], auto_class=flags["auto_class"], block_classes=names_in(flags["block_classes"]) or None,
         )  # fmt: skip
     started = time.perf_counter()
-    with _process_group(device_type), screen.working("Measuring"):
-        found = measure_profile(device_type=device_type, seconds=seconds, model=timed)
+    form_process_group(needed=False, device_type=device_type)
+    try:
+        with screen.working("Measuring"):
+            found = measure_profile(device_type=device_type, seconds=seconds, model=timed)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
     if os.environ.get("RANK", "0") != "0":
         return
     found.save(output)
     blocks = f", blocks with precision {precision}" if timed else ""
     screen.print(*profile_tables(found), f"Measured in {time.perf_counter() - started:.0f} s{blocks}. Profile: {output}")
-
-
-@contextmanager
-def _process_group(device_type: str) -> Iterator[None]:
-    """Form the group that torchrun or accelerate launch describe; without one this process is alone."""
-    import torch
-    import torch.distributed as dist
-
-    from ..distributed.device import own_gpu
-    from ..distributed.process_group import check_ranks
-
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        yield
-        return
-    on_cuda = device_type == "cuda" and torch.cuda.is_available()
-    if on_cuda:
-        own_gpu()
-    check_ranks()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ import hashlib
 import io
 import itertools
 import json
-import logging
 import re
 import shlex
 import tempfile
@@ -22,7 +21,6 @@ import typer
 
 from ..errors import InfeasibleError
 from ..planner.cost.evaluate import PlanEstimate, estimate_plan
-from ..planner.description import ModelDescription
 from ..planner.problem import PlanningProblem
 from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult, search
@@ -33,12 +31,10 @@ from .cases import Case
 from .launch_commands import launch_file
 from .options import Request, with_flags
 
-_log = logging.getLogger(__name__)
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _LONGEST_LINK = 30_000
 """Characters that browsers and servers take."""
 _KEPT = 64
-"""Plans and descriptions that a planner keeps of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +55,7 @@ class Question:
 
     @classmethod
     def of_link(cls, parameters: Mapping[str, str]) -> Question:
-        """Read a link's query; names with two underscores in front are the host's.
-
-        Raises:
-            ValueError: the link has a name that is no field, or a number that is none.
-        """
+        """Read a link's query, a ValueError where it is wrong; names with two underscores in front are the host's."""
         asked: dict[str, Any] = {name: text for name, text in parameters.items() if not name.startswith("__")}
         known = {field.name: field.default for field in fields(cls)}
         for name, text in asked.items():
@@ -84,14 +76,12 @@ class Question:
 
     @property
     def options(self) -> list[str]:
-        """The flags of the command line."""
         values = {field.name: getattr(self, field.name) for field in fields(self)[2:-1]}
         words = [[f"--{name.replace('_', '-')}", str(value)] for name, value in values.items() if value not in (None, "")]
         return [*itertools.chain(*words), *["--compile"] * self.compile]
 
     @property
     def command(self) -> str:
-        """The command that finds the same plan."""
         return shlex.join(["hf-osdp", "plan", "config.json" if self.config else self.model, *self.options])
 
 
@@ -109,7 +99,6 @@ class Planned:
 
     @cached_property
     def compared(self) -> tuple[StrategyResult, ...]:
-        """Every strategy at its own best batch."""
         return self.case.compared(self.problem)
 
     @property
@@ -133,7 +122,6 @@ class Planned:
 
     @property
     def launch_file(self) -> str:
-        """The accelerate configuration for a script that does not change."""
         hardware = self.problem.hardware
         return launch_file(
             device=self.case.device_type, devices_per_node=hardware.devices_per_node, num_nodes=hardware.nodes,
@@ -143,21 +131,16 @@ class Planned:
 
 
 class Planner:
-    """Answers questions. Plans, and what was traced of models, are kept as long as the process runs.
-
-    Errors are those of `hf-osdp plan`.
-    """
+    """Answers questions. Plans are kept as long as the process runs. Errors are those of `hf-osdp plan`."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="hf_osdp")
-        self._traced: dict[str, tuple[ModelDescription, list[str]]] = {}
         self.plan = lru_cache(maxsize=_KEPT)(self._plan)
 
     def _plan(self, question: Question) -> Planned:
-        """Return the plan of a question."""
         from ..planning.description_cache import warnings_of_package
 
-        case = Case(self._request(question), trace=self._trace)
+        case = Case(self._request(question))
         with redirect_stderr(io.StringIO()) as said:  # that a built-in shape stands in for the hub's
             _ = case.model_config
         with warnings_of_package() as warnings:
@@ -169,10 +152,7 @@ class Planner:
         return Planned(question=question, case=case, problem=problem, found=found, inputs=inputs, estimate=estimate, warnings=warned)
 
     def what_if(self, question: Question, memory_limit: str, devices_per_node: int) -> list[Answer]:
-        """Return the answer as it is, and as it would be under another limit and on other devices.
-
-        The global batch is raised to where it fills the devices.
-        """
+        """Return the answer as it is, and under another limit and on other devices, with the global batch raised to where it fills them."""
         now = self.plan(question)
         nodes, batch = now.problem.hardware.nodes, now.problem.job.global_batch_size
         raised = -(-batch // (nodes * devices_per_node)) * nodes * devices_per_node
@@ -187,7 +167,6 @@ class Planner:
         return [Answer(question="as asked", change="", problem=now.problem, result=now.found), answer]
 
     def _request(self, question: Question) -> Request:
-        """Read a question as the command line reads its words."""
         if question.config and question.model:
             raise ValueError(f"MODEL {question.model!r} and a config.json were given; clear one of the two.")
         if question.model and not _HUB_ID.fullmatch(question.model):
@@ -209,20 +188,3 @@ class Planner:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
         return str(path)
-
-    def _trace(self, model: Any, **options: Any) -> ModelDescription:  # noqa: ANN401  (a transformers model)
-        """Describe a model, each with the same options once."""
-        from ..planning.description_cache import describe_once, warnings_of_package
-
-        key = f"{model.config.to_json_string()} {options}"
-        if key in self._traced:
-            description, warnings = self._traced[key]
-            for text in warnings:
-                _log.warning("%s", text)
-            return description
-        with warnings_of_package() as warnings:
-            description = describe_once(model, **options)
-        self._traced[key] = description, warnings
-        if len(self._traced) > _KEPT:
-            del self._traced[next(iter(self._traced))]
-        return description

@@ -106,13 +106,7 @@ def largest(needed: Callable[[int], float], limit: float, start: int, *, step: i
 
     Every question may take seconds, so the next size is where a line through the two sizes nearest the limit meets it, less half of that
     precision; the last line says that no more is to be gained. Where it leads nowhere, sizes are doubled, halved or bisected.
-
-    Args:
-        needed: bytes that a size needs, which grow with it.
-        limit: bytes that there are.
-        start: the first size; sizes are multiples of `step`, as it is, and none is above `most`.
-        step: between sizes.
-        most: the largest.
+    Sizes begin with `start`, are multiples of `step`, as it is, and at most `most`; the bytes `needed` grow with the size.
     """
     most = most // step * step
     known: dict[int, float] = {}
@@ -140,12 +134,7 @@ def _meeting(known: Mapping[int, float], limit: float) -> float | None:
 
 
 class ChangedModels:
-    """Questions for which the model is described again, with a changed configuration; each variant only once.
-
-    Args:
-        case: what the command line asks about.
-        problem: its problem.
-    """
+    """Questions for which the model is described again, with a changed configuration; each variant only once."""
 
     def __init__(self, case: Case, problem: PlanningProblem) -> None:
         self._case, self._problem, self._config = case, problem, case.model_config
@@ -239,8 +228,7 @@ def with_positions(config: Any, positions: int) -> Any:  # noqa: ANN401
 def head_step(config: Any) -> int:  # noqa: ANN401
     """Return the number that heads come in multiples of: as many as share one key-value head.
 
-    Raises:
-        ValueError: the configuration has no width and heads that can be changed.
+    Raise ValueError where the configuration has no width and heads that can be changed.
     """
     width, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     if not isinstance(width, int) or not isinstance(heads, int) or width % heads:

@@ -16,6 +16,7 @@ from ..measurement.step_meter import Observation
 from ..planner.cost.evaluate import PlanEstimate, estimate_plan
 from ..planner.hardware import Collective
 from ..planning.config import OSDPConfig
+from ..planning.machine_cache import MEASURED_EARLIER
 from ..planning.plan_run import PlannedRun, plan_run
 from ..planning.problem import RunFacts
 from ..quantities import format_seconds
@@ -71,6 +72,8 @@ def announce_plan(run: PlannedRun) -> None:
         )
     where = "" if run.hardware is None else f" for {run.hardware.summary}"
     console.print(f"Planned{where} in {format_seconds(run.planning_s)}; activations: {description.trace}.", highlight=False)
+    if run.hardware is not None and run.hardware.device.source.startswith(MEASURED_EARLIER):
+        console.print(f"The machine was {run.hardware.device.source}.", highlight=False)
     for finding in run.findings:
         console.print(finding.line, highlight=False, markup=False, soft_wrap=True)
 

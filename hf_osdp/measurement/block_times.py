@@ -1,8 +1,4 @@
-"""How long each kind of segment of a model takes on this machine, forward and backward.
-
-A shortened copy of the real model trains without FSDP2 on every rank at once: same kernels, dtype, attention, dropout and
-checkpointing as the whole one, in a fraction of its memory.
-"""
+"""How long each kind of segment takes here: a shortened copy of the real model trains without FSDP2 on every rank at once."""
 
 from __future__ import annotations
 
@@ -45,9 +41,7 @@ class TimedModel:
     compute_dtype: DType | None = None
     """Dtype of gathered parameters and activations; None keeps the parameters' own."""
     activation_checkpointing: bool = False
-    """Blocks are recomputed in backward."""
     compile: bool = False
-    """Blocks run compiled."""
     auto_class: type | str | None = None
     """For a configuration: which class to build."""
     block_classes: Sequence[str] | None = None
@@ -138,12 +132,11 @@ def _of_segments(description: ModelDescription, units: Sequence[int], seconds: S
 def _of_all_ranks(passes: torch.Tensor, *, crowded: bool) -> torch.Tensor:
     """Return passes, by segment and phase, with the seconds of the slowest rank. Collective.
 
-    Where ranks share cores, one is quick while another waits for its turn: there the whole pass is the slowest rank's, and its parts
-    are as the ranks' sum has them.
+    Where ranks share cores, the whole pass is the slowest rank's, and its parts are as the ranks' sum has them: ranks are quick by turns.
     """
 
     def reduced(values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        return torch.tensor(over_ranks(values.flatten().tolist(), op), dtype=torch.float64).reshape(values.shape)
+        return torch.tensor(over_ranks(values.flatten().tolist(), op), dtype=torch.float64).view_as(values)
 
     if not crowded:
         return reduced(passes, dist.ReduceOp.MAX)
@@ -184,13 +177,11 @@ def _on_device(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtyp
 class Stopwatch:
     """Times the sections of a pass while `attached`: each unit's, and the root's between them.
 
-    In forward a section begins when a unit's module is called, and the root's when it returns. In backward it begins when the
-    gradient of its output is complete: a hook on that tensor runs just before autograd goes on into the section.
+    In backward a section begins when the gradient of its output is complete: a hook on that tensor runs just before autograd goes on.
 
-    On the CPU all ranks wait for each other where a unit begins and at the end, as the collectives of training make them: a
-    section takes until the slowest rank is through. The time of the barrier itself is left out. Where ranks share cores there are no
-    barriers: a rank that waits leaves its core to another, so that nothing is lost by waiting, and a barrier would count for more
-    than the section.
+    On the CPU all ranks wait for each other where a unit begins and at the end, as the collectives of training make them, and the
+    barrier's own time is left out. Where ranks share cores there are none: a rank that waits leaves its core to another, and a barrier
+    would count for more than the section.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from ..distributed.collectives import Stages, flat_collectives, two_stage_collec
 from ..planner.affine import linear_fit
 from ..planner.hardware import Collective, CollectiveTiming, DeviceSpec, Link
 from ..planner.job import divisors
-from .timing import barrier, over_ranks, rounds, synchronize, trimmed_mean
+from .timing import barrier, call_seconds, cores_are_shared, over_ranks, rounds, synchronize, trimmed_mean
 
 _SMALL_BYTES = (2**12, 2**14)
 """Of the whole tensor: the first message, from which larger ones are predicted, and what a slow link is measured with beside it."""
@@ -27,6 +28,10 @@ _CALLS = 2 + _LEAST_ROUNDS
 """Calls of each size: two to choose the sizes."""
 _LIMIT_S, _LIMIT_SHARE = 10.0, 4.0
 """All together takes at most so many seconds, or so many times what was asked for: on a slow link sizes are left out."""
+_CALLS_AT_ONCE = 2
+"""Where ranks share cores, which leave a barrier one after the other."""
+_WORK_S, _LEAST_PRODUCT_S = 0.02, 2e-5
+"""Work of a rank alone on its core before a call that others wait for, some of a scheduler's turns; and its least piece."""
 _MOST_FOR_ALL = 8
 """Ranks up to which every size of groups is measured: 12 groups."""
 
@@ -50,9 +55,7 @@ def group_sizes(world: int, local: int, asked: Sequence[int] | None = None) -> t
 def measure_collectives(
     device: torch.device, seconds: float, *, local: int, sizes: Sequence[int] | None = None
 ) -> tuple[CollectiveTiming, ...]:
-    """Time all-gather, reduce-scatter and all-reduce, as FSDP2 will issue them under a plan. Collective.
-
-    Return timings of the slowest rank, the same on every rank.
+    """Time all-gather, reduce-scatter and all-reduce, as FSDP2 will issue them; return the slowest rank's timings. Collective.
 
     All groups of a size run at once, as they do in training. Shard groups (all-gather, reduce-scatter) are contiguous ranks;
     the groups that reduce replicas (all-reduce) of an r x s mesh are `world / r` ranks apart. Groups of several whole nodes are
@@ -69,6 +72,11 @@ def measure_collectives(
     began = time.perf_counter()
     with ExitStack() as stack:
         tests = _tests(*group_sizes(dist.get_world_size(), local, sizes), local, device, stack)
+        late_s = 0.0
+        if cores_are_shared(device):
+            late_s = _late_seconds(device)
+            for test in tests:
+                test.calls = _CALLS_AT_ONCE
         left_s = limit_s
         for number, test in enumerate(tests):
             share_s = left_s / (len(tests) - number)
@@ -78,7 +86,8 @@ def measure_collectives(
             for test in tests:
                 for nbytes, taken in test.taken.items():
                     taken.append(test.timed(nbytes, device))
-    return tuple(test.timing(local) for test in tests)
+    timings = (test.timing(local) for test in tests)
+    return tuple(replace(timing, latency_s=timing.latency_s + late_s) for timing in timings)
 
 
 @dataclass(slots=True)
@@ -88,22 +97,25 @@ class _Test:
     group: dist.ProcessGroup
     run: Callable[[torch.Tensor, torch.Tensor], object]
     """Issues it, given the whole tensor and this rank's part."""
+    calls: int = 1
+    """That are timed at once."""
     taken: dict[int, list[float]] = field(default_factory=dict)
     """This rank's seconds by bytes of the whole tensor."""
 
     def timed(self, nbytes: int, device: torch.device) -> float:
-        whole, part = self._buffers(nbytes, device)
+        """Return the seconds of one call, on this rank, the mean of as many as are timed at once. Collective."""
+        buffers = [self._buffers(nbytes, device) for _ in range(self.calls)]
         barrier(device)
         start = time.perf_counter()
-        self.run(whole, part)
+        for whole, part in buffers:
+            self.run(whole, part)
         synchronize(device)
-        return max(time.perf_counter() - start, 1e-9)
+        return max(time.perf_counter() - start, 1e-9) / self.calls
 
     def choose_sizes(self, device: torch.device, *, asked_s: float, limit_s: float) -> float:
-        """Warm up, leave out messages that take too long, and return the seconds that this and the least number of rounds take.
+        """Warm up, leave out messages that take too long, and return the seconds that this and the least number of rounds take. Collective.
 
-        A round is to take about `asked_s`, and all rounds at most `limit_s`, as far as the message before tells; two small sizes are
-        measured in any case. Every rank decides the same. Collective.
+        A round is to take about `asked_s`, all rounds at most `limit_s`; two small sizes are measured in any case.
         """
         needed_s = spent_s = last_s = 0.0
         last_bytes = 1
@@ -127,7 +139,6 @@ class _Test:
         return needed_s
 
     def timing(self, local: int) -> CollectiveTiming:
-        """Return the line through the slowest rank's typical time of each size."""
         seconds = over_ranks([trimmed_mean(taken) for taken in self.taken.values()])
         latency_s, seconds_per_byte = linear_fit([(4 * self._numel(n), s) for n, s in zip(self.taken, seconds, strict=True)])
         return CollectiveTiming(
@@ -154,10 +165,7 @@ class _Test:
 
 
 def _tests(shards: list[int], replicas: list[int], local: int, device: torch.device, stack: ExitStack) -> list[_Test]:
-    """Make the tests, with groups that are given back when the stack is left. Collective.
-
-    Gathers and reductions of one size share a group, as they do in FSDP2, which has one for each axis of a mesh.
-    """
+    """Make the tests, with groups that are given back when the stack is left; gathers and reductions of one size share one. Collective."""
     formed: dict[str, dist.ProcessGroup] = {}
 
     def group_of(members: list[list[int]]) -> dist.ProcessGroup:
@@ -180,11 +188,11 @@ def _tests(shards: list[int], replicas: list[int], local: int, device: torch.dev
             _Test(scatters, size, group, lambda whole, part: scatter(part, whole, group, dist.ReduceOp.SUM)),
         ]
 
-    def replica_test(size: int) -> _Test:
-        group = group_of(_members(Collective.ALL_REDUCE, size))
-        return _Test(Collective.ALL_REDUCE, size, group, lambda whole, part: dist.all_reduce(whole, group=group))
+    def reduce_with(group: dist.ProcessGroup) -> Callable[[torch.Tensor, torch.Tensor], object]:
+        return lambda whole, part: dist.all_reduce(whole, group=group)
 
-    tests = [replica_test(size) for size in replicas]
+    groups = {size: group_of(_members(Collective.ALL_REDUCE, size)) for size in replicas}
+    tests = [_Test(Collective.ALL_REDUCE, size, group, reduce_with(group)) for size, group in groups.items()]
     for size in shards:
         tests += shard_tests(size)
         if 1 < local < size and size % local == 0:
@@ -192,6 +200,25 @@ def _tests(shards: list[int], replicas: list[int], local: int, device: torch.dev
             places = [list(range(start + place, start + size, local)) for start in starts for place in range(local)]
             tests += shard_tests(size, stages=Stages(between=group_of(places), within=group_of(_members(Collective.ALL_GATHER, local))))
     return tests
+
+
+def _late_seconds(device: torch.device) -> float:
+    """Return how much longer a collective takes after work of ranks that share cores: all wait for the last, and cores idle. Collective."""
+    left, product, one = torch.ones(256, 256, device=device), torch.empty(256, 256, device=device), torch.zeros(1, device=device)
+    times = math.ceil(_WORK_S / max(min(call_seconds(lambda: torch.mm(left, left, out=product), device, 0.02)), _LEAST_PRODUCT_S))
+
+    def taken(products: int, calls: int) -> float:
+        barrier(device)
+        start = time.perf_counter()
+        for _ in range(_CALLS_AT_ONCE):
+            for _ in range(products):
+                torch.mm(left, left, out=product)
+            for _ in range(calls):
+                dist.all_reduce(one)
+        return over_ranks([time.perf_counter() - start])[0] / _CALLS_AT_ONCE
+
+    extra = [taken(times, 1) - taken(times, 0) - taken(0, 1) for _ in range(2 * _LEAST_ROUNDS)]
+    return max(0.0, trimmed_mean(extra))
 
 
 def _members(collective: Collective, size: int) -> list[list[int]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 
 import torch
@@ -25,7 +26,7 @@ from .memory_limits import memory_of_rank
 from .rates import copy_rate, matmul_rates, measure_fsdp_overhead, measure_hooks, measure_host, measure_host_link, operator_seconds
 from .timing import barrier, over_ranks
 
-_SECONDS_AT_START = 0.7
+SECONDS_AT_START = 0.7
 """A run with a plan is to start at most five seconds later than one without; `hf-osdp profile` gives better figures."""
 
 
@@ -76,8 +77,7 @@ def measure_profile(*, device_type: str, seconds: float = 10.0, model: TimedMode
         model: also time this model's blocks; None measures the machine alone.
 
     Raises:
-        ValueError: the device type is not known, or `seconds` is not positive.
-        HardwareError: the device is missing, or ranks do not fill the nodes evenly.
+        ValueError, HardwareError: as `measure_hardware`, or `seconds` is not positive.
         ProfileError: the model does not fit, or cannot be timed.
     """
     if not 0 < seconds < float("inf"):
@@ -105,10 +105,13 @@ def measure_profile(*, device_type: str, seconds: float = 10.0, model: TimedMode
     return Profile.from_json(on_rank_zero(profile.to_json))  # dates and versions may differ between ranks
 
 
-def hardware_of_run(requested: Hardware | str | None, *, device_type: str, nodes: int | None = None) -> Hardware:
+def hardware_of_run(
+    requested: Hardware | str | None, *, device_type: str, nodes: int | None = None, measure: Callable[..., Hardware] = measure_hardware
+) -> Hardware:
     """Return the hardware to plan a run for, with as many devices as ranks. Collective where torch.distributed is initialized.
 
-    It is the given hardware, such as a profile's; the preset of this name, on the launcher's nodes or `nodes`; or this machine, measured.
+    It is the given hardware, such as a profile's; the preset of this name, on the launcher's nodes or `nodes`; or this machine, as
+    `measure` finds it.
     """
     ranks, topology = world_size(), find_topology()
     if isinstance(requested, Hardware):
@@ -126,11 +129,22 @@ def hardware_of_run(requested: Hardware | str | None, *, device_type: str, nodes
     if requested is None:
         if nodes not in (None, topology.nodes):
             raise ValueError(f"nodes={nodes}, but the processes are spread over {topology.nodes}; leave nodes out.")
-        return measure_hardware(device_type=device_type, seconds=_SECONDS_AT_START)
+        return measure(device_type=device_type, seconds=SECONDS_AT_START)
     nodes = nodes or topology.nodes
     if ranks % nodes:
         raise ValueError(f"nodes={nodes} does not divide the {ranks} processes; use a divisor.")
     return preset(requested, nodes=nodes, devices_per_node=ranks // nodes)
+
+
+def with_memory_of_now(hardware: Hardware, device: torch.device) -> Hardware:
+    """Return hardware that was measured before with the memory that there is now, and no less reserved than then. Collective."""
+    available, reserved, _ = _memory_bytes(device, torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
+    smallest, least, host = over_ranks([available, -reserved, memory_of_rank()[0]], dist.ReduceOp.MIN)
+    return replace(
+        hardware,
+        device=replace(hardware.device, memory_bytes=int(smallest), reserved_bytes=max(int(-least), hardware.device.reserved_bytes)),
+        host=hardware.host and replace(hardware.host, memory_bytes=int(host)),
+    )
 
 
 def measuring_device(device_type: str) -> torch.device:
@@ -178,9 +192,9 @@ def _measure_device(device: torch.device, seconds: float, allocated_before: int)
 
 def _hooks_s(device: torch.device, seconds: float) -> float:
     """Measure FSDP2's hooks beside a GPU (`measure_fsdp_overhead` has the CPU's); a process alone takes the presets' figure."""
-    if device.type == "cpu":
-        return 0.0
-    return measure_hooks(device, seconds) if world_size() > 1 else UNIT_S
+    if device.type == "cpu" or world_size() == 1:
+        return 0.0 if device.type == "cpu" else UNIT_S
+    return measure_hooks(device, seconds)
 
 
 def _communicator_bytes(device: torch.device) -> int:

@@ -1,15 +1,15 @@
 """Memory of this machine as the kernel lets this process have it: control groups may allow less than is built in.
 
-Limits of control groups hold for a group with all groups in it, so that each one from the process's own up to the root counts
-(docs.kernel.org: admin-guide/cgroup-v2, cgroup-v1/memory): `memory.max` and `memory.high`, above which a group is throttled, of
-version 2; `memory.limit_in_bytes` of version 1. File pages that the kernel can drop (`inactive_file`) are counted as free.
+Limits hold for a group with all groups in it, so that each one from the process's own up to the root counts: `memory.max` and
+`memory.high`, above which a group is throttled, of version 2; `memory.limit_in_bytes` of version 1. File pages that the kernel can drop
+(`inactive_file`) are counted as free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -33,7 +33,6 @@ class MemoryLimit:
     """The machine's memory, or what a control group may take of it."""
 
     name: str
-    """`this machine`, or the group's path and the file that says so."""
     total_bytes: int
     free_bytes: int
 
@@ -53,8 +52,7 @@ def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
 def tightest(limits: Sequence[MemoryLimit]) -> MemoryLimit:
     """Return what the process can have of them all: the least total, and the least that is free."""
     least = min(limits, key=lambda limit: limit.total_bytes)
-    free = min(limit.free_bytes for limit in limits)
-    return MemoryLimit(name=least.name, total_bytes=least.total_bytes, free_bytes=min(free, least.total_bytes))
+    return replace(least, free_bytes=min(least.total_bytes, *(limit.free_bytes for limit in limits)))
 
 
 def memory_of_rank() -> tuple[int, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -89,9 +88,7 @@ def shortened(model: nn.Module, units: tuple[UnitDescription, ...], copies: int)
 
 def _enough(keys: Sequence[Hashable], copies: int) -> int:
     """Return how many of the first blocks hold `copies` of each kind, or all there are of it."""
-    missing = Counter({key: min(copies, count) for key, count in Counter(keys).items()})
+    places: dict[Hashable, list[int]] = {}
     for number, key in enumerate(keys, start=1):
-        missing[key] -= 1
-        if max(missing.values()) <= 0:
-            return number
-    return len(keys)
+        places.setdefault(key, []).append(number)
+    return max(numbers[:copies][-1] for numbers in places.values())

@@ -1,8 +1,7 @@
 """How fast a device computes, copies and issues operators, the host beside it, and FSDP2 and the optimizer beside compute and links.
 
-FSDP2's own work is measured with FSDP2 itself. A few units without compute run forward and backward under `fully_shard` with collectives
-that send nothing. What is left of the time are hooks, views, copies into and out of buffers, gradients made into DTensors. Three kinds
-of units, with few and many tensors and with few and many bytes, tell apart what a call, a tensor and a byte cost.
+FSDP2's own work is measured with FSDP2 itself: a few units without compute run under `fully_shard` with collectives that send nothing.
+Three kinds of units, with few and many tensors and with few and many bytes, tell apart what a call, a tensor and a byte cost.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ..planner.hardware import FsdpOverhead, HostSpec, WorkTime
 from ..planner.job import OptimizerSpec, OptimizerStep
 from ..planner.profile import HostLink
 from .memory_limits import memory_of_rank
-from .timing import barrier, call_seconds, median_seconds, over_ranks, rounds, trimmed_mean
+from .timing import barrier, call_seconds, median_seconds, over_ranks, rounds, trimmed_mean, work_clock
 
 _DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64)
 _MATMUL_SIZES = {"cpu": (256, 512, 768), "cuda": (2048, 4096, 8192)}
@@ -71,7 +70,6 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype, budget_s: float) -> f
 
 
 def copy_rate(device: torch.device, seconds: float) -> float:
-    """Return the bytes that a large copy reads and writes each second."""
     source = torch.ones(_COPY_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / median_seconds(lambda: target.copy_(source), device, seconds)
@@ -94,12 +92,8 @@ def _tiny_step(device: torch.device) -> Callable[[], None]:
     with torch.random.fork_rng(devices=[]):  # the training's own random state stays as it is
         layer = [nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)]
         model = nn.Sequential(*(copy.deepcopy(part) for _ in range(8) for part in layer)).to(device)
-        rows = torch.ones(2, 8, requires_grad=True, device=device)
-
-    def run() -> None:
-        model(rows).sum().backward()
-
-    return run
+    rows = torch.ones(2, 8, requires_grad=True, device=device)
+    return lambda: model(rows).sum().backward()
 
 
 class _Counter(TorchDispatchMode):
@@ -123,7 +117,7 @@ def measure_host_link(device: torch.device, seconds: float) -> HostLink:
 
 
 def measure_host(device: torch.device, seconds: float) -> HostSpec | None:
-    """Measure rates of the slowest host and the least share of a machine's memory, all ranks at once; None on the CPU. Collective."""
+    """Measure the slowest host and the least share of a machine's memory, all ranks at once; None on the CPU. Collective."""
     if device.type == "cpu":
         return None
     link = measure_host_link(device, seconds / 2)
@@ -156,7 +150,8 @@ def measure_fsdp_overhead(device: torch.device, seconds: float) -> FsdpOverhead 
     """
     if device.type != "cpu" or world_size() == 1:
         return None
-    models = [_EmptyModel(tensors, numel, device) for tensors, numel in _KINDS]
+    clock = work_clock(device)
+    models = [_EmptyModel(tensors, numel, device, clock) for tensors, numel in _KINDS]
     taken: dict[str, list[list[float]]] = {}
     """Seconds of one unit, of each kind of units."""
     for measure in (_EmptyModel.gather, _EmptyModel.reduce_and_update):  # one after the other, so that each finds memory as it left it
@@ -177,7 +172,7 @@ def measure_fsdp_overhead(device: torch.device, seconds: float) -> FsdpOverhead 
 
 def measure_hooks(device: torch.device, seconds: float) -> float:
     """Return the CPU's seconds for FSDP2's hooks around a unit in forward: the quickest round of the slowest rank. Collective."""
-    model = _EmptyModel(*_KINDS[0], device)
+    model = _EmptyModel(*_KINDS[0], device, time.perf_counter)
     taken = [model.gather()["gather"] for _ in rounds(seconds, least=_LEAST_ROUNDS, most=_MOST_ROUNDS)]
     return over_ranks([min(taken) / _UNITS])[0]
 
@@ -193,9 +188,9 @@ def _fit(taken: list[list[float]]) -> WorkTime:
 class _EmptyModel:
     """Sharded units of one kind without compute, with an optimizer of each kind of step."""
 
-    def __init__(self, tensors: int, numel: int, device: torch.device) -> None:
-        self._device = device
-        self._units = [_Unit(tensors, numel) for _ in range(_UNITS)]
+    def __init__(self, tensors: int, numel: int, device: torch.device, clock: Callable[[], float]) -> None:
+        self._device, self._clock = device, clock
+        self._units = [_Unit(tensors, numel, clock) for _ in range(_UNITS)]
         self._model = nn.Sequential(*self._units).to(device)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
         for unit in self._units:
@@ -218,9 +213,9 @@ class _EmptyModel:
         """Take a step that keeps parameters, so that backward only reduces, and one of each optimizer."""
         times = {"reduce": self._step(free=False)[1]}
         for step, optimizer in self._optimizers.items():
-            started = time.perf_counter()
+            started = self._clock()
             optimizer.step()
-            times[step.value] = time.perf_counter() - started
+            times[step.value] = self._clock() - started
         self._model.zero_grad()
         return times
 
@@ -230,18 +225,19 @@ class _EmptyModel:
             unit.set_reshard_after_forward(free)
             unit.gradients_s = 0.0
         barrier(self._device)
-        started = time.perf_counter()
+        started = self._clock()
         output = self._model(self._input)
-        between = time.perf_counter()
+        between = self._clock()
         output.sum().backward()
-        return between - started, time.perf_counter() - between - sum(unit.gradients_s for unit in self._units)
+        return between - started, self._clock() - between - sum(unit.gradients_s for unit in self._units)
 
 
 class _Unit(nn.Module):
     """Parameters that forward does nothing with; backward makes a new gradient for each."""
 
-    def __init__(self, tensors: int, numel: int) -> None:
+    def __init__(self, tensors: int, numel: int, clock: Callable[[], float]) -> None:
         super().__init__()
+        self.clock = clock
         self.gradients_s = 0.0
         """Seconds that making gradients took, which is not FSDP2's work."""
         self.tensors = nn.ParameterList(nn.Parameter(torch.zeros(numel // _WIDTH, _WIDTH)) for _ in range(tensors))
@@ -258,9 +254,9 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
-        started = time.perf_counter()
+        started = ctx.unit.clock()
         gradients = [torch.zeros(shape, device=gradient.device) for shape in ctx.shapes]
-        ctx.unit.gradients_s += time.perf_counter() - started
+        ctx.unit.gradients_s += ctx.unit.clock() - started
         return gradient, None, *gradients
 
 

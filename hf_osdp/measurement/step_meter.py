@@ -31,7 +31,6 @@ class Observation:
     """What real steps of a plan showed, over all ranks."""
 
     steps: int
-    """Optimizer steps that ended."""
     median_step_s: float | None
     """Median over the timed steps on the slowest rank; None before any was timed."""
     first_step_s: float | None = None
@@ -51,12 +50,9 @@ class Observation:
 class StepMeter:
     """Measures optimizer steps between `step_begins` and `step_ends`; what lies between steps does not count.
 
-    CUDA: times come from events on the current stream, without synchronising; the peak is the largest of the steps' peaks
-    in the allocator. The first step warms up and is not timed. Among several ranks the next `clocked_steps` have their collectives
-    timed (`CollectiveClock`), and count for nothing else.
-
-    CPU: the peak is that of the second step, from live tensor bytes (`MemoryTracker`: what is held when the step begins, and
-    what its operators make). Among several ranks the next `clocked_steps` have their collectives timed. None of these is timed itself.
+    The first step warms up and is not timed. CUDA: the peak is the largest of the steps' peaks in the allocator. CPU: it is that of the
+    second step, from live tensor bytes (`MemoryTracker`), and that step is not timed. Among several ranks the next `clocked_steps` have
+    their collectives timed (`CollectiveClock`), and count for nothing else.
     """
 
     def __init__(
@@ -197,8 +193,7 @@ def existing_tensors() -> Iterator[torch.Tensor]:
 class LoopMeter:
     """Measures the first optimizer steps of any loop by hooks: from the first training forward to the end of the optimizer's step.
 
-    What lies between, such as evaluation, checkpoints and loading the first batch, does not count. Neither model nor optimizer
-    is changed; the hooks are gone once the steps have been measured.
+    What lies between does not count. The hooks are gone once the steps have been measured.
     """
 
     def __init__(

@@ -1,7 +1,4 @@
-"""How times are taken: on the CPU and on CUDA, alone and on all ranks at once, where the slowest counts; of a step's collectives, too.
-
-Collectives are timed where torch dispatches them: the same on gloo and on NCCL.
-"""
+"""How times are taken: on the CPU and on CUDA, alone and on all ranks at once, where the slowest counts; of collectives, too."""
 
 from __future__ import annotations
 
@@ -81,7 +78,6 @@ def call_seconds(run: Callable[[], object], device: torch.device, seconds: float
 
 
 def median_seconds(run: Callable[[], object], device: torch.device, seconds: float) -> float:
-    """Return the median time of a call with the device's work; see `call_seconds`."""
     return statistics.median(call_seconds(run, device, seconds))
 
 
@@ -102,11 +98,7 @@ def over_ranks(values: Sequence[float], op: dist.ReduceOp.RedOpType = dist.Reduc
 
 
 def trimmed_mean(values: Sequence[float]) -> float:
-    """Return the mean without the tenth at either end.
-
-    A step is a sum of many such times. Those of processes that wait for each other are skewed: their medians sum up to less than
-    the step takes.
-    """
+    """Return the mean without the tenth at either end: medians of ranks that wait for each other sum up to less than a step takes."""
     trimmed = len(values) // 10
     return statistics.fmean(sorted(values)[trimmed : len(values) - trimmed])
 
@@ -128,9 +120,25 @@ def rounds(seconds: float, *, least: int, most: int, limit_s: float = float("inf
 
 def cores_are_shared(device: torch.device) -> bool:
     """Return whether on some node ranks compute on the CPU with more threads than it has cores; the same on every rank. Collective."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    crowded = device.type == "cpu" and find_topology().ranks_per_node * torch.get_num_threads() > cores
+    crowded = device.type == "cpu" and find_topology().ranks_per_node * torch.get_num_threads() > usable_cores()
     return bool(over_ranks([crowded])[0])
+
+
+def work_clock(device: torch.device) -> Callable[[], float]:
+    """Return a clock for work of a few milliseconds on the CPU, which all ranks have at once. Collective.
+
+    Where ranks share cores, such work seems to be alone, though every rank's has to be done before the next collective ends. There the
+    clock tells the CPU's seconds of this process, times ranks over cores.
+    """
+    if not cores_are_shared(device):
+        return time.perf_counter
+    share = find_topology().ranks_per_node / usable_cores()
+    return lambda: share * time.process_time()
+
+
+def usable_cores() -> int:
+    """Return the cores on which this process may run."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,11 +167,10 @@ class CollectiveTotal:
 
 
 class CollectiveClock(TorchDispatchMode):
-    """Times all-gathers, reduce-scatters and all-reduces that are issued inside the context.
+    """Times all-gathers, reduce-scatters and all-reduces that are issued inside the context; several announced as one count as one.
 
-    Several calls that are announced as one collective (`distributed/collectives.py`) are timed as one. On the CPU each is waited for
-    where it is issued, as FSDP2 does on gloo anyway. On CUDA events are recorded on the stream that waits for it, and nothing blocks.
-    A profiler would tell the same, but on CUDA it takes device memory, of which a run near its limit has none.
+    On the CPU each is waited for where it is issued, as FSDP2 does on gloo anyway. On CUDA events are recorded on the stream that waits
+    for it, and nothing blocks. A profiler would take device memory there, of which a run near its limit has none.
     """
 
     leaves_compiled_code = True
@@ -229,7 +236,7 @@ class CollectiveClock(TorchDispatchMode):
 def of_last_rank(calls: Sequence[CollectiveCall]) -> tuple[CollectiveCall, ...]:
     """Return the calls with the seconds of the rank that came to each one last: the collective without the waiting. Collective.
 
-    Every rank issues the same ones in the same order, as one plan makes it do; empty where ranks saw different numbers of calls.
+    They are empty where ranks saw different numbers of calls.
     """
     least, most = over_ranks([len(calls), -len(calls)], dist.ReduceOp.MIN)
     if least != -most or not calls:
@@ -260,12 +267,8 @@ def timings_of(calls: Sequence[CollectiveCall]) -> tuple[CollectiveTiming, ...]:
     for (collective, size, crosses), members in sorted(groups.items()):
         by_bytes = _grouped(members, lambda call: call.nbytes)
         points = [(nbytes, statistics.median(max(call.seconds, 1e-9) for call in same)) for nbytes, same in by_bytes.items()]
-        latency_s, per_byte_s = linear_fit(points)
-        timings.append(
-            CollectiveTiming(
-                collective=collective, group_size=size, crosses_nodes=crosses, latency_s=latency_s, seconds_per_byte=per_byte_s
-            )
-        )  # fmt: skip
+        fit = dict(zip(("latency_s", "seconds_per_byte"), linear_fit(points), strict=True))
+        timings.append(CollectiveTiming(collective=collective, group_size=size, crosses_nodes=crosses, **fit))
     return tuple(timings)
 
 

@@ -1,8 +1,7 @@
 """Offload activations: what a module's forward saves leaves the device when forward ends, and comes back for backward.
 
-Copies run on a stream of their own. A storage is sent as soon as it is saved, beside the rest of the module's forward, at whose end
-compute waits for the copies and the device's memory is free. All are fetched when the module's backward begins, those saved last
-first; what asks for one waits for that one.
+Copies run on a stream of their own. A storage is sent as soon as it is saved; at the end of forward compute waits for the copies. All
+are fetched when the module's backward begins, those saved last first; what asks for one waits for that one.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from torch.utils._pytree import tree_leaves
 class OwnTensors:
     """Tells the tensors that one call of a module, whose parameters are gathered, saves for itself from those that others hold as well.
 
-    Others hold its parameters and buffers, and its inputs: masks, position embeddings, an encoder's states go to every block. Only
-    the first input that needs a gradient, the hidden states, is the block's own to keep or to free.
+    Others hold its parameters, buffers and inputs, but for the first input that needs a gradient, the hidden states.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -41,8 +39,10 @@ class OwnTensors:
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         base = tensor._base if tensor._is_view() else tensor
-        if isinstance(base, nn.Parameter) or tensor.device != self._device or not _is_its_storage(tensor):
+        if isinstance(base, nn.Parameter) or tensor.device != self._device or tensor.layout is not torch.strided:
             return False
+        if is_traceable_wrapper_subclass(tensor) or tensor.is_conj() or tensor.is_neg():
+            return False  # more than storage, size and strides
         return tensor.numel() > 0 and _key(tensor) not in self._others
 
 
@@ -227,11 +227,6 @@ def host_memory(allocate: Callable[[torch.Tensor], torch.Tensor | None]) -> Iter
 def _copy_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Return the stream for copies to and from a device; None for the CPU, whose memory the host's is."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
-
-
-def _is_its_storage(tensor: torch.Tensor) -> bool:
-    """Whether storage, size and strides are all that there is to a tensor: subclasses hold others, lazy views conjugate or negate."""
-    return tensor.layout is torch.strided and not (is_traceable_wrapper_subclass(tensor) or tensor.is_conj() or tensor.is_neg())
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -35,11 +35,9 @@ _FRAMES_OF_A_LETTER = 3
 def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
     """Return a function that makes a batch of any number of samples for a transformers model, labels included, on the current device.
 
-    Causal language models get packed batches without an attention mask. Other text models get one, as padding does: it
-    costs a mask of T x T for each sample. Images and sounds are in float32, as data loaders give them (float64 for such a model).
-
-    `sequence_length` is the tokens of each sample, of source and target alike, or the values of a waveform; images and spectrograms keep
-    the configuration's size. Raise DescriptionError where the model's kind of input is not known.
+    Causal language models get packed batches without an attention mask, other text models one. `sequence_length` is the tokens of each
+    sample, of source and target alike, or the values of a waveform; images and spectrograms keep the configuration's size. Raise
+    DescriptionError where the model's kind of input is not known.
     """
     model = without_adapters(model)
     config: Any = model.config
@@ -84,9 +82,7 @@ def _labels(model: Any, kind: str, main: str, samples: int, sequence_length: int
 
 def plain_batch(batch: Any) -> Any:  # noqa: ANN401
     """Return a batch whose mappings, nested ones too, are new dictionaries; everything else stays as it is."""
-    if isinstance(batch, Mapping):
-        return {name: plain_batch(value) for name, value in batch.items()}
-    return batch
+    return {name: plain_batch(value) for name, value in batch.items()} if isinstance(batch, Mapping) else batch
 
 
 def output_of(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None = None) -> object:
@@ -127,10 +123,7 @@ def check_inputs(inputs: Inputs, model: nn.Module) -> None:
 
 @contextmanager
 def without_packing() -> Iterator[None]:
-    """Keep transformers from building masks for packed sequences while fake tensors run.
-
-    It builds a T x T mask whenever it cannot look at the positions; in training it looks, and finds one sequence a row.
-    """
+    """Keep transformers from building T x T masks for packed sequences, as it does wherever it cannot look at the positions."""
     masking: Any = sys.modules.get("transformers.masking_utils")
     original = getattr(masking, "find_packed_sequence_indices", None)
     if original is None:

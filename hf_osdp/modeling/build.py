@@ -62,10 +62,9 @@ def with_lora(model: nn.Module, rank: int, target_modules: Sequence[str] = ()) -
 
 
 def checkpoint_blocks(model: nn.Module, block_classes: Sequence[str]) -> None:
-    """Switch activation checkpointing of a model's blocks on, without reentrance, in place.
+    """Switch activation checkpointing of a model's blocks on, without reentrance, in place; refuse a model that cannot do it.
 
-    A transformers model does it by itself (`gradient_checkpointing_enable`); in another module, blocks of these classes run under
-    `torch.utils.checkpoint`. A model that cannot do it is refused.
+    A transformers model does it by itself; in another module, blocks of these classes run under `torch.utils.checkpoint`.
     """
     enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, "gradient_checkpointing_enable", None)
     if enable is not None:

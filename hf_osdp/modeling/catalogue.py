@@ -1,7 +1,6 @@
 """Built-in model shapes, to plan for a model whose configuration can be read neither from the hub nor from its cache.
 
-`catalogue.json` holds what bears on tensors and their sizes. Other fields, such as the base of rotary positions, have transformers'
-defaults.
+`catalogue.json` holds what bears on tensors and their sizes; other fields have transformers' defaults.
 """
 
 from __future__ import annotations
@@ -35,13 +34,11 @@ class Shape:
     """The count as it was published, rounded: `8.03B`."""
     published_by: str
     source: str
-    """Where the configuration is from."""
     model_type: str
     fields: dict[str, Any]
 
     @property
     def config(self) -> PreTrainedConfig:
-        """A new transformers configuration."""
         from transformers import AutoConfig
 
         config: PreTrainedConfig = AutoConfig.for_model(self.model_type, **copy.deepcopy(self.fields))

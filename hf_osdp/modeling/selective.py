@@ -26,18 +26,24 @@ _NEVER_COUNTED = frozenset({"detach", "_to_copy"})
 class CallCounter:
     """Name the calls of operators, `addmm#0` for the first one of its name, and keep the history of a run.
 
-    Left out is what runs without gradients, as FSDP2's gathers do: the second run of a forward may do it at another place, or not at all.
+    Left out is what runs without gradients or inside `record_function`, as FSDP2's gathers do: the second run of a forward may do it at
+    another place, or not at all.
     """
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
+        self._recorded = 0
+        """How many `record_function` have begun and not ended."""
         self.history = 0
         """Of the names of all calls so far: two runs with the same history have made the same calls, in the same order."""
 
     def name(self, func: OpOverload) -> str | None:
         """Return the name of the call that comes now; None for one that is not counted."""
         operator = operator_name(func)
-        if func.namespace == "prim" or operator in _NEVER_COUNTED or not (torch.is_grad_enabled() or operator == "attention"):
+        if func.namespace == "profiler":
+            self._recorded += -1 if "exit" in operator else 1
+        uncounted = self._recorded or func.namespace in ("prim", "profiler") or operator in _NEVER_COUNTED
+        if uncounted or not (torch.is_grad_enabled() or operator == "attention"):
             return None
         call = f"{operator}#{self._counts[operator]}"
         self._counts[operator] += 1

@@ -51,10 +51,7 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def segment_modules(modules: dict[str, nn.Module], units: Sequence[UnitDescription]) -> list[tuple[int, nn.Module]]:
-    """Return the modules whose calls are segments of their own, with their units' indices.
-
-    The root's segments are what lies between; batch norms that are units cost what little they do where they are.
-    """
+    """Return the modules whose calls are segments of their own, with their units' indices: not the root, nor batch norms that are units."""
     return [(i, modules[name]) for i, unit in enumerate(units) if unit.fqn and not unit.keeps_dtype for name in unit.module_names]
 
 
@@ -63,21 +60,22 @@ def find_units(
 ) -> tuple[UnitDescription, ...]:
     """Find the units of a model, real or on the meta device, plain or with `checkpoint_wrapper` around blocks.
 
+    Return the root's rest first (fqn `""`, perhaps without parameters), then units in the order of their modules. Each parameter is in
+    exactly one unit, under the first of its names.
+
     Args:
         model: any module.
         block_classes: class names of the blocks, the outermost count; absent ones are ignored as long as one is there. None takes
             `_no_split_modules`, else the elements of homogeneous `nn.ModuleList`s; without repeated blocks, all but embedding and head
             is one unit.
         operators: split every block into operator units (attention, MLP), as blocks with operators in slices are in any case.
-        low_precision: training computes in less than the parameters' precision, so that batch norms, which do not, are units of
-            their own.
-
-    Returns:
-        The root's rest first (fqn `""`, perhaps without parameters), then units in the order of their modules. Each parameter is in
-        exactly one unit, under the first of its names.
+        low_precision: training computes in less than the parameters' precision, so that batch norms are units of their own.
     """
     modules = modules_by_name(model)
-    parameters = _parameter_names(model)
+    parameters: dict[nn.Parameter, tuple[str, ...]] = {}
+    """With every name of each, in the model's order."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameters[parameter] = tuple(dict.fromkeys((*parameters.get(parameter, ()), canonical_name(name))))
     ties = _find_ties(model, parameters)
     blocks = _find_blocks(model, modules, ties, block_classes)
     slices = slice_names(model)
@@ -144,10 +142,7 @@ def _operator_names(block: str, modules: dict[str, nn.Module], slices: Sequence[
 
 
 def _batch_norm_groups(modules: dict[str, nn.Module], blocks: Iterable[str], tied: Container[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the names of batch norms that are gathered together: those of each block, and each other one that is not tied by itself.
-
-    In one block they run together or not at all, as FSDP2 asks of modules that share a unit.
-    """
+    """Return the names of batch norms that are gathered together: those of each block, and each other one that is not tied by itself."""
     groups: dict[str, list[str]] = {}
     for name, module in modules.items():
         if isinstance(module, _BatchNorm) and module.affine and name not in tied:
@@ -193,19 +188,8 @@ def _describe_groups(
     )
 
 
-def _parameter_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Return every name of each parameter, parameters and names in the model's order."""
-    names: dict[nn.Parameter, dict[str, None]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, {})[canonical_name(name)] = None
-    return {parameter: tuple(found) for parameter, found in names.items()}
-
-
 def _find_ties(model: nn.Module, parameters: dict[nn.Parameter, tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return the names of modules that own parameters together, each group once.
-
-    By identity of the parameters: `_tied_weights_keys` may name what is not tied.
-    """
+    """Return the names of modules that own parameters together, each group once; `_tied_weights_keys` may name what is not tied."""
     first_name: dict[int, str] = {}
     canonical: dict[str, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -247,7 +231,13 @@ def _find_blocks(
     if block_classes is None:
         blocks = [name for name in blocks if not any(_is_within(owner, name) for owner in owners)]
     elif not blocks:
-        raise DescriptionError(_no_block_message(model, modules, block_classes, tied=bool(found and owners)))
+        likely = [module for names in _lists(modules) for module in map(modules.__getitem__, names)]
+        known = dict.fromkeys(class_of(module).__name__ for module in [*likely, *modules.values()] if module is not modules[""])
+        reason = "only modules that share their parameters with others" if found and owners else "nothing"
+        raise DescriptionError(
+            f"block_classes ({', '.join(block_classes) or 'no class'}) match {reason} in {class_of(model).__name__}; use one of its"
+            f" classes: {', '.join(list(known)[:20]) or 'no submodules'}."
+        )
     return tuple(name for name in blocks if not any(ancestor in blocks for ancestor in _ancestors(name)))
 
 
@@ -259,15 +249,13 @@ def _hinted(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
     """Return the modules of the classes in `_no_split_modules` that repeat: embeddings are listed there too."""
     found = _of_classes(modules, {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()})
     elements = {name for names in _lists(modules) for name in names}
-    counts = Counter(class_of(modules[name]) for name in found)
-    in_lists = {class_of(modules[name]) for name in found if name in elements}
+    classes = {name: class_of(modules[name]) for name in found}
+    counts, in_lists = Counter(classes.values()), {cls for name, cls in classes.items() if name in elements}
 
-    def is_block(name: str) -> bool:
-        cls = class_of(modules[name])
-        embeds = any(isinstance(child, nn.Embedding) for child in modules[name].modules())
-        return cls in in_lists or (counts[cls] > 1 and not embeds)
+    def embeds(name: str) -> bool:
+        return any(isinstance(child, nn.Embedding) for child in modules[name].modules())
 
-    return [name for name in found if is_block(name)]
+    return [name for name, cls in classes.items() if cls in in_lists or (counts[cls] > 1 and not embeds(name))]
 
 
 def _each_has_one(outer: Sequence[str], inner: Sequence[str]) -> bool:
@@ -279,7 +267,7 @@ def _each_has_one(outer: Sequence[str], inner: Sequence[str]) -> bool:
 def _listed(modules: dict[str, nn.Module]) -> list[str]:
     """Return the elements of lists of at least two equal modules; lists of single layers count only where nothing else is there."""
     homogeneous = [names for names in _lists(modules) if len(names) > 1 and len({class_of(modules[name]) for name in names}) == 1]
-    composite = [names for names in homogeneous if any(True for _ in modules[names[0]].children())]
+    composite = [names for names in homogeneous if modules[names[0]]._modules]
     return [name for names in composite or homogeneous for name in names]
 
 
@@ -289,16 +277,6 @@ def _lists(modules: dict[str, nn.Module]) -> list[tuple[str, ...]]:
         for name, module in modules.items()
         if isinstance(module, (nn.ModuleList, nn.Sequential))
     ]
-
-
-def _no_block_message(model: nn.Module, modules: dict[str, nn.Module], block_classes: Sequence[str], *, tied: bool) -> str:
-    likely = dict.fromkeys(class_of(modules[name]).__name__ for names in _lists(modules) for name in names)
-    others = dict.fromkeys(class_of(module).__name__ for name, module in modules.items() if name)
-    known = ", ".join(list(dict.fromkeys([*likely, *others]))[:20]) or "no submodules"
-    cls = class_of(model).__name__
-    asked = ", ".join(block_classes) or "no class"
-    reason = "only modules that share their parameters with others" if tied else "nothing"
-    return f"block_classes ({asked}) match {reason} in {cls}; use one of its classes: {known}."
 
 
 def _numel(module: nn.Module) -> int:

@@ -72,7 +72,7 @@ class DeviceSpec:
 
     name: str
     memory_bytes: int
-    flops_per_s: Mapping[DType, float]
+    flops_per_s: Mapping[DType, float] = field(hash=False)
     """Dense matrix-product rate by dtype."""
     memory_bytes_per_s: float
     source: str
@@ -183,7 +183,7 @@ class FsdpOverhead:
     reduce: WorkTime
     """Reducing a unit's gradients without the collective. Bytes are those of all gradients, twice where nothing is sent: FSDP2 then copies
     the buffer again."""
-    updates: Mapping[OptimizerStep, WorkTime]
+    updates: Mapping[OptimizerStep, WorkTime] = field(hash=False)
     """AdamW on sharded parameters, by the kind of step. Bytes are those of the rank's parameters."""
 
     def __post_init__(self) -> None:

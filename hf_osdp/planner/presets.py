@@ -212,7 +212,8 @@ def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
     key = name.lower().replace("_", "-")
     if key not in _PRESETS:
         raise HardwareError(
-            f"Hardware {name!r} is not known{nearest(key, _PRESETS)}; use one of {', '.join(_PRESETS)}, or measure this machine."
+            f"Hardware {name!r} is not known{nearest(key, _PRESETS)}; use one of {', '.join(_PRESETS)},"
+            " or measure this machine by hf-osdp profile."
         )
     device, intra_node, inter_node, host = _PRESETS[key]
     backend = Backend.GLOO if key == "cpu" else Backend.NCCL

@@ -54,7 +54,7 @@ def describe_once(model: nn.Module, **options: Any) -> ModelDescription:
     Raises:
         Exception: as `describe`.
     """
-    folder = _folder()
+    folder = cache_folder()
     of_code = options.get("inputs") is not None or options.get("loss") is not None or not hasattr(model, "config")
     if folder is None or of_code or any(type(module).__module__.partition(".")[0] not in _KNOWN_CODE for module in model.modules()):
         return describe(model, **options)
@@ -88,7 +88,8 @@ def warnings_of_package() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def _folder() -> Path | None:
+def cache_folder() -> Path | None:
+    """Return where results are kept; None for nowhere."""
     asked = os.environ.get("OSDP_CACHE")
     if asked is not None:
         return None if asked in ("", "0") else Path(asked)
@@ -97,7 +98,7 @@ def _folder() -> Path | None:
 
 def _key(model: Any, options: Mapping[str, Any]) -> str:  # noqa: ANN401  (a module with a configuration)
     content = (
-        _code(), sorted((name, repr(value)) for name, value in options.items()), model.config.to_json_string(use_diff=False),
+        code_hash(), sorted((name, repr(value)) for name, value in options.items()), model.config.to_json_string(use_diff=False),
         getattr(model.config, "_attn_implementation", None), getattr(model.config, "_experts_implementation", None), model.training,
         capability_here(), os.environ.get("TORCHDYNAMO_DISABLE"),
         [(name, type(module).__qualname__) for name, module in model.named_modules()],
@@ -107,8 +108,8 @@ def _key(model: Any, options: Mapping[str, Any]) -> str:  # noqa: ANN401  (a mod
 
 
 @cache
-def _code() -> str:
-    """Return a hash of what makes descriptions."""
+def code_hash() -> str:
+    """Return a hash of the code that makes what is kept."""
     adapters = version("peft") if find_spec("peft") else ""
     found = hashlib.sha256(f"{platform.python_version()} {torch.__version__} {transformers.__version__} {adapters}".encode())
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):

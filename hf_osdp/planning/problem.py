@@ -28,6 +28,7 @@ from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..quantities import format_bytes
 from ..tracing.describe import TRACED_MICRO_BATCH, describe, is_by_formula
 from .config import OSDPConfig
+from .machine_cache import measured_once
 from .preflight import RunFolder
 
 Trace: TypeAlias = Callable[..., ModelDescription]
@@ -132,7 +133,8 @@ def check_limit(limit_bytes: int, device: DeviceSpec, *, given: str) -> int:
     there = device.memory_bytes
     if limit_bytes > there:
         raise ValueError(
-            f"{given} is more than the {format_bytes(there)} of {device.name}; use at most {there} bytes, or leave it out for all of them."
+            f"{given} is more than the {format_bytes(there)} of {device.name};"
+            f" use at most {there // 2**20}MiB, or leave it out for all of them."
         )
     return limit_bytes
 
@@ -158,7 +160,8 @@ class ProblemBuilder:
         self._profile = _profile(config)
         if hardware is None:
             named = config.hardware if self._profile is None else self._profile.hardware
-            hardware = hardware_of_run(named, device_type=facts.device_type, nodes=config.nodes).with_margin(config.memory_margin)
+            hardware = hardware_of_run(named, device_type=facts.device_type, nodes=config.nodes, measure=measured_once)
+            hardware = hardware.with_margin(config.memory_margin)
         _check_host(hardware, config, facts)
         self.hardware = hardware
         limit = hardware.device.memory_bytes if config.memory_limit_bytes is None else config.memory_limit_bytes

@@ -24,7 +24,6 @@ from .tables import Answer, PlanRow, layouts_text, plan_rows
 
 REPORT_FILE = "osdp_report.json"
 Content = dict[str, Any]
-"""What JSON has."""
 _PACKAGES = ("hf_osdp", "torch", "accelerate", "transformers")
 _TIME_TERMS = ("compute_s", "communication_s", "exposed_s", "copy_s", "optimizer_s")
 _OUTCOME = ("peak_bytes", "step_s", "samples_per_s")
@@ -43,14 +42,8 @@ def report_content(
 ) -> Content:
     """Return the report of a run; it holds all that `hf-osdp explain` needs.
 
-    Args:
-        plan: what ran.
-        inputs: what it was made from.
-        estimate: what it was expected to need.
-        planning_s: seconds that planning took.
-        comparison: the other strategies, where they were estimated.
-        measured: what the run took.
-        recalibration: plans that were tried before training, with what was measured.
+    `estimate` is what the plan was expected to need, `measured` what the run took, `comparison` the other strategies where they were
+    estimated, and `recalibration` the plans that were tried before training, with what was measured; `planning_s` are seconds.
     """
     description = inputs.description
     return {
@@ -96,9 +89,7 @@ def package_versions() -> dict[str, str]:
 def _hardware(hardware: Hardware) -> Content:
     device = hardware.device
     return {
-        "summary": hardware.summary,
-        "nodes": hardware.nodes,
-        "devices_per_node": hardware.devices_per_node,
+        **_picked(hardware, "summary", "nodes", "devices_per_node"),
         "backend": hardware.backend.value,
         **_picked(device, "memory_bytes", "reserved_bytes", "communicator_bytes"),
         "margin": hardware.free_share,
@@ -128,7 +119,6 @@ def _estimated(estimate: PlanEstimate) -> Content:
 def comparison_content(
     hardware: Hardware, memory_limit_bytes: int, rows: Sequence[StrategyResult], front: Sequence[SearchResult]
 ) -> Content:
-    """Return strategies side by side, and the Pareto front."""
     return {
         "hardware": hardware.summary,
         "memory_limit_bytes": memory_limit_bytes,
@@ -142,13 +132,10 @@ def answers_content(answers: Sequence[Answer]) -> Content:
     return {
         "answers": [
             {
-                "question": row.question,
-                "change": row.change,
+                **_picked(row, "question", "change", "tokens_per_s", "reason"),
                 "memory_limit_bytes": None if row.problem is None else row.problem.memory_limit_bytes,
                 "parameters": None if row.problem is None else row.problem.description.numel,
                 "result": None if row.result is None else _result(row.result),
-                "tokens_per_s": row.tokens_per_s,
-                "reason": row.reason,
             }
             for row in answers
         ]
@@ -172,12 +159,9 @@ def explanation_content(explanation: Explanation) -> Content:
     plan, estimate = explanation.plan, explanation.estimate
     peak = estimate.memory.peak
     return {
-        "fingerprint": plan.fingerprint,
+        **_picked(plan, "fingerprint", "hardware", "strategy", "memory_limit_bytes"),
         "model": plan.model_name,
-        "hardware": plan.hardware,
-        "strategy": plan.strategy,
         "batch": _picked(plan, *_BATCH),
-        "memory_limit_bytes": plan.memory_limit_bytes,
         "margin_bytes": explanation.margin_bytes,
         "reserved_bytes": explanation.outside_bytes,
         "communicators": estimate.memory.communicators,
@@ -209,5 +193,4 @@ def _row(explanation: Explanation, row: PlanRow) -> Content:
 
 
 def _picked(value: object, *names: str) -> Content:
-    """Return some attributes by name."""
     return {name: getattr(value, name) for name in names}

@@ -26,7 +26,6 @@ from .tables import PlanRow, plan_rows
 _GAIN = 1.001
 """Throughput ratio from which a change counts as a gain: smaller ones are rounding of the objective."""
 _UNLIMITED = 2**60 - 1
-"""The largest memory limit."""
 _TRIPS = "activations"
 """The stream of copies to the host and back."""
 
@@ -70,11 +69,8 @@ class RowReason:
 
 
 class Binds(str, Enum):
-    """What keeps a plan from being faster."""
-
     MEMORY = "memory"
     MICRO_BATCH = "micro-batch"
-    """The micro-batch size that was asked for."""
     BATCH = "batch"
     """The global batch: more samples a step would share the step's communication and update."""
     NOTHING = "nothing"
@@ -95,15 +91,12 @@ class Binding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """A plan with where its bytes and seconds go, and why."""
-
     plan: Plan
     description: ModelDescription
     estimate: PlanEstimate
     outside: Mapping[str, int] = field(default_factory=dict)
     """Device memory that no tensor can have, by kind."""
     margin_bytes: int = 0
-    """Part of the limit that stays free."""
     streams: tuple[StreamTime, ...] = ()
     """Empty where the hardware is not known."""
     reasons: tuple[RowReason, ...] = ()
@@ -117,9 +110,7 @@ class Explanation:
 def explain(plan: Plan, inputs: PlanInputs) -> Explanation:
     """Return bytes, seconds, the layouts that were not taken, and what binds under the plan's memory limit.
 
-    Args:
-        plan: what runs; it must be for the inputs' description (`Plan.check`).
-        inputs: model, job and hardware; without hardware there are no seconds and no reasons.
+    The plan must be for the inputs' description (`Plan.check`); without hardware there are no seconds and no reasons.
     """
     description, job, hardware, limit = inputs.description, inputs.job, inputs.hardware, plan.memory_limit_bytes
     estimate, binding = estimate_plan(plan, description, job, hardware), None
@@ -142,11 +133,7 @@ def explain(plan: Plan, inputs: PlanInputs) -> Explanation:
 
 
 def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware) -> tuple[StreamTime, ...]:
-    """Return seconds of a step by kind of work.
-
-    The cost model knows how much communication of a unit's backward is exposed, not which collective waits: it is shared out
-    among them in proportion to their time.
-    """
+    """Return seconds of a step by kind of work; what a unit exposes is shared out among its collectives in proportion to their time."""
     batch, layouts = plan.batch, plan.layouts(description)
     timer, steps = UnitTimer(description, hardware, job, batch), batch.accumulation_steps
     totals = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce", _TRIPS), (0.0, 0.0))
@@ -209,7 +196,6 @@ class _RowReasons:
         return 0 if self._room is None else peak_bytes - self._room
 
     def _fits(self, units: tuple[int, ...], choice: UnitLayout) -> bool:
-        """Return whether the change stays within the limit and within the host's memory."""
         memory, host = self._memory(units, choice), self._problem.hardware.host
         return (host is None or memory.host_bytes <= host.memory_bytes) and self._over(memory.on(self._problem.hardware)) <= 0
 
@@ -226,7 +212,6 @@ def _binding(samples_per_s: float, problem: PlanningProblem) -> Binding:
     job = problem.job
 
     def loosened(problem: PlanningProblem) -> tuple[Plan, float] | None:
-        """Return the best plan and its gain, where there is one."""
         with suppress(InfeasibleError):
             found = search(problem).plan
             assert found.samples_per_s is not None

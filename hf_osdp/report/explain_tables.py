@@ -18,13 +18,10 @@ _UNIT_TERMS = {
 def explanation_tables(explanation: Explanation) -> list[Table | str]:
     """Return all tables of an explanation; without hardware there are no seconds and no alternatives."""
     parts: list[Table | str] = [peak_table(explanation), unit_bytes_table(explanation)]
-    if explanation.streams:
-        parts += [stream_table(explanation), unit_seconds_table(explanation), reason_table(explanation)]
-    else:
-        parts.append("The hardware is not known, so there are no seconds and no alternatives.")
-    if explanation.binding is not None:
-        parts.append(binding_text(explanation.binding, explanation.plan))
-    return parts
+    if not explanation.streams:
+        return [*parts, "The hardware is not known, so there are no seconds and no alternatives."]
+    parts += [stream_table(explanation), _unit_seconds_table(explanation), reason_table(explanation)]
+    return parts if explanation.binding is None else [*parts, binding_text(explanation.binding, explanation.plan)]
 
 
 def peak_table(explanation: Explanation) -> Table:
@@ -51,22 +48,17 @@ def stream_table(explanation: Explanation) -> Table:
 
 
 def unit_bytes_table(explanation: Explanation) -> Table:
-    """Return the bytes that each row of units has on one device.
+    """Return the bytes that each row of units has on one device: activations and what is kept between its forward and its backward.
 
-    `activations` and `kept` lie between its forward and its backward; `while it runs` is the most that one unit of the row
-    gathers and copies.
+    `while it runs` is the most that one unit of the row gathers and copies.
     """
     plan, description = explanation.plan, explanation.description
     recomputes = any(unit.activations.recomputes for unit in plan.units)
-
-    def saved(row: PlanRow) -> int:
-        total = 0
-        for segment in (s for s in description.segments if s.unit in row.units):
-            unit = description.units[segment.unit]
-            choice = plan.decision(unit.fqn).activations
-            form = SegmentBytes.of(segment, unit.span, plan.micro_batch_size, choice, recomputes=recomputes)
-            total += max(0, form.saved)
-        return total
+    saved = [0] * len(description.units)
+    for segment in description.segments:
+        unit = description.units[segment.unit]
+        choice = plan.decision(unit.fqn).activations
+        saved[segment.unit] += max(0, SegmentBytes.of(segment, unit.span, plan.micro_batch_size, choice, recomputes=recomputes).saved)
 
     def cells(row: PlanRow) -> list[str]:
         units = [explanation.estimate.units[i] for i in row.units]
@@ -74,7 +66,7 @@ def unit_bytes_table(explanation: Explanation) -> Table:
             sum(unit.parameters for unit in units),
             sum(unit.optimizer for unit in units),
             sum(unit.gradients_held + unit.gradients_after + unit.gradients_settled for unit in units),
-            saved(row),
+            sum(saved[i] for i in row.units),
             sum(unit.kept for unit in units),
             max(unit.gathered - unit.kept + unit.gather_buffer for unit in units),
         )
@@ -84,7 +76,7 @@ def unit_bytes_table(explanation: Explanation) -> Table:
     return make_table("Bytes on each device, by unit", map(cells, plan_rows(plan, description)), text=["units"], figures=figures)
 
 
-def unit_seconds_table(explanation: Explanation) -> Table:
+def _unit_seconds_table(explanation: Explanation) -> Table:
     """Return seconds of each row of units in a step; `exposed` is the communication that compute waits for."""
     time = explanation.estimate.time
     assert time is not None
@@ -114,7 +106,6 @@ def reason_table(explanation: Explanation) -> Table:
 
 
 def _overrun(other: Alternative, units: int) -> str:
-    """Return by how much a quicker layout is over the limit."""
     if other.over_bytes <= 0:
         return f"fits, peak {format_bytes(other.peak_bytes)}"
     one = other.single_over_bytes
@@ -123,7 +114,6 @@ def _overrun(other: Alternative, units: int) -> str:
 
 
 def binding_text(binding: Binding, plan: Plan) -> str:
-    """Return what binds, as one sentence."""
     faster = f"{binding.gain:.2f}x the samples/s"
     match binding.kind:
         case Binds.MEMORY:

@@ -18,8 +18,6 @@ from ..reading import read_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInputs:
-    """What a plan was made from."""
-
     description: ModelDescription
     job: TrainingJob
     hardware: Hardware | None
@@ -37,13 +35,9 @@ def write_json(content: dict[str, Any], path: str | Path) -> None:
 
 
 def read_plan_file(path: str | Path) -> tuple[Plan, PlanInputs | None]:
-    """Read a plan file, a run's `osdp_report.json`, or a bare plan as `Plan.save` writes it.
+    """Read a plan file, a run's `osdp_report.json`, or a bare plan as `Plan.save` writes it, of which there are no inputs.
 
-    Returns:
-        The plan, and what it was made from; None where the file holds the plan alone.
-
-    Raises:
-        PlanError: the file cannot be read, its plan is not valid, or its inputs are of another version or another model.
+    Raise PlanError where it cannot be read, its plan is not valid, or its inputs are of another version or another model.
     """
     data = plan_content(read_bytes(path, "plan", PlanError), str(path))
     if isinstance(data, dict) and "model_type" in data:

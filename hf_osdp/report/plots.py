@@ -1,12 +1,8 @@
-"""Charts of a plan: memory over the step, time by stream, the Pareto front. Saved as .png, .svg or .html without a browser.
-
-Needs the extra `plot` (altair, vl-convert-python).
-"""
+"""Charts of a plan as .png, .svg or .html, without a browser. Needs the extra `plot` (altair, vl-convert-python)."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import groupby
@@ -44,11 +40,7 @@ class _InScript(json.JSONEncoder):
 
 
 def check_plot_path(path: str | Path) -> Path:
-    """Refuse a file that no chart can be written to, before anything is computed.
-
-    Raises:
-        ValueError: the suffix is none of `SUFFIXES`, the folder is missing, or the packages are not installed.
-    """
+    """Refuse a file that no chart can be written to, before anything is computed: its suffix, its folder, or packages that are missing."""
     path = Path(path)
     if path.suffix not in SUFFIXES:
         raise ValueError(f"Plot file {str(path)!r} ends in {path.suffix!r}; use one of {', '.join(SUFFIXES)}.")
@@ -77,7 +69,6 @@ def plan_chart(title: str, memory: MemoryEstimate, reserved_bytes: int, limit_by
 
 
 def _memory_chart(memory: MemoryEstimate, reserved_bytes: int, limit_bytes: int | None) -> AnyChart:
-    """Stacked area of the kinds of bytes over the moments of a step, phases named above, the limit as a rule."""
     highest = max(limit_bytes or 0, memory.peak_bytes + reserved_bytes)
     scale, unit = _size_unit(highest)
     top = highest / scale * 1.12
@@ -89,9 +80,11 @@ def _memory_chart(memory: MemoryEstimate, reserved_bytes: int, limit_bytes: int 
     color = alt.Color("kind:N", title=None, scale=alt.Scale(domain=kinds, range=[_COLORS[k] for k in kinds]))
     tooltip = ["unit:N", "phase:N", "kind:N", "bytes:N", "total:N"]
     area = _chart(rows).mark_area(interpolate="step-after").encode(x=x, y=y, color=color, order="order:Q", tooltip=tooltip)
-    bands, start = _chart(_phase_bands(memory, top)), alt.X("start:Q")
-    rules = bands.mark_rule(color="#555", strokeDash=[2, 3]).encode(x=start)
-    names = bands.mark_text(align="left", dx=4, color="#333").encode(x=start, y=alt.Y("top:Q"), text="name:N")
+    phases = (moment.phase.partition(":")[0] for moment in memory.moments)  # the parts of backward are one here, and the end has no name
+    named = enumerate(name if name in ("forward", "backward") else "" for name in phases)
+    starts = [{"name": name, "start": next(group)[0], "top": 0.97 * top} for name, group in groupby(named, key=itemgetter(1))]
+    rules = _chart(starts).mark_rule(color="#555", strokeDash=[2, 3]).encode(x="start:Q")
+    names = _chart(starts).mark_text(align="left", dx=4, color="#333").encode(x="start:Q", y="top:Q", text="name:N")
     layers = [area, rules, names]
     if limit_bytes:
         layers += _limit_rule(limit_bytes, scale, {"y": "size:Q"}, {"x": alt.value(4)}, dy=-7)
@@ -115,20 +108,12 @@ def moment_rows(memory: MemoryEstimate, reserved_bytes: int, scale: int) -> list
     ]  # fmt: skip
 
 
-def _phase_bands(memory: MemoryEstimate, top: float) -> list[dict[str, Any]]:
-    """Where forward, backward and the end of the step begin. The parts of backward are one phase here, and the end has no name."""
-    phases = [moment.phase.partition(":")[0] for moment in memory.moments]
-    names = enumerate(name if name in ("forward", "backward") else "" for name in phases)
-    return [{"name": name, "start": next(group)[0], "top": 0.97 * top} for name, group in groupby(names, key=itemgetter(1))]
-
-
 def _size_unit(nbytes: int) -> tuple[int, str]:
     """Bytes of the unit that an axis up to so many is read in."""
     return (GIB, "GiB") if nbytes >= GIB else (2**20, "MiB")
 
 
 def _time_chart(streams: Sequence[StreamTime]) -> AnyChart:
-    """Bars of seconds by kind of work: what the step waits for, and what is hidden behind compute."""
     step = sum(stream.exposed_s for stream in streams)
     exposed, hidden = "in the step's time", "hidden behind compute"
     longest = max(max(stream.total_s, stream.exposed_s) for stream in streams) or 1.0  # with room for its label
@@ -160,9 +145,8 @@ def frontier_chart(title: str, front: Sequence[SearchResult], strategies: Sequen
     scale, unit = _size_unit(limit_bytes)
     points = [_point(result, "front", scale) for result in front]
     marks = [_point(row.result, row.label, scale) for row in strategies if row.result is not None]
-    sizes, rates = ([point[name] for point in (*points, *marks)] for name in ("size", "rate"))
-    x = alt.X("size:Q", title=f"peak, {unit} on one device", scale=alt.Scale(domain=_padded([*sizes, limit_bytes / scale]), nice=False))
-    y = alt.Y("rate:Q", title="samples/s", scale=alt.Scale(domain=_padded(rates), nice=False))
+    near = alt.Scale(zero=False, padding=30)
+    x, y = alt.X("size:Q", title=f"peak, {unit} on one device", scale=near), alt.Y("rate:Q", title="samples/s", scale=near)
     where: dict[str, Any] = {"x": x, "y": y, "tooltip": ["name:N", "batch:N", "peak:N", "step:N", "rate:Q"]}
     line = _chart(points).mark_line(interpolate="step-after", point={"color": "#888"}, color="#888").encode(**where)
     domain = alt.Scale(domain=names)
@@ -173,7 +157,6 @@ def frontier_chart(title: str, front: Sequence[SearchResult], strategies: Sequen
 
 
 def _limit_rule(limit_bytes: int, scale: int, at: dict[str, Any], across: dict[str, Any], **offset: Any) -> list[alt.Chart]:
-    """Return the limit as a rule at one axis, with its name beside it."""
     chart = _chart([{"size": limit_bytes / scale, "text": f"limit {format_bytes(limit_bytes)}"}])
     rule = chart.mark_rule(color=_RED, strokeWidth=2).encode(**at)
     return [rule, chart.mark_text(align="left", color=_RED, **offset).encode(**at, **across, text="text:N")]
@@ -184,20 +167,11 @@ def _point(result: SearchResult, name: str, scale: int) -> dict[str, Any]:
     return {"name": name, "size": result.peak_bytes / scale, "rate": result.plan.samples_per_s, "step": step, "batch": batch, "peak": peak}
 
 
-def _padded(values: Sequence[float]) -> list[float]:
-    """Return an axis that shows all values with a margin."""
-    low, high = min(values), max(values)
-    margin = 0.08 * (high - low) or 0.1 * high
-    return [max(0.0, low - margin), math.nextafter(high + margin, math.inf)]
-
-
 def _chart(rows: Sequence[dict[str, Any]]) -> alt.Chart:
     return alt.Chart({"values": list(rows)})
 
 
 def _styled(chart: AnyChart, title: str) -> AnyChart:
-    chart = chart.properties(title=alt.TitleParams(title, anchor="start", fontSize=15))
-    styled: AnyChart = (
-        chart.configure_view(stroke=None).configure_axis(labelFontSize=12, titleFontSize=12).configure_legend(labelFontSize=12)
-    )
+    sizes: dict[str, Any] = {"axis": {"labelFontSize": 12, "titleFontSize": 12}, "legend": {"labelFontSize": 12}, "view": {"stroke": None}}
+    styled: AnyChart = chart.properties(title=alt.TitleParams(title, anchor="start", fontSize=15)).configure(**sizes)
     return styled

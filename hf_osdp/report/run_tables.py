@@ -16,24 +16,17 @@ from .tables import bytes_by_kind, make_table
 
 
 def trials_table(rounds: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a line for each plan that was tried, in order: what it was expected to need, what it needed, what that changed.
-
-    `rounds` are as in the report's `recalibration`.
-    """
+    """Return a line for each of the report's `recalibration`: what a plan was expected to need, what it needed, what that changed."""
 
     def cells(number: int, past: Mapping[str, Any]) -> list[str]:
         estimated, measured, correction = past["estimated"], past["measured"], past["correction"]
         peak = "out of memory" if measured["peak_bytes"] is None else format_bytes(measured["peak_bytes"])
         step = "-" if measured["median_step_s"] is None else format_seconds(measured["median_step_s"])
-        sign = "-" if correction["extra_bytes"] < 0 else "+"
-        return [
-            str(number),
-            past["plan"],
-            f"{format_bytes(estimated['peak_bytes'])} / {peak}",
-            f"{format_seconds(estimated['step_s'])} / {step}",
-            f"{sign}{format_bytes(abs(correction['extra_bytes']))}, x{correction['compute_factor']:.2f}",
-            "runs" if past["runs"] else "fits" if past["fits"] else "over limit",
-        ]
+        peaks = f"{format_bytes(estimated['peak_bytes'])} / {peak}"
+        extra = f"{'-' if correction['extra_bytes'] < 0 else '+'}{format_bytes(abs(correction['extra_bytes']))}"
+        outcome = "runs" if past["runs"] else "fits" if past["fits"] else "over limit"
+        steps = f"{format_seconds(estimated['step_s'])} / {step}"
+        return [str(number), past["plan"], peaks, steps, f"{extra}, x{correction['compute_factor']:.2f}", outcome]
 
     numbered = (cells(number, past) for number, past in enumerate(rounds, start=1))
     title = "Tried before training, estimated / measured"
@@ -50,10 +43,9 @@ def outcome_table(
     measured_reserved: int | None = None,
     others: Sequence[tuple[str, float | None, float | None]] = (),
 ) -> Table:
-    """Return estimated beside measured; bytes and seconds on the slowest and fullest rank.
+    """Return estimated beside measured, reserved memory where either is known; bytes and seconds on the slowest and fullest rank.
 
-    The row of reserved memory is there where either is known. `others` has a name, seconds estimated and seconds measured for each further
-    row: the first step, and one step's collectives of each kind.
+    `others` has a name, seconds estimated and seconds measured for each further row.
     """
 
     def cells(name: str, estimated: float | None, measured: float | None, text: Callable[[float], str] = format_seconds) -> list[str]:
@@ -88,11 +80,8 @@ def checks_table(title: str, rows: Sequence[tuple[str, str, str]]) -> Table:
 def profile_tables(profile: Profile) -> list[str | Table]:
     """Return tables and lines for a rich console: the device, collectives, and times of segments."""
     hardware = profile.hardware
-    parts: list[str | Table] = [_device_line(profile)]
-    if hardware.timings:
-        parts.append(_collectives(hardware))
-    else:
-        parts.append("One process: no collectives were measured. Start as many as will train, for example torchrun --nproc-per-node 8.")
+    alone = "One process: no collectives were measured. Start as many as will train, for example torchrun --nproc-per-node 8."
+    parts: list[str | Table] = [_device_line(profile), _collectives(hardware) if hardware.timings else alone]
     if (own := hardware.fsdp_overhead) is not None:
         updates = ", ".join(f"{step.value.replace('_', '-')} {format_seconds(time.tensor_s)}" for step, time in own.updates.items())
         parts.append(

@@ -39,11 +39,7 @@ def make_table(
     figures: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> Table:
-    """Return a table with nothing but a rule under its head.
-
-    `text` are the first columns and `notes` the last, aligned left and folded where they are long; `figures` between them are aligned
-    right and never broken.
-    """
+    """Return a table whose first columns (`text`) and last (`notes`) are folded where long; `figures` between never break."""
     columns = [column if isinstance(column, Column) else Column(column, overflow="fold") for column in text]
     columns += [Column(name, justify="right", no_wrap=True) for name in figures]
     columns += [Column(name, overflow="fold") for name in notes]
@@ -97,10 +93,10 @@ def _range_label(units: Sequence[UnitDescription]) -> str:
 
 
 def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate) -> Table:
-    """Return what each unit does, the memory it holds on each device, and its seconds of a step.
+    """Return what each unit does, the memory it holds on each device, and its seconds of a step; what recomputed units save stands below.
 
     `held` is parameters, gradients and optimizer states; `host` is what the host holds for each device, with activations, where it holds
-    anything; `exposed` is communication that compute waits for. What recomputed units save stands below the rows.
+    anything; `exposed` is communication that compute waits for.
     """
     on_host = host_bytes_of_units(plan, description, estimate)
 
@@ -113,7 +109,7 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
             seconds = [format_seconds(sum(getattr(time.units[i], term) for i in row.units)) for term in ("compute_s", "exposed_s")]
         numel = sum(description.units[i].numel for i in row.units)
         way = plan.decision(description.units[row.units[0]].fqn).activations.recomputation
-        layout = row.layout if way is None else row.layout.replace(way.describe(), _short(way.describe()))
+        layout = row.layout if way is None else row.layout.replace(way.describe(), way.describe().partition(":")[0])
         return [row.label, row.class_name, layout, format_count(numel), *memory, *seconds]
 
     rows = plan_rows(plan, description)
@@ -129,7 +125,7 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
     figures = ["params", "held", *(["host"] if any(on_host) else []), "compute", "exposed"]
     table = make_table(title, map(cells, rows), text=[*names, layout], figures=figures)
     ways = dict.fromkeys(way.describe() for unit in plan.units if (way := unit.activations.recomputation) is not None)
-    table.caption = "\n".join(f"{way}." for way in ways if way != _short(way)) or None
+    table.caption = "\n".join(f"{way}." for way in ways if ":" in way) or None
     table.caption_justify = "left"
     return table
 
@@ -143,18 +139,17 @@ def host_bytes_of_units(plan: Plan, description: ModelDescription, estimate: Pla
     return held
 
 
-def _short(recomputation: str) -> str:
-    """Return `recompute 0.4` of `recompute 0.4: saves c_attn, attention`."""
-    return recomputation.partition(":")[0]
-
-
 def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None = None) -> tuple[str, ...]:
     """Return lines that say where the peak falls and what a step takes; the plan's peak includes what no tensor can have."""
     lines = [_peak_line(plan, estimate, hardware)]
     if estimate.reserved is not None:
         lines.append(reserved_text(estimate.reserved))
-    if estimate.memory.host_bytes:
-        lines.append(_host_line(estimate.memory.host_bytes, hardware))
+    if host := estimate.memory.host_bytes:
+        line = f"On the host: {format_bytes(host)} of each rank"
+        if hardware is not None and hardware.host is not None:
+            ranks = hardware.devices_per_node
+            line += f", {format_bytes(ranks * host)} of the {format_bytes(ranks * hardware.host.memory_bytes)} of a machine"
+        lines.append(f"{line}.")
     if (time := estimate.time) is not None:
         terms = {"compute": "compute_s", "exposed communication": "exposed_s", "copies": "copy_s", "optimizer": "optimizer_s"}
         parts = ", ".join(f"{name} {format_seconds(time.total(term))}" for name, term in terms.items())
@@ -182,14 +177,6 @@ def _peak_line(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None) ->
     if limit and hardware is not None and hardware.free_share:
         of += f" (margin {format_bytes(limit - hardware.room_bytes(limit))})"
     return f"Peak {format_bytes(plan.peak_bytes or peak.total_bytes)}{of} in {peak.phase} of {peak.unit}: {describe_moment(peak)}{kept}."
-
-
-def _host_line(host_bytes: int, hardware: Hardware | None) -> str:
-    line = f"On the host: {format_bytes(host_bytes)} of each rank"
-    if hardware is None or hardware.host is None:
-        return f"{line}."
-    ranks = hardware.devices_per_node
-    return f"{line}, {format_bytes(ranks * host_bytes)} of the {format_bytes(ranks * hardware.host.memory_bytes)} of a machine."
 
 
 def reserved_text(reserved: Reserved) -> str:
@@ -266,19 +253,16 @@ def layouts_text(plan: Plan) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What became of a change."""
+    """What became of a change: a result, or the reason why there is none."""
 
     question: str
     change: str
-    """What was changed or found."""
     problem: PlanningProblem | None = None
     result: SearchResult | None = None
     reason: str = ""
-    """Why there is no result."""
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Throughput in tokens, which compares across sequence lengths."""
         rate = None if self.result is None else self.result.plan.samples_per_s
         return None if self.result is None or rate is None else rate * self.result.plan.sequence_length
 

@@ -23,10 +23,10 @@ _log = logging.getLogger(__name__)
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def form_process_group(*, needed: bool) -> None:
+def form_process_group(*, needed: bool, device_type: str | None = None) -> None:
     """Form the process group that the launcher's variables describe; where they are not set, one of this process if `needed`."""
     check_ranks()
-    device = training_device()
+    device = torch.device("cpu") if device_type == "cpu" else training_device()
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

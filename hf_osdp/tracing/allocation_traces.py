@@ -14,30 +14,22 @@ from .recorder import SegmentRecord
 def allocation_traces(
     few: Sequence[SegmentRecord], many: Sequence[SegmentRecord], samples: int, kept: Sequence[int], is_block: Callable[[int], bool]
 ) -> list[AllocationTrace | None]:
-    """Make the trace of each segment; None where it allocated otherwise with one sample more.
+    """Make the trace of each segment, as seen with `samples`; None where it allocated otherwise with one sample more.
 
-    Args:
-        few: records with some samples.
-        many: records with one sample more.
-        samples: of the first.
-        kept: indices of the segments that a description will have.
-        is_block: whether a unit is one of several that run one after the other.
+    A description will have the segments `kept`; `is_block` says whether a unit is one of several that run one after the other.
     """
     maker = _TraceMaker(few, kept, is_block)
-    index = {id(record): number for number, record in enumerate(few)}
-    found: list[AllocationTrace | None] = []
+    found: dict[int, AllocationTrace | None] = {}
     for number, (one, other) in enumerate(zip(few, many, strict=True)):
+        template = None if one.copy_of is None else found[id(one.copy_of)]
         if one.copy_of is None:
-            found.append(maker.trace(number, other, samples))
+            found[id(one)] = maker.trace(number, other, samples)
         else:
-            template = found[index[id(one.copy_of)]]
-            found.append(None if template is None else maker.with_releases(number, template))
-    return found
+            found[id(one)] = None if template is None else maker.with_releases(number, template)
+    return list(found.values())
 
 
 class _Owner(NamedTuple):
-    """Where an allocation that outlives its phase was made."""
-
     record: int
     backward: bool
     position: int
@@ -45,12 +37,11 @@ class _Owner(NamedTuple):
 
 
 class _TraceMaker:
-    """Makes traces of the segments of one run."""
-
     def __init__(self, records: Sequence[SegmentRecord], kept: Sequence[int], is_block: Callable[[int], bool]) -> None:
         self._records, self._is_block = records, is_block
         self._positions = {index: position for position, index in enumerate(kept)}
         self._owners: dict[Hashable, _Owner] = {}
+        """Where allocations were made that outlive their phase."""
         for number, record in enumerate(records):
             freed = {event.key for events in _phases(record) for event in events if event.nbytes < 0} | set(record.gradient_allocations)
             for backward, events in enumerate(_phases(record)):
@@ -58,7 +49,6 @@ class _TraceMaker:
                 self._owners |= {key: _Owner(number, bool(backward), len(outlives) - i) for i, key in enumerate(outlives)}
 
     def trace(self, number: int, many: SegmentRecord, samples: int) -> AllocationTrace | None:
-        """Make the trace of a segment that ran."""
         few = self._records[number]
         made, made_by_many = _made(few), _made(many)
         own = {event.key: position for position, event in enumerate(made)}

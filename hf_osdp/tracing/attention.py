@@ -57,12 +57,6 @@ class AttentionCall:
         return self.query[1] == self.key[1] == self.value[1]
 
     @property
-    def is_dense(self) -> bool:
-        """Four dimensions, one batch size: what every fused kernel asks for."""
-        shapes = (self.query, self.key, self.value)
-        return all(len(shape) == 4 for shape in shapes) and len({shape[0] for shape in shapes}) == 1 and self.inner_strides_are_one
-
-    @property
     def groups_heads(self) -> bool:
         """Fewer heads of keys and values than of queries, in the way that flash and cuDNN take."""
         return self.enable_gqa and self.key[1] == self.value[1] and self.query[1] % self.key[1] == 0
@@ -73,7 +67,8 @@ def attention_kernel(call: AttentionCall, capability: Capability) -> Kernel:
 
     The user's `torch.backends.cuda.enable_*_sdp` are not asked for; torch's defaults count.
     """
-    if call.is_dense:
+    shapes = (call.query, call.key, call.value)
+    if all(len(shape) == 4 for shape in shapes) and len({shape[0] for shape in shapes}) == 1 and call.inner_strides_are_one:
         if capability[0] in (9, 10) and _takes_cudnn(call, capability):  # preferred there with cuDNN above 9.15, torch's since 2.11
             return Kernel.CUDNN
         if _takes_flash(call, capability):

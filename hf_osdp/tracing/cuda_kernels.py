@@ -1,7 +1,6 @@
-"""Functions that allocate what CUDA's kernels do, for traces without a GPU.
+"""Functions that allocate what CUDA's attention (`attention.py` says which kernel runs) and dropout do, for traces without a GPU.
 
-On the CPU attention with dropout falls back to explicit products, and dropout keeps its noise in the activations' dtype.
-CUDA has kernels of its own for attention (`attention.py` says which one runs), and keeps dropout's mask in bool.
+On the CPU attention with dropout falls back to explicit products, and dropout keeps its noise in the activations' dtype, not in bool.
 """
 
 from __future__ import annotations
@@ -102,11 +101,7 @@ def _backward_flops(grad: object, query: Sequence[int], key: Sequence[int], valu
 
 
 class CudaKernels(TorchFunctionMode):
-    """Replace attention and dropout by functions that allocate as CUDA's kernels do.
-
-    Args:
-        capability: compute capability of the device; None takes this machine's, or where it has none `ASSUMED_CAPABILITY`.
-    """
+    """Replace attention and dropout by functions that allocate as CUDA's kernels do, on this machine's GPU if no capability is given."""
 
     def __init__(self, capability: Capability | None = None) -> None:
         super().__init__()
@@ -136,17 +131,13 @@ class CudaKernels(TorchFunctionMode):
     def call_attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run `scaled_dot_product_attention` as the kernel that CUDA takes would."""
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-        return self._attention(**dict(zip(names, args, strict=False)), **kwargs)
-
-    def _attention(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **options: Any
-    ) -> torch.Tensor:
+        options: dict[str, Any] = {"attn_mask": None, **dict(zip(names, args, strict=False)), **kwargs}
+        query, key, value, attn_mask = (options[name] for name in names[:4])
         if torch.is_autocast_enabled("cpu"):
             query, key, value, attn_mask = _cast((query, key, value, attn_mask), torch.get_autocast_dtype("cpu"))
-        dropout, is_causal, enable_gqa = options.get("dropout_p", 0.0), options.get("is_causal", False), options.get("enable_gqa", False)
         call = AttentionCall(
             dtype=query.dtype, query=tuple(query.shape), key=tuple(key.shape), value=tuple(value.shape), has_mask=attn_mask is not None,
-            is_causal=is_causal, dropout=dropout, enable_gqa=enable_gqa,
+            is_causal=options.get("is_causal", False), dropout=options.get("dropout_p", 0.0), enable_gqa=options.get("enable_gqa", False),
             trains=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)),
             inner_strides_are_one=all(tensor.stride(-1) == 1 for tensor in (query, key, value)),
         )  # fmt: skip
@@ -174,11 +165,7 @@ def _cast(value: _Value, dtype: torch.dtype) -> _Value:
 
 
 def _math(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, call: AttentionCall) -> torch.Tensor:
-    """Allocate what `_scaled_dot_product_attention_math` does (ATen/native/transformers/attention.cpp).
-
-    All of it is in float32 for half precision: keys and values repeated for each query head, scores before and after softmax,
-    dropout's mask.
-    """
+    """Allocate what `_scaled_dot_product_attention_math` does (ATen/native/transformers/attention.cpp): half precision in float32."""
     dtype = query.dtype
     if dtype in (torch.float16, torch.bfloat16):
         query, key, value = query.float(), key.float(), value.float()

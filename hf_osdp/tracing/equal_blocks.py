@@ -79,10 +79,7 @@ class RecordedCall(NamedTuple):
         return cls(spec, leaves, given, {position: _TensorSpec.of(leaf) for position, leaf in own.items()})
 
     def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any], anchor: nn.Parameter | None) -> object:
-        """Make outputs of the same shapes; inputs that need gradients get them in backward.
-
-        `anchor`, a trainable parameter of the block, makes the outputs differentiable if no argument is.
-        """
+        """Make outputs of the same shapes, differentiable by the inputs, or by `anchor`, a trainable parameter of the block."""
         inputs, _ = tree_flatten((args, kwargs))
         differentiable = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         specs = tuple(spec for spec in self.made.values() if spec.requires_grad)

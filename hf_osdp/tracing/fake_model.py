@@ -15,17 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..modeling.units import unwrapped
 from ..modeling.wrapping import batch_norm_parameters
 from ..planner.description import GatherSpan, UnitDescription
-from .tensors import fake_like
+from .tensors import fake_like, tensors_in
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype | None = None, *, untie: bool = False) -> nn.Module:
     """Copy a module, in training mode, with fake parameters and buffers; it may be real or on the meta device, and stays as it is.
 
-    Args:
-        model: any module.
-        mode: the mode that the fake tensors belong to.
-        compute_dtype: dtype of floating-point parameters, those of batch norms left out; None keeps theirs.
-        untie: make a parameter of several names one for each, so that the gradients of its uses appear where they arise.
+    Floating-point parameters get `compute_dtype`, those of batch norms left out; None keeps theirs. With `untie` a parameter of several
+    names becomes one for each, so that the gradients of its uses appear where they arise.
     """
     memo: dict[int, Any] = {}
     keeping = batch_norm_parameters(model)
@@ -43,8 +40,12 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype
             for name, value in functions.items():
                 if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
                     functions[name] = _rebound(value, memo)
-    if untie:
-        _untie(fakes)
+    seen: set[int] = set()
+    for module in fakes.modules() if untie else ():
+        for name, tied in module._parameters.items():
+            if tied is not None and id(tied) in seen:
+                module._parameters[name] = tied = nn.Parameter(tied.detach(), requires_grad=tied.requires_grad)
+            seen.add(id(tied))
     return fakes
 
 
@@ -71,17 +72,6 @@ def _rebound(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401
     return memo[id(value)]
 
 
-def _untie(model: nn.Module) -> None:
-    seen: set[int] = set()
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            if id(parameter) in seen:
-                module._parameters[name] = parameter = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-            seen.add(id(parameter))
-
-
 def release_of_stored(module: nn.Module) -> Callable[[], None]:
     """Return a function that puts back attributes that hold tensors: RecurrentGemma's modules store their last state in themselves."""
     before = [(values, dict(values)) for inner in module.modules() for values in (inner.__dict__, inner._buffers)]
@@ -89,28 +79,20 @@ def release_of_stored(module: nn.Module) -> Callable[[], None]:
     def release() -> None:
         for values, earlier in before:
             for name, value in list(values.items()):
-                if _holds_tensors(value) and value is not earlier.get(name):
+                if value is not earlier.get(name) and any(True for _ in tensors_in(value)):
                     values[name] = earlier.get(name)
 
     return release
 
 
-def _holds_tensors(value: object) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(map(_holds_tensors, value))
-    return isinstance(value, torch.Tensor)
-
-
 class OutsideReads:
     """Notice, as a context, the units, of those freed after use, whose parameters are read as attributes while none of their modules runs.
 
-    A loss may read the weight of a head so. At run time such a read gathers the unit, which then stays gathered until the end of
-    backward.
+    At run time such a read, as a loss's of the weight of a head, gathers the unit until the end of backward.
     """
 
     def __init__(self, modules: dict[str, nn.Module], units: Sequence[UnitDescription]) -> None:
         self.found: set[int] = set()
-        """Indices of the units that were noticed."""
         self._running: list[int] = []
         self._owners: dict[nn.Module, int] = {
             unwrapped(modules[spec.name.rpartition(".")[0]]): index

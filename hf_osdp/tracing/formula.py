@@ -28,11 +28,7 @@ def formula_segments(
     """Return the segments of a stack of transformer blocks: the root's embedding, each unit used, the root's loss.
 
     Units that are no blocks but span their use are embedding and head, of one product at most; what these save counts with the root's.
-    Logits are in float32, in which the loss is taken. Checkpointed blocks keep their input alone and run again in backward, of whose
-    peak equation 2 is then part.
-
-    Raises:
-        DescriptionError: the configuration has no width or no number of heads.
+    Logits are in float32, in which the loss is taken. A configuration without width or number of heads raises DescriptionError.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     width, heads = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)

@@ -1,8 +1,7 @@
-"""Real values of small tensors, carried beside fake ones, so that a model may ask for them.
+"""Real values of small tensors, carried beside fake ones, so that a model may ask for them: masks, counts, branches.
 
-A model asks for values where it selects by a mask, counts labels or branches. Of a batch the integers and masks are known, and so is
-all that is computed from them alone. Where a value is not known, as of a mask that activations decide, all of it counts as true.
-Real tensors that a loss brings in, as those of a reference model, become fake ones.
+Of a batch the integers and masks are known, and so is all that is computed from them alone. Where a mask's values are not known, all of
+it counts as true. Real tensors that a loss brings in, as those of a reference model, become fake ones.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ _MOST_KNOWN = 2**22
 _MOST_KNOWN_FLOATS = 2**12
 """The same of floating-point numbers: lengths, weights of samples, and no activations."""
 _UNKNOWN = object()
+_DEVICE_OF = torch.ops.prim.device.default
 _LIKE = frozenset({aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full})
 """They take shape and dtype of their first argument, and no value."""
 _UNSET = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided})
@@ -37,12 +37,9 @@ _INDEXED = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_p
 
 
 class KnownValues(TorchDispatchMode):
-    """Answers data-dependent operators on fake tensors.
+    """Answers data-dependent operators on fake tensors, and if `alone` collectives as if this process were the only one.
 
     Enter it right after the `FakeTensorMode`, so that the modes above see each operator once, with the memory of its result.
-
-    Args:
-        alone: answer collectives as if this process were the only one, and send nothing.
     """
 
     def __init__(self, *, alone: bool) -> None:
@@ -173,17 +170,13 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among an operator's arguments that it writes."""
     for number, argument in enumerate(func._schema.arguments):
         if argument.is_write:
             yield from tensors_in(args[number] if number < len(args) else kwargs.get(argument.name))
 
 
 class FakeifyTensors(TorchDispatchMode):
-    """Put fake tensors in the place of real ones, wherever they are. They were there before the trace and count nowhere.
-
-    Enter it last, so that the modes below see fake tensors alone; `known` gets the values of small ones.
-    """
+    """Put fake tensors, which count nowhere, in the place of real ones; enter it last, so that the modes below see fake ones alone."""
 
     def __init__(self, mode: FakeTensorMode, known: KnownValues) -> None:
         super().__init__()
@@ -193,6 +186,8 @@ class FakeifyTensors(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # torch asks at every operator, which would take half of a trace's time
         if any(map(is_dtensor, types)):
             return NotImplemented
         kwargs = dict(kwargs or {})
@@ -205,12 +200,11 @@ class FakeifyTensors(TorchDispatchMode):
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
-        made: torch.Tensor | None = self._fakes[tensor] if tensor in self._fakes else None
-        if made is None:
+        if tensor not in self._fakes:
             with _disable_current_modes():  # or it would count
-                made = fake_like(tensor, self._mode)
-            self._known.know(made, tensor)
-            self._fakes[tensor] = made
+                self._fakes[tensor] = fake_like(tensor, self._mode)
+            self._known.know(self._fakes[tensor], tensor)
+        made: torch.Tensor = self._fakes[tensor]
         return made
 
 

@@ -53,16 +53,12 @@ _KIND_BY_FUNCTION = {
 
 
 class _Target(NamedTuple):
-    """What new storages hold."""
-
     kind: Kind
     pinned: bool = False
 
 
 @dataclass(slots=True)
 class _Storage:
-    """A storage that is tracked."""
-
     reference: weakref.ref[torch.UntypedStorage]
     kind: Kind
     pinned: bool
@@ -72,15 +68,11 @@ class _Storage:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Count the bytes of live storages that operators make inside the context.
+    """Count the bytes of live storages that operators make inside the context; to count fake ones, enter the `FakeTensorMode` first.
 
-    Storages that existed before count only if they were given to `track`; views never count twice. A `DTensor` counts by
-    its local tensor. Storages that are resized, as FSDP2 does with unsharded parameters, count at their present size.
-    Scratch memory that a kernel allocates and frees inside itself is not seen, nor are allocations of other threads.
-    To count fake tensors, enter the `FakeTensorMode` first.
-
-    Fake tensors on the host cannot be told from those on the device, since all claim to be on the CPU. A storage counts as the
-    host's if `track` said so, if an operator made it of such a storage, or if FSDP2 copied it there (see `host_copies`).
+    Storages that existed before count only if they were given to `track`, resized ones at their present size. Scratch memory inside a
+    kernel is not seen, nor are allocations of other threads. A fake storage, which always claims to be on the CPU, counts as the host's
+    if `track` said so, if an operator made it of such a storage, or if FSDP2 copied it there (see `host_copies`).
 
     Args:
         block_bytes: each storage on the device is rounded up to a multiple of this: 512 as on CUDA, 1 for the CPU.
@@ -112,13 +104,11 @@ class MemoryTracker(TorchDispatchMode):
         self.current_bytes = self.peak_bytes = 0
         """On the device: alive now, and at most since the start or the last `reset_peak`."""
         self.host_peak_bytes = 0
-        """At most on the host."""
         self.peak_by_kind = dict(self._live)
         """Bytes of each kind when the device's peak was reached."""
 
     @property
     def live_allocations(self) -> frozenset[int]:
-        """Numbers of the device's allocations that are alive."""
         return frozenset(storage.allocation for storage in self._storages.values() if storage.allocation is not None)
 
     def allocation_of(self, tensor: torch.Tensor) -> int | None:
@@ -133,10 +123,8 @@ class MemoryTracker(TorchDispatchMode):
     def track(self, tensors: Iterable[torch.Tensor | None], kind: Kind | None = None, *, pinned: bool = False) -> None:
         """Count tensors that were made outside, for example parameters and optimizer states.
 
-        Args:
-            tensors: None entries are skipped, storages already counted stay counted once.
-            kind: what they hold, also those already counted, but what is on the host stays there; None asks the calling functions.
-            pinned: they lie in page-locked host memory.
+        `kind` holds for storages that are counted already, too, but what is on the host stays there; None asks the calling functions.
+        `pinned` ones lie in page-locked host memory.
         """
         for tensor, storage in storages_in(list(tensors)):
             if not self._counts(tensor):
@@ -181,7 +169,15 @@ class MemoryTracker(TorchDispatchMode):
     def __enter__(self) -> MemoryTracker:
         self._fake_mode = active_fake_mode()
         self._stock_resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._resizing(self._stock_resize)  # type: ignore[method-assign]
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> object:  # which is no operator
+            result = self._stock_resize(storage, size)
+            on_device = self._device_type is None or storage.device.type == self._device_type
+            if storage._cdata in self._storages or (on_device and storage.device.type != "meta"):
+                self._update(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[assignment,method-assign]
         super().__enter__()
         return self
 
@@ -195,8 +191,10 @@ class MemoryTracker(TorchDispatchMode):
         if any(map(is_dtensor, types)):
             return NotImplemented  # let it unfold into operators on local tensors, which come here again
         kwargs, target = kwargs or {}, self._target
-        if target is None and self._live[Kind.HOST] and self._reads_host((args, kwargs)):
-            target = _Target(Kind.HOST)
+        if target is None and self._live[Kind.HOST]:
+            read = (self._storages.get(storage._cdata) for _, storage in storages_in((args, kwargs)))
+            if any(storage is not None and storage.kind is Kind.HOST for storage in read):
+                target = _Target(Kind.HOST)
         with self._targeting(target):
             result = call_operator(func, args, kwargs)
             self._update_results(result, () if func is torch.ops.aten.lift_fresh.default else (args, kwargs))
@@ -215,7 +213,6 @@ class MemoryTracker(TorchDispatchMode):
                 self._update(storage)
 
     def _update(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage at its present size."""
         key, nbytes = storage._cdata, storage.nbytes()
         known = self._storages.get(key)
         if known is None:
@@ -229,32 +226,27 @@ class MemoryTracker(TorchDispatchMode):
             return
         known.nbytes = -(-nbytes // self._block_bytes) * self._block_bytes
         if known.nbytes != before:
-            self._reallocate(known, nbytes)
+            self._note_free(known)
+            if nbytes > 0:
+                known.allocation = self._allocations
+                self.events.append(Event(known.allocation, nbytes, self._stream()))
+                self._allocations += 1
         self.current_bytes += known.nbytes - before
         self._live[known.kind] += known.nbytes - before
         if self.current_bytes > self.peak_bytes:
             self.peak_bytes, self.peak_by_kind = self.current_bytes, dict(self._live)
 
-    def _reallocate(self, storage: _Storage, nbytes: int) -> None:
-        """Write down that a storage's memory is freed, and that it has new memory."""
+    def _note_free(self, storage: _Storage) -> None:
         if storage.allocation is not None:
             self.events.append(Event(storage.allocation, -1, 0))
             storage.allocation = None
-        if nbytes > 0:
-            storage.allocation = self._allocations
-            self.events.append(Event(storage.allocation, nbytes, self._stream()))
-            self._allocations += 1
 
     def _forget(self, key: int) -> None:
         storage = self._storages.pop(key)
         self._live[storage.kind] -= storage.nbytes
         if storage.kind is not Kind.HOST:
             self.current_bytes -= storage.nbytes
-            self._reallocate(storage, 0)
-
-    def _reads_host(self, arguments: object) -> bool:
-        found = (self._storages.get(storage._cdata) for _, storage in storages_in(arguments))
-        return any(storage is not None and storage.kind is Kind.HOST for storage in found)
+            self._note_free(storage)
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         if isinstance(tensor, FakeTensor):
@@ -265,17 +257,13 @@ class MemoryTracker(TorchDispatchMode):
         return self._device_type is None or tensor.device.type == self._device_type
 
     def _kind_of_caller(self) -> Kind:
-        """Find out what a new storage holds from the functions that are running.
-
-        In a reduction the first storage is the buffer that is sent and the others become gradients. What operators make elsewhere
-        is activations: saved tensors, workspace, gradients before they are reduced.
-        """
+        """Find out what a new storage holds from the functions that are running; what no known one makes is activations."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             code = frame.f_code
             kind = _KIND_BY_FUNCTION.get((code.co_filename.rpartition("/")[2], code.co_name))
-            if code.co_name == "foreach_reduce" and kind is not None:
-                return Kind.GRADIENTS if frame.f_locals.get("reduce_scatter_input") is not None else kind
+            if kind is Kind.BUFFERS and frame.f_locals.get("reduce_scatter_input") is not None:
+                return Kind.GRADIENTS  # of a reduction's storages the first is the buffer that is sent, and the others become gradients
             if kind is not None:
                 return kind
             if "/torch/optim/" in code.co_filename:
@@ -290,18 +278,6 @@ class MemoryTracker(TorchDispatchMode):
             yield
         finally:
             self._target = before
-
-    def _resizing(self, original: Callable[..., object]) -> Callable[..., object]:
-        """Make `UntypedStorage.resize_`, which is no operator, count."""
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> object:
-            result = original(storage, size)
-            on_device = self._device_type is None or storage.device.type == self._device_type
-            if storage._cdata in self._storages or (on_device and storage.device.type != "meta"):
-                self._update(storage)
-            return result
-
-        return resize_
 
 
 def _copy_target(caller: FrameType) -> _Target | None:

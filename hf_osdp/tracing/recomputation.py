@@ -1,17 +1,16 @@
 """Which operators of a block are worth saving where the rest of its forward runs again in backward.
 
-Every operator of a block's forward takes time to run again, and memory to save its output. Nothing else of a recomputation changes
-where one of them is saved, so that the best for each amount of memory are those with the most time for each byte: a *frontier* from
-saving the input alone to saving all that autograd asks for. Of its corners a few are kept, each better than a mix of its neighbours.
-
-What an operator takes is found by running it on fake tensors (`OperatorLog`), at a rough rate of FLOPs and bytes: devices differ in it,
-but not so much that the order of operators does. The search gets each way with its bytes and work, as traced, and the device's own rates.
+For each amount of memory the best to save are those with the most time for each byte: a *frontier* from saving the input alone to saving
+all that autograd asks for. What an operator takes is found on fake tensors, at a rough rate of FLOPs and bytes: devices differ in it, but
+not so much that the order of operators does. The search gets each way with its bytes and work, as traced, and the device's own rates.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,11 +19,13 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..errors import DescriptionError
 from ..modeling.selective import CallCounter
 from ..planner.description import Recomputation, RecomputedSegment, Segment
 from .recorder import PhaseRecord
 from .tensors import storages_in
 
+_log = logging.getLogger(__name__)
 _FLOPS_PER_BYTE = {"cpu": 20.0, "cuda": 150.0}
 """Products that a device makes while it moves a byte: about 0.5 TFLOP/s at 25 GB/s, 312 TFLOP/s at 2 TB/s (A100, bf16)."""
 _MOST_WAYS = 6
@@ -55,10 +56,10 @@ class LoggedCall:
 
 
 class OperatorLog(TorchDispatchMode):
-    """List the operators of one call of a block.
+    """List the operators of one call of a block, whose modules are told apart while the log is on.
 
-    Args:
-        block: its modules are told apart while the log is on.
+    Raises:
+        DescriptionError: inside, where the block draws from a `torch.Generator` of its own, which checkpointing does not restore.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -75,7 +76,7 @@ class OperatorLog(TorchDispatchMode):
     def __enter__(self) -> OperatorLog:
         for name, module in self._block.named_modules():
             if name:
-                self._hooks.callback(module.register_forward_pre_hook(self._entering(name)).remove)
+                self._hooks.callback(module.register_forward_pre_hook(lambda *_, name=name: self._running.append(name)).remove)
                 self._hooks.callback(module.register_forward_hook(self._leaving, always_call=True).remove)
         super().__enter__()
         return self
@@ -88,6 +89,9 @@ class OperatorLog(TorchDispatchMode):
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         kwargs, call = kwargs or {}, self._counter.name(func)
+        if kwargs.get("generator") is not None:
+            _warn_of_generator(type(self._block).__name__)
+            raise DescriptionError(f"{type(self._block).__name__} draws from a torch.Generator of its own.")
         before = {storage._cdata for _, storage in storages_in((args, kwargs))}
         result = func(*args, **kwargs)
         if func._schema.is_mutable:
@@ -113,26 +117,27 @@ class OperatorLog(TorchDispatchMode):
         for key in storages & set(self._storages):
             self._storages[key].saved_bytes = 0
 
-    def _entering(self, name: str) -> Callable[..., None]:
-        return lambda module, args: self._running.append(name)
-
     def _leaving(self, *_: object) -> None:
         self._running.pop()
 
 
-def recomputations(calls: Sequence[LoggedCall], beside_input: int, device_type: str) -> tuple[Recomputation, ...]:
-    """Return ways to recompute a block, from that which saves its input alone to that which saves most.
+@functools.cache
+def _warn_of_generator(block: str) -> None:
+    _log.warning(
+        "%s draws random numbers from a torch.Generator of its own; recomputation would draw others, so that no block is recomputed."
+        " Draw from torch's default generator to allow it.", block,
+    )  # fmt: skip
 
-    Args:
-        calls: the operators of its forward.
-        beside_input: bytes that saving all takes beyond the input, at the batch size of `calls`.
-        device_type: `"cpu"` or `"cuda"`.
+
+def recomputations(calls: Sequence[LoggedCall], beside_input: int, device_type: str) -> tuple[Recomputation, ...]:
+    """Return ways to recompute a block of these operators, from that which saves its input alone to that which saves most.
+
+    Saving all takes `beside_input` bytes beyond the input, at the batch size of `calls`.
     """
     work = {one.call: _work(one.flops, one.traffic_bytes, device_type) for one in calls}
     whole = sum(work.values()) or 1.0
-    worth = sorted(
-        (one for one in calls if one.saved_bytes and work[one.call]), key=lambda one: work[one.call] / one.saved_bytes, reverse=True
-    )
+    paying = (one for one in calls if one.saved_bytes and work[one.call])
+    worth = sorted(paying, key=lambda one: work[one.call] / one.saved_bytes, reverse=True)
     corners = [(0.0, whole)]
     for one in worth:
         nbytes, left = corners[-1]
@@ -145,25 +150,17 @@ def recomputations(calls: Sequence[LoggedCall], beside_input: int, device_type: 
     for count in counts:
         saved = sorted(worth[:count], key=lambda one: order[one.call])
         largest = max((one.saved_bytes for one in saved), default=0)
-        ways.append(
-            Recomputation(
-                saved_calls=tuple(one.call for one in saved),
-                share=round(max(0.0, corners[count][1] / whole), 3),
-                names=tuple(dict.fromkeys(names[one.call] for one in saved if one.saved_bytes > _NAMED * largest)),
-            )
-        )
+        named = tuple(dict.fromkeys(names[one.call] for one in saved if one.saved_bytes > _NAMED * largest))
+        share = round(max(0.0, corners[count][1] / whole), 3)
+        ways.append(Recomputation(saved_calls=tuple(one.call for one in saved), share=share, names=named))
     return tuple(ways)
 
 
 def corner_indices(points: Sequence[Point], *, most: int, least_gain: float) -> list[int]:
-    """Return the indices of a few corners of the lower hull of points, by rising bytes; the first and the last point are of them.
+    """Return the indices of at most `most` corners of the lower hull of points, by rising bytes, and of the last point.
 
-    Left out are points that a mix of two others is no worse than, then those with which least of the hull's area goes.
-
-    Args:
-        points: bytes and work; those with more bytes than the last are left out.
-        most: so many corners beside the last.
-        least_gain: part of the rectangle around the first and the last point by which a corner must add to the area.
+    Left out are points with more bytes than the last, or that a mix of two others is no worse than, then those with which least of the
+    hull's area goes, and those that add less to it than `least_gain` of the rectangle around the first and the last point.
     """
     last = len(points) - 1
     hull: list[int] = []

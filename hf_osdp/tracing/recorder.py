@@ -1,7 +1,7 @@
 """Record what operators allocate and compute in each segment of the forward pass, in forward and in backward.
 
-A segment is one call of a unit's module, or what the root does between two such calls. In backward an operator belongs to the
-segment in which autograd made the node that runs: its sequence number says which.
+A segment is one call of a unit's module, or what the root does between two such calls. In backward an operator belongs to the segment in
+which autograd made the node that runs.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ _MOVES_NOTHING = frozenset({
 
 @dataclass(slots=True, kw_only=True)
 class PhaseRecord:
-    """One segment's forward or backward, in bytes and FLOPs."""
-
     levels: list[int] = field(default_factory=list)
     """Live bytes when the phase began and after each of its operators."""
     matmul_flops: int = 0
@@ -73,7 +71,6 @@ class SegmentRecord:
 
     unit: int
     first_node: int
-    """Autograd's sequence number when it began."""
     copy_of: SegmentRecord | None = None
     """The equal segment that was traced in this one's place."""
     start_bytes: int = 0
@@ -95,22 +92,17 @@ class SegmentRecord:
 
 
 class Recorder(TorchDispatchMode):
-    """Split a forward and backward pass into segments.
+    """Split a forward and backward pass into segments; enter it inside the tracker that counts its bytes.
 
-    Enter it inside the tracker that it reads. Call `enter` and `leave` around each unit's module, `begin_backward` between
-    the passes and `close_backward` after them. What runs outside of them is unit 0's, the root's.
-
-    Args:
-        memory: counts the bytes.
+    Call `enter` and `leave` around each unit's module, `begin_backward` between the passes and `close_backward` after them. What runs
+    outside of them is unit 0's, the root's.
     """
 
     def __init__(self, memory: MemoryTracker) -> None:
         super().__init__()
         self._memory = memory
         self.records: list[SegmentRecord] = []
-        """In forward order."""
         self.inside = False
-        """Whether a unit's module is running."""
         self._current = self._pending = SegmentRecord(unit=0, first_node=_get_sequence_nr())
         self._events_read = 0
         self._in_backward = False
@@ -119,7 +111,6 @@ class Recorder(TorchDispatchMode):
         self._end_node = 0
 
     def enter(self, unit: int, copy_of: SegmentRecord | None = None) -> SegmentRecord:
-        """Begin the segment of a unit's module."""
         self.inside = True
         self._pending = SegmentRecord(unit=unit, first_node=_get_sequence_nr(), copy_of=copy_of)
         return self._pending
@@ -169,20 +160,15 @@ class Recorder(TorchDispatchMode):
         return self._current.backward if self._in_backward else self._current.forward
 
     def _follow(self) -> None:
-        """Go to the segment to which what runs now belongs."""
+        """Go to the segment to which what runs now belongs; a pending one opens, as until now frees belonged to the one before."""
         if self._in_backward:
             self._follow_backward()
-        self._open_pending()
-
-    def _open_pending(self) -> None:
-        """Open the pending segment as its first operator runs: until now, frees belonged to the one before."""
-        if self._in_backward or (self.records and self._pending is self._current):
-            return
-        self._close_forward()
-        self._current = self._pending
-        self._current.start_bytes = self._memory.current_bytes
-        self._current.forward.levels.append(self._memory.current_bytes)
-        self.records.append(self._current)
+        elif not self.records or self._pending is not self._current:
+            self._close_forward()
+            self._current = self._pending
+            self._current.start_bytes = self._memory.current_bytes
+            self._current.forward.levels.append(self._memory.current_bytes)
+            self.records.append(self._current)
 
     def _close_forward(self) -> None:
         if self.records:
@@ -209,7 +195,6 @@ class Recorder(TorchDispatchMode):
         record.backward.levels.append(self._memory.current_bytes)
 
     def close_backward(self) -> None:
-        """End a segment's backward."""
         record = self._current
         record.backward.events += self._new_events()
         for parameter in sorted(self._gradient_order, key=self._gradient_order.__getitem__):

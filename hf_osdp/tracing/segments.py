@@ -15,11 +15,7 @@ Samples = tuple[int, int, int]
 
 
 def segments_of(traces: Sequence[Sequence[SegmentRecord]], samples: Samples) -> list[Segment]:
-    """Make segments of one trace at each batch size.
-
-    Raises:
-        DescriptionError: the traces do not run through the same units.
-    """
+    """Make segments of one trace at each batch size; raise DescriptionError where they do not run through the same units."""
     if len({tuple(record.unit for record in trace) for trace in traces}) > 1:
         raise DescriptionError(f"The model runs other units with {samples[0]} samples than with {samples[-1]}; its costs are not linear.")
     alike = list(zip(*traces, strict=True))
@@ -75,12 +71,8 @@ def _excess(one: Affine, other: Affine) -> Affine:
 
 
 def _segment(records: Sequence[SegmentRecord], samples: Samples) -> Segment:
-    """Fit the costs of a segment, or of the equal one that was traced in its place.
-
-    After a copy callers may let go of more than it made, as of masks after the last of equal blocks; a copy itself frees as much as
-    it makes: its input is not saved, and its output is as large.
-    """
     traced = [record.copy_of or record for record in records]
+    # after a copy, which itself frees as much as it makes, callers may let go of more, as of masks after the last of equal blocks
     released = [0 if record.copy_of is None else max(0, record.start_bytes - record.end_bytes) for record in records]
     ends = [t.end_bytes - r for t, r in zip(traced, released, strict=True)]
     return Segment(

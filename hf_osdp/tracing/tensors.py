@@ -47,7 +47,6 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def is_dtensor(cls: type) -> bool:
-    """Whether a class is `DTensor`."""
     tensor = sys.modules.get("torch.distributed.tensor")  # there are none where it was never imported, and planning does without
     return tensor is not None and issubclass(cls, tensor.DTensor)
 

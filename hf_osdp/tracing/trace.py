@@ -95,12 +95,16 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
         inputs: keyword arguments of forward, or what the loss takes, for a number of samples.
         options: how it runs.
 
-    Raises:
-        DescriptionError: the traces do not run through the same units.
-        Exception: whatever the model raises under fake tensors.
+    Raise DescriptionError where the traces do not run through the same units, or whatever the model raises under fake tensors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     batches = {count: inputs(count) for count in options.samples}
+    fake = fake_copy(model, mode, options.compute_dtype, untie=True)
+    if options.checkpointed_blocks is not None:
+        checkpoint_blocks(fake, options.checkpointed_blocks)
+    modules = modules_by_name(fake)
+    slices = [part for head in fake.modules() if isinstance(head, SplitHead) for part in head.untie().items()]
+    models = _Models(model, fake, modules, slices, mode)
     tracers: list[_Tracer] = []
     kept: list[int] = []
     order: list[int] = []
@@ -112,11 +116,12 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
         return [seen[count] for count in options.samples]
 
     def traced(recomputed: Mapping[int, Recomputation] = {}, offloaded: Collection[int] = ()) -> list[Segment]:
-        tracer = _Tracer(model, mode, units, options, recomputed, offloaded)
-        try:
-            records = by_sample(tracer.run_all(batches.values()))
-        finally:
-            tracer.compiler.close()
+        with _forwards_restored(fake):
+            tracer = _Tracer(models, units, options, recomputed, offloaded)
+            try:
+                records = by_sample(tracer.run_all(batches.values()))
+            finally:
+                tracer.compiler.close()
         _refuse_fake_gradients(model)
         segments = segments_of(records, options.samples)
         if not tracers:
@@ -179,31 +184,49 @@ def _with_recomputed(
     return found
 
 
-class _Tracer:
-    """Runs a fake copy of a model, with the modules of its units wrapped."""
+@contextmanager
+def _forwards_restored(model: nn.Module) -> Iterator[None]:
+    """Take off what forwards are replaced by inside the context."""
+    before = {module: module.__dict__.get("forward") for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, forward in before.items():
+            module.__dict__.pop("forward", None)
+            if forward is not None:
+                module.__dict__["forward"] = forward
 
+
+class _Models(NamedTuple):
+    model: nn.Module
+    fake: nn.Module
+    """Its fake copy."""
+    modules: dict[str, nn.Module]
+    """Of the copy, by name."""
+    slices: Sequence[tuple[nn.Module, nn.Module]]
+    """Of heads that share slices with an embedding: the head's own, each with the embedding's."""
+    mode: FakeTensorMode
+
+
+class _Tracer:
     def __init__(
         self,
-        model: nn.Module,
-        mode: FakeTensorMode,
+        models: _Models,
         units: Sequence[UnitDescription],
         options: TraceOptions,
         recomputed: Mapping[int, Recomputation],
         offloaded: Collection[int],
     ) -> None:
-        self._model, self._mode, self._options = model, mode, options
+        self._model, self._fake, modules, slices, self._mode = models
+        self._options = options
         self._logs: dict[int, list[list[LoggedCall]]] = {}
         """Operators of recomputed units: for each batch those of forward, then those of its second run."""
         self._like: dict[int, int] = {}
         """Of units that were not traced, the equal one that was."""
         self.output_bytes: list[int] = []
-        """Of each run: bytes of what forward returned, the loss left out."""
-        self._fake = fake_copy(model, mode, options.compute_dtype, untie=True)
-        if options.checkpointed_blocks is not None:
-            checkpoint_blocks(self._fake, options.checkpointed_blocks)
-        modules = modules_by_name(self._fake)
         self._cuda = CudaKernels(options.capability) if options.cuda_kernels else None
-        self.compiler = TracedCompiler(mode, self._cuda)
+        self.kernels: Mapping[Kernel, AttentionCall] = {} if self._cuda is None else self._cuda.found
+        self.compiler = TracedCompiler(self._mode, self._cuda)
         for index in options.compiled:
             module = modules[units[index].module_names[0]]
             module.forward = self.compiler.compile(module.forward, recomputed.get(index))
@@ -219,14 +242,12 @@ class _Tracer:
         self.reads = OutsideReads(modules, units)
         self._modules = segment_modules(modules, units)
         unit_of = {module: i for i, module in self._modules}
-        heads = [module for module in self._fake.modules() if isinstance(module, SplitHead)]
-        self._modules += [(unit_of[shared], own) for head in heads for own, shared in head.untie().items()]
+        self._modules += [(unit_of[shared], own) for own, shared in slices]
         blocks = {i for i, unit in enumerate(units) if unit.span is GatherSpan.USE}
         self._step_names = _step_names(units)
         self._keys = {i: block_key(module) for i, module in self._modules if i in blocks} if options.reuse_equal_blocks else {}
 
     def run_all(self, batches: Iterable[Mapping[str, Any]]) -> list[list[SegmentRecord]]:
-        """Run one forward and backward pass for each batch."""
         autocast, loss = self._options.autocast, self._options.loss
         with ExitStack() as stack:
             stack.enter_context(host_memory(lambda like: None))
@@ -236,11 +257,6 @@ class _Tracer:
             if loss is not None:  # which may call the model that it knows, as trainers do with `self.model`
                 stack.enter_context(forward_replaced(self._model, self._fake.__call__))
             return [self._run(batch) for batch in batches]
-
-    @property
-    def kernels(self) -> Mapping[Kernel, AttentionCall]:
-        """The attention kernels of CUDA that would run, each with its first call."""
-        return {} if self._cuda is None else self._cuda.found
 
     @property
     def recomputed_calls(self) -> dict[int, Sequence[LoggedCall]]:
@@ -256,7 +272,6 @@ class _Tracer:
         return traced | {unit: traced[other] for unit, other in self._like.items() if other in traced}
 
     def _logged(self, unit: int, module: nn.Module) -> Callable[..., Any]:
-        """Wrap the forward of a unit's module, whose operators are listed."""
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> object:
@@ -332,8 +347,7 @@ class _Tracer:
             output = original(*args, **kwargs)
             recorder.leave()
             record.sent_bytes = getattr(original, "sent_bytes", 0)
-            recorded = RecordedCall.of(args, kwargs, output)
-            if recorded is not None and key is not None:
+            if key is not None and (recorded := RecordedCall.of(args, kwargs, output)) is not None:
                 calls.setdefault(key, []).append((record, recorded))
             return output
 

@@ -83,7 +83,8 @@ def test_grouping_is_a_strategy(grouping, strategy):
 def options_of(*argv: str) -> dict[str, object]:
     import run_mlm
 
-    return run_mlm.parse_arguments((run_mlm.ModelArguments, TrainingArguments), ["--output_dir", "out", *argv])[-1]
+    model_args, _, osdp = run_mlm.parse_arguments((run_mlm.ModelArguments, TrainingArguments), ["--output_dir", "out", *argv])
+    return run_mlm.with_grouping(model_args.grouping, osdp)
 
 
 def test_grouping_goes_before_the_strategy_of_the_launcher(monkeypatch):
@@ -99,7 +100,7 @@ def test_grouping_goes_before_the_strategy_of_the_launcher(monkeypatch):
 
 def test_the_recipe_for_two_machines_is_bert_large():
     """What bert-large-uncased's configuration on the hub says; the vocabulary that is trained on the text may be smaller."""
-    from run_mlm import DataArguments, ModelArguments, load_config, load_tokenizer, parse_arguments
+    from run_mlm import DataArguments, ModelArguments, load_config, load_tokenizer, parse_arguments, with_grouping
 
     text = Dataset.from_dict({"text": TEXTS})
     for name in ("two_machines", "demo"):
@@ -107,7 +108,7 @@ def test_the_recipe_for_two_machines_is_bert_large():
         model_args, data_args, args, osdp = parse_arguments((ModelArguments, DataArguments, TrainingArguments), argv)
         config = load_config(model_args)
         load_tokenizer(model_args, config, text)
-        assert (osdp, args.do_train, args.do_eval) == ({"strategy": "hsdp"}, True, True)
+        assert (with_grouping(model_args.grouping, osdp), args.do_train, args.do_eval) == ({"strategy": "hsdp"}, True, True)
         assert data_args.block_size == config.max_position_embeddings
         if name == "two_machines":
             shape = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.intermediate_size, config.vocab_size)

@@ -45,10 +45,7 @@ class SplitHead(SplitLinear):
         return embedding
 
     def untie(self) -> dict[nn.Module, nn.Module]:
-        """Take slices of its own, of the same memory, so that gradients of projection and lookup come apart in a trace.
-
-        Returns each slice with the embedding's that it was; nothing where the head is not tied.
-        """
+        """Take slices of its own, of the same memory, so that a trace tells gradients of projection and lookup apart; return old by new."""
         if not self._tied:
             return {}
         shared, own = self._tied[0].slices, nn.ModuleList()
@@ -113,14 +110,10 @@ class SplitHead(SplitLinear):
         """Return the cross-entropy of each token, `[N]`: log Σ_j exp(lse_j) less the target's logit."""
         sums: list[torch.Tensor] = []
         chosen: torch.Tensor | None = None
-        start = 0
-        for index, (part, size) in enumerate(zip(self.slices, self.sizes, strict=True)):
-            local = targets - start
-            inside = self.inside(index, local)
-            lse, picked = part(hidden, local.masked_fill(~inside, 0))
+        for part, local, inside in self.local(targets):
+            lse, picked = part(hidden, local)
             sums.append(lse)
             chosen = picked if chosen is None else torch.where(inside, picked, chosen)
-            start += size
         assert chosen is not None
         return torch.stack(sums).logsumexp(dim=0) - chosen
 

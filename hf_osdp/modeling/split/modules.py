@@ -89,14 +89,16 @@ class SplitOperator(nn.Module):
     def parts(self, leaf: str) -> Iterator[nn.Parameter]:
         return (getattr(part, leaf) for part in self.slices)
 
-    def inside(self, index: int, local: torch.Tensor) -> torch.Tensor:
-        """Return which of some ids, counted from a slice's first, are in the slice.
+    def local(self, ids: torch.Tensor) -> Iterator[tuple[nn.Module, torch.Tensor, torch.Tensor]]:
+        """Yield each slice with the ids counted from its first, 0 for those of others, and which of them are in it.
 
         Ids outside the vocabulary count to the first and the last slice, where they fail as in the whole operator.
         """
-        if index == 0:
-            return local < self.sizes[0]
-        return local >= 0 if index == len(self.sizes) - 1 else (local >= 0) & (local < self.sizes[index])
+        local, last = ids, len(self.sizes) - 1
+        for index, (part, size) in enumerate(zip(self.slices, self.sizes, strict=True)):
+            inside = local < size if index == 0 else local >= 0 if index == last else (local >= 0) & (local < size)
+            yield part, local.masked_fill(~inside, 0), inside
+            local = local - size
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         if name in ("weight", "bias") and "leaves" in self.__dict__:
@@ -107,9 +109,8 @@ class SplitOperator(nn.Module):
 class SplitLinear(SplitOperator):
     """An `nn.Linear` or GPT-2 `Conv1D` whose output features are computed slice by slice and concatenated.
 
-    Each output is the same sum of products as the whole operator's, bitwise so where the BLAS runs one kernel for both widths. It may
-    pick another one for a narrower matrix, as MKL does in float64, which rounds the last places otherwise. The weights are taken
-    over, with dtype, device and `requires_grad`, and the source is not to be used any more.
+    Each output is bitwise the whole operator's where the BLAS runs one kernel for both widths; MKL picks another in float64, which rounds
+    the last places otherwise. The weights are taken over, and the source is not to be used any more.
     """
 
     def __init__(self, source: nn.Module, slices: int) -> None:
@@ -150,16 +151,10 @@ class SplitEmbedding(SplitOperator):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids of any shape → `[..., embedding_dim]`."""
         rows: torch.Tensor | None = None
-        start = 0
-        for index, (part, size) in enumerate(zip(self.slices, self.sizes, strict=True)):
-            local = ids - start
-            inside = self.inside(index, local)
+        for part, local, inside in self.local(ids):
             # FSDP2 frees and reduces a unit once its inputs have gradients, which ids never have
-            found = part(
-                local.masked_fill(~inside, 0), torch.zeros(1, device=ids.device, requires_grad=True) if torch.is_grad_enabled() else None
-            )
+            found = part(local, torch.zeros(1, device=ids.device, requires_grad=True) if torch.is_grad_enabled() else None)
             rows = found if rows is None else torch.where(inside.unsqueeze(-1), found, rows)
-            start += size
         assert rows is not None
         return rows
 

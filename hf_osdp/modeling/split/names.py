@@ -25,11 +25,9 @@ class SlicedName:
     parts: tuple[str, ...]
     """Names of the slices, in order."""
     dim: int
-    """The dimension in which they lie one after the other."""
+    """The dimension in which they lie one after the other, each of its size."""
     sizes: tuple[int, ...]
-    """Of each slice in that dimension."""
     shape: tuple[int, ...]
-    """Of the whole."""
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -82,10 +80,9 @@ def concatenated(parts: Sequence[torch.Tensor], whole: SlicedName) -> torch.Tens
 
 
 def merge_state_dict(state: Mapping[str, Any], model: nn.Module, *, join: Join = concatenated) -> dict[str, Any]:
-    """Return a state dict with Hugging Face names and shapes.
+    """Return a state dict with Hugging Face names and shapes; other entries than slices stay, order too.
 
-    In `state` slices are under their own names; other entries stay, order too. `join` makes one value of the slices, which tied names
-    share; by default tensors, whole and local, are concatenated. Raise OSDPError where slices of a parameter are missing.
+    `join` makes one value of the slices, which tied names share. Raise OSDPError where slices of a parameter are missing.
     """
     return {name: value for names, value in _merge(state, _by_first_part(model), join) for name in names}
 
@@ -206,10 +203,10 @@ def _replace(state: dict[str, Any], prefix: str, change: Callable[[dict[str, Any
 
 
 def keep_positions(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Let `state_dict` and `load_state_dict` of an optimizer of a split model be those of one of the whole model.
+    """Let `state_dict` and `load_state_dict` of an optimizer of a split model have the positions of the whole model's parameters.
 
-    torch knows an optimizer's parameters by position, and slices would show there. In each group all slices of a parameter must
-    follow one another. Where parameters are sharded nothing changes: torch's functions for those use names.
+    In each group all slices of a parameter must follow one another. Where parameters are sharded nothing changes: torch's functions for
+    those use names.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     if not _positions(optimizer):
@@ -260,10 +257,8 @@ class _Positions:
     def split(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         """Turn positions of whole parameters into those of slices; for `register_load_state_dict_pre_hook`."""
         model, own = self._names(optimizer)
-        if model is None:
-            return None
-        names = _merged_names(own, _by_first_part(model))
-        if sum(len(group["params"]) for group in state["param_groups"]) != len(names):
+        names = [] if model is None else _merged_names(own, _by_first_part(model))
+        if model is None or sum(len(group["params"]) for group in state["param_groups"]) != len(names):
             return None  # torch says what does not fit
         return at_positions(split_optimizer_state(_renamed(state, dict(enumerate(names))), model))
 
@@ -271,9 +266,7 @@ class _Positions:
         """Return the model, None where nothing is to be done, and the parameters' names by position."""
         model = self._model() if self.active else None
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if model is None or any(hasattr(parameter, "placements") for parameter in parameters):
-            return None, []
-        names = {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
-        if not all(parameter in names for parameter in parameters):
+        names = {} if model is None else {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
+        if not all(parameter in names and not hasattr(parameter, "placements") for parameter in parameters):
             return None, []
         return model, [names[parameter] for parameter in parameters]

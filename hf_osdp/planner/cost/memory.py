@@ -50,10 +50,6 @@ class MemoryBreakdown:
     def total(self) -> int:
         return sum(getattr(self, name) for name in self.__slots__)
 
-    def plus(self, **changes: int) -> MemoryBreakdown:
-        """Return the bytes after these changes, each of them positive or negative."""
-        return replace(self, **{name: getattr(self, name) + nbytes for name, nbytes in changes.items()})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
@@ -234,24 +230,27 @@ class _Walk:
         self.whole_step = [i for i, span in enumerate(spans) if span is GatherSpan.STEP]
         self.merging, self.ahead = merging_segments(description, job), gathered_ahead(description)
         self.arriving = gradients_arriving(description, job)
-        self.level = MemoryBreakdown(
-            parameters=sum(u.parameters for u in units),
-            optimizer=sum(u.optimizer for u in units),
-            gradients=sum(u.gradients_held for u in units),
-            gathered=sum(units[i].gathered for i in self.whole_step),
-            model_buffers=_model_buffers(description, job, batch.micro_batch_size),
-            correction=job.correction_bytes,
-        )
+        self.level = dict.fromkeys(MemoryBreakdown.__slots__, 0) | {
+            "parameters": sum(u.parameters for u in units),
+            "optimizer": sum(u.optimizer for u in units),
+            "gradients": sum(u.gradients_held for u in units),
+            "gathered": sum(units[i].gathered for i in self.whole_step),
+            "model_buffers": _model_buffers(description, job, batch.micro_batch_size),
+            "correction": job.correction_bytes,
+        }
+        """Bytes by what they are (`MemoryBreakdown`), between moments."""
 
     def moments(self) -> tuple[Moment, ...]:
         """Return every moment in its order."""
         return (*self.forward(), *self.backward(), *self.finish())
 
     def _moment(self, phase: str, unit: str, **extra: int) -> Moment:
-        return Moment(phase=phase, unit=unit, breakdown=self.level.plus(**extra))
+        above = {name: self.level[name] + nbytes for name, nbytes in extra.items()}
+        return Moment(phase=phase, unit=unit, breakdown=MemoryBreakdown(**(self.level | above)))
 
     def _add(self, **changes: int) -> None:
-        self.level = self.level.plus(**changes)
+        for name, nbytes in changes.items():
+            self.level[name] += nbytes
 
     def forward(self) -> Iterator[Moment]:
         """Yield the moments of the forward pass, and add what it leaves behind to the level."""
@@ -315,5 +314,5 @@ class _Walk:
             settled = unit.gradients_after + unit.gradients_settled - unit.unsharded_gradients
             self._add(gradients=settled, buffers=unit.reduced_after)
             yield self._moment("reduce", label, buffers=unit.reduce_input + unit.reduce_work)
-        self.level = replace(self.level, buffers=0)
+        self.level["buffers"] = 0
         yield self._moment("optimizer step", "(all)", buffers=combined_scratch(self.job, [u.step_scratch for u in self.units]))

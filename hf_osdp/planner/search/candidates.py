@@ -36,6 +36,15 @@ class Candidate:
         return sum(len(group.units) * min(option.seconds for option in group.options) for group in self.timeline.groups)
 
     @cached_property
+    def bounds_s(self) -> dict[int, float]:
+        """By limit, in bytes: seconds of a step that no plan within it goes below, as far as was found out."""
+        return {}
+
+    def least_within_s(self, limit_bytes: int) -> float:
+        """Return seconds of a step that no plan within a limit goes below."""
+        return max([self.least_s, *(bound_s for limit, bound_s in self.bounds_s.items() if limit >= limit_bytes)])
+
+    @cached_property
     def floor_bytes(self) -> int:
         """Bytes that no plan's peak goes below: every unit takes the least of each term, whichever layout it is from.
 

@@ -218,5 +218,8 @@ def _add_row(
     row = solver.Constraint(
         -infinity if low <= -far else (low - margin * abs(low)) / scale, infinity if high >= far else (high + margin * abs(high)) / scale
     )
+    sums: dict[int, int] = {}
     for index, coefficient in zip(indices, coefficients, strict=True):
-        row.SetCoefficient(variables[index], row.GetCoefficient(variables[index]) + coefficient / scale)
+        sums[index] = sums.get(index, 0) + coefficient
+    for index, coefficient in sums.items():
+        row.SetCoefficient(variables[index], coefficient / scale)

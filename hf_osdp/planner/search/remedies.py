@@ -16,7 +16,7 @@ from ..problem import PlanningProblem, Strategy
 from .candidates import all_candidates
 
 _MORE_DEVICES = (2, 4, 8, 16, 32, 64)
-_SHORTER = (2, 4, 8)
+_SHORTER = (2, 4, 8, 16, 32, 64)
 _SIZES = ("saved_bytes", "own_saved_bytes", "sent_bytes", "gradient_bytes")
 
 
@@ -30,7 +30,9 @@ def infeasible_error(problem: PlanningProblem, least: Plan, memory: MemoryEstima
     kinds = [(getattr(peak.breakdown, name), name) for name in peak.breakdown.__slots__]
     outside = [*((nbytes, name) for name, nbytes in memory.outside(hardware).items()), (gaps, "gaps of torch's allocator")]
     largest = ", ".join(f"{name} {format_bytes(nbytes)}" for nbytes, name in sorted([*kinds, *outside], reverse=True)[:2])
-    ways = tuple(_remedies(replace(problem, memory_limit_bytes=max(1, limit - gaps)), needed_bytes))
+    enough = hardware.limit_for(needed_bytes)
+    more_memory = f"{'a memory limit' if enough <= hardware.device.memory_bytes else 'devices'} of {format_bytes(_rounded_up(enough))}"
+    ways = (*_remedies(replace(problem, memory_limit_bytes=max(1, limit - gaps))), more_memory)
     margin = f", of which a margin of {format_bytes(limit - room)} stays free" if limit > room else ""
     missing = needed_bytes - room
     more = f" ({missing:,} byte{'s' if missing > 1 else ''} more)" if format_bytes(needed_bytes) == format_bytes(room) else ""
@@ -39,14 +41,14 @@ def infeasible_error(problem: PlanningProblem, least: Plan, memory: MemoryEstima
         f" device{'s' if hardware.world_size > 1 else ''} is {format_bytes(needed_bytes)}{more}, at micro-batch size"
         f" {least.micro_batch_size} in {peak.phase} of {peak.unit} ({largest}). Use {'; or '.join(ways)}."
     )
-    return InfeasibleError(message, memory_limit_bytes=limit, least_peak_bytes=hardware.limit_for(needed_bytes), remedies=ways)
+    return InfeasibleError(message, memory_limit_bytes=limit, least_peak_bytes=enough, remedies=ways)
 
 
-def _remedies(problem: PlanningProblem, needed_bytes: int) -> Iterator[str]:
+def _remedies(problem: PlanningProblem) -> Iterator[str]:
     """Yield changes after which some plan fits the limit, as phrases that complete "Use ...".
 
     Those that cost nothing but a setting come first: another strategy, mixed precision, a shorter sequence, then more
-    devices, then more memory.
+    devices.
     """
     description, hardware, job = problem.description, problem.hardware, problem.job
     if problem.strategy is not Strategy.OSDP and fits_by_estimate(replace(problem, strategy=Strategy.OSDP)):
@@ -74,7 +76,6 @@ def _remedies(problem: PlanningProblem, needed_bytes: int) -> Iterator[str]:
         if fits_by_estimate(replace(problem, hardware=more, job=grown)):
             yield f"{more.world_size} devices with a global batch of {grown.global_batch_size}"
             break
-    yield f"a memory limit of {format_bytes(_rounded_up(hardware.limit_for(needed_bytes)))}"
 
 
 def fits_by_estimate(problem: PlanningProblem) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -76,8 +77,11 @@ def least_memory(problem: PlanningProblem) -> int:
     return problem.hardware.limit_for(_needed(_least(_runnable(problem)), problem))
 
 
+@functools.lru_cache(maxsize=2)
 def _found(problem: PlanningProblem) -> SearchResult | None:
     """Return the best plan, as the allocator serves it where it can be replayed; None where none fits.
+
+    It is kept, as choosing how a model is split asks what planning asks again.
 
     Where the allocator does not serve the first plan, another is found by what that one missed; parts of the space may miss less: single
     strategies, every block recomputed, or none.
@@ -150,15 +154,18 @@ def _fastest(candidates: Sequence[Candidate], problem: PlanningProblem, *, less_
     limit = problem.hardware.tensor_bytes(problem.memory_limit_bytes) - less_bytes
     best: tuple[Candidate, Solution] | None = None
     best_s, proven = float("inf"), True
-    for candidate in candidates:
-        if candidate.least_s >= best_s:
+    for candidate in sorted(candidates, key=lambda candidate: candidate.least_within_s(limit)):
+        if candidate.least_within_s(limit) >= best_s:
             break  # bounds only rise from here
         if candidate.floor_bytes > limit:
             continue
         cutoff = None if best is None else best_s
         solution = candidate.quickest(limit) or fastest(candidate.timeline, problem.job, limit, cutoff_s=cutoff)
         if solution is None:
+            candidate.bounds_s[limit] = best_s
             continue
+        if solution.proven:
+            candidate.bounds_s[limit] = solution.objective
         proven = proven and solution.proven
         if solution.objective < best_s:
             best, best_s = (candidate, solution), solution.objective
@@ -193,14 +200,14 @@ def _needed(least: SearchResult, problem: PlanningProblem) -> int:
 
 
 def _runnable(problem: PlanningProblem) -> list[Candidate]:
-    """Return the candidates that may be fastest first; refuse a freed unit of several calls without span CALLS, as each gather costs."""
+    """Return the candidates; refuse a freed unit of several calls without span CALLS, as each gather costs."""
     seen = set()
     for segment in problem.description.segments:
         unit = problem.description.units[segment.unit]
         if unit.span is GatherSpan.USE and segment.unit in seen:
             raise OSDPError(f"Unit {unit.label!r} runs more than once a forward pass; describe it with span STEP or CALLS.")
         seen.add(segment.unit)
-    return sorted(possible_candidates(problem), key=lambda candidate: candidate.least_s)
+    return possible_candidates(problem)
 
 
 def _decoded(candidate: Candidate, layouts: Mapping[int, UnitLayout], memory_limit_bytes: int | None, *, proven: bool) -> SearchResult:

@@ -76,7 +76,7 @@ def _check_activations(description: ModelDescription, job: TrainingJob) -> None:
     if job.recompute and not (description.recomputable or description.recomputed_by_others):
         raise ValueError(
             "recompute=True, but no block of this model can be recomputed: it has batch normalisation, whose running statistics would be"
-            " updated twice, or it could not be traced so; leave it open."
+            " updated twice, a torch.Generator of its own, or it could not be traced so; leave it open."
         )
 
 

@@ -24,8 +24,10 @@ QUESTION = Question(model="", config=json.dumps(SHAPE), device="a100-40", memory
 
 
 @pytest.fixture(scope="module")
-def planner() -> Planner:
-    return Planner()
+def planner(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OSDP_CACHE", str(tmp_path_factory.mktemp("descriptions")))
+        yield Planner()
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,8 @@ def test_warnings_are_kept_with_what_was_traced(planner):
     assert planner.plan(QUESTION).warnings == ()
 
 
-def test_model_is_described_once_for_other_limits_and_devices(monkeypatch):
+def test_model_is_described_once_for_other_limits_and_devices(monkeypatch, tmp_path):
+    monkeypatch.setenv("OSDP_CACHE", str(tmp_path))
     planner, described = Planner(), []
     stock = description_cache.describe
     monkeypatch.setattr(description_cache, "describe", lambda *given, **options: described.append(options) or stock(*given, **options))

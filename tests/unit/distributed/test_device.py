@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hf_osdp.cli import profile_command
 from hf_osdp.distributed import device as module
 from hf_osdp.distributed.device import expands_segments, own_gpu, prefer_expandable_segments
 from hf_osdp.distributed.mesh import collective_device
@@ -90,17 +88,14 @@ def test_all_devices_are_that_of_group_formed_with_device_id(gpus, form, choose)
     assert gpus.current == 3
 
 
-@pytest.mark.parametrize(
-    "form_group", [lambda: environment.form_process_group(needed=True), lambda: profile_command._process_group("cuda")]
-)
-def test_group_is_formed_on_only_visible_gpu_at_any_local_rank(gpus, monkeypatch, form_group):
+@pytest.mark.parametrize("device_type", [None, "cuda"])
+def test_group_is_formed_on_only_visible_gpu_at_any_local_rank(gpus, monkeypatch, device_type):
     formed = []
     for name, value in {"LOCAL_RANK": "3", "RANK": "3", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: formed.append(backend))
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    with form_group() or nullcontext():
-        assert formed == ["cpu:gloo,cuda:nccl"] and gpus.current == 0
+    environment.form_process_group(needed=True, device_type=device_type)
+    assert formed == ["cpu:gloo,cuda:nccl"] and gpus.current == 0
 
 
 # ------------------------------------------------------------------------------------------------------ expandable segments

@@ -59,3 +59,8 @@ def test_other_backends_modes_and_options_are_refused_in_one_line(asked):
     with pytest.raises(ValueError, match="cannot be planned; use inductor with its defaults") as caught:
         OSDPAccelerator(cpu=True, osdp={}, dynamo_plugin=TorchDynamoPlugin(**asked))
     assert "\n" not in str(caught.value)
+
+
+def test_compilation_beside_a_given_plan_is_refused_since_the_plan_says_what_is_compiled():
+    with pytest.raises(ValueError, match="plan runs a given plan as it is, so compile=True would have no effect; leave one of the two out"):
+        OSDPAccelerator(cpu=True, osdp={"plan": "plan.json"}, dynamo_backend="inductor")

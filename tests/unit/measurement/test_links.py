@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ def counted(monkeypatch, world: int) -> tuple[Counter, int, set]:
     for name in CALLS:
         count(name)
     monkeypatch.setattr(links, "_SIZES_BYTES", {"cpu": (2**10, 2**12, 2**14, 2**16)})
+    monkeypatch.setattr(links, "cores_are_shared", lambda device: False)
     with fake_process_group(world):
         before = len(dist.distributed_c10d._world.pg_map)
         timings = links.measure_collectives(CPU, 1e-6, local=NODE)
@@ -107,7 +109,9 @@ def test_links_of_measured_gathers_predict_rings_of_every_size(nodes, local):
 STANDARD = (2**16, 2**19, 2**21)
 
 
-def emulated_measurement(monkeypatch, *, bytes_per_s: float, latency_s: float, seconds: float = 0.7) -> tuple[float, list[set[int]], tuple]:
+def emulated_measurement(
+    monkeypatch, *, bytes_per_s: float, latency_s: float, seconds: float = 0.7, shared_cores: bool = False
+) -> tuple[float, list[set[int]], tuple]:
     """Seconds on a clock that only calls of collectives move, sizes of messages of each, and the timings; four ranks on two nodes."""
     clock, sent = [0.0], []
 
@@ -125,6 +129,7 @@ def emulated_measurement(monkeypatch, *, bytes_per_s: float, latency_s: float, s
     monkeypatch.setattr(links._Test, "timed", timed)
     monkeypatch.setattr(links._Test, "choose_sizes", choose)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(links, "cores_are_shared", lambda device: shared_cores)
     with fake_process_group(4):
         found = links.measure_collectives(CPU, seconds, local=2)
     return clock[0], sent, found
@@ -150,3 +155,36 @@ def test_measure_collectives_sends_large_messages_where_time_suffices(monkeypatc
 
 def test_linear_fit_stays_physical_under_noise():
     assert linear_fit([(1_000, 2e-3), (1_000_000, 1e-3)]) == pytest.approx((0.0, 1e-9))
+
+
+def test_measure_collectives_adds_the_wait_for_the_last_of_ranks_that_share_cores(monkeypatch):
+    monkeypatch.setattr(links, "_late_seconds", lambda device: 0.25)
+    _, _, found = emulated_measurement(monkeypatch, bytes_per_s=1e9, latency_s=1e-4, shared_cores=True)
+    assert found
+    assert all(one.latency_s == pytest.approx(0.2501, rel=0.01) for one in found)
+
+
+def test_late_seconds_is_what_a_call_after_work_takes_beyond_both(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(links.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(links, "call_seconds", lambda *_, **__: [links._WORK_S])  # one product is all the work
+    waiting = []
+
+    def spend(seconds, waits=False):
+        clock[0] += seconds + (0.5 if waits and waiting else 0.0)
+        waiting[:] = [] if waits else [True]
+
+    monkeypatch.setattr(links.torch, "mm", lambda *_, **__: spend(0.02))
+    monkeypatch.setattr(links.dist, "all_reduce", lambda *_, **__: spend(0.003, waits=True))
+    monkeypatch.setattr(links, "barrier", lambda device: waiting.clear())
+    assert links._late_seconds(CPU) == pytest.approx(0.5)
+
+
+def test_work_clock_counts_the_work_of_all_ranks_where_they_share_cores(monkeypatch):
+    monkeypatch.setattr(timing, "cores_are_shared", lambda device: True)
+    monkeypatch.setattr(timing, "usable_cores", lambda: 2)
+    monkeypatch.setattr(timing, "find_topology", lambda: SimpleNamespace(ranks_per_node=6))
+    monkeypatch.setattr(timing.time, "process_time", lambda: 1.5)
+    assert timing.work_clock(CPU)() == 4.5
+    monkeypatch.setattr(timing, "cores_are_shared", lambda device: False)
+    assert timing.work_clock(CPU) is timing.time.perf_counter

@@ -23,7 +23,12 @@ from hf_osdp.modeling import selective
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.wrapping import recomputation_of, recompute
 from hf_osdp.planner.description import Recomputation
-from hf_osdp.tracing.recomputation import LoggedCall, OperatorLog
+from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.presets import preset
+from hf_osdp.planner.search.search import search
+from hf_osdp.tracing.describe import describe
+from hf_osdp.tracing.recomputation import LoggedCall, OperatorLog, _warn_of_generator
+from tests.helpers.problems import problem
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
 MODELS: dict[str, PretrainedConfig] = {
@@ -222,3 +227,79 @@ def test_recomputation_says_what_is_saved_in_few_words():
     assert Recomputation(saved_calls=calls, share=0.4).describe() == "recompute 0.4: saves 2 operators"
     many = Recomputation(saved_calls=calls, share=0.25, names=tuple("abcdef"))
     assert many.describe() == "recompute 0.25: saves a, b, c, d and 2 more"
+
+
+class Shared(nn.Module):
+    """Uses one weight twice, whose cast autocast keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(nn.functional.dropout(self.linear(self.linear(x).relu()), 0.5)) * self.linear(x).sigmoid()
+
+
+@pytest.mark.parametrize("saved", [(), ("addmm#1",), ("addmm#0", "addmm#2", "relu#0"), ("native_layer_norm#0", "sigmoid#0")])
+@pytest.mark.parametrize("cached_before", [False, True])
+def test_casts_that_autocast_keeps_leave_gradients_and_saved_operators_as_they_are(saved, cached_before, monkeypatch):
+    taken, take = [], selective._Output.take
+    monkeypatch.setattr(selective._Output, "take", lambda self, call: taken.append(call) or take(self, call))
+
+    def gradients(block: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        x = torch.randn(3, 4, requires_grad=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            start = block.linear(x) if cached_before else x  # the cast is there before the block begins, and gone in its second run
+            loss = block(start).float().square().sum()
+        loss.backward()
+        return [x.grad, *(parameter.grad for parameter in block.parameters())]
+
+    torch.manual_seed(0)
+    plain = Shared()
+    one = copy.deepcopy(plain)
+    recompute(one, Recomputation(saved_calls=saved))
+    assert all(torch.equal(a, b) for a, b in zip(gradients(plain), gradients(one), strict=True))
+    assert sorted(taken) == sorted(saved), "each is handed out once"
+
+
+class Drawing(nn.Module):
+    """Draws from a generator of its own."""
+
+    def __init__(self, generator: torch.Generator | None):
+        super().__init__()
+        self.linear, self.generator = nn.Linear(8, 8), generator
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.linear(x).sigmoid() * torch.rand(x.shape, generator=self.generator)).square()
+
+
+class DrawingModel(nn.Module):
+    def __init__(self, generator: torch.Generator | None):
+        super().__init__()
+        self.layers = nn.ModuleList(Drawing(generator) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+def test_blocks_with_a_generator_of_their_own_are_not_recomputed(caplog):
+    _warn_of_generator.cache_clear()
+
+    def described(generator: torch.Generator | None):
+        model = DrawingModel(generator)
+        return describe(model, inputs=lambda count: {"x": torch.zeros(count, 4, 8)}, sequence_length=4, block_classes=["Drawing"])
+
+    assert any(described(None).recomputations) and not caplog.records
+    found = described(torch.Generator())
+    assert not any(found.recomputations)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "Drawing draws random numbers from a torch.Generator of its own; recomputation would draw others, so that no block is recomputed."
+        " Draw from torch's default generator to allow it."
+    ]
+    job = TrainingJob(global_batch_size=2, recompute=True)
+    with pytest.raises(ValueError, match="recompute=True, but no block of this model can be recomputed"):
+        search(problem(found, preset("cpu", devices_per_node=2), job))

@@ -70,7 +70,7 @@ def test_modules_of_others_are_traced_each_time(described):
 
 def test_other_code_is_another_description(described, monkeypatch):
     describe_once(model(), sequence_length=16)
-    monkeypatch.setattr(description_cache, "_code", lambda: "another")
+    monkeypatch.setattr(description_cache, "code_hash", lambda: "another")
     describe_once(model(), sequence_length=16)
     assert len(described) == 2
 

@@ -1,0 +1,90 @@
+"""Blocks that are recomputed or compiled: what shows on ranks alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from hf_osdp import OptimalShardedDataParallel, OSDPConfig
+from hf_osdp.modeling import selective
+from hf_osdp.modeling.units import find_units
+from hf_osdp.modeling.wrapping import is_compiled, recompute
+from hf_osdp.planner.description import Recomputation
+from hf_osdp.sharding.apply import apply_plan
+from tests.helpers.layouts import plan_of
+from tests.helpers.models import SEQUENCE_LENGTH, tiny_batch, tiny_model
+from tests.helpers.training import train_sharded
+
+SAVED = ("addmm#0", "addmm#1", "sigmoid#0")
+
+
+class Block(nn.Module):
+    """Two products, the second in a unit of its own, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.dropout(self.first(x).relu(), 0.5)
+        return nn.functional.dropout(self.inner(hidden).sigmoid(), 0.5) * x
+
+
+def gradients_of(block: nn.Module) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    block(block(x)).square().sum().backward()
+    found = {name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in block.named_parameters()}
+    return {**found, "x": x.grad}
+
+
+@pytest.mark.parametrize("frees", [True, False])
+@pytest.mark.on_ranks(2)
+def test_unit_inside_a_recomputed_block_leaves_gradients_and_saved_operators_as_they_are(frees):
+    """A unit that stays gathered is gathered in the first run of a block alone."""
+    taken, take = [], selective._Output.take
+    selective._Output.take = lambda self, call: taken.append(call) or take(self, call)
+    torch.manual_seed(0)
+    plain = Block().double()
+    block, mesh = copy.deepcopy(plain), init_device_mesh("cpu", (2,))
+    recompute(block, Recomputation(saved_calls=SAVED))
+    fully_shard(block.inner, mesh=mesh, reshard_after_forward=frees)
+    fully_shard(block, mesh=mesh)
+    wanted, found = gradients_of(plain), gradients_of(block)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert sorted(taken) == sorted(2 * SAVED), "each is handed out in both runs"
+
+
+@pytest.mark.slow  # code is generated
+@pytest.mark.on_ranks(2, timeout_s=240)
+def test_compiled_blocks_train_in_bf16_as_they_do_uncompiled():
+    losses = {}
+    for layout in ("compiled", "mixed"):
+        model = tiny_model("gpt2", dtype=torch.float32, layers=2)
+        units = find_units(model)
+        plan = plan_of(units, dist.get_world_size(), layout)
+        apply_plan(model, plan, units, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+        assert is_compiled(model.transformer.h[0]) is (layout == "compiled")
+        losses[layout] = torch.tensor(train_sharded(model, plan, steps=4).losses)
+    torch.testing.assert_close(losses["compiled"], losses["mixed"], rtol=1e-2, atol=0.0)  # bf16 has 8 bits
+    assert losses["mixed"].unique().numel() > 1, "it trains"
+
+
+@pytest.mark.slow  # code is generated for each trial
+@pytest.mark.on_ranks(2, timeout_s=400)
+def test_trials_of_compiled_plans_run_compiled():
+    """Trials run compiled, and leave a model that trains."""
+    options = {"sequence_length": SEQUENCE_LENGTH, "global_batch_size": 8, "hardware": "cpu", "strategy": "osdp"}
+    model = OptimalShardedDataParallel(
+        tiny_model("gpt2", dtype=torch.float32, layers=2), OSDPConfig(**options, compile=True, recalibrate=True, memory_limit="1GiB")
+    )
+    assert model.plan.compiled_classes == ("GPT2Block",) and model.rounds and all(r.plan.compiled_classes for r in model.rounds)
+    loss = model(**{name: rows[: model.plan.micro_batch_size] for name, rows in tiny_batch(0).items()}).loss
+    loss.backward()
+    assert loss.isfinite()

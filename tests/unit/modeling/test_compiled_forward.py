@@ -1,0 +1,59 @@
+"""Forwards that are compiled in place: copies of the model, and batch normalisation."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from hf_osdp.modeling.wrapping import CompiledForward, compile_forward, is_compiled
+
+
+class Normed(nn.Module):
+    """A block that counts what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x)).relu()
+
+
+def stepped(block: nn.Module) -> list[torch.Tensor]:
+    """What two steps leave: gradients and statistics."""
+    block.zero_grad()
+    for seed in range(2):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+        block(x).square().sum().backward()
+    return [*(parameter.grad for parameter in block.parameters()), *block.buffers()]
+
+
+@pytest.fixture
+def block() -> nn.Module:
+    torch.manual_seed(0)
+    return Normed()
+
+
+def test_statistics_of_batch_norm_in_a_compiled_block_count_each_batch_once(block):
+    compiled = copy.deepcopy(block)
+    compile_forward(compiled)
+    torch.testing.assert_close(stepped(compiled), stepped(block))
+    assert compiled.norm.num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_a_model_with_compiled_blocks_run_their_own_weights(block, copied, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: lambda *args: forward(*args))  # whose weights run does not need code
+    compile_forward(block)
+    block(torch.ones(2, 4))
+    other = copied(block)
+    assert is_compiled(other) and isinstance(other.forward, CompiledForward)
+    with torch.no_grad():
+        other.norm.weight.zero_()
+    assert other(torch.ones(2, 4)).abs().max() == 0 and block.norm.weight.abs().max() > 0
+    other(torch.ones(2, 4)).sum().backward()
+    assert other.norm.bias.grad is not None and block.norm.bias.grad is None

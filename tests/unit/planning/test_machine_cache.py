@@ -1,0 +1,100 @@
+"""A start takes the machine as one of the last day measured it, with the memory of now."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+import pytest
+
+from hf_osdp.measurement import machine
+from hf_osdp.planner.hardware import Hardware
+from hf_osdp.planner.presets import preset
+from hf_osdp.planning import machine_cache
+from hf_osdp.planning.machine_cache import MEASURED_EARLIER, measured_once
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """The seconds that each measurement was asked for."""
+    monkeypatch.setenv("OSDP_CACHE", str(tmp_path))
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0.5, 0.5))
+    asked: list[float] = []
+
+    def measure(*, device_type: str, seconds: float) -> Hardware:
+        asked.append(seconds)
+        return preset("h100", devices_per_node=1)
+
+    monkeypatch.setattr(machine_cache, "measure_hardware", measure)
+    return asked
+
+
+def taken(seconds: float = 0.5) -> Hardware:
+    return measured_once(device_type="cpu", seconds=seconds)
+
+
+def test_the_second_start_measures_memory_alone_and_says_so(measured, monkeypatch):
+    first = taken()
+    monkeypatch.setattr(machine, "_memory_bytes", lambda device, before: (2**33, 2**50, ""))
+    second = taken()
+    assert measured == [0.5]
+    assert second.device.source.startswith(f"{MEASURED_EARLIER}, 0 min ago")
+    assert (second.device.memory_bytes, second.device.reserved_bytes) == (2**33, 2**50), "what others take now, nobody can have"
+    same = {"memory_bytes": 1, "reserved_bytes": 0, "source": ""}
+    assert replace(second.device, **same) == replace(first.device, **same)
+
+
+def test_what_was_reserved_when_it_was_measured_stays_reserved(measured, monkeypatch):
+    first = taken()
+    monkeypatch.setattr(machine, "_memory_bytes", lambda device, before: (2**33, 0, ""))
+    assert first.device.reserved_bytes > 0
+    assert taken().device.reserved_bytes == first.device.reserved_bytes
+
+
+def test_older_than_a_day_is_measured_anew(measured, tmp_path):
+    taken()
+    (file,) = tmp_path.rglob("*.json")
+    old = time.time() - 25 * 3600
+    os.utime(file, (old, old))
+    taken()
+    assert measured == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("change", ["code_hash", "device_name", "find_topology"])
+def test_another_machine_or_code_is_measured_anew(measured, monkeypatch, change):
+    taken()
+    monkeypatch.setattr(machine_cache, change, lambda *_: "another")
+    taken()
+    assert measured == [0.5, 0.5]
+
+
+def test_a_damaged_file_is_measured_anew(measured, tmp_path):
+    taken()
+    (file,) = tmp_path.rglob("*.json")
+    file.write_text('{"device": {}}')
+    taken()
+    assert measured == [0.5, 0.5]
+
+
+def test_nothing_is_kept_where_the_cache_is_off(measured, monkeypatch):
+    monkeypatch.setenv("OSDP_CACHE", "0")
+    taken()
+    taken()
+    assert measured == [0.5, 0.5]
+
+
+def test_what_a_busy_machine_gave_is_not_kept(measured, monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (machine_cache.usable_cores() + 1.0, 1.0, 1.0))
+    taken()
+    taken()
+    assert measured == [0.5, 0.5]
+
+
+@pytest.mark.on_ranks(2)
+def test_ranks_take_the_same_file(tmp_path):
+    os.environ["OSDP_CACHE"] = str(tmp_path / "shared")
+    os.getloadavg = lambda: (0.5, 0.5, 0.5)
+    first, second = (measured_once(device_type="cpu", seconds=0.05) for _ in range(2))
+    assert first.device.flops_per_s == second.device.flops_per_s and first.timings == second.timings
+    assert second.device.source.startswith(MEASURED_EARLIER)
