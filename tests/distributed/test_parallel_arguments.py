@@ -122,7 +122,7 @@ def test_what_the_device_reserves_is_taken_off_once(monkeypatch):
 def test_a_limit_above_the_device_is_refused():
     planned(memory_limit="8GiB")
     message = refusal(ValueError, planned, memory_limit=8 * 2**30 + 1)
-    assert "memory_limit=8589934593 is more than the 8.0 GiB of CPU; use at most 8589934592 bytes" in message
+    assert "memory_limit=8589934593 is more than the 8.0 GiB of CPU; use at most 8192MiB, or" in message
 
 
 class Perceptrons(nn.Module):

@@ -66,7 +66,8 @@ def recipe(given: str, folder: Path) -> Give:
         with _inside(folder):
             module = importlib.import_module("run_mlm" if "--grouping" in words or "--mlm" in words else "run_clm")
             argv = [str(folder / word) if (folder / word).exists() else word for word in words.split()]
-            return module.parse_arguments((module.ModelArguments, module.DataArguments, module.TrainingArguments), argv)
+            model_args, *_, options = module.parse_arguments((module.ModelArguments, module.DataArguments, module.TrainingArguments), argv)
+            return module.with_grouping(model_args.grouping, options) if "--grouping" in words else options
 
     return parse
 

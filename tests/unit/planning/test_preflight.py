@@ -170,7 +170,7 @@ def test_slow_link_names_what_is_faster(nodes):
 def test_limit_above_the_device_is_refused():
     device = preset("titan-rtx").device
     assert check_limit(24 * GIB, device, given="memory_limit=24GiB") == 24 * GIB
-    with pytest.raises(ValueError, match=r"^memory_limit=25GiB is more than the 24.0 GiB of TITAN RTX; use at most 25769803776 bytes, or"):
+    with pytest.raises(ValueError, match=r"^memory_limit=25GiB is more than the 24.0 GiB of TITAN RTX; use at most 24576MiB, or"):
         check_limit(25 * GIB, device, given="memory_limit=25GiB")
 
 
