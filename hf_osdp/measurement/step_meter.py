@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from ..distributed.mesh import world_size
+from ..modeling.step_hooks import after_step
 from ..planner.hardware import CollectiveTiming
 from ..planner.plan import Plan
 from ..tracing.memory_tracker import MemoryTracker
@@ -220,27 +220,28 @@ class LoopMeter:
         self._passes = 0
         me = weakref.ref(self)
 
-        def stepped(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        def stepped(optimizer: torch.optim.Optimizer) -> None:
             if (meter := me()) is not None:
                 meter._optimizer_stepped(optimizer)
 
         # That of all optimizers must not keep this model alive; that of the model comes before FSDP2's, which gathers the root.
-        of_optimizers = register_optimizer_step_post_hook(stepped)
-        weakref.finalize(self, of_optimizers.remove)
-        self._handles = [model.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True), of_optimizers]
+        of_optimizers = after_step.add(stepped)
+        weakref.finalize(self, of_optimizers)
+        of_model = model.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True)
+        self._removers: list[Callable[[], object]] = [of_model.remove, of_optimizers]
 
     def finish(self) -> None:
         """Stop measuring and report what was seen, if a step was. Collective; a second call does nothing."""
-        if not self._handles:
+        if not self._removers:
             return
         self.stop()
         if self._meter.steps:
             self._report(self._meter.summary())
 
     def stop(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for remove in self._removers:
+            remove()
+        self._removers.clear()
         self._optimizer = None
         self._meter.abandon()
 

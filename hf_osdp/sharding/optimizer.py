@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..distributed.mesh import world_size
 from ..errors import OSDPError
 from ..modeling.split.names import keep_positions, split_names
+from ..modeling.step_hooks import before_step
 from ..modeling.units import canonical_name
 from ..planner.job import OptimizerSpec, OptimizerStep
 from .environment import host_parameters
@@ -212,7 +212,7 @@ def prepare_new_optimizers(model: nn.Module) -> None:
     ids = {id(parameter) for parameter in model.parameters()}
     prepared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-    def prepare(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def prepare(optimizer: torch.optim.Optimizer) -> None:
         if optimizer in prepared or not any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
             return
         if world_size() > 1:
@@ -221,7 +221,7 @@ def prepare_new_optimizers(model: nn.Module) -> None:
             step_by_device(optimizer, host)
         prepared.add(optimizer)
 
-    weakref.finalize(model, register_optimizer_step_pre_hook(prepare).remove)
+    weakref.finalize(model, before_step.add(prepare))
 
 
 class _StepByDevice:

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.optim import optimizer as torch_optimizer
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_osdp.measurement.step_meter import LoopMeter, Observation, StepMeter, training_tensors
 from hf_osdp.measurement.timing import CollectiveCall, timings_of, totals_of
+from hf_osdp.modeling.step_hooks import after_step
 from hf_osdp.planner.hardware import Collective
 from hf_osdp.tracing.memory_tracker import MemoryTracker
 from tests.helpers.distributed import run_ranks
@@ -134,7 +134,7 @@ def metered(steps: int = 4, micro_steps: int | None = None) -> tuple[Model, torc
 
 
 def global_hooks() -> int:
-    return len(torch_optimizer._global_optimizer_post_hooks)
+    return len(after_step)
 
 
 def test_loop_meter_measures_steps_and_removes_its_hooks():
