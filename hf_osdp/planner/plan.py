@@ -18,7 +18,7 @@ from .files import validated, write_whole
 from .hardware import MOST_RANKS
 from .split import WHOLE_BLOCKS, ModelSplit
 
-PLAN_VERSION = 6
+PLAN_VERSION = 7
 _MOST = {"world_size": MOST_RANKS, "micro_batch_size": 2**20, "accumulation_steps": 2**20, "sequence_length": 2**30}
 _MOST_UNITS = 2**14
 _LAYER = re.compile(r"\.\d+(?=\.|$)")

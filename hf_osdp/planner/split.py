@@ -1,9 +1,11 @@
-"""How a model is split before its units are found: operator units inside blocks, and operators in slices."""
+"""How a model is split before its units are found: operator units inside blocks, operators in slices, the loss in pieces."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+
+_MOST_PIECES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,20 +33,26 @@ class ModelSplit:
     """Whether attention, MLP and the like are units of their own, instead of whole blocks."""
     sliced: tuple[OperatorSplit, ...] = ()
     """Operators in slices, in any order; each slice becomes a unit."""
+    loss_pieces: int = 1
+    """Pieces of the tokens in which vocabulary projection and loss are computed; 1: all tokens at once."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.operators, bool):
             raise ValueError(f"operators={self.operators!r} must be True or False.")
         if not isinstance(self.sliced, tuple) or not all(isinstance(split, OperatorSplit) for split in self.sliced):
             raise ValueError(f"sliced={self.sliced!r} must be a tuple of OperatorSplit.")
+        if type(self.loss_pieces) is not int or not 1 <= self.loss_pieces <= _MOST_PIECES:
+            raise ValueError(f"loss_pieces={self.loss_pieces!r} must be from 1 to {_MOST_PIECES}; 1 leaves the loss whole.")
         names = [split.fqn for split in self.sliced]
         if len(set(names)) < len(names):
             name, times = Counter(names).most_common(1)[0]
             raise ValueError(f"{name!r} is split {times} times; name each operator once.")
 
     def describe(self) -> str:
-        """Return short text for tables: `blocks`, `operators, lm_head in 4 slices`, `operators, 8 operators in 2 to 4 slices`."""
+        """Return short text for tables: `blocks, loss in 8 pieces`, `operators, 8 operators in 2 to 4 slices`."""
         text = "operators" if self.operators else "blocks"
+        if self.loss_pieces > 1:
+            text += f", loss in {self.loss_pieces} pieces"
         if not self.sliced:
             return text
         what = self.sliced[0].fqn if len(self.sliced) == 1 else f"{len(self.sliced)} operators"
@@ -54,7 +62,12 @@ class ModelSplit:
     @property
     def is_none(self) -> bool:
         """Whether the model stays as it is."""
-        return not self.operators and not self.sliced
+        return self == WHOLE_BLOCKS
+
+    @property
+    def changes_modules(self) -> bool:
+        """Whether modules of the model are changed, beside how units are found."""
+        return bool(self.sliced) or self.loss_pieces > 1
 
 
 WHOLE_BLOCKS = ModelSplit()

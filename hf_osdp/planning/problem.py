@@ -156,6 +156,7 @@ class ProblemBuilder:
         """
         self._model, self._config, self._facts, self._trace = model, config, facts, trace
         self._describer = Describer(model, config, facts, trace)
+        self._described_at: int | None = None
         self.job = training_job(config, facts)
         self._profile = _profile(config)
         if hardware is None:
@@ -174,6 +175,7 @@ class ProblemBuilder:
             DescriptionError: the model cannot be described.
             ProfileError: the profile holds times of another model.
         """
+        self._described_at = micro_batch_size
         description = self._describer.describe(split, micro_batch_size=micro_batch_size)
         if self._profile is not None and split.is_none:
             description = with_block_times(description, self._profile)
@@ -208,16 +210,16 @@ class ProblemBuilder:
     def with_best_split(self, whole: PlanningProblem) -> PlanningProblem:
         """Return the problem of the model as it trains fastest, whole or split.
 
-        Blocks that others recompute stay whole, and so do blocks that are compiled, or whose times a profile holds.
+        Of blocks that others recompute, or that are compiled, no part becomes a unit; a model whose times a profile holds stays whole.
         """
         config, facts = self._config, self._facts
-        times_blocks = self._profile is not None and bool(self._profile.segments)
-        compiles = bool(whole.description.compiled_classes)
-        if not config.operator_splitting or facts.activation_checkpointing or times_blocks or compiles:
+        if not config.operator_splitting or (self._profile is not None and self._profile.segments):
             return whole
         vocabulary = facts.reads_loss_alone if config.split_vocabulary is None else config.split_vocabulary
-        splits = partial(possible_splits, self._model, whole.description, vocabulary=vocabulary)
-        return replace(whole, description=choose_description(whole, splits, self._describer.describe))
+        operators = not (facts.activation_checkpointing or whole.description.compiled_classes)
+        splits = partial(possible_splits, self._model, whole.description, vocabulary=vocabulary, operators=operators)
+        describe = partial(self._describer.describe, micro_batch_size=self._described_at)
+        return replace(whole, description=choose_description(whole, splits, describe))
 
 
 class Describer:

@@ -17,8 +17,7 @@ from ..distributed.consensus import require_same
 from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, world_size
 from ..errors import OSDPError, PlanError, PlanMismatchError
 from ..modeling.activation_offload import is_offloaded, offload
-from ..modeling.split.apply_split import split_operators
-from ..modeling.split.names import is_split
+from ..modeling.split_candidates import apply_split
 from ..modeling.units import canonical_name, modules_by_name
 from ..modeling.wrapping import compile_forward, has_running_statistics, is_compiled, recomputation_of, recompute
 from ..planner.decision import UnitDecision
@@ -71,8 +70,7 @@ def apply_plan(
         units_text = f"{_as_description(model, units).fingerprint} in {len(units)} units"
         device = meshes.device_type if meshes else collective_device().type
         require_same({"the plan": plan.fingerprint, "the model": units_text, "the device": device})
-    if plan.split.sliced and not is_split(model):
-        split_operators(model, plan.split.sliced)
+    apply_split(model, plan.split)
     plan.check(_as_description(model, units), world_size())
     found = _find(model, plan, units)
     _change_forwards(found, plan.compiled_classes)

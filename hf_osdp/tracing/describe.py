@@ -106,7 +106,7 @@ def describe(model_or_config: object, **options: Any) -> ModelDescription:
     chosen = DescribeOptions(**options)
     model = model_or_config if isinstance(model_or_config, nn.Module) else build_on_meta(model_or_config, chosen.auto_class)
     check_sequence_length(model, chosen.sequence_length)
-    if chosen.split.sliced:
+    if chosen.split.changes_modules:
         model = split_copy(model, chosen.split)
     return _Describer(model, chosen).describe()
 

@@ -33,6 +33,10 @@ def head_slices(trial: Trial, layout: str, samples: int, precision: str, steps: 
     return replace(trial, split=ModelSplit(sliced=(HEAD,)), layout=layout, samples=samples, precision=precision, steps=steps)
 
 
+def loss_pieces(trial: Trial, **more) -> Trial:
+    return replace(trial, split=ModelSplit(loss_pieces=8), **more)
+
+
 DAILY = [
     replace(GPT2, layout="ddp", activations=(RECOMPUTE,)),
     replace(GPT2, layout="mixed", samples=8, activations=(RECOMPUTE, SAVE)),
@@ -45,6 +49,9 @@ DAILY = [
     head_slices(LLAMA, "mixed", 8, "bf16"),
     head_slices(GPT2, "mixed", 1, "bf16", 3),
     head_slices(GPT2, "zero3", 8, "no"),
+    loss_pieces(LLAMA, samples=8, layout="mixed", precision="bf16"),
+    loss_pieces(GPT2, samples=1, precision="bf16"),
+    loss_pieces(replace(GPT2, model="bert"), samples=8, device_type="cpu"),  # the head's weight is read outside of its unit
     # every way in one plan
     mlp_slices(
         LLAMA, 2, HEAD, layout="mixed", samples=4, steps=3, activations=(RECOMPUTE,), on_host=(False, True, False), hold=(False, True)
@@ -60,6 +67,9 @@ SLOW = [
     head_slices(LLAMA, "zero3", 1, "bf16"),
     head_slices(GPT2, "ddp", 1, "bf16"),
     head_slices(GPT2, "mixed", 8, "no"),
+    loss_pieces(LLAMA, samples=4, layout="ddp", steps=3, activations=(RECOMPUTE,)),
+    loss_pieces(replace(GPT2, model="t5"), samples=8, precision="bf16"),
+    loss_pieces(replace(GPT2, model="bert"), samples=8, layout="mixed", precision="bf16"),
 ]
 
 

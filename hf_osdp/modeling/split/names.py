@@ -47,6 +47,7 @@ def canonical_name(name: str) -> str:
 
 
 def is_split(model: nn.Module) -> bool:
+    """Whether operators are in slices."""
     return any(isinstance(module, SplitOperator) for module in model.modules())
 
 

@@ -209,6 +209,6 @@ def test_compiled_blocks_are_described_where_the_plan_runs(model):
     problem, plan = builder.settled(builder.build(), find)
     assert sizes == [None, 8]
     assert problem.description.compiled_classes == plan.compiled_classes == ("Block",)
-    assert builder.with_best_split(problem) is problem, "compiled blocks stay whole"
+    assert builder.with_best_split(problem) == problem, "compiled blocks stay whole"
     eager = builder.eager(problem)
     assert eager.compiled_classes == () and builder.eager(replace(problem, description=eager)) is None

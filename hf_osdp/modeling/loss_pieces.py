@@ -1,0 +1,337 @@
+"""The cross-entropy of a vocabulary projection in pieces of the tokens: logits of all tokens at once never exist."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..errors import OSDPError
+from .units import embedding_and_head
+
+_log = logging.getLogger(__name__)
+_Change = Callable[[torch.Tensor], torch.Tensor]
+_Real = float  # in a class with a method of that name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLosses:
+    """What to compute of a piece's logits: the sum of its tokens' cross-entropy."""
+
+    targets: torch.Tensor
+    """Class of each token, `[N]`."""
+    ignore_index: int
+    label_smoothing: float
+    changes: tuple[_Change, ...]
+    """What the model does to its logits before the loss, element by element: casts, scales, caps."""
+
+    def of(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the sum over tokens, of logits `[n, vocabulary]` and targets `[n]`."""
+        for change in self.changes:
+            logits = change(logits)
+        return F.cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction="sum", label_smoothing=self.label_smoothing)
+
+
+class DeferredLogits:
+    """Logits that are computed where something reads them, and in pieces where that is `F.cross_entropy`.
+
+    Casts, views that keep the vocabulary as the last dimension, slices of tokens, scales by numbers and tanh are kept for the
+    pieces. All else gets a tensor of all logits.
+    """
+
+    def __init__(self, head: HeadInPieces, hidden: torch.Tensor, changes: tuple[_Change, ...] = ()) -> None:
+        self._head, self._hidden, self._changes = head, hidden, changes
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self._hidden.shape[:-1], self._head.classes))
+
+    @property
+    def device(self) -> torch.device:
+        return self._hidden.device
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self._hidden.dim()
+
+    def to(self, *args: Any, **kwargs: Any) -> DeferredLogits:
+        return self._changed(operator.methodcaller("to", *args, **kwargs))
+
+    def contiguous(self) -> DeferredLogits:
+        return self
+
+    def tanh(self) -> DeferredLogits:
+        return self._changed(torch.tanh)
+
+    def view(self, *sizes: Any) -> Any:  # noqa: ANN401 - a tensor, where the vocabulary does not stay last
+        shape = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+        if not isinstance(shape, (tuple, list)) or not shape or shape[-1] != self._head.classes:
+            return self.whole().view(*sizes)
+        return DeferredLogits(self._head, self._hidden.reshape(*shape[:-1], self._hidden.shape[-1]), self._changes)
+
+    reshape = view
+
+    def __getitem__(self, key: Any) -> Any:  # noqa: ANN401
+        keys = key if isinstance(key, tuple) else (key,)
+        last = keys[-1]
+        leading = all(isinstance(one, slice) or one is Ellipsis for one in keys)
+        reaches = len(keys) == self.dim() or Ellipsis in keys
+        if not leading or (reaches and last is not Ellipsis and last != slice(None)):
+            return self.whole()[key]
+        return DeferredLogits(self._head, self._hidden[key], self._changes)
+
+    def __mul__(self, other: Any) -> Any:  # noqa: ANN401
+        return self._scaled(operator.mul, other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:  # noqa: ANN401
+        return self._scaled(operator.truediv, other)
+
+    def float(self) -> DeferredLogits:
+        return self._changed(torch.Tensor.float)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.whole(), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
+        given = kwargs or {}
+        if func is F.cross_entropy:
+            bound = _CROSS_ENTROPY.bind(*args, **given)
+            bound.apply_defaults()
+            found = bound.arguments["input"]._cross_entropy(**bound.arguments) if isinstance(bound.arguments["input"], cls) else None
+            if found is not None:
+                return found
+        if func is torch.tanh and len(args) == 1 and not given:
+            return args[0].tanh()
+        return func(*(_whole(arg) for arg in args), **{name: _whole(value) for name, value in given.items()})
+
+    def whole(self) -> torch.Tensor:
+        """Compute all logits, as the model would have had them."""
+        self._head.warn_of_whole()
+        logits = self._head.project(self._hidden)
+        for change in self._changes:
+            logits = change(logits)
+        return logits
+
+    def _changed(self, change: _Change) -> DeferredLogits:
+        return DeferredLogits(self._head, self._hidden, (*self._changes, change))
+
+    def _scaled(self, how: Callable[[Any, Any], torch.Tensor], other: Any) -> Any:  # noqa: ANN401
+        return self._changed(lambda logits: how(logits, other)) if isinstance(other, (int, float)) else how(self.whole(), other)
+
+    def _cross_entropy(
+        self, target: torch.Tensor, ignore_index: int, reduction: str, label_smoothing: _Real, **others: Any
+    ) -> torch.Tensor | None:
+        """Return the loss, or None where it is not a sum or mean over tokens with one class each."""
+        classes = target.dim() == 1 and not target.is_floating_point() and self.dim() == 2
+        if (
+            not classes
+            or reduction not in ("sum", "mean")
+            or any(others[name] is not None for name in ("weight", "size_average", "reduce"))
+        ):
+            return None
+        losses = TokenLosses(targets=target, ignore_index=ignore_index, label_smoothing=label_smoothing, changes=self._changes)
+        total = self._head.sum_of(self._hidden, losses)
+        return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+
+def _of_whole(name: str) -> Callable[..., Any]:
+    return lambda logits, *others: getattr(logits.whole(), name)(*map(_whole, others))
+
+
+_CROSS_ENTROPY = inspect.signature(F.cross_entropy)
+for _name in (
+    "add",
+    "radd",
+    "sub",
+    "rsub",
+    "rtruediv",
+    "matmul",
+    "rmatmul",
+    "pow",
+    "neg",
+    "abs",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+    "len",
+    "iter",
+):
+    setattr(DeferredLogits, f"__{_name}__", _of_whole(f"__{_name}__"))
+
+
+def _whole(value: Any) -> Any:  # noqa: ANN401
+    return value.whole() if isinstance(value, DeferredLogits) else value
+
+
+class HeadInPieces(nn.Module):
+    """Mixed into the class of a vocabulary projection, in front of it. In training with labels a call gives `DeferredLogits`."""
+
+    pieces: int
+    classes: int
+    defers: bool = False
+    """Whether the model that is running has labels and trains."""
+    _has_warned: bool = False
+
+    def __call__(self, hidden: torch.Tensor, losses: TokenLosses | None = None) -> Any:  # noqa: ANN401
+        """Defer the projection before any hook of the module runs: FSDP2 gathers the weight where it is used."""
+        if self.defers and losses is None:
+            return DeferredLogits(self, hidden)
+        return super().__call__(hidden) if losses is None else super().__call__(hidden, losses)
+
+    def forward(self, hidden: torch.Tensor, losses: TokenLosses | None = None) -> torch.Tensor:
+        """Hidden states `[..., in]` → logits; with losses, of `[N, in]`, → the sum of the tokens' losses."""
+        project = cast("Callable[[torch.Tensor], torch.Tensor]", super().forward)
+        if losses is None:
+            return project(hidden)
+        # Read by name, which gathers those of a unit that does not run now (`sharding/weight_reads.py`).
+        read = [(module, name, getattr(module, name)) for module in self.modules() for name in module._parameters]
+        trained = [(module, name, parameter) for module, name, parameter in read if parameter is not None and parameter.requires_grad]
+
+        def project_by(hidden: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+            """Project with others in the place of the trained parameters."""
+            try:
+                for (module, name, _), other in zip(trained, parameters, strict=True):
+                    module._parameters[name] = cast(nn.Parameter, other)
+                return project(hidden)
+            finally:
+                for module, name, parameter in trained:
+                    module._parameters[name] = parameter
+
+        return cast(torch.Tensor, _SumOfPieces.apply(hidden, project_by, losses, self.pieces, *(parameter for *_, parameter in trained)))
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits now."""
+        return cast(torch.Tensor, super().__call__(hidden))
+
+    def sum_of(self, hidden: torch.Tensor, losses: TokenLosses) -> torch.Tensor:
+        """Return the sum of the tokens' losses, of hidden states `[N, in]`.
+
+        Raises:
+            OSDPError: the logits would be float16, whose gradients vanish without the loss scale that is not known yet.
+        """
+        cast_to = torch.get_autocast_dtype(hidden.device.type) if torch.is_autocast_enabled(hidden.device.type) else hidden.dtype
+        if cast_to is torch.float16:
+            raise OSDPError(
+                "The loss in pieces takes gradients before the loss is scaled, which loses them in fp16; use bf16, or plan again."
+            )
+        return cast(torch.Tensor, self(hidden, losses))
+
+    def warn_of_whole(self) -> None:
+        """Say once that logits are read, so that they are there whole."""
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "The logits are read in training, so that the loss in %d pieces saves no memory; the training is the same.", self.pieces
+            )
+
+
+class _SumOfPieces(torch.autograd.Function):
+    """Σ over tokens of ℓ(project(x)), piece by piece: each piece's gradients are taken in forward, so that its logits are made once.
+
+    Gradients of parameters are summed in float32 at least.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        hidden: torch.Tensor,
+        project: Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor],
+        losses: TokenLosses,
+        pieces: int,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        wanted = ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]
+        total: torch.Tensor | None = None
+        leaves = [parameter.detach().requires_grad_() for parameter in parameters]  # hooks are for the sum of all pieces' gradients
+        inputs: list[torch.Tensor] = []
+        sums: list[torch.Tensor] = []
+        for part, targets in zip(hidden.tensor_split(pieces), losses.targets.tensor_split(pieces), strict=True):
+            part = part.detach().requires_grad_(wanted[0])
+            with torch.set_grad_enabled(any(wanted)):
+                loss = losses.of(project(part, leaves), targets)
+            if any(wanted):
+                found = list(torch.autograd.grad(loss, [part, *leaves] if wanted[0] else leaves))
+                inputs += [found.pop(0)] if wanted[0] else []
+                if not sums:
+                    sums = [gradient.to(_sum_dtype(gradient)) for gradient in found]
+                else:
+                    for into, gradient in zip(sums, found, strict=True):
+                        into.add_(gradient)
+                del found  # not beside the next piece's
+            loss = loss.detach()
+            total = loss if total is None else total + loss
+        assert total is not None
+        ctx.gradients = [torch.cat(inputs) if wanted[0] else None, *(s.to(p.dtype) for s, p in zip(sums, parameters, strict=any(wanted)))]
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
+        if ctx.gradients is None:
+            raise OSDPError("The loss in pieces is differentiated twice, but its gradients are kept for one backward; plan without it.")
+        hidden, *parameters = (None if gradient is None else gradient.mul_(grad) for gradient in ctx.gradients)
+        ctx.gradients = None
+        return hidden, None, None, None, *parameters
+
+
+def _sum_dtype(gradient: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(gradient.dtype, torch.float32)
+
+
+def loss_in_pieces(model: nn.Module, pieces: int) -> None:
+    """Compute the model's loss in pieces of the tokens wherever its forward takes it from the logits by `F.cross_entropy`, in place.
+
+    The training is the same; `outputs.logits` is computed where it is read.
+
+    Raises:
+        OSDPError: the model has no vocabulary projection, takes no labels, or something in the projection is random.
+    """
+    head = embedding_and_head(model)[1]
+    owner = next((module for module in model.modules() if "labels" in _arguments(module) and embedding_and_head(module)[1] is head), None)
+    if head is None or owner is None or (classes := getattr(head, "out_features", getattr(head, "nf", None))) is None:
+        raise OSDPError(
+            f"The loss of {type(model).__name__} cannot be in pieces: it has no vocabulary projection with labels; plan without it."
+        )
+    if isinstance(head, HeadInPieces):
+        if head.pieces == pieces:
+            return
+        raise OSDPError(f"The loss of {type(model).__name__} is in {head.pieces} pieces already; apply a plan to a model as it was loaded.")
+    if any(isinstance(module, nn.Dropout) and module.p for module in head.modules()):
+        raise OSDPError(f"The loss of {type(model).__name__} cannot be in pieces: its vocabulary projection has dropout; plan without it.")
+    cls = type(head)
+    head.__class__ = type(cls.__name__, (HeadInPieces, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    in_pieces = cast(HeadInPieces, head)
+    in_pieces.pieces, in_pieces.classes = pieces, classes
+    owner.register_forward_pre_hook(partial(_defer, in_pieces, _arguments(owner).index("labels")), with_kwargs=True)
+    owner.register_forward_hook(partial(_defer_no_more, in_pieces), always_call=True)
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+def _defer(head: HeadInPieces, labels_at: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    labels = args[labels_at] if len(args) > labels_at else kwargs.get("labels")
+    head.defers = labels is not None and model.training
+
+
+def _defer_no_more(head: HeadInPieces, model: nn.Module, args: tuple[Any, ...], output: object) -> None:
+    head.defers = False

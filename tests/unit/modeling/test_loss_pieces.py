@@ -1,0 +1,224 @@
+"""The loss in pieces is the whole loss, with its gradients; logits are there where something reads them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, T5Config, T5ForConditionalGeneration
+
+from hf_osdp.errors import OSDPError
+from hf_osdp.modeling.loss_pieces import DeferredLogits, loss_in_pieces
+from tests.helpers.models import VOCABULARY, tiny_batch, tiny_model
+
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 20, "intermediate_size": 36, "num_hidden_layers": 1, "num_attention_heads": 2}
+PIECES = 5
+
+
+def causal_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **options):
+    """transformers' ForCausalLMLoss in the logits' own dtype, with torch's options."""
+    targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].reshape(-1)
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = F.cross_entropy(logits.view(-1, vocab_size), targets, ignore_index=ignore_index, reduction=reduction, **options)
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def model_of(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    match name:
+        case "gemma2":  # caps its logits
+            model = Gemma2ForCausalLM(Gemma2Config(**SMALL, num_key_value_heads=1, head_dim=10, final_logit_softcapping=0.5))
+        case "cohere":  # scales them
+            model = CohereForCausalLM(CohereConfig(**SMALL, num_key_value_heads=1, logit_scale=0.3, pad_token_id=0))
+        case "t5":
+            sizes = {"d_model": 20, "d_ff": 36, "num_layers": 1, "num_heads": 2, "d_kv": 10}
+            model = T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, **sizes, dropout_rate=0.0, decoder_start_token_id=0))
+        case _:
+            model = tiny_model(name, layers=1)
+    model.double().train()
+    if hasattr(model, "loss_function") and name not in ("bert", "t5"):
+        model.loss_function = causal_loss
+    return model
+
+
+def pair(name: str = "llama") -> tuple[nn.Module, nn.Module]:
+    """A model, and its equal with the loss in pieces."""
+    model = model_of(name)
+    in_pieces = copy.deepcopy(model)
+    loss_in_pieces(in_pieces, PIECES)
+    return model, in_pieces
+
+
+def batch(step: int = 0) -> dict[str, torch.Tensor]:
+    """Some labels do not count."""
+    given = tiny_batch(step)
+    given["labels"][0, :7] = -100
+    return given
+
+
+def assert_gradients_alike(one: nn.Module, other: nn.Module, tolerance: float = 1e-14) -> None:
+    for (name, mine), theirs in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), name
+        if mine.grad is not None:
+            torch.testing.assert_close(theirs.grad, mine.grad, rtol=0, atol=tolerance, msg=name)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Sees the most elements of any one tensor that an operator makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        self.elements = max([self.elements, *(leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor))])
+        return made
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_items_in_batch": torch.tensor(77)}, {"label_smoothing": 0.2}], ids=["mean", "sum", "smoothed"]
+)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "cohere", "bert", "t5"])
+def test_loss_and_gradients_are_those_of_whole_logits(name, options):
+    whole, in_pieces = pair(name)
+    if options and whole.loss_function is not causal_loss:
+        pytest.skip("the model's forward knows no such option")
+    losses = [model(**batch(), **options).loss for model in (whole, in_pieces)]
+    (3 * losses[0]).backward()
+    (3 * losses[1]).backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-14)
+    assert_gradients_alike(whole, in_pieces)
+
+
+def test_logits_of_all_tokens_never_exist():
+    whole, in_pieces = pair()
+    seen = []
+    for model in (whole, in_pieces):
+        with LargestTensor() as largest:
+            model(**batch()).loss.backward()
+        seen.append(largest.elements)
+    tokens = batch()["input_ids"].numel()
+    assert seen == [tokens * VOCABULARY, tokens * in_pieces.config.intermediate_size]
+
+
+def test_gradients_of_low_precision_are_summed_in_float32():
+    exact = model_of("llama")
+    low = copy.deepcopy(exact).bfloat16()
+    loss_in_pieces(low, 48)
+    for model in (exact, low):
+        model(**batch()).loss.backward()
+    gradient, expected = low.lm_head.weight.grad, exact.lm_head.weight.grad
+    whole = copy.deepcopy(exact).bfloat16()
+    whole.zero_grad()
+    whole(**batch()).loss.backward()
+    error, of_whole = ((one.double() - expected).norm() / expected.norm() for one in (gradient, whole.lm_head.weight.grad))
+    assert gradient.dtype is torch.bfloat16 and error < 1.3 * of_whole
+
+
+def test_logits_that_are_read_are_those_of_the_model_and_train_it(caplog):
+    whole, in_pieces = pair("cohere")
+    with caplog.at_level(logging.WARNING):
+        losses = []
+        for model in (whole, in_pieces):
+            out = model(**batch())
+            losses.append(out.loss + out.logits.logsumexp(-1).square().mean() + (out.logits[:, -1] + 1).mean())
+    assert isinstance(out.logits, DeferredLogits) and out.logits.shape == (8, 12, VOCABULARY) == tuple(out.logits.size())
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-13)
+    assert_gradients_alike(whole, in_pieces)
+    assert [record.message for record in caplog.records] == [
+        f"The logits are read in training, so that the loss in {PIECES} pieces saves no memory; the training is the same."
+    ]
+
+
+@pytest.mark.parametrize(
+    "how", [{"reduction": "none"}, {"weight": torch.rand(VOCABULARY, dtype=torch.float64)}], ids=["by token", "classes"]
+)
+def test_losses_that_pieces_cannot_sum_take_whole_logits(how):
+    whole, in_pieces = pair()
+    for model in (whole, in_pieces):
+        model.loss_function = partial(weighted, **how)
+        model(**batch()).loss.backward()
+    assert_gradients_alike(whole, in_pieces)
+
+
+def weighted(logits, labels, vocab_size, **how):
+    losses = F.cross_entropy(logits.view(-1, vocab_size), labels.reshape(-1), **how)
+    return (losses * torch.linspace(0, 1, losses.numel(), dtype=torch.float64)).sum() if losses.dim() else losses
+
+
+def test_shifted_by_slices_as_older_models_do():
+    whole, in_pieces = pair()
+
+    def loss(logits, labels, vocab_size, **_):
+        return F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, vocab_size), labels[..., 1:].reshape(-1))
+
+    for model in (whole, in_pieces):
+        model.loss_function = loss
+        model(**batch()).loss.backward()
+    assert_gradients_alike(whole, in_pieces)
+    assert not in_pieces.lm_head._has_warned
+
+
+@pytest.mark.parametrize("frozen", ["lm_head", "model"])
+def test_what_is_frozen_gets_no_gradient(frozen):
+    whole, in_pieces = pair()
+    for model in (whole, in_pieces):
+        getattr(model, frozen).requires_grad_(False)
+        model(**batch()).loss.backward()
+    assert_gradients_alike(whole, in_pieces)
+
+
+def test_evaluation_and_calls_without_labels_have_tensors_of_logits():
+    whole, in_pieces = pair()
+    given = batch()
+    for training, labels in ((False, True), (True, False)):
+        inputs = given if labels else {"input_ids": given["input_ids"]}
+        outputs = [model.train(training)(**inputs).logits for model in (whole, in_pieces)]
+        assert torch.equal(*outputs)
+    with torch.no_grad():
+        torch.testing.assert_close(in_pieces.train()(**given).loss, whole.train()(**given).loss)
+
+
+def test_hooks_of_a_weight_see_the_sum_of_all_pieces():
+    whole, in_pieces = pair()
+    seen = []
+    for model in (whole, in_pieces):
+        model.lm_head.weight.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient * 2)
+        model(**batch()).loss.backward()
+    assert len(seen) == 2
+    torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=1e-14)
+    assert_gradients_alike(whole, in_pieces)
+
+
+def test_second_backward_and_fp16_are_refused():
+    in_pieces = pair()[1]
+    loss = in_pieces(**batch()).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(OSDPError, match="differentiated twice"):
+        loss.backward()
+    with pytest.raises(OSDPError, match="loses them in fp16; use bf16"), torch.autocast("cpu", torch.float16):
+        in_pieces(**batch())
+
+
+def test_models_without_such_a_head_are_refused():
+    from transformers import BertConfig, BertForSequenceClassification
+
+    bert = BertForSequenceClassification(BertConfig(**SMALL))
+    with pytest.raises(OSDPError, match="no vocabulary projection with labels; plan without it"):
+        loss_in_pieces(bert, PIECES)
+    in_pieces = pair()[1]
+    loss_in_pieces(in_pieces, PIECES)
+    with pytest.raises(OSDPError, match=f"is in {PIECES} pieces already"):
+        loss_in_pieces(in_pieces, PIECES + 1)
+    random = model_of("llama")
+    random.lm_head.add_module("dropout", nn.Dropout(0.1))
+    with pytest.raises(OSDPError, match="has dropout"):
+        loss_in_pieces(random, PIECES)
