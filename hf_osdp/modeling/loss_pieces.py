@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -19,6 +19,8 @@ from .units import embedding_and_head
 
 _log = logging.getLogger(__name__)
 _Change = Callable[[torch.Tensor], torch.Tensor]
+_SUMMED_AT_ONCE = 8
+"""Parts of a weight's gradient that are added to a sum of higher precision one after the other."""
 _Real = float  # in a class with a method of that name
 
 
@@ -52,7 +54,7 @@ class DeferredLogits:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self._hidden.shape[:-1], self._head.classes))
+        return torch.Size((*self._hidden.shape[:-1], self._head.out_features))
 
     @property
     def device(self) -> torch.device:
@@ -75,7 +77,7 @@ class DeferredLogits:
 
     def view(self, *sizes: Any) -> Any:  # noqa: ANN401 - a tensor, where the vocabulary does not stay last
         shape = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
-        if not isinstance(shape, (tuple, list)) or not shape or shape[-1] != self._head.classes:
+        if not isinstance(shape, (tuple, list)) or not shape or shape[-1] != self._head.out_features:
             return self.whole().view(*sizes)
         return DeferredLogits(self._head, self._hidden.reshape(*shape[:-1], self._hidden.shape[-1]), self._changes)
 
@@ -181,11 +183,10 @@ def _whole(value: Any) -> Any:  # noqa: ANN401
     return value.whole() if isinstance(value, DeferredLogits) else value
 
 
-class HeadInPieces(nn.Module):
-    """Mixed into the class of a vocabulary projection, in front of it. In training with labels a call gives `DeferredLogits`."""
+class HeadInPieces(nn.Linear):
+    """A vocabulary projection of which a call, in training with labels, gives `DeferredLogits`."""
 
     pieces: int
-    classes: int
     defers: bool = False
     """Whether the model that is running has labels and trains."""
     _has_warned: bool = False
@@ -198,24 +199,9 @@ class HeadInPieces(nn.Module):
 
     def forward(self, hidden: torch.Tensor, losses: TokenLosses | None = None) -> torch.Tensor:
         """Hidden states `[..., in]` → logits; with losses, of `[N, in]`, → the sum of the tokens' losses."""
-        project = cast("Callable[[torch.Tensor], torch.Tensor]", super().forward)
         if losses is None:
-            return project(hidden)
-        # Read by name, which gathers those of a unit that does not run now (`sharding/weight_reads.py`).
-        read = [(module, name, getattr(module, name)) for module in self.modules() for name in module._parameters]
-        trained = [(module, name, parameter) for module, name, parameter in read if parameter is not None and parameter.requires_grad]
-
-        def project_by(hidden: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-            """Project with others in the place of the trained parameters."""
-            try:
-                for (module, name, _), other in zip(trained, parameters, strict=True):
-                    module._parameters[name] = cast(nn.Parameter, other)
-                return project(hidden)
-            finally:
-                for module, name, parameter in trained:
-                    module._parameters[name] = parameter
-
-        return cast(torch.Tensor, _SumOfPieces.apply(hidden, project_by, losses, self.pieces, *(parameter for *_, parameter in trained)))
+            return super().forward(hidden)
+        return cast(torch.Tensor, _SumOfPieces.apply(hidden, self.weight, self.bias, losses, self.pieces))
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits now."""
@@ -227,8 +213,7 @@ class HeadInPieces(nn.Module):
         Raises:
             OSDPError: the logits would be float16, whose gradients vanish without the loss scale that is not known yet.
         """
-        cast_to = torch.get_autocast_dtype(hidden.device.type) if torch.is_autocast_enabled(hidden.device.type) else hidden.dtype
-        if cast_to is torch.float16:
+        if _compute_dtype(hidden) is torch.float16:
             raise OSDPError(
                 "The loss in pieces takes gradients before the loss is scaled, which loses them in fp16; use bf16, or plan again."
             )
@@ -244,42 +229,45 @@ class HeadInPieces(nn.Module):
 
 
 class _SumOfPieces(torch.autograd.Function):
-    """Σ over tokens of ℓ(project(x)), piece by piece: each piece's gradients are taken in forward, so that its logits are made once.
+    """Σ_n ℓ(W h_n + c) piece by piece; each piece's gradients are taken in forward, so that its logits are made once.
 
-    Gradients of parameters are summed in float32 at least.
+    With δ = ∂ℓ/∂logits, ∂h = δ W, ∂W = Σ δᵀ h, ∂c = Σ δ. Sums over pieces are in float32 at least.
     """
 
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401
         hidden: torch.Tensor,
-        project: Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor],
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
         losses: TokenLosses,
         pieces: int,
-        *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        wanted = ctx.needs_input_grad[0], *ctx.needs_input_grad[4:]
-        total: torch.Tensor | None = None
-        leaves = [parameter.detach().requires_grad_() for parameter in parameters]  # hooks are for the sum of all pieces' gradients
-        inputs: list[torch.Tensor] = []
-        sums: list[torch.Tensor] = []
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        dtype = _compute_dtype(hidden)
+        projection, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
+        hidden_grad = torch.empty_like(hidden) if of_hidden else None
+        weight_sum = weight.new_zeros(weight.shape, dtype=_sum_dtype(weight)) if of_weight else None
+        bias_sum = weight.new_zeros(weight.shape[:1], dtype=_sum_dtype(weight)) if of_bias else None
+        total = hidden.new_zeros((), dtype=_sum_dtype(hidden))
+        start = 0
         for part, targets in zip(hidden.tensor_split(pieces), losses.targets.tensor_split(pieces), strict=True):
-            part = part.detach().requires_grad_(wanted[0])
-            with torch.set_grad_enabled(any(wanted)):
-                loss = losses.of(project(part, leaves), targets)
-            if any(wanted):
-                found = list(torch.autograd.grad(loss, [part, *leaves] if wanted[0] else leaves))
-                inputs += [found.pop(0)] if wanted[0] else []
-                if not sums:
-                    sums = [gradient.to(_sum_dtype(gradient)) for gradient in found]
-                else:
-                    for into, gradient in zip(sums, found, strict=True):
-                        into.add_(gradient)
-                del found  # not beside the next piece's
-            loss = loss.detach()
-            total = loss if total is None else total + loss
-        assert total is not None
-        ctx.gradients = [torch.cat(inputs) if wanted[0] else None, *(s.to(p.dtype) for s, p in zip(sums, parameters, strict=any(wanted)))]
+            part = part.to(dtype)
+            with torch.set_grad_enabled(of_hidden or of_weight or of_bias):
+                logits = F.linear(part, projection, offset).detach().requires_grad_(torch.is_grad_enabled())
+                loss = losses.of(logits, targets)
+                gradient = torch.autograd.grad(loss, logits)[0] if torch.is_grad_enabled() else logits
+            total += loss.detach()
+            del logits, loss
+            if hidden_grad is not None:
+                hidden_grad[start : start + len(part)] = gradient @ projection
+            if weight_sum is not None:
+                _add_product(weight_sum, gradient, part)
+            if bias_sum is not None:
+                bias_sum += gradient.sum(0, dtype=bias_sum.dtype)
+            start += len(part)
+            del gradient
+        ctx.gradients = hidden_grad, *(None if s is None else s.to(weight.dtype) for s in (weight_sum, bias_sum))
         return total
 
     @staticmethod
@@ -287,13 +275,28 @@ class _SumOfPieces(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         if ctx.gradients is None:
             raise OSDPError("The loss in pieces is differentiated twice, but its gradients are kept for one backward; plan without it.")
-        hidden, *parameters = (None if gradient is None else gradient.mul_(grad) for gradient in ctx.gradients)
+        gradients = tuple(None if gradient is None else gradient.mul_(grad) for gradient in ctx.gradients)
         ctx.gradients = None
-        return hidden, None, None, None, *parameters
+        return *gradients, None, None
 
 
-def _sum_dtype(gradient: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(gradient.dtype, torch.float32)
+def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Add δᵀ h to a sum `[vocabulary, in]`; where the sum is more precise, a part of the vocabulary after the other."""
+    if total.dtype is gradient.dtype:
+        total.addmm_(gradient.t(), hidden)
+        return
+    for into, of_part in zip(total.tensor_split(_SUMMED_AT_ONCE), gradient.tensor_split(_SUMMED_AT_ONCE, dim=1), strict=True):
+        into += of_part.t() @ hidden
+
+
+def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which a linear operator computes, under autocast too."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+def _sum_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def loss_in_pieces(model: nn.Module, pieces: int) -> None:
@@ -302,24 +305,23 @@ def loss_in_pieces(model: nn.Module, pieces: int) -> None:
     The training is the same; `outputs.logits` is computed where it is read.
 
     Raises:
-        OSDPError: the model has no vocabulary projection, takes no labels, or something in the projection is random.
+        OSDPError: the model takes no labels, or its vocabulary projection is no plain `nn.Linear`.
     """
     head = embedding_and_head(model)[1]
     owner = next((module for module in model.modules() if "labels" in _arguments(module) and embedding_and_head(module)[1] is head), None)
-    if head is None or owner is None or (classes := getattr(head, "out_features", getattr(head, "nf", None))) is None:
-        raise OSDPError(
-            f"The loss of {type(model).__name__} cannot be in pieces: it has no vocabulary projection with labels; plan without it."
-        )
-    if isinstance(head, HeadInPieces):
-        if head.pieces == pieces:
-            return
-        raise OSDPError(f"The loss of {type(model).__name__} is in {head.pieces} pieces already; apply a plan to a model as it was loaded.")
-    if any(isinstance(module, nn.Dropout) and module.p for module in head.modules()):
-        raise OSDPError(f"The loss of {type(model).__name__} cannot be in pieces: its vocabulary projection has dropout; plan without it.")
-    cls = type(head)
-    head.__class__ = type(cls.__name__, (HeadInPieces, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    if isinstance(head, HeadInPieces) and head.pieces == pieces:
+        return
+    problem = (
+        "it has no vocabulary projection with labels" if head is None or owner is None
+        else f"it is in {head.pieces} pieces already" if isinstance(head, HeadInPieces)
+        else f"its vocabulary projection is a {type(head).__name__}, not a plain nn.Linear" if type(head) is not nn.Linear
+        else ""
+    )  # fmt: skip
+    if problem or head is None or owner is None:
+        raise OSDPError(f"The loss of {type(model).__name__} cannot be in {pieces} pieces: {problem}; leave it whole.")
+    head.__class__ = HeadInPieces
     in_pieces = cast(HeadInPieces, head)
-    in_pieces.pieces, in_pieces.classes = pieces, classes
+    in_pieces.pieces = pieces
     owner.register_forward_pre_hook(partial(_defer, in_pieces, _arguments(owner).index("labels")), with_kwargs=True)
     owner.register_forward_hook(partial(_defer_no_more, in_pieces), always_call=True)
 
