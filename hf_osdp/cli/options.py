@@ -86,7 +86,10 @@ class Request:
         bool, typer.Option(help="Cut blocks into operator units, and operators into slices, where that pays.")
     ] = True
     split_vocabulary: Annotated[
-        bool, typer.Option(help="Also the vocabulary projection with its loss: outputs.logits is then None in training with labels.")
+        bool,
+        typer.Option(
+            help="Also the loss in pieces, or the vocabulary projection in slices: outputs.logits may be None in training with labels."
+        ),
     ] = False
     lora_rank: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Train LoRA adapters of this rank, the rest frozen (needs the extra peft).")
