@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -18,7 +17,7 @@ from ..errors import OSDPError
 from .units import embedding_and_head
 
 _log = logging.getLogger(__name__)
-_Change = Callable[[torch.Tensor], torch.Tensor]
+_Change = tuple[Any, ...]
 _SUMMED_AT_ONCE = 8
 """Parts of a weight's gradient that are added to a sum of higher precision one after the other."""
 _Real = float  # in a class with a method of that name
@@ -26,7 +25,7 @@ _Real = float  # in a class with a method of that name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLosses:
-    """What to compute of a piece's logits: the sum of its tokens' cross-entropy."""
+    """What to compute of logits: the sum of their tokens' cross-entropy."""
 
     targets: torch.Tensor
     """Class of each token, `[N]`."""
@@ -35,11 +34,23 @@ class TokenLosses:
     changes: tuple[_Change, ...]
     """What the model does to its logits before the loss, element by element: casts, scales, caps."""
 
-    def of(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+
+class SumOfLosses(nn.Module):
+    """The loss of a piece; a module, so that it can be compiled like a block."""
+
+    def forward(
+        self, logits: torch.Tensor, targets: torch.Tensor, changes: tuple[_Change, ...], ignore_index: int, label_smoothing: float
+    ) -> torch.Tensor:
         """Return the sum over tokens, of logits `[n, vocabulary]` and targets `[n]`."""
-        for change in self.changes:
-            logits = change(logits)
-        return F.cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction="sum", label_smoothing=self.label_smoothing)
+        logits = changed(logits, changes)
+        return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing)
+
+
+def changed(logits: torch.Tensor, changes: tuple[_Change, ...]) -> torch.Tensor:
+    """Return logits after changes, each a method of a tensor with its arguments."""
+    for name, *args in changes:
+        logits = getattr(logits, name)(*args)
+    return logits
 
 
 class DeferredLogits:
@@ -66,14 +77,14 @@ class DeferredLogits:
     def dim(self) -> int:
         return self._hidden.dim()
 
-    def to(self, *args: Any, **kwargs: Any) -> DeferredLogits:
-        return self._changed(operator.methodcaller("to", *args, **kwargs))
+    def to(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return self._changed("to", *args) if not kwargs else self.whole().to(*args, **kwargs)
 
     def contiguous(self) -> DeferredLogits:
         return self
 
     def tanh(self) -> DeferredLogits:
-        return self._changed(torch.tanh)
+        return self._changed("tanh")
 
     def view(self, *sizes: Any) -> Any:  # noqa: ANN401 - a tensor, where the vocabulary does not stay last
         shape = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
@@ -93,15 +104,15 @@ class DeferredLogits:
         return DeferredLogits(self._head, self._hidden[key], self._changes)
 
     def __mul__(self, other: Any) -> Any:  # noqa: ANN401
-        return self._scaled(operator.mul, other)
+        return self._scaled("mul", other)
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:  # noqa: ANN401
-        return self._scaled(operator.truediv, other)
+        return self._scaled("div", other)
 
     def float(self) -> DeferredLogits:
-        return self._changed(torch.Tensor.float)
+        return self._changed("float")
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         if name.startswith("__"):
@@ -124,16 +135,13 @@ class DeferredLogits:
     def whole(self) -> torch.Tensor:
         """Compute all logits, as the model would have had them."""
         self._head.warn_of_whole()
-        logits = self._head.project(self._hidden)
-        for change in self._changes:
-            logits = change(logits)
-        return logits
+        return changed(self._head.project(self._hidden), self._changes)
 
-    def _changed(self, change: _Change) -> DeferredLogits:
+    def _changed(self, *change: Any) -> DeferredLogits:
         return DeferredLogits(self._head, self._hidden, (*self._changes, change))
 
-    def _scaled(self, how: Callable[[Any, Any], torch.Tensor], other: Any) -> Any:  # noqa: ANN401
-        return self._changed(lambda logits: how(logits, other)) if isinstance(other, (int, float)) else how(self.whole(), other)
+    def _scaled(self, method: str, other: Any) -> Any:  # noqa: ANN401
+        return self._changed(method, other) if isinstance(other, (int, _Real)) else getattr(self.whole(), method)(other)
 
     def _cross_entropy(
         self, target: torch.Tensor, ignore_index: int, reduction: str, label_smoothing: _Real, **others: Any
@@ -187,6 +195,7 @@ class HeadInPieces(nn.Linear):
     """A vocabulary projection of which a call, in training with labels, gives `DeferredLogits`."""
 
     pieces: int
+    loss: SumOfLosses
     defers: bool = False
     """Whether the model that is running has labels and trains."""
     _has_warned: bool = False
@@ -201,7 +210,7 @@ class HeadInPieces(nn.Linear):
         """Hidden states `[..., in]` → logits; with losses, of `[N, in]`, → the sum of the tokens' losses."""
         if losses is None:
             return super().forward(hidden)
-        return cast(torch.Tensor, _SumOfPieces.apply(hidden, self.weight, self.bias, losses, self.pieces))
+        return cast(torch.Tensor, _SumOfPieces.apply(hidden, self.weight, self.bias, self.loss, losses, self.pieces))
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits now."""
@@ -240,6 +249,7 @@ class _SumOfPieces(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        sum_of_losses: SumOfLosses,
         losses: TokenLosses,
         pieces: int,
     ) -> torch.Tensor:
@@ -255,7 +265,7 @@ class _SumOfPieces(torch.autograd.Function):
             part = part.to(dtype)
             with torch.set_grad_enabled(of_hidden or of_weight or of_bias):
                 logits = F.linear(part, projection, offset).detach().requires_grad_(torch.is_grad_enabled())
-                loss = losses.of(logits, targets)
+                loss = sum_of_losses(logits, targets, losses.changes, losses.ignore_index, losses.label_smoothing)
                 gradient = torch.autograd.grad(loss, logits)[0] if torch.is_grad_enabled() else logits
             total += loss.detach()
             del logits, loss
@@ -277,7 +287,7 @@ class _SumOfPieces(torch.autograd.Function):
             raise OSDPError("The loss in pieces is differentiated twice, but its gradients are kept for one backward; plan without it.")
         gradients = tuple(None if gradient is None else gradient.mul_(grad) for gradient in ctx.gradients)
         ctx.gradients = None
-        return *gradients, None, None
+        return *gradients, None, None, None
 
 
 def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
@@ -321,9 +331,14 @@ def loss_in_pieces(model: nn.Module, pieces: int) -> None:
         raise OSDPError(f"The loss of {type(model).__name__} cannot be in {pieces} pieces: {problem}; leave it whole.")
     head.__class__ = HeadInPieces
     in_pieces = cast(HeadInPieces, head)
-    in_pieces.pieces = pieces
+    in_pieces.pieces, in_pieces.loss = pieces, SumOfLosses().train(head.training)
     owner.register_forward_pre_hook(partial(_defer, in_pieces, _arguments(owner).index("labels")), with_kwargs=True)
     owner.register_forward_hook(partial(_defer_no_more, in_pieces), always_call=True)
+
+
+def heads_in_pieces(model: nn.Module) -> Iterator[HeadInPieces]:
+    """Yield the vocabulary projections of a model whose loss is in pieces."""
+    return (module for module in model.modules() if isinstance(module, HeadInPieces))
 
 
 def _arguments(module: nn.Module) -> list[str]:

@@ -17,6 +17,7 @@ from ..distributed.consensus import require_same
 from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, world_size
 from ..errors import OSDPError, PlanError, PlanMismatchError
 from ..modeling.activation_offload import is_offloaded, offload
+from ..modeling.loss_pieces import heads_in_pieces
 from ..modeling.split_candidates import apply_split
 from ..modeling.units import canonical_name, modules_by_name
 from ..modeling.wrapping import compile_forward, has_running_statistics, is_compiled, recomputation_of, recompute
@@ -74,6 +75,8 @@ def apply_plan(
     plan.check(_as_description(model, units), world_size())
     found = _find(model, plan, units)
     _change_forwards(found, plan.compiled_classes)
+    for head in heads_in_pieces(model) if plan.compiled_classes else ():
+        compile_forward(head.loss)
     if not needs_process_group(plan, mp_policy):
         return model
     if uses_host(plan) and not dist.is_initialized():

@@ -247,6 +247,8 @@ class _Describer:
             try:
                 trace = self._trace_any_samples(tried)
             except NotCompiledError as error:
+                if error.class_name not in self._compiled:  # the loss
+                    raise
                 self._leave_as_it_is(error)
                 continue
             runs = Counter(segment.unit for segment in trace.segments)

@@ -16,6 +16,7 @@ from ..errors import DescriptionError
 from ..modeling.activation_offload import host_memory, offload, tensors_of
 from ..modeling.batch import Inputs, Loss, loss_of, output_of, same_random_numbers, without_packing
 from ..modeling.build import checkpoint_blocks
+from ..modeling.loss_pieces import heads_in_pieces
 from ..modeling.split.apply_split import SplitHead
 from ..modeling.units import canonical_name, modules_by_name, segment_modules
 from ..modeling.wrapping import cast_floating, forward_replaced, recompute, under_autocast
@@ -230,6 +231,8 @@ class _Tracer:
         for index in options.compiled:
             module = modules[units[index].module_names[0]]
             module.forward = self.compiler.compile(module.forward, recomputed.get(index))
+        for head in heads_in_pieces(self._fake) if options.compiled else ():
+            head.loss.forward = self.compiler.compile(head.loss.forward)  # type: ignore[method-assign]
         for index, way in recomputed.items():
             if index in options.compiled:
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
 
 from hf_osdp.modeling.build import build_on_meta
+from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription, Recomputation
 from hf_osdp.planner.job import Precision, TrainingJob
+from hf_osdp.planner.split import ModelSplit
 from hf_osdp.tracing.describe import describe
 from tests.helpers.sampling import slow_but
 from tests.helpers.simulation import estimate_and_simulation
@@ -70,3 +73,21 @@ def test_peak_of_blocks_that_are_recomputed_each_in_another_way(name, device_typ
         )  # fmt: skip
         error = estimate.peak_bytes / simulated.peak_bytes - 1
         assert -0.01 <= error <= (OVER.get((name, compiled), 0.01)), f"{turn}: {error:+.2%}"
+
+
+@pytest.mark.parametrize(("name", "device_type"), slow_but([("llama", "cuda"), ("gpt2", "cpu")], daily=[("llama", "cuda")]))
+def test_peak_of_a_compiled_loss_in_pieces(name, device_type):
+    """Of a vocabulary whose logits would be the peak."""
+    config = copy.deepcopy(CONFIGS[name])
+    config.vocab_size = 32000
+    model, compute = build_on_meta(config), Precision.named(PRECISIONS[device_type]).compute
+    options = {"sequence_length": LENGTH[True], "device_type": device_type, "compute_dtype": compute, "recomputation": False}
+    whole, description = (
+        describe(model, **options, compile=True, micro_batch_size=SAMPLES, split=ModelSplit(loss_pieces=pieces)) for pieces in (1, 8)
+    )
+    job, batch = JOB[PRECISIONS[device_type]], Batch(micro_batch_size=SAMPLES, accumulation_steps=1)
+    estimate, simulated = estimate_and_simulation(
+        model, description, layouts(description, WORLD, 0), job=job, batch=batch, world=WORLD, device_type=device_type
+    )
+    assert -0.01 <= estimate.peak_bytes / simulated.peak_bytes - 1 <= 0.02
+    assert estimate.peak_bytes < 0.8 * estimate_memory(whole, layouts(whole, WORLD, 0), WORLD, job, batch).peak_bytes

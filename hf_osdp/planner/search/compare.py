@@ -143,12 +143,15 @@ def not_dominated(results: Sequence[SearchResult]) -> tuple[SearchResult, ...]:
 
 
 def choose_description(
-    problem: PlanningProblem, splits: Callable[[], Sequence[ModelSplit]], describe: Callable[[ModelSplit], ModelDescription]
+    problem: PlanningProblem,
+    splits: Callable[[], Sequence[ModelSplit]],
+    describe: Callable[[ModelSplit], ModelDescription],
 ) -> ModelDescription:
     """Return the description, out of those of the plain and the split model, whose best plan is fastest.
 
-    Splits are for memory: they are tried only where the limit keeps the plain model from running as fast as without one. Where
-    nothing fits, the one that needs least. Single strategies take the plain model.
+    Splits are for memory: they are tried only where the limit keeps the plain model from running as fast as without one, or where blocks
+    are compiled, since a loss in pieces is compiled with them. Where nothing fits, the one that needs least. Single strategies take the
+    plain model.
 
     Args:
         problem: of the model as it is.
@@ -166,7 +169,7 @@ def choose_description(
         return plain
     ranked = [(rank(plain), plain)]
     (over, step_s), _ = ranked[0]
-    if not over and step_s <= _NEAR * fastest_without_limit(problem):
+    if not over and not plain.compiled_classes and step_s <= _NEAR * fastest_without_limit(problem):
         return plain
     for split in splits():
         try:
