@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from transformers import TrainingArguments
 
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.modeling.loss_pieces import loss_in_pieces
+from hf_osdp.integrations.trainer import Trainer
+from hf_osdp.modeling.loss_pieces import heads_in_pieces, loss_in_pieces
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.split import ModelSplit
+from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.sharding.apply import apply_plan, verify_applied
 from hf_osdp.sharding.gradients import clip_grad_norm_
 from hf_osdp.sharding.optimizer import parameter_names, rebind_parameters
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step
-from tests.helpers.layouts import plan_of
-from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.layouts import mixed_plan, plan_of
+from tests.helpers.models import SEQUENCE_LENGTH, tiny_batch, tiny_model
 from tests.helpers.training import Trained, assert_trained_alike
 
 WORLD, STEPS, LAYERS, MAX_NORM = 2, 3, 2, 0.5
@@ -98,3 +104,29 @@ def test_loss_in_pieces_trains_as_one_process(name, layout, options, reads):
     rebind_parameters(optimizer, parameter_names(whole), model)
     tolerance = 1e-9 if layout == "compiled" else 1e-12
     assert_trained_alike(train(model, optimizer, plan, reads=reads), lambda: train_alone(name, reads=reads), tolerance)
+
+
+@pytest.mark.on_ranks(WORLD, init=False)
+def test_trainer_logs_and_evaluates_as_with_whole_logits(tmp_path):
+    """With micro-steps, labels that do not count, and metrics that read logits in evaluation; the Trainer's loss is in float32."""
+    ids = tiny_batch(0)["input_ids"].repeat(4, 1)
+    data = [{"input_ids": row, "labels": row.where(row > turn, -100)} for turn, row in enumerate(ids)]
+    found = []
+    for pieces in (1, 5):
+        model = tiny_model("llama", layers=LAYERS)
+        plan = mixed_plan(model, WORLD, sequence_length=SEQUENCE_LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
+        args = TrainingArguments(
+            str(tmp_path / str(pieces)), per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2, logging_steps=1,
+            use_cpu=True, report_to=[], seed=1, save_strategy="no", max_steps=3,
+        )  # fmt: skip
+        trainer = Trainer(
+            model=model, args=args, train_dataset=data, eval_dataset=data[:6],
+            osdp=OSDPConfig(plan=replace(plan, split=ModelSplit(loss_pieces=pieces))),
+            compute_metrics=lambda given: {"largest": float(given.predictions.max())},
+        )  # fmt: skip
+        trainer.train()
+        metrics = trainer.evaluate()
+        assert bool(list(heads_in_pieces(trainer.model))) == (pieces > 1)
+        logged = [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
+        found.append([*logged, metrics["eval_loss"], metrics["eval_largest"]])
+    assert len(found[0]) == 8 and found[1] == pytest.approx(found[0], rel=2e-6)
