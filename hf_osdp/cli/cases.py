@@ -184,17 +184,20 @@ class Case:
         model_config: object = None,
         sequence_length: int | None = None,
         micro_batch_size: int | None = None,
+        least_memory: bool = False,
     ) -> ModelDescription:
         """Return the description of the model at the request's length, or of another one or at another; times by roofline.
 
-        What is compiled is described at the micro-batch size, where one is given.
+        What is compiled is described at the micro-batch size, where one is given. The rest as `Describer.describe`.
         """
         from ..planning.description_cache import describe_once
         from ..planning.problem import Describer
 
         config, facts = self.run
         facts = replace(facts, sequence_length=sequence_length or facts.sequence_length)
-        return Describer(self.model(model_config), config, facts, describe_once).describe(split, micro_batch_size=micro_batch_size)
+        return Describer(self.model(model_config), config, facts, describe_once).describe(
+            split, micro_batch_size=micro_batch_size, least_memory=least_memory
+        )
 
     def timed(self, description: ModelDescription) -> ModelDescription:
         """Return the description with the profile's times of its blocks, where there is a profile that holds blocks."""

@@ -154,7 +154,7 @@ class ChangedModels:
             return Answer(question=question, change="", reason="the model's inputs do not depend on it")
         start = max(_LENGTH_STEP, now // _LENGTH_STEP * _LENGTH_STEP)
         limit = self._problem.memory_limit_bytes
-        length = largest(lambda size: needed_bytes(self._at_length(size)), limit, start, step=_LENGTH_STEP, most=_LONGEST)
+        length = largest(lambda size: needed_bytes(self._at_length(size, True)), limit, start, step=_LENGTH_STEP, most=_LONGEST)
         if length is None:
             return Answer(question=question, change="", reason=f"not even {_LENGTH_STEP} tokens fit")
         raised = self._too_few_positions(length)
@@ -168,7 +168,7 @@ class ChangedModels:
         try:
             step, heads = head_step(config), config.num_attention_heads
             limit = self._problem.memory_limit_bytes
-            width = largest(lambda size: needed_bytes(self._with_heads(size)), limit, heads, step=step, most=int(_WIDEST * heads))
+            width = largest(lambda size: needed_bytes(self._with_heads(size, True)), limit, heads, step=step, most=int(_WIDEST * heads))
         except (DescriptionError, ValueError) as error:
             return Answer(question=question, change="", reason=str(error))
         if width is None:
@@ -187,26 +187,30 @@ class ChangedModels:
             return Answer(question=question, change=change, problem=problem, reason="the profile has no times for it")
         return answer(question, problem, change)
 
-    def _describe_at_length(self, length: int) -> PlanningProblem:
-        """Describe the model at a length; RoBERTa and others number positions from after the padding index, so they need some more."""
+    def _describe_at_length(self, length: int, least_memory: bool = False) -> PlanningProblem:
+        """Describe the model at a length, perhaps for its least memory alone.
+
+        RoBERTa and others number positions from after the padding index, so they need some more.
+        """
         if length == self._problem.description.sequence_length:
             return self._problem
         config = with_positions(self._config, length) if self._too_few_positions(length) else self._config
         try:
-            return self._described(config, length)
+            return self._described(config, length, least_memory)
         except ValueError:
             padding = getattr(self._config, "pad_token_id", None)
             if padding is None:
                 raise
-            return self._described(with_positions(self._config, length + padding + 1), length)
+            return self._described(with_positions(self._config, length + padding + 1), length, least_memory)
 
-    def _describe_with_heads(self, heads: int) -> PlanningProblem:
+    def _describe_with_heads(self, heads: int, least_memory: bool = False) -> PlanningProblem:
         if heads == self._config.num_attention_heads:
             return self._problem
-        return self._described(with_heads(self._config, heads), self._problem.description.sequence_length)
+        return self._described(with_heads(self._config, heads), self._problem.description.sequence_length, least_memory)
 
-    def _described(self, config: object, length: int) -> PlanningProblem:
-        return replace(self._problem, description=self._case.describe(model_config=config, sequence_length=length))
+    def _described(self, config: object, length: int, least_memory: bool) -> PlanningProblem:
+        description = self._case.describe(model_config=config, sequence_length=length, least_memory=least_memory)
+        return replace(self._problem, description=description)
 
     def _too_few_positions(self, length: int) -> tuple[str, ...]:
         return tuple(name for name in position_names(self._config) if getattr(self._config, name) < length)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -230,9 +230,14 @@ class Describer:
         self._inputs, self._loss = (config.inputs, None) if config.inputs else (facts.inputs, facts.loss)
         self._may_fall_back = config.inputs is None and facts.inputs is not None and _has_usual_batch(model)
 
-    def describe(self, split: ModelSplit, *, micro_batch_size: int | None = None) -> ModelDescription:
-        """Return the description of the model with a split; raise DescriptionError where it cannot be described in any way."""
+    def describe(self, split: ModelSplit, *, micro_batch_size: int | None = None, least_memory: bool = False) -> ModelDescription:
+        """Return the description of the model with a split; raise DescriptionError where it cannot be described in any way.
+
+        For the `least_memory` alone some choices are left out that never need less.
+        """
         sizes = {} if micro_batch_size is None else {"micro_batch_size": micro_batch_size}
+        if least_memory:
+            sizes["partial_recomputation"] = False
         if not self._may_fall_back:
             return self._describe(split, **sizes)
         try:
@@ -254,7 +259,7 @@ class Describer:
         self._inputs, self._loss, self._may_fall_back = None, None, False
         return self._describe(split, **sizes)
 
-    def _describe(self, split: ModelSplit, **sizes: int) -> ModelDescription:
+    def _describe(self, split: ModelSplit, **sizes: Any) -> ModelDescription:
         facts = self._facts
         assert facts.sequence_length is not None
         description = self._trace(

@@ -59,6 +59,8 @@ class DescribeOptions:
     recomputation: bool = True
     """Also trace each block as recomputed in backward, and for CUDA with what it saves on the host, so that the search can choose; of no
     use where all are checkpointed anyway. Parts of blocks (`split.operators`) are not traced as offloaded."""
+    partial_recomputation: bool = True
+    """Also trace the ways between saving everything and saving the input alone; of no use where least memory alone is asked for."""
     compile: bool = False
     """The blocks' forwards will be compiled, as far as they compile as one graph each (`ModelDescription.compiled_classes`)."""
     micro_batch_size: int = TRACED_MICRO_BATCH
@@ -217,6 +219,7 @@ class _Describer:
             compute_dtype=options.cast_dtype, cuda_kernels=options.device_type == "cuda", capability=options.capability,
             autocast=options.torch_dtype if options.autocast else None, loss=options.loss,
             checkpointed_blocks=self._blocks if options.activation_checkpointing else None,
+            partial_recomputation=options.partial_recomputation,
             reuse_equal_blocks=not options.split.operators,  # parts of a block keep what others hand them, which copies do not
         )  # fmt: skip
         while True:

@@ -61,6 +61,8 @@ class TraceOptions:
     """Indices of units, of one module each, whose forward runs as torch.compile would have it."""
     offloadable: Collection[int] = ()
     """Indices of units, of one module each, that are traced once more as offloaded (`Segment.own_saved_bytes`), recomputed or not."""
+    partial_recomputation: bool = True
+    """Also under ways that save some operators' outputs."""
     reuse_equal_blocks: bool = True
     """Trace only the first two of equal blocks."""
     loss: Loss | None = None
@@ -163,7 +165,7 @@ def _with_recomputed(
         full = with_offloaded(full, traced(wholly, options.offloadable), options.offloadable)
     device_type, samples = "cuda" if options.cuda_kernels else "cpu", options.samples[1]
     ways: dict[int, tuple[Recomputation, ...]] = {}
-    for one, other in zip(plain, full, strict=True):
+    for one, other in zip(plain, full, strict=True) if options.partial_recomputation else ():
         if one.unit in options.compiled and one.unit in wholly:
             ways[one.unit] = tuple(Recomputation(budget=budget) for budget in _BUDGETS)
         elif one.unit in logs and one.unit in wholly:
