@@ -96,10 +96,10 @@ class DeferredLogits:
 
     def __getitem__(self, key: Any) -> Any:  # noqa: ANN401
         keys = key if isinstance(key, tuple) else (key,)
-        last = keys[-1]
-        leading = all(isinstance(one, slice) or one is Ellipsis for one in keys)
-        reaches = len(keys) == self.dim() or Ellipsis in keys
-        if not leading or (reaches and last is not Ellipsis and last != slice(None)):
+        if not all(isinstance(one, slice) or one is Ellipsis for one in keys):
+            return self.whole()[key]
+        cuts_vocabulary = (len(keys) == self.dim() or Ellipsis in keys) and keys[-1] not in (Ellipsis, slice(None))
+        if cuts_vocabulary:
             return self.whole()[key]
         return DeferredLogits(self._head, self._hidden[key], self._changes)
 
@@ -164,26 +164,7 @@ def _of_whole(name: str) -> Callable[..., Any]:
 
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
-for _name in (
-    "add",
-    "radd",
-    "sub",
-    "rsub",
-    "rtruediv",
-    "matmul",
-    "rmatmul",
-    "pow",
-    "neg",
-    "abs",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "eq",
-    "ne",
-    "len",
-    "iter",
-):
+for _name in "add radd sub rsub rtruediv matmul rmatmul pow neg abs lt le gt ge eq ne len iter".split():
     setattr(DeferredLogits, f"__{_name}__", _of_whole(f"__{_name}__"))
 
 
@@ -259,7 +240,7 @@ class _SumOfPieces(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden) if of_hidden else None
         weight_sum = weight.new_zeros(weight.shape, dtype=_sum_dtype(weight)) if of_weight else None
         bias_sum = weight.new_zeros(weight.shape[:1], dtype=_sum_dtype(weight)) if of_bias else None
-        total = hidden.new_zeros((), dtype=_sum_dtype(hidden))
+        total: torch.Tensor | None = None
         start = 0
         for part, targets in zip(hidden.tensor_split(pieces), losses.targets.tensor_split(pieces), strict=True):
             part = part.to(dtype)
@@ -267,7 +248,7 @@ class _SumOfPieces(torch.autograd.Function):
                 logits = F.linear(part, projection, offset).detach().requires_grad_(torch.is_grad_enabled())
                 loss = sum_of_losses(logits, targets, losses.changes, losses.ignore_index, losses.label_smoothing)
                 gradient = torch.autograd.grad(loss, logits)[0] if torch.is_grad_enabled() else logits
-            total += loss.detach()
+            total = loss.detach() if total is None else total + loss.detach()  # in the dtype that the whole loss has
             del logits, loss
             if hidden_grad is not None:
                 hidden_grad[start : start + len(part)] = gradient @ projection
@@ -278,7 +259,7 @@ class _SumOfPieces(torch.autograd.Function):
             start += len(part)
             del gradient
         ctx.gradients = hidden_grad, *(None if s is None else s.to(weight.dtype) for s in (weight_sum, bias_sum))
-        return total
+        return cast(torch.Tensor, total)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -325,6 +306,7 @@ def loss_in_pieces(model: nn.Module, pieces: int) -> None:
         "it has no vocabulary projection with labels" if head is None or owner is None
         else f"it is in {head.pieces} pieces already" if isinstance(head, HeadInPieces)
         else f"its vocabulary projection is a {type(head).__name__}, not a plain nn.Linear" if type(head) is not nn.Linear
+        else "its vocabulary projection has hooks, which would see no logits" if head._forward_hooks or head._forward_pre_hooks
         else ""
     )  # fmt: skip
     if problem or head is None or owner is None:

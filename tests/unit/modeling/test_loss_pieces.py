@@ -198,6 +198,18 @@ def test_hooks_of_a_weight_see_the_sum_of_all_pieces():
     assert_gradients_alike(whole, in_pieces)
 
 
+def test_autocast_computes_as_with_whole_logits():
+    whole, in_pieces = (model.float() for model in pair())
+    losses = []
+    for model in (whole, in_pieces):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(model(**batch()).loss)
+        losses[-1].backward()
+    assert losses[0].dtype is losses[1].dtype is torch.float32
+    torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-5)
+    assert_gradients_alike(whole, in_pieces, tolerance=2e-4)
+
+
 def test_second_backward_and_fp16_are_refused():
     in_pieces = pair()[1]
     loss = in_pieces(**batch()).loss
@@ -218,6 +230,10 @@ def test_models_without_such_a_head_are_refused():
     loss_in_pieces(in_pieces, PIECES)
     with pytest.raises(OSDPError, match=f"is in {PIECES} pieces already"):
         loss_in_pieces(in_pieces, PIECES + 1)
+    hooked = model_of("llama")
+    hooked.lm_head.register_forward_hook(lambda *_: None)
+    with pytest.raises(OSDPError, match="has hooks, which would see no logits; leave it whole"):
+        loss_in_pieces(hooked, PIECES)
     other = model_of("llama")
     other.lm_head = nn.Sequential(other.lm_head)
     with pytest.raises(OSDPError, match="is a Sequential, not a plain nn"):
