@@ -39,6 +39,7 @@ STOP_S = 60
 _SIGNS = (
     r"(?m)^error: .*|SIGTERM: .*",
     r"rank\s+: \d+ \(local_rank: \d+\)\s+exitcode\s+: -9 .*",
+    r"Rank \d+ on \S+ has not been heard from .*",
     r"(?:hf_osdp: )?(?:Restarted|Rank \d+ on |Out of memory on rank ).*",
     r"(?:hf_osdp: |error: |\w+Error: |Rank \d+ on ).*(?:not heard|missing|differ|[Dd]ifferent|twice|started as one of|not answer).*",
     r"SIGTERM: .*",

@@ -39,7 +39,7 @@ MANIFEST_NAME = "osdp_checkpoint.json"
 VERSION = 1
 _CHUNK_BYTES = 1 << 20
 _MOST_BYTES = 64 << 20
-"""Of a manifest: a line for each file, and files for each rank; a million files stay below."""
+"""The largest manifest that is read; one of a million files is smaller."""
 _log = logging.getLogger(__name__)
 PARTIAL = ".partial"
 _LOCK, _REPLACED, _REMOVED = "lock", ".replaced", ".removed"

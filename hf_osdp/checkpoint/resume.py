@@ -1,4 +1,4 @@
-"""Finds the checkpoint from which a training resumes: the last complete one of this training; what is damaged is named.
+"""Find the checkpoint from which a training resumes: the last complete one of this training; what is damaged is named.
 
 `.partial/training.json` in an output folder names the training that runs there, as the manifests of its checkpoints do.
 Where it names none, every checkpoint in the folder is this training's.
@@ -94,7 +94,7 @@ def last_checkpoint(folder: str | Path, *, marker: str | None = None) -> Path | 
         if problem is None:
             return path
         if rank() == 0:
-            _log.warning("%s is damaged and passed over: %s.", path, problem)
+            _log.warning("Skipping checkpoint %s: %s.", path, problem)
     return None
 
 

@@ -1,4 +1,4 @@
-"""Reads what checkpoints hold without running anything that a file says, and without waiting for ever."""
+"""Read what checkpoints hold without running anything that a file says, and without waiting for ever."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _by_scalar(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 class _IndexUnpickler(pickle._Unpickler):
-    """Knows what an index is made of.
+    """Know what an index is made of.
 
     The one in Python, 2.5 times as slow as C's (10 s for 50,000 tensors in shards), can be told which keys a dict may have: the hash of
     a tuple that holds another twice, and so on, takes twice as long with every level.

@@ -1,4 +1,4 @@
-"""Writes checkpoints one after the other, while training waits or while it goes on."""
+"""Write checkpoints one after the other, while training waits or while it goes on."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Memory(BytesIO):
 
 
 class HeldFileSystem(FileSystem):
-    """Keeps shards in memory, to be written later; everything else goes to the disk."""
+    """Keep shards in memory, to be written later; everything else goes to the disk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Staging:
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints. Its arguments are attributes, which may be changed between two checkpoints.
+    """Write a run's checkpoints. Its arguments are attributes, which may be changed between two checkpoints.
 
     Args:
         plan: the one that runs.

@@ -183,7 +183,7 @@ class _Page:
 
 
 def _error(error: Exception, question: Question) -> str:
-    """Return the line that the command line would end with; raise what nobody but us is to blame for."""
+    """Return the command line's error message; raise errors that are no fault of the input."""
     if (line := error_line(error, question.options)) is None:
         raise error
     return _html(f'<div class="error">{escape(line)}</div>')

@@ -140,7 +140,7 @@ def explain(
 
 
 def _inputs(plan: Plan, flags: dict[str, Any]) -> PlanInputs:
-    """Return what a bare plan was made from, by the user's word and the plan's."""
+    """Rebuild a bare plan's inputs from the command line's options and the plan's own fields."""
     nodes = flags.pop("num_nodes") or (None if flags["profile"] else 1)  # a profile knows
     if nodes and plan.world_size % nodes:
         raise ValueError(f"--num-nodes {nodes} does not divide the plan's {plan.world_size} devices; use a divisor.")

@@ -131,7 +131,7 @@ class Planned:
 
 
 class Planner:
-    """Answers questions. Plans are kept as long as the process runs. Errors are those of `hf-osdp plan`."""
+    """Answer questions. Plans are kept as long as the process runs. Errors are those of `hf-osdp plan`."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="hf_osdp")

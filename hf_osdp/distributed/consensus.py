@@ -11,12 +11,15 @@ import logging
 import os
 import pickle
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -37,6 +40,10 @@ BEAT_S = 5.0
 SILENT_BEATS = 6
 """Beats without a sign of life before a warning: 30 s."""
 _OVER = "over"
+_STILL_S = 0.05
+"""Processor seconds between two looks; a thread that takes less does nothing."""
+_TORCH = str(Path(torch.__file__).parent)
+_COLLECTIVES = (str(Path(_TORCH, "distributed")), str(Path(__file__).parent))
 _log = logging.getLogger(__name__)
 
 
@@ -131,6 +138,35 @@ def _option_text(name: str, value: object) -> str:
     return repr(value) if plain and name not in ("hardware", "plan", "profile", "memory_limit") else "given"
 
 
+class Waits:
+    """Notice that a thread has stood in one collective for long: it does not move, and takes no processor time."""
+
+    def __init__(self, thread: threading.Thread) -> None:
+        self._thread, self._looks = thread, 0
+        self._seen: tuple[str | None, float] = None, 0.0
+
+    def look(self) -> str | None:
+        """Return the collective in which the thread has waited at the last `SILENT_BEATS` looks, once; else None."""
+        clock = getattr(time, "pthread_getcpuclockid", None)
+        if clock is None or self._thread.ident is None:
+            return None
+        place, cpu_s = self._place(), time.clock_gettime(clock(self._thread.ident))
+        stands = place is not None and place == self._seen[0] and cpu_s - self._seen[1] < _STILL_S
+        self._looks = self._looks + 1 if stands else 0
+        self._seen = place, cpu_s
+        return place if self._looks == SILENT_BEATS else None
+
+    def _place(self) -> str | None:
+        """Return the function of torch.distributed that the thread is in, and the line that called it; None elsewhere."""
+        frame = sys._current_frames().get(cast(int, self._thread.ident))
+        if frame is None or not frame.f_code.co_filename.startswith(_COLLECTIVES):
+            return None
+        name = frame.f_code.co_name
+        while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, *_COLLECTIVES)):
+            frame = frame.f_back
+        return f"{name}, called at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
 class Heartbeat(threading.Thread):
     """Count up in the process group's store, by a connection of its own, and look whether the next rank counts, too."""
 
@@ -139,14 +175,36 @@ class Heartbeat(threading.Thread):
         self._store, self._rank, self._next = store, str(rank), str((rank + 1) % world_size)
         self._ends, self._process = threading.Event(), os.getpid()
         self._heard, self._missed, self._count = "", 0, 0
+        self._beats_since: float | None = None
 
     def run(self) -> None:
+        threading.Thread(target=self._watch, name="hf_osdp watch", daemon=True).start()
         with suppress(RuntimeError):  # the store ends with rank 0's process or its launcher, which end the others themselves
             while dist.is_initialized():
+                self._beats_since = time.monotonic()
                 self.beat()
+                self._beats_since = None
                 if self._ends.wait(BEAT_S):
                     break
             self._store.set(self._rank, _OVER)
+
+    def _watch(self) -> None:
+        """Tell what beats cannot: that the store does not answer, or that this rank waits although every rank beats."""
+        waits, is_told = Waits(threading.main_thread()), False
+        while not self._ends.wait(BEAT_S):
+            since = self._beats_since
+            is_silent = since is not None and time.monotonic() - since > SILENT_BEATS * BEAT_S
+            if is_silent and not is_told:
+                _log.warning(
+                    "The store on rank 0's machine has not answered for %.0f s: its process is stopped (SIGSTOP, a debugger), the machine"
+                    " hangs, or the network is cut.", SILENT_BEATS * BEAT_S,
+                )  # fmt: skip
+            is_told = is_silent
+            if (place := waits.look()) is not None:
+                _log.warning(
+                    "Rank %s on %s has waited for other ranks for %.0f s, in %s. If this does not end, a rank does something else, or the"
+                    " network between two ranks is cut.", self._rank, socket.gethostname(), SILENT_BEATS * BEAT_S, place,
+                )  # fmt: skip
 
     def beat(self) -> None:
         self._count += 1

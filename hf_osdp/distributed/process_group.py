@@ -68,7 +68,7 @@ def check_ranks() -> None:
         LaunchError: ranks are missing or run different versions, in the same line on every rank that came; a rank was started twice;
             or rank 0's machine cannot be reached.
     """
-    prefer_expandable_segments()  # a run begins here, and its process group is what begins to use CUDA
+    prefer_expandable_segments()  # before the process group, which initialises CUDA
     limit_s = launch_timeout_s()
     if are_several_ranks():
         rank, size, store = dist.get_rank(), dist.get_world_size(), _store("start")
@@ -277,8 +277,8 @@ def require_all(what: str) -> None:
     called = [store.get(key).decode() if store.check([key]) else None for key in keys]
     if None not in called:
         _calls[world] = call
-    with suppress(NotImplementedError):  # of stores that keep what they have
-        store.delete_key(keys[rank] if None in called else f"{call - 2}/{rank}")  # all have seen those of two calls before
+    with suppress(NotImplementedError):  # raised by stores without delete_key
+        store.delete_key(keys[rank] if None in called else f"{call - 2}/{rank}")  # read by all: they have made a call since
     if missing := [other for other, name in enumerate(called) if name != what]:
         alike = [other for other, name in enumerate(called) if name == what]
         raise OSDPError(

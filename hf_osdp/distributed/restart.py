@@ -53,7 +53,7 @@ def reason_not_to_restart() -> str | None:
     if _LAUNCHER_VARIABLE in os.environ:
         if _count("TORCHELASTIC_RESTART_COUNT") < _count("TORCHELASTIC_MAX_RESTARTS"):
             return None
-        return "the launcher starts ranks no more; give it --max-restarts 3 (accelerate launch: --max_restarts 3)"
+        return "the launcher has no restarts left; start it with --max-restarts 3 (accelerate launch: --max_restarts 3)"
     if _count("WORLD_SIZE") > 1:
         return "several ranks need a launcher that starts them again: torchrun --max-restarts 3"
     if _count(COUNT_VARIABLE) >= MOST_RESTARTS:
@@ -78,7 +78,7 @@ def restart(limit_bytes: int, message: str) -> None:
     if torch.cuda.is_initialized():
         with suppress(RuntimeError):
             torch.cuda.synchronize()  # no kernel of this program runs when the next one begins
-    for number in range(3, 1024):  # ports, devices: what stays open stays taken
+    for number in range(3, 1024):  # the next program could not have ports and devices that stay open
         with suppress(OSError):
             os.set_inheritable(number, False)
     os.chdir(_STARTED_IN)

@@ -24,7 +24,7 @@ class Stopped(SystemExit):
 
 
 class StopSignal:
-    """Notes SIGTERM, and tells all ranks at the same step.
+    """Note SIGTERM, and tell all ranks at the same step.
 
     ```python
     with StopSignal() as stop:
@@ -101,7 +101,7 @@ class StopSignal:
             self.abandon()
 
     def abandon(self) -> None:
-        """Listen no more, where an error ended training: what the ranks had begun together stays as it is."""
+        """Restore the SIGTERM handler after an error, without waiting for the pending all-reduce."""
         if not self._ends and signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
         self._group = self._pending = None

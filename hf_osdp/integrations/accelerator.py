@@ -351,7 +351,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
     @contextmanager
     def out_of_memory_explained(self) -> Iterator[None]:
-        """Give an error of memory inside its explanation, once a model has been prepared."""
+        """Explain out-of-memory errors raised in this context, once a model has been prepared."""
         try:
             yield
         except Exception as error:

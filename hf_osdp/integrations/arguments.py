@@ -50,7 +50,7 @@ def parse_arguments(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ..
 
 @contextmanager
 def said_in_one_line(what: str = "", also: type[Exception] = ValueError) -> Iterator[None]:
-    """Take what a library refuses in here, an error of the kind `also` too, for the user's input: `run_script` prints it in one line."""
+    """Turn a library's errors, and those of type `also`, into input errors, which `run_script` prints in one line."""
     try:
         yield
     except (ArgumentError, KeyError, OSError, TypeError, ValueError, yaml.YAMLError, also) as error:

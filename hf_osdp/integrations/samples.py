@@ -31,7 +31,7 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """Makes batches of any number of samples, each like the largest sample that was found."""
+    """Make batches of any number of samples, each like the largest sample that was found."""
 
     sample: object
     collate: Collate

@@ -212,7 +212,7 @@ def with_osdp(trainer_class: type[StockTrainer]) -> type[StockTrainer]:
 
 
 class _StepCallback(TrainerCallback):
-    """Measures each optimizer step; evaluation and checkpoints lie between."""
+    """Measure each optimizer step; evaluation and checkpoints lie between."""
 
     def __init__(self, meter: StepMeter) -> None:
         self._meter, self._open = meter, False

@@ -48,7 +48,7 @@ class Observation:
 
 
 class StepMeter:
-    """Measures optimizer steps between `step_begins` and `step_ends`; what lies between steps does not count.
+    """Measure optimizer steps between `step_begins` and `step_ends`; what lies between steps does not count.
 
     The first step warms up and is not timed. CUDA: the peak is the largest of the steps' peaks in the allocator. CPU: it is that of the
     second step, from live tensor bytes (`MemoryTracker`), and that step is not timed. Among several ranks the next `clocked_steps` have
@@ -191,7 +191,7 @@ def existing_tensors() -> Iterator[torch.Tensor]:
 
 
 class LoopMeter:
-    """Measures the first optimizer steps of any loop by hooks: from the first training forward to the end of the optimizer's step.
+    """Measure the first optimizer steps of any loop by hooks: from the first training forward to the end of the optimizer's step.
 
     What lies between does not count. The hooks are gone once the steps have been measured.
     """

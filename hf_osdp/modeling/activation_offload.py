@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class OwnTensors:
-    """Tells the tensors that one call of a module, whose parameters are gathered, saves for itself from those that others hold as well.
+    """Tell the tensors that one call of a module, whose parameters are gathered, saves for itself from those that others hold as well.
 
     Others hold its parameters, buffers and inputs, but for the first input that needs a gradient, the hidden states.
     """

@@ -61,7 +61,7 @@ def operator_name(func: OpOverload) -> str:
 
 
 class _Calls(TorchDispatchMode):
-    """Follows the calls of one run of a forward, and knows those whose outputs are saved."""
+    """Follow the calls of one run of a forward, and know those whose outputs are saved."""
 
     def __init__(self, saved: Collection[str], outputs: dict[str, _Output]) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class _Output:
         return self._made_after == (history, _shapes(args))
 
     def take(self, call: str) -> object:
-        """Return it, and set the generator as it was after the call; refuse one that was changed in place since."""
+        """Return the saved output and restore the random state after the call; refuse an output that was changed in place since."""
         if any(isinstance(leaf, torch.Tensor) and leaf._version != v for leaf, v in zip(self._leaves, self._versions, strict=True)):
             raise RuntimeError(
                 f"The output of {call}, which the plan saves for backward, was changed in place; change a copy of it, or plan with"

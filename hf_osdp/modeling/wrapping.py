@@ -43,7 +43,7 @@ class CompiledForward:
             self._compiled = torch.compile(self._forward, backend=_inductor(budget_of(self.recomputation)))
         modes = [_get_dispatch_stack_at(place) for place in range(_len_torch_dispatch_stack())]
         ours = bool(modes) and all(getattr(mode, "leaves_compiled_code", False) for mode in modes)
-        with _disable_current_modes() if ours else nullcontext():  # under a mode of others torch compiles nothing, and that sees all
+        with _disable_current_modes() if ours else nullcontext():  # torch compiles nothing under a foreign mode, which sees all operators
             return self._compiled(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def safer_plan(problem: PlanningProblem, plan: Plan, needed_bytes: int | None) -
 
 
 class OutOfMemoryHandler:
-    """Explains errors of memory in one model's training, and restarts all ranks where `on_oom="replan"`."""
+    """Explain errors of memory in one model's training, and restart all ranks where `on_oom="replan"`."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class OutOfMemoryHandler:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Give an error of memory inside its explanation; where `on_oom="replan"`, restart all ranks instead, if possible.
+        """Explain out-of-memory errors raised in this context; where `on_oom="replan"`, restart all ranks instead, if possible.
 
         Raises:
             BaseException: the same that was raised inside; where memory ran out (`is_out_of_memory`), with another message.

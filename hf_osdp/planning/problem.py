@@ -223,7 +223,7 @@ class ProblemBuilder:
 
 
 class Describer:
-    """Describes the model with the loop's own batches and loss where these can be traced, else with the model's usual batch."""
+    """Describe the model with the loop's own batches and loss where these can be traced, else with the model's usual batch."""
 
     def __init__(self, model: nn.Module, config: OSDPConfig, facts: RunFacts, trace: Trace = describe) -> None:
         self._model, self._config, self._facts, self._trace = model, config, facts, trace

@@ -42,7 +42,7 @@ _MIXED = ("got mixed torch.Tensor and DTensor", "inputs with different meshes")
 
 
 class WeightReads:
-    """Gathers units whose weights are read outside of a call, and checks all units after backward.
+    """Gather units whose weights are read outside of a call, and check all units after backward.
 
     It lives in hooks of the root module, and around FSDP2's own end of backward.
     """

@@ -32,7 +32,7 @@ _MOST_VARIANTS = 256
 
 
 class TracedCompiler:
-    """Compiles forwards for a trace.
+    """Compile forwards for a trace.
 
     Args:
         mode: of the fake tensors.

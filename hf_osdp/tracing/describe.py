@@ -119,7 +119,7 @@ def is_by_formula(description: ModelDescription) -> bool:
 
 
 class _Describer:
-    """Describes one model, split already."""
+    """Describe one model, split already."""
 
     def __init__(self, model: nn.Module, options: DescribeOptions) -> None:
         self._model, self._options = model, options

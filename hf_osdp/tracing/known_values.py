@@ -37,7 +37,7 @@ _INDEXED = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_p
 
 
 class KnownValues(TorchDispatchMode):
-    """Answers data-dependent operators on fake tensors, and if `alone` collectives as if this process were the only one.
+    """Answer data-dependent operators on fake tensors, and if `alone` collectives as if this process were the only one.
 
     Enter it right after the `FakeTensorMode`, so that the modes above see each operator once, with the memory of its result.
     """

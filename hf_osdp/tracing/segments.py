@@ -72,7 +72,7 @@ def _excess(one: Affine, other: Affine) -> Affine:
 
 def _segment(records: Sequence[SegmentRecord], samples: Samples) -> Segment:
     traced = [record.copy_of or record for record in records]
-    # after a copy, which itself frees as much as it makes, callers may let go of more, as of masks after the last of equal blocks
+    # A replayed block frees what it allocates; its caller may then free more, as the mask after the last block.
     released = [0 if record.copy_of is None else max(0, record.start_bytes - record.end_bytes) for record in records]
     ends = [t.end_bytes - r for t, r in zip(traced, released, strict=True)]
     return Segment(

@@ -162,4 +162,4 @@ def test_without_replan_all_ranks_end_and_the_message_is_the_errors(tmp_path):
 @pytest.mark.slow
 def test_replan_under_a_launcher_that_starts_no_more_names_the_option(tmp_path):
     done = train(tmp_path, "no restarts", on_oom="replan", fails=True)
-    assert done.returncode != 0 and "cannot start again: the launcher starts ranks no more; give it --max-restarts 3" in done.stderr
+    assert done.returncode != 0 and "cannot start again: the launcher has no restarts left; start it with --max-restarts 3" in done.stderr

@@ -83,7 +83,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Replays allocations and frees by the allocator's rules.
+    """Replay allocations and frees by the allocator's rules.
 
     Args:
         expandable_segments: as the allocator's setting of this name; torch's own default is off.

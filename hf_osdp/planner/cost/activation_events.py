@@ -10,7 +10,7 @@ from .memory import SegmentBytes
 
 
 class ActivationEvents:
-    """Runs segments' allocation traces at a micro-batch size.
+    """Run segments' allocation traces at a micro-batch size.
 
     A segment without a trace allocates once for each of its terms: workspace, what it saves, and the gradient that it hands on.
 

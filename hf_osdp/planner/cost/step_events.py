@@ -91,7 +91,7 @@ class _Unit:
 
 
 class _Step:
-    """Walks through a step as `planner/cost/memory.py` does, and writes down events instead of levels."""
+    """Walk through a step as `planner/cost/memory.py` does, and write down events instead of levels."""
 
     def __init__(
         self, description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch

@@ -130,7 +130,7 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
         last = _whole_gradients(trainable[-1:], job) if g > 1 else 0
         output = max(0, reduced + (gradients if recast else 0) + last - whole)
     kept_back = reduced if g < world_size and (recast or layout.on_host) else 0
-    # beside whole gradients that become less than they were, what is kept back is no more than these were
+    # Held gradients are freed as they are reduced: of what is kept back only the excess over them counts.
     beside = max(0, kept_back + gradients - whole) if holds else kept_back
     joins_whole = holds and unit.span is not GatherSpan.STEP
     unsharded = _unsharded(trainable, job)

@@ -151,7 +151,7 @@ def _layouts(unit: UnitDescription, ways: tuple[Recomputation, ...], offloadable
         away = choice.offloads and offloadable
         again = ways[: None if free.saves_operators and not away else 1] if choice.recomputes else ()
         able += [Activations(recomputation=way, offloads=away) for way in again or (None,)]
-    # of several calls FSDP2 would reduce what is held in one, and in another what this micro-step adds to it
+    # A unit called several times cannot hold gradients: FSDP2 would reduce the held sum in one call, and the new gradient in another.
     always = not unit.trainable_numel or unit.span is GatherSpan.CALLS
     return _product(
         unit.span, replace(free, activations=tuple(dict.fromkeys(able)), saves_operators=False, reduces=(True,) if always else free.reduces)

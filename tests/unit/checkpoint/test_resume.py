@@ -30,7 +30,7 @@ def test_last_checkpoint_has_the_highest_number_and_its_marker(tmp_path, caplog)
     assert last_checkpoint(tmp_path).name == "checkpoint-10" and "has no weights" in caplog.text
     (tmp_path / "checkpoint-9" / "trainer_state.json").write_text("{}")
     assert last_checkpoint(tmp_path, marker="trainer_state.json").name == "checkpoint-9"
-    assert "checkpoint-10 is damaged and passed over: trainer_state.json is missing" in caplog.text
+    assert "checkpoint-10: trainer_state.json is missing" in caplog.text
     assert last_checkpoint(tmp_path / "nowhere") is None
 
 
@@ -65,7 +65,7 @@ def test_newest_checkpoint_without_manifest_is_passed_over_unless_none_has_one(t
     (saved(tmp_path / "checkpoint-6") / MANIFEST_NAME).unlink()
     restarted()
     assert checkpoint_to_resume(tmp_path).name == "checkpoint-4"
-    line = "checkpoint-6 is damaged and passed over: osdp_checkpoint.json is missing, so it is incomplete or another program's;"
+    line = "checkpoint-6: osdp_checkpoint.json is missing, so it is incomplete or another program's;"
     assert caplog.text.count(line) == 1
     (tmp_path / "checkpoint-4" / MANIFEST_NAME).unlink()
     assert checkpoint_to_resume(tmp_path, True).name == "checkpoint-6"

@@ -9,11 +9,13 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore
 
-from hf_osdp.distributed import process_group
+from hf_osdp.distributed import consensus, process_group
 from hf_osdp.distributed.consensus import SILENT_BEATS, Heartbeat
 from hf_osdp.distributed.mesh import Topology, find_topology, topology_of
 from hf_osdp.distributed.process_group import RankReport, _collect, _report, check_ranks, differences, refusal
@@ -135,6 +137,54 @@ def test_heartbeat_warns_once_of_silent_rank_and_tells_its_return(caplog):
     store.set("1", "over")
     beat(first, times=2 * SILENT_BEATS)
     assert len(caplog.messages) == 2
+
+
+class StuckStore:
+    """Of a machine that is stopped: nothing returns."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.goes_on.wait(30.0)
+
+    def check(self, keys: list[str]) -> bool:
+        return False
+
+
+def test_store_that_does_not_answer_is_told_once(caplog, monkeypatch):
+    monkeypatch.setattr(consensus, "BEAT_S", 0.02)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    store = StuckStore()
+    heartbeat = Heartbeat(store, 1, 2)
+    heartbeat.start()
+    time.sleep(0.6)
+    store.goes_on.set()
+    heartbeat.end()
+    assert [message for message in caplog.messages if "rank 0's machine has not answered" in message] == caplog.messages[:1]
+
+
+def test_thread_that_waits_in_a_collective_is_noticed_once_and_one_that_works_is_not():
+    ends, lock = threading.Event(), threading.Lock()
+    lock.acquire()
+    scope = {"ends": ends, "lock": lock}
+    text = "def all_gather(wait):\n    lock.acquire(timeout=30.0) if wait else [None for _ in iter(ends.is_set, True)]\n"
+    exec(compile(text, str(Path(dist.__file__).parent / "distributed_c10d.py"), "exec"), scope)
+    threads = [threading.Thread(target=lambda wait=wait: scope["all_gather"](wait)) for wait in (True, False)]
+    for thread in threads:
+        thread.start()
+    waits, works = map(consensus.Waits, threads)
+    try:
+        found = []
+        for _ in range(2 * SILENT_BEATS):
+            time.sleep(0.15)
+            found.append((waits.look(), works.look()))
+    finally:
+        ends.set()
+        lock.release()
+    told = [place for place, _ in found if place is not None]
+    assert told == [f"all_gather, called at {Path(__file__).name}:{threads[0]._target.__code__.co_firstlineno}"]
+    assert all(place is None for _, place in found)
 
 
 # ------------------------------------------------------------------------------------------------------------------ SIGTERM
