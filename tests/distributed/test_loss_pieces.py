@@ -84,10 +84,10 @@ def train_alone(name: str, *, reads: bool) -> Trained:
     ("name", "layout", "options", "reads"),
     [
         ("gpt2", "mixed", {"accumulation_steps": 2}, False),
-        ("gpt2", "everything", {"accumulation_steps": 2, "reduce_every_micro_step": False}, False),
+        pytest.param("gpt2", "everything", {"accumulation_steps": 2, "reduce_every_micro_step": False}, False, marks=pytest.mark.slow),
         ("llama", "zero3", {}, True),
         ("gpt2", "compiled", {}, False),
-        ("bert", "mixed", {"accumulation_steps": 2}, False),
+        pytest.param("bert", "mixed", {"accumulation_steps": 2}, False, marks=pytest.mark.slow),
         ("bert", "zero3", {}, True),
     ],
 )

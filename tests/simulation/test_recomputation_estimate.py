@@ -75,7 +75,8 @@ def test_peak_of_blocks_that_are_recomputed_each_in_another_way(name, device_typ
         assert -0.01 <= error <= (OVER.get((name, compiled), 0.01)), f"{turn}: {error:+.2%}"
 
 
-@pytest.mark.parametrize(("name", "device_type"), slow_but([("llama", "cuda"), ("gpt2", "cpu")], daily=[("llama", "cuda")]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "device_type"), [("llama", "cuda"), ("gpt2", "cpu")])
 def test_peak_of_a_compiled_loss_in_pieces(name, device_type):
     """Of a vocabulary whose logits would be the peak."""
     config = copy.deepcopy(CONFIGS[name])
