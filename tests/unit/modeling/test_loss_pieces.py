@@ -198,7 +198,9 @@ def test_hooks_of_a_weight_see_the_sum_of_all_pieces():
     assert_gradients_alike(whole, in_pieces)
 
 
-def test_autocast_computes_as_with_whole_logits():
+def test_autocast_is_as_exact_as_with_whole_logits():
+    exact = model_of("llama")
+    exact(**batch()).loss.backward()
     whole, in_pieces = (model.float() for model in pair())
     losses = []
     for model in (whole, in_pieces):
@@ -207,7 +209,9 @@ def test_autocast_computes_as_with_whole_logits():
         losses[-1].backward()
     assert losses[0].dtype is losses[1].dtype is torch.float32
     torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-5)
-    assert_gradients_alike(whole, in_pieces, tolerance=2e-4)
+    gradients = [torch.cat([parameter.grad.flatten() for parameter in model.parameters()]) for model in (exact, whole, in_pieces)]
+    of_whole, of_pieces = ((one - gradients[0]).norm() / gradients[0].norm() for one in gradients[1:])
+    assert 0 < of_pieces < 1.2 * of_whole
 
 
 def test_second_backward_and_fp16_are_refused():
