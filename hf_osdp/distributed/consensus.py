@@ -187,6 +187,7 @@ class Heartbeat(threading.Thread):
                 if self._ends.wait(BEAT_S):
                     break
             self._store.set(self._rank, _OVER)
+        self._ends.set()  # with the beats ends the watch
 
     def _watch(self) -> None:
         """Tell what beats cannot: that the store does not answer, or that this rank waits although every rank beats."""

@@ -191,7 +191,10 @@ class HeadInPieces(nn.Linear):
         """Hidden states `[..., in]` → logits; with losses, of `[N, in]`, → the sum of the tokens' losses."""
         if losses is None:
             return super().forward(hidden)
-        return cast(torch.Tensor, _SumOfPieces.apply(hidden, self.weight, self.bias, self.loss, losses, self.pieces))
+        inputs: tuple[torch.Tensor | None, ...] = (hidden, self.weight, self.bias)
+        if not torch.is_grad_enabled():  # a function with backward is told of that by its inputs alone
+            inputs = tuple(None if one is None else one.detach() for one in inputs)
+        return cast(torch.Tensor, _SumOfPieces.apply(*inputs, self.loss, losses, self.pieces))
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits now."""

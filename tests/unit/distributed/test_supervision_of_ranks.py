@@ -164,6 +164,16 @@ def test_store_that_does_not_answer_is_told_once(caplog, monkeypatch):
     assert [message for message in caplog.messages if "rank 0's machine has not answered" in message] == caplog.messages[:1]
 
 
+def test_watch_ends_in_silence_with_a_store_that_ends(caplog, monkeypatch):
+    monkeypatch.setattr(consensus, "BEAT_S", 0.02)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    store = StuckStore()
+    monkeypatch.setattr(store, "set", lambda key, value: (_ for _ in ()).throw(RuntimeError("the store is gone")))
+    Heartbeat(store, 1, 2).start()
+    time.sleep(0.4)
+    assert not caplog.messages and not any(thread.name == "hf_osdp watch" for thread in threading.enumerate())
+
+
 def test_thread_that_waits_in_a_collective_is_noticed_once_and_one_that_works_is_not():
     ends, lock = threading.Event(), threading.Lock()
     lock.acquire()
