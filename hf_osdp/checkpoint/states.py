@@ -159,9 +159,11 @@ def _load_sharded_optimizer(path: Path, model: nn.Module, optimizer: torch.optim
             if isinstance(stored, TensorStorageMetadata) and stored.size:
                 shapes[str(keys[3])] = stored.size
     check_states(saved, group_keys, mine, optimizer)
-    found = {"state": {name: own for name, own in mine["state"].items() if name in saved}, "param_groups": mine["param_groups"]}
+    groups = [{key: value for key, value in group.items() if key in group_keys} for group in mine["param_groups"]]
+    found = {"state": {name: own for name, own in mine["state"].items() if name in saved}, "param_groups": groups}
     _read_shards(path, {_OPTIMIZER: found})
-    set_optimizer_state(model, optimizer, found)
+    whole = [{**own, **read} for own, read in zip(mine["param_groups"], groups, strict=True)]
+    set_optimizer_state(model, optimizer, {**found, "param_groups": whole})
 
 
 def _index_of(path: Path) -> Metadata:

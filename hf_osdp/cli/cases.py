@@ -18,7 +18,7 @@ from ..errors import InfeasibleError, nearest
 from ..modeling.catalogue import find_shape, shape_names
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware, check_margin
-from ..planner.job import OptimizerSpec, Precision, TrainingJob
+from ..planner.job import LOW_BIT, OptimizerSpec, Precision, TrainingJob
 from ..planner.presets import preset, preset_names
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.profile import Profile, with_block_times
@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from ..planning.config import OSDPConfig
     from ..planning.problem import ProblemBuilder, RunFacts
 
-OPTIMIZERS = {"adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum", states=1), "sgd": OptimizerSpec(name="sgd", states=0)}
+OPTIMIZERS = {
+    "adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum", states=1), "sgd": OptimizerSpec(name="sgd", states=0), **LOW_BIT,
+}  # fmt: skip
 """Optimizers by the names of `--optimizer`."""
 _HUB_ANSWERS_S = 5
 """Seconds that the hub has for its first answer."""

@@ -53,9 +53,11 @@ class Request:
         ),
     ] = None
     optimizer: Annotated[
-        Literal["adamw", "momentum", "sgd"],
+        Literal["adamw", "momentum", "sgd", "adamw8bit", "adamwfp8", "adamw4bit"],
         typer.Option(
-            metavar="NAME", help="adamw, momentum or sgd. Its states count: AdamW keeps 2 tensors a parameter, SGD with momentum 1."
+            metavar="NAME",
+            help="adamw, momentum, sgd, or torchao's adamw8bit, adamwfp8 and adamw4bit. Its states count: AdamW keeps 2 tensors a"
+            " parameter, of 8 bytes together, AdamW8bit 2 bytes.",
         ),
     ] = "adamw"
     strategy: Annotated[

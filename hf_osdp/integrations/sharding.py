@@ -11,7 +11,15 @@ from torch import nn
 from ..planning.plan_run import PlannedRun
 from ..sharding.apply import apply_plan, verify_applied
 from ..sharding.environment import move_to_device
-from ..sharding.optimizer import check_optimizer, parameter_names, rebind_parameters, release_parameters
+from ..sharding.optimizer import (
+    check_optimizer,
+    parameter_names,
+    rebind_parameters,
+    release_parameters,
+    step_by_device,
+    steps_shards,
+    unwrapped,
+)
 from ..sharding.state import free_gathered, load_full_state_dict
 from .plugin import OSDPPlugin, offloads
 
@@ -49,9 +57,11 @@ def apply_alone(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.op
     names = parameter_names(model)
     apply_plan(model, run.plan, run.units)
     verify_applied(model, run.plan, run.units)
-    if run.plan.split.sliced:
-        for optimizer in optimizers:
+    for optimizer in optimizers:
+        if run.plan.split.sliced:
             rebind_parameters(optimizer, names, model)
+        elif steps_shards(optimizer):
+            step_by_device(unwrapped(optimizer))
 
 
 def check_bound(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:

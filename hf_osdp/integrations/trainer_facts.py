@@ -27,7 +27,7 @@ from ..planning.config import OSDPConfig, merged_config, stated_options
 from ..planning.preflight import RunFolder
 from ..planning.problem import RunFacts
 from ..reading import read_json
-from ..sharding.optimizer import frozen_parameters, spec_of_optimizer, spec_of_trainer_name
+from ..sharding.optimizer import frozen_parameters, knows_trainer_name, spec_of_optimizer, spec_of_trainer_name
 from .launch import launch_request
 from .plugin import offloads, refuse_decided, with_block_classes
 from .samples import find_batches, tokens_of
@@ -185,9 +185,18 @@ def _optimizer_spec(trainer: Trainer) -> OptimizerSpec:
     if optimizer is None and trainer.optimizer_cls_and_kwargs is not None:
         cls, options = trainer.optimizer_cls_and_kwargs
         optimizer = cls([nn.Parameter(torch.zeros(1))], **options)
+    name = OptimizerNames(trainer.args.optim).value
+    if optimizer is None and not knows_trainer_name(name):
+        try:
+            cls, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+        except ImportError as error:
+            raise ValueError(
+                f"optim={name!r} cannot be made: {' '.join(str(error).split()).rstrip('.')}; install it, or use adamw_torch."
+            ) from None
+        optimizer = cls([nn.Parameter(torch.zeros(1))], **options)
     if optimizer is not None:
         return spec_of_optimizer(optimizer, device_type=device_type)
-    return spec_of_trainer_name(OptimizerNames(trainer.args.optim).value, device_type=device_type)
+    return spec_of_trainer_name(name, device_type=device_type)
 
 
 def requested_config(

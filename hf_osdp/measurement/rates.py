@@ -140,7 +140,7 @@ def update_rate(device: torch.device, seconds: float, *, elements: int = _UPDATE
     optimizer.step()  # makes the states
     barrier(device)
     taken_s = median_seconds(optimizer.step, torch.device("cpu"), seconds)
-    return OptimizerSpec().traffic_per_element * parameter.nbytes / taken_s
+    return OptimizerSpec().traffic_per_element() * parameter.nbytes / taken_s
 
 
 def measure_fsdp_overhead(device: torch.device, seconds: float) -> FsdpOverhead | None:

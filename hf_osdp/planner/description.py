@@ -169,6 +169,11 @@ class ParameterSpec:
             return 1
         return -(-self.shape[0] // shard_size) * math.prod(self.shape[1:])
 
+    def shard_numels(self, shard_size: int) -> tuple[int, ...]:
+        """Return the different numbers of elements that ranks hold, rank 0's first: full chunks of rows, and what is left of them."""
+        full = self.sharded_numel(shard_size)
+        return (full, rest) if full and (rest := math.prod(self.shape) % full) else (full,)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitDescription:

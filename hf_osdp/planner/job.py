@@ -63,22 +63,89 @@ class OptimizerStep(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateFormat:
+    """How an optimizer holds a state tensor otherwise than in its parameter's dtype."""
+
+    bytes_per_element: float
+    """With the scales of quantized blocks."""
+    table_bytes: int = 0
+    """Of each tensor, whatever its size: the table of the values that codes stand for."""
+    block_size: int = 1
+    """A shard is held so where it has whole blocks and `least_elements`; else in the parameter's dtype."""
+    least_elements: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bytes_per_element <= 16:
+            raise ValueError(f"StateFormat.bytes_per_element={self.bytes_per_element} must lie above 0, and at most at 16.")
+        if self.block_size < 1:
+            raise ValueError(f"StateFormat.block_size={self.block_size} must be at least 1.")
+
+    def nbytes(self, elements: int, dtype: DType) -> int:
+        """Return the bytes of the state of a shard of a parameter of this dtype."""
+        if elements < self.least_elements or elements % self.block_size:
+            return elements * dtype.itemsize
+        return round(elements * self.bytes_per_element) + self.table_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """An element-wise optimizer."""
+    """What an optimizer holds for a parameter's shard, and how it steps."""
 
     name: str = "adamw"
     states: int = 2
     """Tensors kept for each parameter, in its dtype: 2 for Adam, 1 for SGD with momentum, 0 for plain SGD."""
+    formats: tuple[StateFormat, ...] = ()
+    """Those kept beside them in another form, such as the two of an 8-bit Adam."""
     step: OptimizerStep = OptimizerStep.FUSED
+    loop_scratch: float = 2.0
+    """Temporaries of a step in a loop for one parameter, in tensors of its shard's size."""
 
     def __post_init__(self) -> None:
         if self.states < 0:
             raise ValueError(f"OptimizerSpec.states={self.states} must not be negative.")
 
     @property
-    def traffic_per_element(self) -> int:
-        """Tensors read and written for one element: parameter and states both ways, the gradient read."""
-        return 2 * (1 + self.states) + 1
+    def is_quantized(self) -> bool:
+        """Whether states are held in blocks that are quantized together."""
+        return any(form.block_size > 1 for form in self.formats)
+
+    def state_bytes(self, parameter: ParameterSpec, shard_size: int) -> int:
+        """Return the bytes of a parameter's states on the rank that holds most of them.
+
+        With quantized states that may be another than rank 0: the last rank's rows, where they fill no whole blocks, are not quantized.
+        """
+        return sum(self.state_tensors(parameter, shard_size))
+
+    def state_tensors(self, parameter: ParameterSpec, shard_size: int) -> tuple[int, ...]:
+        """Return the bytes of each of a parameter's state tensors, as `state_bytes` adds them up."""
+        plain = [parameter.sharded_bytes(shard_size)] * self.states
+        shards = parameter.shard_numels(shard_size) if self.formats else ()
+        return (*plain, *(max(form.nbytes(elements, parameter.dtype) for elements in shards) for form in self.formats))
+
+    def saved_bytes(self, parameter: ParameterSpec) -> int:
+        """Return the bytes of a parameter's states in a checkpoint, where quantized ones are float32."""
+        others = sum(4 if form.block_size > 1 else form.bytes_per_element for form in self.formats)
+        return int(parameter.numel * (self.states * parameter.dtype.itemsize + others))
+
+    def traffic_per_element(self, itemsize: int = 4) -> float:
+        """Return the tensors of the parameter's dtype that a step moves for one element.
+
+        Parameter and states are read and written, the gradient is read: `2 (1 + s) + 1` with s states.
+        """
+        return 2 * (1 + self.states + sum(form.bytes_per_element for form in self.formats) / itemsize) + 1
+
+
+_EIGHT_BITS = StateFormat(bytes_per_element=1 + 4 / 256, block_size=256, least_elements=4096)
+_FOUR_BITS = StateFormat(bytes_per_element=0.5 + 4 / 128, block_size=128, least_elements=4096, table_bytes=64)
+LOW_BIT = {
+    "adamw8bit": OptimizerSpec(
+        name="adamw8bit", states=0, formats=(replace(_EIGHT_BITS, table_bytes=1024),) * 2, step=OptimizerStep.FOR_LOOP
+    ),
+    "adamwfp8": OptimizerSpec(name="adamwfp8", states=0, formats=(_EIGHT_BITS,) * 2, step=OptimizerStep.FOR_LOOP, loop_scratch=0.0),
+    "adamw4bit": OptimizerSpec(name="adamw4bit", states=0, formats=(_FOUR_BITS,) * 2, step=OptimizerStep.FOR_LOOP, loop_scratch=6.5),
+}
+"""Of torchao's optimizers: codes, a float32 scale a block, and the table of what codes mean. Scratch is what their steps allocate,
+compiled for the CPU (torch 2.13)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -260,13 +260,14 @@ def memory_now(memory: DeviceMemory, needed_bytes: int, communicators: int) -> F
 def checkpoint_bytes(units: Sequence[UnitDescription], optimizer: OptimizerSpec | None, *, adapters: bool = False) -> int:
     """Return the bytes of one checkpoint, whatever the plan: each parameter once, and the states of those that are trained.
 
-    `Σ_p n_p b_p [p is saved] + s Σ_p n_p b_p [p is trained]` with n elements of b bytes and s states; schedulers, random states and
-    the Trainer's notes are kilobytes. None as optimizer stands for weights alone, `adapters` for trained parameters alone.
+    `Σ_p n_p b_p [p is saved] + s Σ_p n_p b_p [p is trained]` with n elements of b bytes and s states, quantized ones in float32;
+    schedulers, random states and the Trainer's notes are kilobytes. None as optimizer stands for weights alone, `adapters` for trained
+    parameters alone.
     """
     parameters = [parameter for unit in units for parameter in unit.parameters]
     trained = sum(p.numel * p.dtype.itemsize for p in parameters if p.requires_grad)
     weights = trained if adapters else sum(p.numel * p.dtype.itemsize for p in parameters)
-    return weights + (0 if optimizer is None else optimizer.states * trained)
+    return weights + (0 if optimizer is None else sum(optimizer.saved_bytes(p) for p in parameters if p.requires_grad))
 
 
 def not_writable(folder: RunFolder) -> Finding | None:

@@ -111,6 +111,13 @@ def precision_attempts(config: OSDPConfig, facts: RunFacts) -> list[tuple[OSDPCo
 def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
     """Return the job to search for, with what the user has fixed; raise ValueError where sizes do not fit together."""
     assert facts.global_batch_size is not None
+    host_offload = True if facts.offloads_all else config.host_offload
+    if facts.optimizer.is_quantized:
+        if host_offload:
+            raise ValueError(
+                f"States on the host are stepped there, where {facts.optimizer.name} has no kernels; leave the offload out, or use AdamW."
+            )
+        host_offload = False
     job = TrainingJob(
         global_batch_size=facts.global_batch_size,
         precision=facts.precision,
@@ -120,7 +127,7 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
         micro_batch_size=facts.micro_batch_size,
         reduce_every_micro_step=facts.reduce_every_micro_step,
         recompute=config.recompute,
-        host_offload=True if facts.offloads_all else config.host_offload,
+        host_offload=host_offload,
         offload_activations=config.offload_activations,
         expandable_segments=facts.expandable_segments,
     )

@@ -6,18 +6,20 @@ import copy
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..distributed.mesh import world_size
 from ..errors import OSDPError
 from ..modeling.split.names import keep_positions, split_names
 from ..modeling.step_hooks import before_step
 from ..modeling.units import canonical_name
-from ..planner.job import OptimizerSpec, OptimizerStep
+from ..planner.job import LOW_BIT, OptimizerSpec, OptimizerStep, StateFormat
 from .environment import host_parameters
 from .gradients import local
 
@@ -45,6 +47,7 @@ _ELEMENT_WISE = tuple(
 _LARGEST_DIFFERENCE = 1e-4
 """Of an update: rounding of float32 leaves less, a norm of a shard in the place of the whole's some percent."""
 _ADVICE = "use an element-wise optimizer such as AdamW, Adam, SGD or RMSprop"
+_LOW_BIT_ADVICE = "use torchao's AdamW8bit (optim='adamw_torch_8bit'), which quantizes each shard by itself"
 _ROWS, _COLUMNS, _SHARDS = 96, 64, 3
 """More elements than where 8-bit optimizers begin to quantize (4096), fewer in a shard."""
 _STEPS = 2
@@ -57,11 +60,25 @@ _STATES = {"adamw": 2, "adam": 2, "adamax": 2, "nadam": 2, "radam": 2, "sgd": 0,
 """State tensors for each parameter, as `torch.optim` keeps them by default."""
 _TRAINER_NAMES = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd", "adagrad": "adagrad", "rmsprop": "rmsprop"}
 """`TrainingArguments.optim` → the optimizer of `torch.optim` behind it."""
+_LOW_BIT_NAMES = {"adamw_torch_8bit": "adamw8bit", "adamw_torch_4bit": "adamw4bit"}
 
 
 def reason_against(name: str) -> str | None:
     """Return why an optimizer of this class or `optim` name is wrong, or fails, on shards; None where the name says nothing."""
     return next((reason for part, reason in _REASONS.items() if part in name.lower()), None)
+
+
+def _advice(name: str) -> str:
+    return _LOW_BIT_ADVICE if "8bit" in name.lower() or "4bit" in name.lower() else _ADVICE
+
+
+def low_bit_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec | None:
+    """Return what one of torchao's optimizers with quantized states holds; None of others, and of other blocks than its default's."""
+    names = [cls.__name__.lower() for cls in type(optimizer).__mro__ if cls.__module__.startswith("torchao.")]
+    spec = next(filter(None, (LOW_BIT.get(name.replace("adamw", "adam").replace("adam", "adamw")) for name in names)), None)
+    if spec is None or optimizer.block_size != spec.formats[0].block_size or optimizer.defaults["amsgrad"]:  # type: ignore[attr-defined]
+        return None
+    return spec
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -78,10 +95,12 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     known to be wrong nor one of torch's own is tried on a matrix and on its shards.
     """
     optimizer = unwrapped(optimizer)
+    if low_bit_spec(optimizer):
+        return
     name = type(optimizer).__name__
     for cls in type(optimizer).__mro__:
         if reason := reason_against(cls.__name__):
-            raise OSDPError(f"{name} {reason}, which shards of a parameter do not allow; {_ADVICE}.")
+            raise OSDPError(f"{name} {reason}, which shards of a parameter do not allow; {_advice(name)}.")
     if type(optimizer) in _ELEMENT_WISE or not any(group["params"] for group in optimizer.param_groups):
         return
     try:
@@ -196,6 +215,9 @@ def step_by_device(optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter
     foreach kernels for a whole group where one parameter lies on the CPU. While the optimizer steps, each of its groups is replaced
     by one group for each kind. Before and after it is as it was made, so that schedulers, checkpoints and the user see the same
     groups under every plan. On the `host` Adam and AdamW step with fused kernels. A second call replaces the first.
+
+    An optimizer that is not torch's own steps the local shards, as plain tensors, and its states are plain tensors of their shapes: other
+    packages' kernels do not know DTensors (torchao's, compiled for the shard of one rank, fail on another's where rows are uneven).
     """
     if (before := _stepper(optimizer)) is not None:
         before.remove()
@@ -217,7 +239,7 @@ def prepare_new_optimizers(model: nn.Module) -> None:
             return
         if world_size() > 1:
             check_optimizer(optimizer)
-        if mixed and _stepper(optimizer) is None:
+        if (mixed or steps_shards(optimizer)) and _stepper(optimizer) is None:
             step_by_device(optimizer, host)
         prepared.add(optimizer)
 
@@ -229,6 +251,9 @@ class _StepByDevice:
         self._host = {id(parameter) for parameter in host}
         self._whole: list[dict[str, Any]] | None = None
         self._parts: list[list[dict[str, Any]]] = []
+        self._on_shards = steps_shards(optimizer)
+        self._stand_ins: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._without_modes = ExitStack()
         self._handles = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
 
     def remove(self) -> None:
@@ -240,23 +265,34 @@ class _StepByDevice:
         self._whole = optimizer.param_groups
         self._parts = [self._split(optimizer, group) for group in self._whole]
         optimizer.param_groups = [part for parts in self._parts for part in parts]
+        for parameter, shard in self._stand_ins:
+            if parameter in optimizer.state:
+                optimizer.state[shard] = optimizer.state.pop(parameter)
+        if self._on_shards:  # torch.compile, which other packages step with, refuses to run where calls are being counted
+            self._without_modes.enter_context(_disable_current_modes())
 
     def _after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if self._whole is None:
             return
+        self._without_modes.close()
         for group, parts in zip(self._whole, self._parts, strict=True):
             if parts[0] is not group:  # some optimizers count in their groups
                 group.update({key: value for key, value in parts[0].items() if key not in {"params", *_KERNELS}})
-        optimizer.param_groups, self._whole, self._parts = self._whole, None, []
+        for parameter, shard in self._stand_ins:
+            if shard in optimizer.state:
+                optimizer.state[parameter] = optimizer.state.pop(shard)
+        optimizer.param_groups, self._whole, self._parts, self._stand_ins = self._whole, None, [], []
 
     def _split(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the group itself where all of it is of one kind on the device, else one group for each kind."""
         kinds: dict[tuple[torch.device, bool, bool], list[nn.Parameter]] = {}
         for parameter in group["params"]:
             on_host = id(parameter) in self._host
+            if self._on_shards and isinstance(parameter, DTensor):
+                parameter = self._stand_in(parameter)
             kinds.setdefault((local(parameter).device, isinstance(parameter, DTensor), on_host), []).append(parameter)
         fuses = type(optimizer) in _FUSED_ON_HOST and not group["differentiable"]
-        if len(kinds) < 2 and not (fuses and any(on_host for _, _, on_host in kinds)):
+        if len(kinds) < 2 and not (fuses and any(on_host for _, _, on_host in kinds)) and not self._stand_ins:
             return [group]
         parts = []
         for (_, _, on_host), parameters in kinds.items():
@@ -269,6 +305,18 @@ class _StepByDevice:
             parts.append({**group, **kernels, "params": parameters})
         return parts
 
+    def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return a plain parameter with the memory of this rank's shard and its gradient."""
+        shard = nn.Parameter(local(parameter).detach())
+        shard.grad = None if parameter.grad is None else local(parameter.grad)
+        self._stand_ins.append((parameter, shard))
+        return shard
+
+
+def steps_shards(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer steps local shards as plain tensors, and holds its states so: one that is not torch's own."""
+    return not type(unwrapped(optimizer)).__module__.startswith("torch.optim.")
+
 
 def _stepper(optimizer: torch.optim.Optimizer) -> _StepByDevice | None:
     owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
@@ -276,26 +324,59 @@ def _stepper(optimizer: torch.optim.Optimizer) -> _StepByDevice | None:
 
 
 def spec_of_optimizer(optimizer: torch.optim.Optimizer | None, *, device_type: str) -> OptimizerSpec:
-    """Return what a known optimizer of `torch.optim` will hold, plain or wrapped by Accelerate; None stands for AdamW's defaults."""
+    """Return what an optimizer will hold, plain or wrapped by Accelerate; None stands for AdamW's defaults.
+
+    What torch's and torchao's hold is known; another one takes a step on a matrix of its own, and what it has kept is counted.
+    """
     if optimizer is None:
         return spec_of_trainer_name("adamw_torch", device_type=device_type)
     optimizer = unwrapped(optimizer)
-    name = type(optimizer).__name__.lower()
-    if name not in _STATES or type(optimizer) is not getattr(torch.optim, type(optimizer).__name__, None):
-        raise ValueError(
-            f"The memory of the optimizer {type(optimizer).__name__} is not known; use one of torch.optim's {', '.join(sorted(_STATES))}."
-        )
-    options = optimizer.defaults
-    states = _STATES[name] + sum(bool(options.get(option)) for option in ("amsgrad", "momentum", "centered"))
-    return OptimizerSpec(name=name, states=states, step=_step(options.get("fused"), options.get("foreach"), device_type))
+    cls, options = type(optimizer), optimizer.defaults
+    name = cls.__name__.lower()
+    if spec := low_bit_spec(optimizer):
+        return spec
+    if name in _STATES and cls is getattr(torch.optim, cls.__name__, None):
+        states = _STATES[name] + sum(bool(options.get(option)) for option in ("amsgrad", "momentum", "centered"))
+        return OptimizerSpec(name=name, states=states, step=_step(options.get("fused"), options.get("foreach"), device_type))
+    if reason := next(filter(None, (reason_against(base.__name__) for base in cls.__mro__)), None):
+        raise ValueError(f"{cls.__name__} {reason}, which shards of a parameter do not allow; {_advice(name)}.")
+    try:
+        return _counted_spec(optimizer, device_type)
+    except Exception as error:  # an optimizer may be made for anything
+        text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        raise ValueError(f"The memory of {cls.__name__} cannot be found out ({type(error).__name__}: {text}); {_ADVICE}.") from error
+
+
+def _counted_spec(optimizer: torch.optim.Optimizer, device_type: str) -> OptimizerSpec:
+    """Return what an optimizer keeps for one matrix of float32 after a step; ValueError for what is not of the matrix's size."""
+    trials = [[torch.nn.Parameter(torch.ones(_ROWS, _COLUMNS))] for _ in optimizer.param_groups[:1]]
+    trial = _trial(optimizer, trials)
+    parameter = trials[0][0]
+    parameter.grad = torch.ones_like(parameter)
+    type(trial).step(trial)
+    kept = [value for value in trial.state[parameter].values() if isinstance(value, torch.Tensor) and value.numel() > 1]
+    if strange := next((value for value in kept if value.shape != parameter.shape or type(value) is not torch.Tensor), None):
+        raise ValueError(f"it keeps a {type(strange).__name__} of shape {tuple(strange.shape)} for one of shape {tuple(parameter.shape)}")
+    formats = tuple(StateFormat(bytes_per_element=value.itemsize) for value in kept if value.dtype != parameter.dtype)
+    loops = "foreach" not in optimizer.defaults
+    step = OptimizerStep.FOR_LOOP if loops else _step(optimizer.defaults.get("fused"), optimizer.defaults["foreach"], device_type)
+    return OptimizerSpec(name=type(optimizer).__name__.lower(), states=len(kept) - len(formats), formats=formats, step=step)
+
+
+def knows_trainer_name(name: str) -> bool:
+    """Return whether the name alone tells what an optimizer holds, or that it is refused."""
+    return name in _TRAINER_NAMES or name in _LOW_BIT_NAMES or reason_against(name) is not None
 
 
 def spec_of_trainer_name(name: str, *, device_type: str) -> OptimizerSpec:
-    """Return what the optimizer that `TrainingArguments(optim=...)` names will hold; refuse those not known to work on shards."""
+    """Return what the optimizer that `TrainingArguments(optim=...)` names will hold; ValueError for one that is not known by its name."""
+    if name in _LOW_BIT_NAMES:
+        return LOW_BIT[_LOW_BIT_NAMES[name]]
     if name not in _TRAINER_NAMES:
         reason = reason_against(name)
         why = f"{reason}, which shards of a parameter do not allow" if reason else "is not known to work on sharded parameters"
-        raise ValueError(f"optim={name!r} {why}; use one of {', '.join(_TRAINER_NAMES)}.")
+        advice = _LOW_BIT_ADVICE if reason and _advice(name) is _LOW_BIT_ADVICE else f"use one of {', '.join(_TRAINER_NAMES)}"
+        raise ValueError(f"optim={name!r} {why}; {advice}.")
     optimizer = _TRAINER_NAMES[name]
     return OptimizerSpec(name=optimizer, states=_STATES[optimizer], step=_step(name.endswith("_fused") or None, None, device_type))
 

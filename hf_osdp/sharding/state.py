@@ -26,7 +26,8 @@ from ..distributed.mesh import collective_device, rank, world_size
 from ..distributed.process_group import all_gather_objects
 from ..modeling.split.names import SlicedName, is_split, merge_optimizer_state, merge_state_dict, own_positions, split_optimizer_state
 from ..modeling.units import canonical_name
-from .optimizer import unwrapped
+from .gradients import local
+from .optimizer import low_bit_spec, steps_shards, unwrapped
 from .weight_reads import end_step
 
 _SET_BY_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
@@ -35,12 +36,55 @@ OptimizerState = dict[str, Any]
 """`{"state": {name: {key: value}}, "param_groups": [{"params": [names], ...}]}`"""
 
 
-class SlicedTensor(torch.Tensor):
-    """A tensor without data of its own, whose slices (`parts`, at their places in `whole`) are DTensors or plain tensors.
+class _SavedTensor(torch.Tensor):
+    """A tensor without data of its own, for saving and loading alone, without communication.
 
-    For saving and loading only: saving writes each rank's shards of every slice, loading reads into them, without communication. It
-    answers the protocol by which DTensor itself does so (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`).
+    It answers the protocol by which DTensor itself is saved (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`).
     """
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"{func} on a {cls.__name__}, which can only be saved and loaded; take what it is made of.")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}(shape={tuple(self.shape)})"
+
+    def _chunks(self) -> Iterator[tuple[ChunkStorageMetadata, torch.Tensor]]:
+        """Yield this rank's chunks of the whole, each with the tensor that holds it."""
+        raise NotImplementedError
+
+    def __create_write_items__(self, fqn: str, tensor: torch.Tensor) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [chunk for chunk, _ in self._chunks()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        holder = next(holder for chunk, holder in self._chunks() if chunk.offsets == index.offset)
+        return holder.local() if isinstance(holder, QuantizedState) else local(holder)
+
+
+def _chunks_of(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
+    if isinstance(tensor, QuantizedState):
+        return tensor.__create_chunk_list__()
+    if isinstance(tensor, DTensor):
+        return tensor.__create_chunk_list__() if local(tensor).numel() else []
+    return [ChunkStorageMetadata(offsets=torch.Size([0] * tensor.ndim), sizes=tensor.size())]
+
+
+class SlicedTensor(_SavedTensor):
+    """A tensor whose slices (`parts`, at their places in `whole`) are DTensors, plain tensors or quantized states."""
 
     parts: tuple[torch.Tensor, ...]
     whole: SlicedName
@@ -52,42 +96,72 @@ class SlicedTensor(torch.Tensor):
         tensor.parts, tensor.whole = tuple(part.detach() for part in parts), whole
         return tensor
 
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"SlicedTensor(shape={tuple(self.shape)}, slices={len(self.parts)})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
-    ) -> object:
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        raise NotImplementedError(f"{func} on a tensor in slices, which can only be saved and loaded; take its parts.")
-
-    def __create_write_items__(self, fqn: str, tensor: torch.Tensor) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=TensorProperties.create_from_tensor(local), size=self.size()),
-            )
-            for chunk, local in self._chunks()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [chunk for chunk, _ in self._chunks()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return next(local for chunk, local in self._chunks() if chunk.offsets == index.offset)
-
     def _chunks(self) -> Iterator[tuple[ChunkStorageMetadata, torch.Tensor]]:
         for part, start in zip(self.parts, self.whole.starts, strict=True):
-            chunks, local = [ChunkStorageMetadata(offsets=torch.Size([0] * part.ndim), sizes=part.size())], part
-            if isinstance(part, DTensor):
-                chunks, local = part.__create_chunk_list__(), part.to_local()
-            for chunk in chunks if local.numel() else ():
+            for chunk in _chunks_of(part):
                 offsets = list(chunk.offsets)
                 offsets[self.whole.dim] += start
-                yield ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=chunk.sizes), local
+                yield ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=chunk.sizes), part
+
+
+class QuantizedState(_SavedTensor):
+    """A quantized state of one of torchao's optimizers, saved and loaded in float32.
+
+    So it goes over to any plan, any number of ranks, and AdamW. Where it is quantized in the same blocks again, codes of Fp8 come back as
+    they were; those of 8 and 4 bits but for blocks whose largest element is negative, which their tables hold rounded.
+    """
+
+    state: torch.Tensor
+    """A plain tensor of torchao's class, of the shard's shape."""
+    parameter: torch.Tensor
+    loaded: torch.Tensor | None
+    """What is read into, on the CPU."""
+
+    @staticmethod
+    def __new__(cls: type[QuantizedState], state: torch.Tensor, parameter: torch.Tensor, *, as_target: bool) -> QuantizedState:
+        tensor: QuantizedState = torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=torch.float32, device=parameter.device)
+        tensor.state, tensor.parameter = state, parameter
+        tensor.loaded = state.dequantize().cpu() if as_target else None
+        return tensor
+
+    def _chunks(self) -> Iterator[tuple[ChunkStorageMetadata, torch.Tensor]]:
+        yield from ((chunk, self) for chunk in _chunks_of(self.parameter))
+
+    def local(self) -> torch.Tensor:
+        """Return this rank's part, dequantized; of a target what is read into."""
+        return self.state.dequantize() if self.loaded is None else self.loaded
+
+    def dense(self) -> torch.Tensor:
+        """Return the state dequantized, sharded as its parameter."""
+        return _sharded_like(self.parameter, self.local().to(self.state.device))
+
+    def quantized(self) -> torch.Tensor:
+        """Return the state with what was read."""
+        if self.loaded is not None:
+            self.state.copy_(self.loaded.to(self.state.device))
+        return self.state
+
+
+def _sharded_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return part
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
+
+
+def _for_checkpoint(value: torch.Tensor, parameter: torch.Tensor, *, as_target: bool) -> torch.Tensor:
+    """Return a state as it is saved: what an optimizer holds as a plain tensor of its shard's shape shows where it lies."""
+    if value.shape != local(parameter).shape or not value.dim() or isinstance(value, DTensor):
+        return value
+    if type(value).__module__.startswith("torchao."):
+        return QuantizedState(value, parameter, as_target=as_target)
+    return _sharded_like(parameter, value)
+
+
+def _as_held(value: Any) -> Any:  # noqa: ANN401  # numbers too
+    if isinstance(value, QuantizedState):
+        return value.quantized()
+    return local(value) if torch.is_tensor(value) else value
 
 
 def free_gathered(model: nn.Module) -> None:
@@ -177,6 +251,15 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_ta
     if fresh and not as_target:
         optimizer.state.clear()
         state["state"] = {}
+    if steps_shards(optimizer):
+        named = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+        state["state"] = {
+            name: {k: _for_checkpoint(v, named[name], as_target=as_target) if torch.is_tensor(v) else v for k, v in own.items()}
+            for name, own in state["state"].items()
+        }
+    if low_bit_spec(optimizer):
+        for group in state["param_groups"]:
+            group["lr"] = float(group["lr"])  # as AdamW's
     return merge_optimizer_state(state, model, join=SlicedTensor) if is_split(model) else state
 
 
@@ -184,12 +267,17 @@ def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stat
     """Set an optimizer's state, with values as `optimizer_state` gives them; parameters may have none."""
     optimizer = unwrapped(optimizer)
     state = split_optimizer_state(state, model) if is_split(model) else state
+    if steps_shards(optimizer):
+        state = {**state, "state": {name: {k: _as_held(v) for k, v in own.items()} for name, own in state["state"].items()}}
     with own_positions(optimizer):
         if state["state"]:
             set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
         else:
             set_optimizer_state_dict(model, optimizer, {**state, "state": get_optimizer_state_dict(model, optimizer)["state"]})
             optimizer.state.clear()
+    if low_bit_spec(optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)  # which its kernels take, and nothing else
 
 
 def check_states(
@@ -255,6 +343,7 @@ def _copy_on_rank_zero(value: torch.Tensor) -> torch.Tensor:
     if isinstance(value, SlicedTensor):
         parts = [_copy_on_rank_zero(part) for part in value.parts]
         return torch.cat(parts, dim=value.whole.dim) if rank() == 0 else parts[0]
+    value = value.dense() if isinstance(value, QuantizedState) else value
     whole = _gathered(value) if isinstance(value, DTensor) else value
     return whole.detach().to("cpu", copy=True) if rank() == 0 else torch.empty(0)
 
@@ -286,6 +375,11 @@ def _broadcast_into(target: torch.Tensor, source: torch.Tensor | None) -> None:
     if isinstance(target, SlicedTensor):
         for part, start, size in zip(target.parts, target.whole.starts, target.whole.sizes, strict=True):
             _broadcast_into(part, None if source is None else source.narrow(target.whole.dim, start, size))
+        return
+    if isinstance(target, QuantizedState):
+        dense = target.dense()
+        _broadcast_into(dense, source)
+        target.loaded = local(dense).cpu()
         return
     whole = source
     if world_size() > 1:

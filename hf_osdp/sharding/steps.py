@@ -12,10 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..modeling.batch import Inputs, Loss, loss_of, output_of
 from ..modeling.units import modules_by_name
+from ..planner.description import DType
 from ..planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from ..planner.plan import Plan
 from .environment import host_parameters
-from .gradients import clip_grad_norm_
+from .gradients import clip_grad_norm_, local
 from .optimizer import step_by_device
 
 _LEARNING_RATE = 1e-6
@@ -54,6 +55,8 @@ def make_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.Optimiz
     options: dict[str, Any] = dict(spec.step.options)
     optimizer: torch.optim.Optimizer
     match spec.states:
+        case _ if spec.formats:
+            optimizer = _HoldsStates(parameters, spec)
         case 0 | 1:
             if spec.step is OptimizerStep.FUSED:  # torch has no fused SGD for sharded tensors; in place, neither needs scratch
                 options = OptimizerStep.FOR_LOOP.options
@@ -64,6 +67,27 @@ def make_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.Optimiz
             raise ValueError(f"An optimizer with {spec.states} states a parameter is not known to torch; 0 to 3 can be simulated.")
     step_by_device(optimizer, host_parameters(model))
     return optimizer
+
+
+class _HoldsStates(torch.optim.Optimizer):
+    """Hold and allocate what an optimizer with states of other formats does, and update nothing: those compile kernels for each shape."""
+
+    def __init__(self, parameters: list[nn.Parameter], spec: OptimizerSpec) -> None:
+        super().__init__(parameters, {"lr": _LEARNING_RATE, "differentiable": False})
+        self._spec = spec
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            shard, states = local(parameter), self.state[parameter]
+            for number, form in enumerate(self._spec.formats):
+                if f"format_{number}" not in states:
+                    nbytes = form.nbytes(shard.numel(), DType(str(shard.dtype).removeprefix("torch.")))
+                    states[f"format_{number}"] = torch.zeros(nbytes, dtype=torch.uint8, device=shard.device)
+            for number in range(self._spec.states):
+                states.setdefault(f"state_{number}", torch.zeros_like(shard))
+            if self._spec.step is OptimizerStep.FOR_LOOP:
+                _ = torch.empty(int(self._spec.loop_scratch * shard.nbytes), dtype=torch.uint8, device=shard.device)
 
 
 def batch_on(inputs: Inputs, samples: int, device: torch.device) -> dict[str, Any]:

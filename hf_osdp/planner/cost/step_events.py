@@ -65,6 +65,7 @@ class _Unit:
         g, precision, trainable = layout.shard_size, job.precision, unit.trainable
         self.trained = [p.sharded_bytes(g) for p in trainable]
         self.trained_here = [] if layout.on_host else self.trained
+        self.states_here = [] if layout.on_host else [job.optimizer.state_tensors(p, g) for p in trainable]
         self.handled = self.terms.gathered > 0  # else one process trains the plain module
         self.sources = [
             (p.sharded_bytes(g), g * p.sharded_numel(g) * precision.gathered_dtype(p).itemsize, precision.gathered_dtype(p) is not p.dtype)
@@ -122,8 +123,8 @@ class _Step:
         """Return what the optimizer makes in its first step."""
         spec = self._job.optimizer
         counts = [_STEP_COUNT_BYTES] if spec.states > 1 and spec.step is OptimizerStep.FUSED else []
-        for nbytes in (nbytes for unit in self._units for nbytes in unit.trained_here):
-            for made in (*[nbytes] * spec.states, *counts):
+        for states in (states for unit in self._units for states in unit.states_here):
+            for made in (*states, *counts):
                 self.log.make(made)
         return self.log.take()
 
@@ -143,7 +144,8 @@ class _Step:
             log.drop_all([log.make(nbytes) for nbytes in trained])
         elif step is OptimizerStep.FOR_LOOP:
             for nbytes in trained:
-                log.drop_all([log.make(nbytes), log.make(nbytes)])
+                half = int(nbytes * self._job.optimizer.loop_scratch / 2)
+                log.drop_all([log.make(half), log.make(half)])
         for unit in self._units:
             log.drop_all([unit.gradient, *unit.gradients])
             unit.gradient, unit.gradients = None, []

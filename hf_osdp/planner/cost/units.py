@@ -137,7 +137,7 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
     scatter_input = reduce_input(unit, g, job) if copies else 0
     return UnitBytes(
         parameters=0 if layout.on_host else sum(p.sharded_bytes(g) for p in unit.parameters),
-        optimizer=job.optimizer.states * gradients,
+        optimizer=0 if layout.on_host else sum(job.optimizer.state_bytes(p, g) for p in trainable),
         gradients_held=held,
         gradients_after=0 if holds else gradients - held,
         gradients_settled=gradients - whole + kept_back - beside if holds else 0,
@@ -247,11 +247,11 @@ def _update_seconds(shards: Sequence[int], hardware: Hardware, job: TrainingJob,
     device, optimizer, tensors, nbytes = hardware.device, job.optimizer, len(shards), sum(shards)
     if on_host:
         clipped = 3 if job.clips_gradients else 0
-        return (optimizer.traffic_per_element + clipped) * nbytes / host_of(hardware).update_bytes_per_s
+        return (optimizer.traffic_per_element() + clipped) * nbytes / host_of(hardware).update_bytes_per_s
     if hardware.fsdp_overhead is None:
-        update = optimizer.traffic_per_element * nbytes / device.memory_bytes_per_s
+        update = optimizer.traffic_per_element() * nbytes / device.memory_bytes_per_s
     else:
-        share = optimizer.traffic_per_element / OptimizerSpec().traffic_per_element  # AdamW was measured
+        share = optimizer.traffic_per_element() / OptimizerSpec().traffic_per_element()  # AdamW was measured
         update = share * hardware.fsdp_overhead.updates[optimizer.step](tensors, nbytes)
     dispatch = 0.0 if hardware.backend.overlaps else 2 * tensors * device.operator_s
     return update + (3 * nbytes / device.memory_bytes_per_s + dispatch if job.clips_gradients else 0.0)
@@ -291,7 +291,7 @@ def _beside_gathered(unit: UnitDescription, layout: UnitLayout, job: TrainingJob
 def _host_bytes(unit: UnitDescription, g: int, job: TrainingJob) -> int:
     """Return a unit's states on the host. Parameters and gradients are in page-locked memory, each in a power of two of bytes."""
     pinned = sum((1 + p.requires_grad) * pinned_bytes(p.sharded_bytes(g)) for p in unit.parameters)
-    return pinned + job.optimizer.states * sum(p.sharded_bytes(g) for p in unit.trainable)
+    return pinned + sum(job.optimizer.state_bytes(p, g) for p in unit.trainable)
 
 
 def pinned_bytes(nbytes: int) -> int:
@@ -306,5 +306,5 @@ def _step_scratch(shards: Sequence[int], job: TrainingJob) -> int:
         case OptimizerStep.FOREACH:
             return sum(shards)
         case OptimizerStep.FOR_LOOP:
-            return 2 * max(shards, default=0)
+            return int(job.optimizer.loop_scratch * max(shards, default=0))
     raise AssertionError(job.optimizer.step)

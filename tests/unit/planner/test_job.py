@@ -81,7 +81,7 @@ def test_precision_names_give_gathered_and_reduced_dtypes():
 
 
 def test_optimizer_traffic_counts_reads_and_writes():
-    assert [OptimizerSpec(states=n).traffic_per_element for n in (0, 1, 2)] == [3, 5, 7]
+    assert [OptimizerSpec(states=n).traffic_per_element() for n in (0, 1, 2)] == [3, 5, 7]
 
 
 @pytest.mark.parametrize("strategy", [s for s in Strategy if s is not Strategy.OSDP])

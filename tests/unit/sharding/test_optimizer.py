@@ -55,7 +55,7 @@ def test_spec_of_trainer_name_knows_fused_and_stateless_optimizers():
 def test_unknown_optimizers_are_refused_by_name():
     with pytest.raises(ValueError, match=r"adafactor.*adamw_torch"):
         spec_of_trainer_name("adafactor", device_type="cpu")
-    with pytest.raises(ValueError, match=r"LBFGS.*adamw"):
+    with pytest.raises(ValueError, match=r"LBFGS needs dot products.*AdamW"):
         spec_of_optimizer(torch.optim.LBFGS([torch.nn.Parameter(torch.ones(1))]), device_type="cpu")
 
 

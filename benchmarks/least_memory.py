@@ -1,0 +1,60 @@
+"""The least memory of Llama-3-8B by optimizer and loss, and its best plan at 24 GB a device, on paper.
+
+    python benchmarks/least_memory.py
+
+Nothing is measured: devices and links are presets, from data sheets. 4096 tokens a sample, bf16, 64 samples a step; states stay on the
+devices.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, Python looks only in its folder
+
+from benchmarks.limits import LLAMA_3_8B
+from hf_osdp import InfeasibleError, PlanningProblem, TrainingJob, describe, preset, search
+from hf_osdp.planner.description import DType
+from hf_osdp.planner.job import LOW_BIT, OptimizerSpec, Precision
+from hf_osdp.planner.search.search import least_memory
+from hf_osdp.planner.split import ModelSplit
+from hf_osdp.quantities import format_bytes
+
+LENGTH, SAMPLES, LIMIT_BYTES, PIECES = 4096, 64, 24 * 2**30, 8
+OPTIMIZERS = {"AdamW": OptimizerSpec(), "AdamW8bit": LOW_BIT["adamw8bit"], "AdamW4bit": LOW_BIT["adamw4bit"]}
+
+
+def main() -> None:
+    precision = Precision.named("bf16")
+    table = Table(title=f"Llama-3-8B, {LENGTH} tokens, bf16, RTX 4090 (24 GiB)")
+    for name in ("devices", "logits", "optimizer", "least memory", "micro-batch", "tokens a second"):
+        table.add_column(name, justify="left" if name in ("logits", "optimizer") else "right", no_wrap=True)
+    for devices in (8, 2):
+        hardware = preset("rtx-4090", devices_per_node=devices)
+        for pieces in (1, PIECES):
+            description = describe(
+                LLAMA_3_8B, sequence_length=LENGTH, device_type="cuda", compute_dtype=DType.BFLOAT16, split=ModelSplit(loss_pieces=pieces),
+                capability=hardware.device.capability,
+            )  # fmt: skip
+            for name, optimizer in OPTIMIZERS.items():
+                job = TrainingJob(global_batch_size=SAMPLES, precision=precision, optimizer=optimizer)
+                problem = PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=LIMIT_BYTES)
+                batch, rate = "", "does not fit"
+                try:
+                    plan = search(replace(problem, job=replace(job, host_offload=False, offload_activations=False)))
+                    batch, rate = str(plan.plan.micro_batch_size), f"{SAMPLES * LENGTH / plan.time.step_s:,.0f}"
+                except InfeasibleError:
+                    pass
+                least = least_memory(replace(problem, job=replace(job, host_offload=False, offload_activations=False)))
+                loss = "whole" if pieces == 1 else f"{pieces} pieces"
+                table.add_row(str(devices), loss, name, format_bytes(least), batch, rate)
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()
