@@ -20,10 +20,10 @@ def _train(side: Side, **options: Any) -> Figures:
     return trained(side, gpt2(), tokens(), **options)
 
 
-for _name in ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad"):
+for _name in ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "sgd", "rmsprop", "adagrad"):
     row(f"optim={_name}", _GROUP, daily=_name in _DAILY)(partial(_train, optim=_name))
 for _name in (
-    "adafactor", "adamw_8bit", "adamw_torch_8bit", "lion_32bit", "ademamix", "galore_adamw", "lomo", "schedule_free_adamw", "grokadamw",
+    "adafactor", "adamw_8bit", "lion_32bit", "ademamix", "galore_adamw", "lomo", "schedule_free_adamw", "grokadamw",
     "stable_adamw", "apollo_adamw",
 ):  # fmt: skip
     _options = {"optim_target_modules": ["attn"]} if _name.startswith(("galore", "apollo")) else {}
