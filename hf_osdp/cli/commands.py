@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..planner.cost.evaluate import PlanEstimate, estimate_plan
+from ..planner.cost.evaluate import PlanEstimate
 from ..planner.files import plain
 from ..planner.plan import Plan
 from ..planner.problem import Strategy
 from ..planner.search.compare import POINTS, frontier
-from ..planner.search.search import search
 from ..quantities import format_bytes, format_seconds
 from ..report.content import comparison_content, explanation_content, report_content
 from ..report.explain import explain as explain_plan
@@ -51,17 +50,16 @@ def plan(
     rounds: tuple[SimulatedRound, ...] = ()
     with screen.working("Describing the model, searching" + (" and simulating" if simulate else "")):
         case = Case(request)
-        problem = case.problem()
+        found, problem = case.found.plan, case.found.problem
         if simulate:
             from ..planning.simulate import search_and_simulate
 
             checkpointed = request.activation_checkpointing
-            rounds = search_and_simulate(case.model(), problem, device_type=case.device_type, activation_checkpointing=checkpointed)
-            problem = replace(problem, job=rounds[-1].job)
-        found = rounds[-1].found.plan if rounds else search(problem).plan
+            rounds = search_and_simulate(case.model, problem, device_type=case.device_type, activation_checkpointing=checkpointed)
+            found, problem = rounds[-1].found.plan, replace(problem, job=rounds[-1].job)
     planning_s = time.perf_counter() - started
-    inputs = PlanInputs(description=problem.description, job=problem.job, hardware=problem.hardware)
-    estimate = estimate_plan(found, problem.description, problem.job, problem.hardware)
+    inputs = PlanInputs.of(problem)
+    estimate = inputs.estimate(found)
     screen.print(plan_table(found, problem.description, estimate), *plan_caption(found, estimate, problem.hardware))
     screen.print(f"Planned for {problem.hardware.summary} in {format_seconds(planning_s)}; activations: {problem.description.trace}.")
     screen.print(case.precision_line)
@@ -154,9 +152,9 @@ def _inputs(plan: Plan, flags: dict[str, Any]) -> PlanInputs:
         raise ValueError(
             f"The profile is of {devices} devices, but the plan is for {plan.world_size}; give --num-nodes, or another profile."
         )
-    job, description = case.job, case.timed(case.describe(plan.split, micro_batch_size=plan.micro_batch_size))
-    plan.check(description, plan.world_size)
-    return PlanInputs(description=description, job=job, hardware=case.hardware)
+    inputs = PlanInputs.of(case.problem_of(plan))
+    plan.check(inputs.description, plan.world_size)
+    return inputs
 
 
 def compare(
@@ -169,10 +167,10 @@ def compare(
     screen = Output(json_file, plot=plot)
     with screen.working("Describing the model", steps=3) as next_step:
         case = Case(request)
-        problem = case.problem()
+        problem = case.found.problem
         description, hardware = problem.description, problem.hardware
         next_step("Searching: strategies")
-        rows = case.compared(problem)
+        rows = case.found.compared()
         peaks = [row.result.plan.peak_bytes for row in rows if row.result is not None]
         next_step("Searching: the front")
         whole = replace(problem, memory_limit_bytes=hardware.room_bytes(hardware.device.memory_bytes), strategy=Strategy.OSDP)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from ..errors import OSDPError
 from ..measurement.memory_limits import memory_limits, tightest
-from ..planner.cost.evaluate import estimate_plan
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware
 from ..planner.job import OptimizerSpec, Precision
@@ -38,6 +37,7 @@ from ..planning.preflight import (
     findings_of,
     split_ties,
 )
+from ..planning.recalibrate import estimated
 from ..quantities import format_bytes, format_count, format_seconds
 from ..sharding.optimizer import spec_of_trainer_name
 from .cases import OPTIMIZERS, Case, names_in
@@ -56,7 +56,7 @@ class Examination:
     """All checks that need no start; without a plan file one is searched for, and without a folder its check is left out."""
 
     def __init__(self, request: Request, optimizer: str, plan_file: Path | None, folder: RunFolder | None) -> None:
-        self._request, self._plan_file, self._folder = request, plan_file, folder
+        self._plan_file, self._folder = plan_file, folder
         self._findings: list[Finding] = []
         self._sound: dict[Check, str] = {}
         """For each check that was made, what was found in order."""
@@ -105,16 +105,13 @@ class Examination:
 
     def _examine(self, hardware: Hardware) -> None:
         """Check the model on the devices, its plan, and this machine."""
-        case, request = self._case, self._request
-        if hardware.world_size == 1:
-            with suppress(OSDPError, ValueError):  # what `hf-osdp plan` refuses is found below, one thing after the other
-                case.problem()
-        split = self._tried(Check.PLAN, lambda: WHOLE_BLOCKS if self._plan_file is None else Plan.load(self._plan_file).split)
+        case, path = self._case, self._plan_file
+        given = self._tried(Check.PLAN, lambda: None if path is None else Plan.load(path))
         description = None
         if not any(finding.check is Check.MODEL for finding in self._findings):
             description = self._tried(
                 Check.MODEL,
-                lambda: case.timed(case.describe(split or WHOLE_BLOCKS)),
+                lambda: case.timed(case.describer().describe(WHOLE_BLOCKS if given is None else given.split)),
                 lambda found: f"{found.model_class}, {format_count(found.numel)} parameters",
             )
         job = self._tried(
@@ -123,37 +120,34 @@ class Examination:
         limit = self._tried(Check.LIMIT, lambda: case.limit_bytes, lambda limit: _limit_text(limit, hardware))
         if description is None:
             return
-        problem = found = None
-        if job is not None and limit is not None and split is not None:
-            asked = problem = PlanningProblem(
-                description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=request.strategy
-            )
-            path = self._plan_file
+        found = None
+        if job is not None and limit is not None and (given is not None or path is None):
             found = self._tried(
                 Check.PLAN,
-                lambda: search(case.builder().with_best_split(asked)) if path is None else _given(asked, path),
+                lambda: estimated(case.found.problem, case.found.plan) if given is None else _checked(case.problem_of(given), given),
                 lambda found: (
                     f"{found.plan.fingerprint} ({found.plan.strategy}): peak {format_bytes(found.peak_bytes)}, a step in"
                     f" {format_seconds(found.time.step_s)}"
                 ),
             )
-        known = self._known(description, problem, found)
-        self._findings += [*findings_of(known), *filter(None, [split_ties(case.model())])]
+        known = self._known(description, found)
+        self._findings += [*findings_of(known), *filter(None, [split_ties(case.model)])]
         self._sound |= _sound(description, known)
 
-    def _known(self, description: ModelDescription, problem: PlanningProblem | None, found: SearchResult | None) -> KnownRun:
+    def _known(self, description: ModelDescription, found: SearchResult | None) -> KnownRun:
         """Return what is known of the model, its plan and this machine."""
-        request, hardware = self._request, self._case.hardware
-        chosen = self._plan_file is None and request.strategy is Strategy.OSDP
+        case, hardware = self._case, self._case.hardware
+        chosen = self._plan_file is None and case.request.strategy is Strategy.OSDP
         best: tuple[StrategyResult, ...] = ()
-        if problem is not None and found is not None and not chosen:
+        if found is not None and not chosen:
+            problem = case.found.problem if self._plan_file is None else case.problem_of(found.plan)
             with suppress(OSDPError):  # nothing fits
                 best = (StrategyResult(strategy=Strategy.OSDP, result=search(replace(problem, strategy=Strategy.OSDP))),)
         return KnownRun(
             units=description.units,
-            precision=Precision.named(self._case.precision),
+            precision=Precision.named(case.precision),
             optimizer=self._spec,
-            asked_classes=names_in(request.block_classes) or None,
+            asked_classes=names_in(case.request.block_classes) or None,
             found_classes=description.block_classes,
             plan=None if found is None else found.plan,
             hardware=hardware,
@@ -166,12 +160,11 @@ class Examination:
         )
 
 
-def _given(problem: PlanningProblem, path: Path) -> SearchResult:
-    """Check a plan from a file against the problem."""
-    plan = Plan.load(path)
+def _checked(problem: PlanningProblem, plan: Plan) -> SearchResult:
+    """Check a given plan against the problem."""
     plan.check(problem.description, problem.hardware.world_size)
-    estimate = estimate_plan(plan, problem.description, problem.job, problem.hardware)
-    peak = estimate.memory.on(problem.hardware)
+    found = estimated(problem, plan)
+    peak = found.memory.on(problem.hardware)
     check_given_plan(
         plan,
         memory_limit_bytes=problem.memory_limit_bytes,
@@ -180,8 +173,7 @@ def _given(problem: PlanningProblem, path: Path) -> SearchResult:
         micro_batch_size=problem.job.micro_batch_size,
         sequence_length=problem.description.sequence_length,
     )
-    assert estimate.time is not None
-    return SearchResult(plan=replace(plan, peak_bytes=peak), memory=estimate.memory, time=estimate.time)
+    return replace(found, plan=replace(plan, peak_bytes=peak))
 
 
 def _limit_text(limit_bytes: int, hardware: Hardware) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..distributed.mesh import rank
 from ..measurement.step_meter import Observation
-from ..planner.cost.evaluate import PlanEstimate, estimate_plan
+from ..planner.cost.evaluate import PlanEstimate
 from ..planner.hardware import Collective
 from ..planning.config import OSDPConfig
 from ..planning.machine_cache import MEASURED_EARLIER
@@ -56,9 +56,9 @@ def announce_plan(run: PlannedRun) -> None:
     console.print(plan_table(run.plan, description, estimate))
     for line in plan_caption(run.plan, estimate, run.hardware):
         console.print(line, highlight=False)
-    if run.comparison is not None and run.memory_limit_bytes is not None:
+    if run.comparison is not None and run.plan.memory_limit_bytes is not None:
         console.print()
-        console.print(comparison_table(run.comparison, run.memory_limit_bytes))
+        console.print(comparison_table(run.comparison, run.plan.memory_limit_bytes))
     if run.open_step_s is not None and run.plan.step_s and run.plan.step_s > _WORTH_SAYING * run.open_step_s:
         console.print(
             f"Activation checkpointing recomputes every block. Left to the planner, a step takes {format_seconds(run.open_step_s)} by its"
@@ -156,9 +156,8 @@ def _collectives(estimate: PlanEstimate, measured: Observation) -> list[tuple[st
 
 
 def _estimated(run: PlannedRun) -> tuple[PlanInputs, PlanEstimate]:
-    assert run.description is not None and run.job is not None, "runs that are announced are described"
-    inputs = PlanInputs(description=run.description, job=run.job, hardware=run.hardware)
-    return inputs, estimate_plan(run.plan, run.description, run.job, run.hardware)
+    assert run.inputs is not None, "runs that are announced are described"
+    return run.inputs, run.inputs.estimate(run.plan)
 
 
 def _console() -> Console:

@@ -259,8 +259,8 @@ def test_what_if_table_counts_gains_from_the_first_row():
     asked = problem(SMALL, HARDWARE, JOB)
     now, fsdp = search(asked), search(replace(asked, strategy="fsdp"))
     rows = [
-        Answer(question="now", change="limit 12.0 MiB", problem=asked, result=now),
-        Answer(question="twice the memory", change="limit 24.0 MiB", problem=asked, result=fsdp),
+        Answer(question="now", change="limit 12.0 MiB", problem=asked, plan=now.plan),
+        Answer(question="twice the memory", change="limit 24.0 MiB", problem=asked, plan=fsdp.plan),
         Answer(question="largest width", change="", reason="not even 1 heads fit"),
     ]
     lines = rendered(what_if_table(rows))
