@@ -215,7 +215,7 @@ class Case:
 
     @cached_property
     def _trace(self) -> Callable[..., ModelDescription]:
-        from ..planning.description_cache import describe_once
+        from ..planning.cache import describe_once
 
         return cache(describe_once)
 

@@ -18,7 +18,7 @@ from ..errors import OSDPError
 from ..measurement.memory_limits import memory_limits, tightest
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware
-from ..planner.job import OptimizerSpec, Precision
+from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.compare import StrategyResult
@@ -40,7 +40,7 @@ from ..planning.preflight import (
 from ..planning.recalibrate import estimated
 from ..quantities import format_bytes, format_count, format_seconds
 from ..sharding.optimizer import spec_of_trainer_name
-from .cases import OPTIMIZERS, Case, names_in
+from .cases import OPTIMIZERS, Case
 from .options import Request
 
 T = TypeVar("T")
@@ -144,10 +144,9 @@ class Examination:
             with suppress(OSDPError):  # nothing fits
                 best = (StrategyResult(strategy=Strategy.OSDP, result=search(replace(problem, strategy=Strategy.OSDP))),)
         return KnownRun(
+            facts=replace(case.facts, folder=self._folder),
             units=description.units,
-            precision=Precision.named(case.precision),
-            optimizer=self._spec,
-            asked_classes=names_in(case.request.block_classes) or None,
+            asked_classes=case.config.block_classes,
             found_classes=description.block_classes,
             plan=None if found is None else found.plan,
             hardware=hardware,
@@ -156,7 +155,6 @@ class Examination:
             others=best,
             needed_bytes=None if found is None else found.memory.peak_bytes,
             memory=_memory_here(hardware),
-            folder=self._folder,
         )
 
 
@@ -184,7 +182,7 @@ def _limit_text(limit_bytes: int, hardware: Hardware) -> str:
 
 def _sound(description: ModelDescription, known: KnownRun) -> dict[Check, str]:
     """Return what is to be said of checks that find nothing."""
-    units, hardware, precision, memory = known.units, known.hardware, known.precision.compute, known.memory
+    units, hardware, precision, memory = known.units, known.hardware, known.facts.precision.compute, known.memory
     tied = [names for unit in units for names in unit.shared]
     texts = {
         Check.BLOCKS: f"{len(units)} units; blocks are {', '.join(description.block_classes)}",
@@ -197,9 +195,9 @@ def _sound(description: ModelDescription, known: KnownRun) -> dict[Check, str]:
         texts[Check.LINKS] = f"{format_bytes(hardware.inter_node.bytes_per_s)}/s between nodes" if hardware.nodes > 1 else "one node"
     if known.needed_bytes is not None and memory is not None:
         texts[Check.PROCESSES] = f"{format_bytes(memory.free_bytes)} of {memory.name} free here"
-    if known.folder is not None:
-        size = format_bytes(checkpoint_bytes(units, known.optimizer, adapters=known.folder.adapters))
-        texts[Check.FOLDER] = f"{known.folder.path} can be written and has room; a checkpoint takes {size}"
+    if (folder := known.facts.folder) is not None:
+        size = format_bytes(checkpoint_bytes(units, known.facts.optimizer, adapters=folder.adapters))
+        texts[Check.FOLDER] = f"{folder.path} can be written and has room; a checkpoint takes {size}"
     return texts
 
 

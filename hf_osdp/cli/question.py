@@ -137,7 +137,7 @@ class Planner:
         self.plan = lru_cache(maxsize=_KEPT)(self._plan)
 
     def _plan(self, question: Question) -> Planned:
-        from ..planning.description_cache import warnings_of_package
+        from ..planning.cache import warnings_of_package
 
         case = Case(self._request(question))
         with redirect_stderr(io.StringIO()) as said:  # that a built-in shape stands in for the hub's

@@ -31,8 +31,7 @@ from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun
-from ..planning.preflight import RunFolder
-from ..planning.problem import RunFacts
+from ..planning.problem import RunFacts, RunFolder
 from ..sharding.environment import form_process_group, prepare_model, uses_host
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
 from ..sharding.optimizer import frozen_parameters, spec_of_optimizer

@@ -15,8 +15,8 @@ from ..distributed.mesh import rank
 from ..measurement.step_meter import Observation
 from ..planner.cost.evaluate import PlanEstimate
 from ..planner.hardware import Collective
+from ..planning.cache import MEASURED_EARLIER
 from ..planning.config import OSDPConfig
-from ..planning.machine_cache import MEASURED_EARLIER
 from ..planning.plan_run import PlannedRun, plan_run
 from ..planning.problem import RunFacts
 from ..quantities import format_seconds

@@ -111,7 +111,7 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
 
     run = _searched(model, config, facts) if config.plan is None else _given(model, config, facts)
     planning_s = time.perf_counter() - started
-    return replace(run, planning_s=planning_s, findings=check_run(_known(run, config, facts), model, facts.device_type))
+    return replace(run, planning_s=planning_s, findings=check_run(_known(run, config, facts), model))
 
 
 def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
@@ -283,16 +283,13 @@ def _known(run: PlannedRun, config: OSDPConfig, facts: RunFacts) -> KnownRun:
         else:
             needed = run.inputs.estimate(plan).memory.peak_bytes
     return KnownRun(
+        facts=facts,
         units=run.units,
-        precision=facts.precision,
-        optimizer=facts.optimizer,
         asked_classes=config.block_classes if run.inputs is not None or not run.plan.split.operators else None,
         found_classes=classes,
-        frozen_in_optimizer=facts.frozen_in_optimizer,
         plan=run.plan,
         hardware=run.hardware,
         time=None if run.search is None or config.strategy == "osdp" else run.search.time,
         others=run.comparison or (),
         needed_bytes=needed,
-        folder=facts.folder,
     )

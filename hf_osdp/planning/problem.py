@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -28,15 +29,29 @@ from ..planner.search.search import search
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..quantities import format_bytes
 from ..tracing.describe import TRACED_MICRO_BATCH, describe, is_by_formula
+from .cache import measured_once
 from .config import OSDPConfig
-from .machine_cache import measured_once
-from .preflight import RunFolder
 
 Trace: TypeAlias = Callable[..., ModelDescription]
 """`describe`, or what is called as it is."""
 _log = logging.getLogger(__name__)
 _MOST_DESCRIPTIONS = 3
 """Of a model with compiled blocks, each at another micro-batch size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """The folder that a run writes to, and what it writes there."""
+
+    path: str | Path
+    saves: bool = True
+    """Whether checkpoints are written while it trains."""
+    limit: int | None = None
+    """How many are kept (`save_total_limit`); None keeps all."""
+    states: bool = True
+    """Whether they hold the optimizer's states."""
+    adapters: bool = False
+    """Whether they hold trained parameters alone, as those of peft do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

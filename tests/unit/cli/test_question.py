@@ -16,7 +16,7 @@ from hf_osdp import OSDPConfig
 from hf_osdp.cli.app import app
 from hf_osdp.cli.output import error_line
 from hf_osdp.cli.question import Planner, Question
-from hf_osdp.planning import description_cache
+from hf_osdp.planning import cache
 
 SHAPE = {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 4, "vocab_size": 500, "n_positions": 64}
 SIZES = {"devices_per_node": 4, "sequence_length": 32, "global_batch_size": 32}
@@ -77,8 +77,8 @@ def test_warnings_are_kept_with_what_was_traced(planner):
 def test_model_is_described_once_for_other_limits_and_devices(monkeypatch, tmp_path):
     monkeypatch.setenv("OSDP_CACHE", str(tmp_path))
     planner, described = Planner(), []
-    stock = description_cache.describe
-    monkeypatch.setattr(description_cache, "describe", lambda *given, **options: described.append(options) or stock(*given, **options))
+    stock = cache.describe
+    monkeypatch.setattr(cache, "describe", lambda *given, **options: described.append(options) or stock(*given, **options))
     first = planner.plan(QUESTION)
     assert planner.plan(replace(QUESTION)) is first and len(described) == 1
     planner.plan(replace(QUESTION, memory_limit="20GiB", devices_per_node=8))
