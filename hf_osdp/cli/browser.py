@@ -19,8 +19,8 @@ from ..planner.hardware import GIB
 from ..planner.presets import preset_names
 from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
+from ..report.plots import plan_chart
 from ..report.tables import batch_cells, comparison_table, plan_caption, plan_table, what_if_table
-from .commands import chart_of
 from .output import error_line
 from .question import Planned, Planner, Question
 
@@ -115,7 +115,7 @@ def _shown(planned: Planned) -> list[Any]:
     most = hardware.device.memory_bytes // GIB
     return [
         _html(f'<div class="figures">{figures}</div>{table}{caption}'),
-        _picture(chart_of(plan, PlanInputs.of(planned.problem), planned.estimate)),
+        _picture(plan_chart(plan, PlanInputs.of(planned.problem), planned.estimate)),
         gr.update(maximum=most, value=min(most, round(planned.problem.memory_limit_bytes / GIB))),
         gr.update(maximum=max(16, 2 * hardware.devices_per_node), value=hardware.devices_per_node),
         planned.script,

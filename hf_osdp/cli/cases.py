@@ -36,29 +36,27 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = {"adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum", states=1), "sgd": OptimizerSpec(name="sgd", states=0)}
 """Optimizers by the names of `--optimizer`."""
+_OPTIONS = ("block_classes", "recompute", "host_offload", "offload_activations", "compile", "operator_splitting")
+_FACTS = ("sequence_length", "global_batch_size", "micro_batch_size", "activation_checkpointing")
+"""Fields of a request that `OSDPConfig` and `RunFacts` have, too."""
 _HUB_ANSWERS_S = 5
 """Seconds that the hub has for its first answer."""
 
 
 class Case:
-    """The run that a request asks about. Each part is looked up when it is asked for, and raises then what is wrong with it.
-
-    Args:
-        request: what the command line states.
-        optimizer: in place of the request's.
+    """The run that a request asks about. Each part is looked up when it is asked for.
 
     Raises (its parts):
         OSDPError: devices or model are not known, a profile holds other blocks, or the model cannot be described.
         ValueError: an option cannot be used.
     """
 
-    def __init__(self, request: Request, optimizer: OptimizerSpec | None = None) -> None:
+    def __init__(self, request: Request) -> None:
         self.request = request
-        self._optimizer = optimizer or OPTIMIZERS[request.optimizer]
+        self.optimizer = OPTIMIZERS[request.optimizer]
 
     @cached_property
     def profile(self) -> Profile | None:
-        """What `--profile` names."""
         return None if self.request.profile is None else Profile.load(self.request.profile)
 
     @cached_property
@@ -69,14 +67,14 @@ class Case:
         if (request.device is None) == (request.profile is None):
             given = "Both were given" if request.device else "Neither was given"
             raise ValueError(f"{given}: use either --device with one of {', '.join(preset_names())}, or --profile FILE.")
-        if request.device is not None:
-            hardware = preset(request.device, nodes=request.num_nodes or 1, devices_per_node=request.devices_per_node or 1)
-            return hardware.with_margin(margin)
-        assert self.profile is not None
-        measured = self.profile.hardware
-        nodes, devices = request.num_nodes or measured.nodes, request.devices_per_node or measured.devices_per_node
-        same = (nodes, devices) == (measured.nodes, measured.devices_per_node)
-        return (measured if same else measured.scaled(nodes=nodes, devices_per_node=devices)).with_margin(margin)
+        if self.profile is None:
+            sizes = {"nodes": request.num_nodes or 1, "devices_per_node": request.devices_per_node or 1}
+            return preset(str(request.device), **sizes).with_margin(margin)
+        hardware = self.profile.hardware
+        nodes, devices = request.num_nodes or hardware.nodes, request.devices_per_node or hardware.devices_per_node
+        if (nodes, devices) != (hardware.nodes, hardware.devices_per_node):
+            hardware = hardware.scaled(nodes=nodes, devices_per_node=devices)
+        return hardware.with_margin(margin)
 
     @property
     def device_type(self) -> str:
@@ -98,7 +96,6 @@ class Case:
 
     @cached_property
     def model_config(self) -> PreTrainedConfig:
-        """The model's configuration."""
         return load_config(self.request.model)
 
     @cached_property
@@ -109,14 +106,9 @@ class Case:
         request = self.request
         return OSDPConfig(
             strategy=request.strategy.value,
-            block_classes=tuple(names_in(request.block_classes)) or None,
-            recompute=request.recompute,
-            host_offload=request.host_offload,
-            offload_activations=request.offload_activations,
-            compile=request.compile,
-            operator_splitting=request.operator_splitting,
-            split_vocabulary=request.split_vocabulary and request.operator_splitting and request.strategy is Strategy.OSDP,
             profile=self.profile,
+            split_vocabulary=request.split_vocabulary and request.operator_splitting and request.strategy is Strategy.OSDP,
+            **{name: getattr(request, name) for name in _OPTIONS},
         )
 
     @cached_property
@@ -129,13 +121,10 @@ class Case:
             world_size=world_size,
             device_type=self.device_type,
             precision=Precision.named(self.precision, autocast=world_size == 1),
-            optimizer=self._optimizer,
-            sequence_length=request.sequence_length,
-            global_batch_size=request.global_batch_size,
-            micro_batch_size=request.micro_batch_size,
-            activation_checkpointing=request.activation_checkpointing,
+            optimizer=self.optimizer,
             capability=self.hardware.device.capability,
             expandable_segments=True,
+            **{name: getattr(request, name) for name in _FACTS},
         )
 
     @property
@@ -166,7 +155,6 @@ class Case:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The model on the meta device."""
         return self.built(self.model_config)
 
     def built(self, model_config: object) -> nn.Module:
@@ -229,6 +217,16 @@ def default_precision(hardware: Hardware) -> Literal["no", "bf16"]:
     from ..planning.preflight import bf16_on
 
     return "bf16" if hardware.backend is Backend.NCCL and bf16_on(hardware.device, "cuda") else "no"
+
+
+def of_this_machine(device: str | None, precision: str | None) -> tuple[str, str]:
+    """Return what to use here, `cpu` or `cuda`, and the mixed precision, where they are not given."""
+    import torch
+
+    from ..planning.preflight import bf16_on
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return device, precision or ("bf16" if bf16_on(None, device) else "no")
 
 
 def names_in(text: str | None) -> list[str]:

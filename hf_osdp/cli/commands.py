@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..planner.cost.evaluate import PlanEstimate
 from ..planner.files import plain
 from ..planner.plan import Plan
 from ..planner.problem import Strategy
@@ -17,7 +18,6 @@ from ..planner.search.compare import POINTS, frontier
 from ..quantities import format_bytes, format_seconds
 from ..report.content import comparison_content, explanation_content, report_content
 from ..report.explain import explain as explain_plan
-from ..report.explain import stream_times
 from ..report.explain_tables import explanation_tables
 from ..report.plan_file import PlanInputs, plan_file_content, read_plan_file, write_json
 from ..report.run_tables import checks_table, simulation_table
@@ -76,28 +76,17 @@ def plan(
     if output is not None:
         write_json(plan_file_content(found, inputs), output)
         screen.print(f"Plan: {output}")
-    _draw(screen, plot, found, inputs, estimate)
+    _draw(screen, plot, lambda plots: plots.plan_chart(found, inputs, estimate))
     screen.write(content)
 
 
-def _draw(screen: Output, path: Path | None, plan: Plan, inputs: PlanInputs, estimate: PlanEstimate) -> None:
-    if path is None:
-        return
-    from ..report.plots import save_chart
+def _draw(screen: Output, path: Path | None, make: Callable[[ModuleType], AnyChart]) -> None:
+    """Save a chart that is made of the functions of `report.plots`, which needs an extra."""
+    if path is not None:
+        from ..report import plots
 
-    save_chart(chart_of(plan, inputs, estimate), path)
-    screen.print(f"Plot: {path}")
-
-
-def chart_of(plan: Plan, inputs: PlanInputs, estimate: PlanEstimate) -> AnyChart:
-    """Return memory over the step, and time by stream where the hardware is known. Needs the extra `plot`."""
-    from ..report.plots import plan_chart
-
-    hardware, memory = inputs.hardware, estimate.memory
-    reserved = 0 if hardware is None else hardware.outside_bytes(memory.communicators)
-    streams = () if hardware is None else stream_times(plan, inputs.description, inputs.job, hardware)
-    title = f"{plan.model_name}, {plan.strategy} on {plan.hardware or f'{plan.world_size} devices'}"
-    return plan_chart(title, memory, reserved, plan.memory_limit_bytes, streams)
+        plots.save_chart(make(plots), path)
+        screen.print(f"Plot: {path}")
 
 
 def explain(
@@ -133,7 +122,7 @@ def explain(
         f" {plan.global_batch_size} a step.",
         *plan_caption(plan, explanation.estimate)[1:], f"Activations: {inputs.description.trace}.", "", *explanation_tables(explanation),
     )  # fmt: skip
-    _draw(screen, plot, plan, inputs, explanation.estimate)
+    _draw(screen, plot, lambda plots: plots.plan_chart(plan, inputs, explanation.estimate))
     screen.write(explanation_content(explanation))
 
 
@@ -177,12 +166,8 @@ def compare(
         front = frontier(whole, points=points, at=[problem.room_bytes, *filter(None, peaks)])
     screen.print(comparison_table(rows, problem.memory_limit_bytes), frontier_table(front, problem.room_bytes))
     screen.print(f"Estimated for {hardware.summary}; activations: {description.trace}.", case.precision_line)
-    if plot is not None:
-        from ..report.plots import frontier_chart, save_chart
-
-        title = f"{description.model_name} on {hardware.summary}: fastest plan for each amount of memory"
-        save_chart(frontier_chart(title, front, rows, problem.room_bytes), plot)
-        screen.print(f"Plot: {plot}")
+    title = f"{description.model_name} on {hardware.summary}: fastest plan for each amount of memory"
+    _draw(screen, plot, lambda plots: plots.frontier_chart(title, front, rows, problem.room_bytes))
     screen.write(comparison_content(hardware, problem.memory_limit_bytes, rows, front))
 
 

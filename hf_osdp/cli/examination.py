@@ -34,6 +34,7 @@ from ..planning.preflight import (
     Severity,
     bf16_on,
     checkpoint_bytes,
+    device_memory,
     findings_of,
     split_ties,
 )
@@ -60,20 +61,17 @@ class Examination:
         self._findings: list[Finding] = []
         self._sound: dict[Check, str] = {}
         """For each check that was made, what was found in order."""
-        case = Case(request)
+        self._case = case = Case(request)
         hardware = self._tried(Check.DEVICES, lambda: case.hardware, lambda h: f"{h.summary}, {format_bytes(h.device.memory_bytes)} each")
-        model_config = self._tried(Check.MODEL, lambda: case.model_config)
+        self._tried(Check.MODEL, lambda: case.model_config)
         device_type = "cuda" if hardware is None else case.device_type
         spec = self._tried(
             Check.OPTIMIZER,
             lambda: OPTIMIZERS.get(optimizer) or spec_of_trainer_name(optimizer.lower(), device_type=device_type),
             lambda spec: f"{spec.name} goes element by element, with {spec.states} states a parameter",
         )
-        self._spec = spec or OptimizerSpec()
+        case.optimizer = spec or OptimizerSpec()
         if hardware is not None:
-            self._case = Case(request, self._spec)
-            if model_config is not None:
-                self._case.model_config = model_config  # read once, and announced once
             self._examine(hardware)
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -120,7 +118,7 @@ class Examination:
         limit = self._tried(Check.LIMIT, lambda: case.limit_bytes, lambda limit: _limit_text(limit, hardware))
         if description is None:
             return
-        found = None
+        found: SearchResult | None = None
         if job is not None and limit is not None and (given is not None or path is None):
             found = self._tried(
                 Check.PLAN,
@@ -130,32 +128,28 @@ class Examination:
                     f" {format_seconds(found.time.step_s)}"
                 ),
             )
-        known = self._known(description, found)
-        self._findings += [*findings_of(known), *filter(None, [split_ties(case.model)])]
-        self._sound |= _sound(description, known)
-
-    def _known(self, description: ModelDescription, found: SearchResult | None) -> KnownRun:
-        """Return what is known of the model, its plan and this machine."""
-        case, hardware = self._case, self._case.hardware
-        chosen = self._plan_file is None and case.request.strategy is Strategy.OSDP
-        best: tuple[StrategyResult, ...] = ()
-        if found is not None and not chosen:
-            problem = case.found.problem if self._plan_file is None else case.problem_of(found.plan)
-            with suppress(OSDPError):  # nothing fits
-                best = (StrategyResult(strategy=Strategy.OSDP, result=search(replace(problem, strategy=Strategy.OSDP))),)
-        return KnownRun(
+        known = KnownRun(
             facts=replace(case.facts, folder=self._folder),
             units=description.units,
             asked_classes=case.config.block_classes,
             found_classes=description.block_classes,
-            plan=None if found is None else found.plan,
             hardware=hardware,
             bf16_on=bf16_on(hardware.device, "cuda"),
-            time=None if found is None or chosen else found.time,
-            others=best,
-            needed_bytes=None if found is None else found.memory.peak_bytes,
             memory=_memory_here(hardware),
         )
+        if found is not None:
+            known = replace(known, plan=found.plan, needed_bytes=found.memory.peak_bytes)
+            if given is not None or case.request.strategy is not Strategy.OSDP:
+                problem = case.found.problem if given is None else case.problem_of(given)
+                known = replace(known, time=found.time, others=_best(replace(problem, strategy=Strategy.OSDP)))
+        self._findings += [*findings_of(known), *filter(None, [split_ties(case.model)])]
+        self._sound |= _sound(description, known)
+
+
+def _best(problem: PlanningProblem) -> tuple[StrategyResult, ...]:
+    with suppress(OSDPError):  # nothing fits
+        return (StrategyResult(strategy=problem.strategy, result=search(problem)),)
+    return ()
 
 
 def _checked(problem: PlanningProblem, plan: Plan) -> SearchResult:
@@ -221,7 +215,5 @@ def _memory_here(hardware: Hardware) -> DeviceMemory | None:
             return None
         free, total, index = min((*torch.cuda.mem_get_info(index), index) for index in range(torch.cuda.device_count()))
         return DeviceMemory(name=f"{torch.cuda.get_device_name(index)} {index}", total_bytes=total, free_bytes=free, own_bytes=0)
-    if hardware.nodes > 1:
-        return None
-    memory, sharing = tightest(memory_limits()), hardware.devices_per_node
-    return DeviceMemory(name="cpu", total_bytes=memory.total_bytes, free_bytes=memory.free_bytes, own_bytes=0, sharing=sharing)
+    here = None if hardware.nodes > 1 else device_memory("cpu")
+    return here and replace(here, sharing=hardware.devices_per_node)

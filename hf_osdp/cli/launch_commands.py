@@ -12,8 +12,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..quantities import parse_limit
+from .cases import of_this_machine
 
-_FILE = Path("osdp.yaml")
+FILE = Path("osdp.yaml")
 _HEAD = """\
 # As `hf-osdp config` writes it. A script starts under a plan, unchanged, with:
 #   {launch}
@@ -24,7 +25,7 @@ _HEAD = """\
 
 def config(
     flags: dict[str, Any],
-    output: Annotated[Path, typer.Option(metavar="FILE", help="Where the configuration goes.")] = _FILE,
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Where the configuration goes.")] = FILE,
     device: Annotated[
         Literal["cpu", "cuda"] | None, typer.Option(metavar="cpu|cuda", help="What to train on; CUDA where torch sees it.")
     ] = None,
@@ -38,49 +39,29 @@ def config(
     """Write the accelerate configuration for a machine, and show the line that launches a script with it."""
     import torch
 
-    from ..planning.preflight import bf16_on
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    here = torch.cuda.device_count() if device == "cuda" else min(2, os.cpu_count() or 1)
+    kind, precision = of_this_machine(device, flags["precision"])
+    here = torch.cuda.device_count() if kind == "cuda" else min(2, os.cpu_count() or 1)
     if not (processes := devices_per_node or here):
         raise ValueError("--device cuda: torch sees no GPU here; give --devices-per-node, the number of them in each machine.")
     if (memory_limit := flags["memory_limit"]) is not None:
         parse_limit(memory_limit, name="--memory-limit")
     if output.exists() and not force:
         raise ValueError(f"{output} is there already; give --force to overwrite it, or another --output.")
-    precision = flags["precision"] or ("bf16" if bf16_on(None, device) else "no")
     options = {"memory_limit": memory_limit} if memory_limit else {}
-    text, launch = launch_file(
-        device=device, devices_per_node=processes, num_nodes=num_nodes, main_address=main_address, precision=precision, options=options,
-        path=output,
-    )  # fmt: skip
+    text, launch = launch_file(kind, num_nodes, processes, precision, options, path=output, main_address=main_address)
     output.write_text(text, encoding="utf-8")
     where = f"{num_nodes} x {processes}" if num_nodes > 1 else str(processes)
-    typer.echo(f"{output}: {where} processes on {device}, precision {precision}. Start a script with:\n{launch}")
+    typer.echo(f"{output}: {where} processes on {kind}, precision {precision}. Start a script with:\n{launch}")
     if num_nodes > 1:
         typer.echo(f"on the first machine, with --machine_rank 1{' and so on' if num_nodes > 2 else ''} on the others.")
 
 
 def launch_file(
-    *,
-    device: str,
-    devices_per_node: int,
-    num_nodes: int,
-    main_address: str | None,
-    precision: str,
-    options: Mapping[str, object],
-    path: Path,
+    device: str, nodes: int, devices_per_node: int, precision: str, options: Mapping[str, object], *, path: Path, main_address: str | None
 ) -> tuple[str, str]:
-    """Return the text of an accelerate configuration, and the line that launches a script with it.
+    """Return the text of an accelerate configuration, and the line that launches a script with it from the path.
 
-    Args:
-        device: `cpu` or `cuda`.
-        devices_per_node: processes on each machine.
-        num_nodes: machines.
-        main_address: HOST or HOST:PORT of the first of several; ValueError where it is missing, or has no effect.
-        precision: mixed precision, as accelerate names it.
-        options: what stands beside `osdp: true`.
-        path: the file's, for the line.
+    `options` stand beside `osdp: true`; `main_address` is HOST or HOST:PORT of the first of several machines.
     """
     import yaml
 
@@ -89,10 +70,10 @@ def launch_file(
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",  # of the CPU, too: what starts several processes
         **on_cpu,
-        "num_machines": num_nodes,
-        "num_processes": num_nodes * devices_per_node,
+        "num_machines": nodes,
+        "num_processes": nodes * devices_per_node,
         "machine_rank": 0,
-        **_meeting(num_nodes, main_address),
+        **_meeting(nodes, main_address),
         "mixed_precision": precision,
         "fsdp_config": {
             "fsdp_version": 2,
@@ -101,7 +82,7 @@ def launch_file(
             "fsdp_sharding_strategy": {"osdp": True, **on_cpu, **options},
         },
     }
-    rank = "--machine_rank 0 " if num_nodes > 1 else ""
+    rank = "--machine_rank 0 " if nodes > 1 else ""
     launch = f"accelerate launch --config_file {shlex.quote(str(path))} {rank}-m hf_osdp.run train.py ARGUMENTS..."
     return _HEAD.format(launch=launch) + yaml.safe_dump(content, sort_keys=False), launch
 
@@ -120,7 +101,7 @@ def _meeting(num_nodes: int, address: str | None) -> dict[str, Any]:
 def run(
     context: typer.Context,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script; what follows are its arguments.")],
-    config: Annotated[Path, typer.Option("--config", metavar="FILE", help="The accelerate configuration.")] = _FILE,
+    config: Annotated[Path, typer.Option("--config", metavar="FILE", help="The accelerate configuration.")] = FILE,
 ) -> None:
     """Train a script that does not know hf_osdp under a plan, as `accelerate launch -m hf_osdp.run` does."""
     for path, remedy in ((config, "write it with hf-osdp config, or name another with --config"), (Path(script), "name a script")):

@@ -109,11 +109,7 @@ class Request:
 def with_flags(command: Callable[..., None], *names: str, make: Callable[..., object] = dict, leave_out: str = "") -> Callable[..., None]:
     """Return a command for typer that has shared flags beside its own options; its first parameter takes `make(**flags)`.
 
-    Args:
-        command: its other parameters are its own options.
-        names: fields of `Request` that are flags of this command; none for all.
-        make: `Request`, or dict where a command has only some of the flags.
-        leave_out: a field that is no flag of this command and keeps its default.
+    The flags are all fields of `Request`, or those `names`; `leave_out` is no flag of this command and keeps its default.
     """
     hints = get_type_hints(Request, include_extras=True)
     shared = [

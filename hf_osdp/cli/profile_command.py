@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .cases import load_config, names_in
+from .cases import load_config, names_in, of_this_machine
 from .options import stated
 from .output import Output
 
@@ -42,19 +42,16 @@ def profile(
     own = {"--sequence-length": sequence_length is not None, "--micro-batch-sizes": micro_batch_sizes != _SIZES}
     if model is None and (useless := [*(name for name, is_stated in own.items() if is_stated), *stated(flags)]):
         raise ValueError(f"{useless[0]} is about MODEL's blocks, but there is no MODEL; name one, or leave it out.")
-    import torch
     import torch.distributed as dist
 
     from ..measurement.block_times import TimedModel
     from ..measurement.machine import measure_profile
     from ..planner.job import Precision
-    from ..planning.preflight import bf16_on
     from ..report.run_tables import profile_tables
     from ..sharding.environment import form_process_group
 
     timed = None
-    device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    precision = flags["precision"] or ("bf16" if bf16_on(None, device_type) else "no")
+    device_type, precision = of_this_machine(device, flags["precision"])
     if model is not None and sequence_length is not None:
         timed = TimedModel(
             model_or_config=load_config(model), sequence_length=sequence_length, micro_batch_sizes=sizes,

@@ -28,7 +28,7 @@ from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
 from ..report.tables import Answer
 from .cases import Case
-from .launch_commands import launch_file
+from .launch_commands import FILE, launch_file
 from .options import Request, with_flags
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -122,11 +122,8 @@ class Planned:
     @property
     def launch_file(self) -> str:
         hardware = self.problem.hardware
-        return launch_file(
-            device=self.case.device_type, devices_per_node=hardware.devices_per_node, num_nodes=hardware.nodes,
-            main_address="FIRST_MACHINE" if hardware.nodes > 1 else None, precision=self.case.precision, options=self.options,
-            path=Path("osdp.yaml"),
-        )[0]  # fmt: skip
+        address, sizes = "FIRST_MACHINE" if hardware.nodes > 1 else None, (hardware.nodes, hardware.devices_per_node)
+        return launch_file(self.case.device_type, *sizes, self.case.precision, self.options, path=FILE, main_address=address)[0]
 
 
 class Planner:

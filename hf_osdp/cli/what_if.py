@@ -12,7 +12,6 @@ from typing import Any
 from ..errors import DescriptionError, InfeasibleError, ProfileError
 from ..planner.problem import PlanningProblem
 from ..planner.search.search import least_memory, search
-from ..planner.split import WHOLE_BLOCKS
 from ..quantities import format_bytes, format_count
 from ..report.content import answers_content
 from ..report.tables import Answer, what_if_table
@@ -211,7 +210,7 @@ class ChangedModels:
 
     def _described(self, config: object, length: int, least_memory: bool) -> PlanningProblem:
         facts = replace(self._case.found.builder.facts, sequence_length=length)
-        description = self._case.describer(config, facts).describe(WHOLE_BLOCKS, least_memory=least_memory)
+        description = self._case.describer(config, facts).describe(least_memory=least_memory)
         return replace(self._problem, description=description)
 
     def _too_few_positions(self, length: int) -> tuple[str, ...]:

@@ -84,15 +84,8 @@ class PlannedRun:
 def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
     """Describe the model, measure the hardware, search on rank 0, and give every process the plan.
 
-    Every process of the group calls this with the same arguments; without a process group it runs alone.
-
-    Args:
-        model: not yet sharded; parameters may be on the meta device.
-        config: what the user asked for.
-        facts: what the caller knows about the run.
-
-    Returns:
-        The planned run. Its plan has been checked on every process.
+    Every process of the group calls this with the same arguments; without a process group it runs alone. The model is not sharded yet;
+    its parameters may be on the meta device. The plan has been checked on every process.
 
     Raises:
         InfeasibleError: no plan meets the memory limit.

@@ -217,7 +217,7 @@ class ProblemBuilder:
         limit = hardware.device.memory_bytes if config.memory_limit_bytes is None else config.memory_limit_bytes
         self.limit_bytes = limit_after_oom(check_limit(limit, hardware.device, given=f"memory_limit={config.memory_limit!r}"))
 
-    def build(self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int | None = None) -> PlanningProblem:
+    def build(self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int = TRACED_MICRO_BATCH) -> PlanningProblem:
         """Return the problem of the model with a split; what is compiled is described at this micro-batch size.
 
         Raises:
@@ -237,7 +237,7 @@ class ProblemBuilder:
 
     def find(self) -> FoundPlan:
         """Search on rank 0; what is compiled is described at the micro-batch size that the plan takes. Collective."""
-        found, described = self._find(None), {1, TRACED_MICRO_BATCH}
+        found, described = self._find(TRACED_MICRO_BATCH), {1, TRACED_MICRO_BATCH}
         while found.whole.compiled_classes and isinstance(found.outcome, Plan) and len(described) < _MOST_DESCRIPTIONS:
             if (size := found.outcome.micro_batch_size) in described:
                 break
@@ -245,7 +245,7 @@ class ProblemBuilder:
             found = self._find(size)
         return found
 
-    def _find(self, micro_batch_size: int | None) -> FoundPlan:
+    def _find(self, micro_batch_size: int) -> FoundPlan:
         whole = self.build(micro_batch_size=micro_batch_size)
         split = on_rank_zero(lambda: self._best_split(whole, micro_batch_size))
         problem = whole if split == whole.description.split else self.build(split, micro_batch_size=micro_batch_size)
@@ -256,7 +256,7 @@ class ProblemBuilder:
             outcome = error
         return FoundPlan(builder=self, whole=whole.description, problem=problem, outcome=outcome)
 
-    def _best_split(self, whole: PlanningProblem, micro_batch_size: int | None) -> ModelSplit:
+    def _best_split(self, whole: PlanningProblem, micro_batch_size: int) -> ModelSplit:
         """Return how the model trains fastest, whole or split.
 
         Of blocks that others recompute, or that are compiled, no part becomes a unit; a model whose times a profile holds stays whole.
@@ -274,7 +274,7 @@ class ProblemBuilder:
         """The model without compilation; None where times were measured."""
         if self._is_timed:
             return None
-        return Describer(self.model, replace(self.config, compile=False), self.facts, self._trace).describe(WHOLE_BLOCKS)
+        return Describer(self.model, replace(self.config, compile=False), self.facts, self._trace).describe()
 
     @property
     def _is_timed(self) -> bool:
@@ -295,14 +295,17 @@ class Describer:
         self._inputs, self._loss = (config.inputs, None) if config.inputs else (facts.inputs, facts.loss)
         self._may_fall_back = config.inputs is None and facts.inputs is not None and _has_usual_batch(model)
 
-    def describe(self, split: ModelSplit, *, micro_batch_size: int | None = None, least_memory: bool = False) -> ModelDescription:
+    def describe(
+        self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int = TRACED_MICRO_BATCH, least_memory: bool = False
+    ) -> ModelDescription:
         """Return the description of the model with a split; raise DescriptionError where it cannot be described in any way.
 
         For the `least_memory` alone some choices are left out that never need less.
         """
-        sizes = {} if micro_batch_size is None else {"micro_batch_size": micro_batch_size}
-        if least_memory:
-            sizes["partial_recomputation"] = False
+        sizes = {
+            "micro_batch_size": micro_batch_size if self._config.compile else TRACED_MICRO_BATCH,
+            "partial_recomputation": not least_memory,
+        }
         if not self._may_fall_back:
             return self._describe(split, **sizes)
         try:

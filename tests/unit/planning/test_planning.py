@@ -19,6 +19,7 @@ from hf_osdp.planner.profile import Profile
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.plan_run import PlannedRun, plan_run
 from hf_osdp.planning.problem import RunFacts, find_plan
+from hf_osdp.tracing.describe import TRACED_MICRO_BATCH
 from tests.helpers.descriptions import transformer
 
 HARDWARE = preset("cpu")
@@ -200,7 +201,7 @@ def test_compiled_blocks_are_described_where_the_plan_runs(model):
         return replace(transformer(), compiled_classes=classes, sequence_length=options["sequence_length"])
 
     found = find_plan(model, OSDPConfig(hardware=HARDWARE, compile=True), facts(micro_batch_size=8), trace=described)
-    assert sizes == [None, 8]
+    assert sizes == [TRACED_MICRO_BATCH, 8]
     assert found.problem.description.compiled_classes == found.plan.compiled_classes == ("Block",)
     assert found.problem.description == found.whole, "compiled blocks stay whole"
     assert found.eager.compiled_classes == () and replace(found, whole=found.eager).eager is None
