@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -84,7 +84,10 @@ class Case:
     @property
     def precision(self) -> str:
         """Mixed precision, as asked for or as the device is good at."""
-        return self.request.precision or default_precision(self.hardware)
+        from ..planning.preflight import bf16_on
+
+        native = self.hardware.backend is Backend.NCCL and bf16_on(self.hardware.device, "cuda")
+        return self.request.precision or ("bf16" if native else "no")
 
     @property
     def precision_line(self) -> str:
@@ -210,23 +213,6 @@ class Case:
     def timed(self, description: ModelDescription) -> ModelDescription:
         """Return the description with the profile's times of its blocks, where there is a profile that holds blocks."""
         return description if self.profile is None else with_block_times(description, self.profile)
-
-
-def default_precision(hardware: Hardware) -> Literal["no", "bf16"]:
-    """Return bf16 for GPUs whose hardware has it."""
-    from ..planning.preflight import bf16_on
-
-    return "bf16" if hardware.backend is Backend.NCCL and bf16_on(hardware.device, "cuda") else "no"
-
-
-def of_this_machine(device: str | None, precision: str | None) -> tuple[str, str]:
-    """Return what to use here, `cpu` or `cuda`, and the mixed precision, where they are not given."""
-    import torch
-
-    from ..planning.preflight import bf16_on
-
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return device, precision or ("bf16" if bf16_on(None, device) else "no")
 
 
 def names_in(text: str | None) -> list[str]:

@@ -23,7 +23,7 @@ from ..report.plan_file import PlanInputs, plan_file_content, read_plan_file, wr
 from ..report.run_tables import checks_table, simulation_table
 from ..report.tables import comparison_table, frontier_table, plan_caption, plan_table
 from .cases import Case
-from .options import JsonFile, PlotFile, Request, stated
+from .options import JsonFile, PlotFile, Request, count, option, stated
 from .output import Output
 
 if TYPE_CHECKING:
@@ -35,9 +35,7 @@ _RANKS = "missing ones, and those with other versions, models, plans or devices 
 
 def plan(
     request: Request,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the plan, to run with OSDPConfig(plan=FILE) and for `explain FILE`.")
-    ] = None,
+    output: Annotated[Path | None, option("FILE", "Write the plan, to run with OSDPConfig(plan=FILE) and for `explain FILE`.")] = None,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Run FSDP2's real step on fake tensors; plan again where it passes the limit.")
     ] = False,
@@ -96,7 +94,7 @@ def explain(
     ],
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Hub id, folder or config.json, for a plan that was saved without what it was made from."),
+        option("MODEL", "Hub id, folder or config.json, for a plan that was saved without what it was made from."),
     ] = None,
     json_file: JsonFile = None,
     plot: PlotFile = None,
@@ -173,12 +171,10 @@ def compare(
 
 def doctor(
     request: Request,
-    optimizer: Annotated[
-        str, typer.Option(metavar="NAME", help="adamw, momentum, sgd, or a name of TrainingArguments(optim=...).")
-    ] = "adamw",
-    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="The plan that is to run; else one is searched for.")] = None,
-    output_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the run will write.")] = None,
-    save_total_limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Checkpoints that are kept in it; else all are.")] = None,
+    optimizer: Annotated[str, option("NAME", "adamw, momentum, sgd, or a name of TrainingArguments(optim=...).")] = "adamw",
+    plan: Annotated[Path | None, option("FILE", "The plan that is to run; else one is searched for.")] = None,
+    output_dir: Annotated[Path | None, option("DIR", "Where the run will write.")] = None,
+    save_total_limit: Annotated[int | None, count("Checkpoints that are kept in it; else all are.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Look for what would go wrong in a run, with the remedy. Exit code 1 where a run would be stopped."""
@@ -204,9 +200,9 @@ def convert(
     target: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; it must not exist.")],
     to: Annotated[
         Literal["sharded", "whole", "single", "weights"],
-        typer.Option(
-            metavar="sharded|whole|single|weights",
-            help="For Accelerate's FSDP2 (SHARDED_STATE_DICT or FULL_STATE_DICT), for one process, or safetensors alone.",
+        option(
+            "sharded|whole|single|weights",
+            "For Accelerate's FSDP2 (SHARDED_STATE_DICT or FULL_STATE_DICT), for one process, or safetensors alone.",
         ),
     ],
 ) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,12 +38,12 @@ from ..planning.preflight import (
 )
 from ..planning.recalibrate import estimated
 from ..quantities import format_bytes, format_count, format_seconds
+from ..report.content import package_versions
 from ..sharding.optimizer import spec_of_trainer_name
 from .cases import OPTIMIZERS, Case
 from .options import Request
 
 T = TypeVar("T")
-_PACKAGES = ("torch", "accelerate", "transformers")
 _LATER = {
     Check.PROCESSES: "what is free, and other processes on the devices: looked at when a run starts on them",
     Check.FOLDER: "give --output-dir to have it looked at",
@@ -197,13 +195,13 @@ def _sound(description: ModelDescription, known: KnownRun) -> dict[Check, str]:
 
 def machine_line() -> str:
     """Return versions, devices, and what carries collectives here."""
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
+    python, _, _, *versions = (f"{name} {number}" for name, number in package_versions().items())
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     devices = f"{len(cuda)} x {', '.join(dict.fromkeys(cuda))}" if cuda else "no CUDA device"
     carriers = [name for name, there in {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}.items() if there]
     memory = tightest(memory_limits())
     return (
-        f"Python {platform.python_version()}, {versions}; {devices}; {' and '.join(carriers)}; {os.cpu_count()} cores, "
+        f"{python.capitalize()}, {', '.join(versions)}; {devices}; {' and '.join(carriers)}; {os.cpu_count()} cores, "
         f"{format_bytes(memory.free_bytes)} of {format_bytes(memory.total_bytes)} free"
     )
 

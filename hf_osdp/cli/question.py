@@ -28,7 +28,7 @@ from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
 from ..report.tables import Answer
 from .cases import Case
-from .launch_commands import FILE, launch_file
+from .machine_commands import FILE, launch_file
 from .options import Request, with_flags
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")

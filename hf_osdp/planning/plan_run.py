@@ -22,7 +22,7 @@ from ..modeling.split_candidates import split_units
 from ..planner.description import Activations, DType, UnitDescription
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
-from ..planner.problem import PlanningProblem, Strategy
+from ..planner.problem import PlanningProblem
 from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult, search
 from ..quantities import format_bytes
@@ -75,10 +75,7 @@ class PlannedRun:
         inputs, limit = self.inputs, self.plan.memory_limit_bytes
         if inputs is None or inputs.hardware is None or limit is None:
             return None
-        return PlanningProblem(
-            description=inputs.description, hardware=inputs.hardware, job=inputs.job, memory_limit_bytes=limit,
-            strategy=Strategy.parse(self.plan.strategy),
-        )  # fmt: skip
+        return inputs.problem(limit, self.plan.strategy)
 
 
 def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
