@@ -22,7 +22,7 @@ import hf_osdp
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import SearchResult
-from hf_osdp.planning import plan_run
+from hf_osdp.planning import problem as planning_problem
 
 from .row import Figures, Oracle
 
@@ -143,17 +143,17 @@ class Ours(Side):
     @contextmanager
     def prepared(self) -> Iterator[None]:
         """Every plan that a search finds gets several layouts."""
-        stock = plan_run.search
+        stock = planning_problem.search
 
         def mixed(problem: PlanningProblem) -> SearchResult:
             found = stock(problem)
             return replace(found, plan=with_mixed_layouts(found.plan, self.shift))
 
-        plan_run.search = mixed
+        planning_problem.search = mixed
         try:
             yield
         finally:
-            plan_run.search = stock
+            planning_problem.search = stock
 
 
 def with_mixed_layouts(plan: Plan, shift: int) -> Plan:

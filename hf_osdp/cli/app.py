@@ -11,10 +11,9 @@ from typer.core import TyperGroup
 
 from ..errors import InfeasibleError
 from .commands import compare, convert, doctor, explain, plan
-from .launch_commands import config, run
-from .options import Request, with_flags
+from .machine_commands import config, profile, run
+from .options import Request, option, with_flags
 from .output import error_line
-from .profile_command import profile
 from .what_if import what_if
 
 INFEASIBLE, WRONG = 1, 2
@@ -48,8 +47,8 @@ class OneLineErrors(TyperGroup):
 
 
 def browser(
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 for the whole network.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, metavar="N", help="Port to listen at.")] = 7860,
+    host: Annotated[str, option("ADDRESS", "Where to listen; 0.0.0.0 for the whole network.")] = "127.0.0.1",
+    port: Annotated[int, option("N", "Port to listen at.", min=1, max=65535)] = 7860,
 ) -> None:
     """Serve the planner as a page for the browser: plan, memory over the step, comparison, what-if, and what to copy."""
     try:

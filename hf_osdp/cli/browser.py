@@ -18,8 +18,9 @@ from ..modeling.catalogue import catalogue
 from ..planner.hardware import GIB
 from ..planner.presets import preset_names
 from ..quantities import format_bytes
+from ..report.plan_file import PlanInputs
+from ..report.plots import plan_chart
 from ..report.tables import batch_cells, comparison_table, plan_caption, plan_table, what_if_table
-from .commands import chart_of
 from .output import error_line
 from .question import Planned, Planner, Question
 
@@ -104,7 +105,7 @@ def _answers() -> list[Any]:
 
 def _shown(planned: Planned) -> list[Any]:
     """Return what `_answers` shows of a plan, what-if and comparison empty."""
-    plan, hardware = planned.found.plan, planned.problem.hardware
+    plan, hardware = planned.plan, planned.problem.hardware
     batch, peak, step, rate = batch_cells(plan)
     tiles = {"a step": step, "samples/s": rate, "peak": peak, "samples x micro-steps": batch}
     figures = "".join(f"<div><b>{escape(text)}</b>{name}</div>" for name, text in tiles.items())
@@ -114,7 +115,7 @@ def _shown(planned: Planned) -> list[Any]:
     most = hardware.device.memory_bytes // GIB
     return [
         _html(f'<div class="figures">{figures}</div>{table}{caption}'),
-        _picture(chart_of(plan, planned.inputs, planned.estimate)),
+        _picture(plan_chart(plan, PlanInputs.of(planned.problem), planned.estimate)),
         gr.update(maximum=most, value=min(most, round(planned.problem.memory_limit_bytes / GIB))),
         gr.update(maximum=max(16, 2 * hardware.devices_per_node), value=hardware.devices_per_node),
         planned.script,

@@ -6,25 +6,24 @@ import logging
 import urllib.error
 import urllib.request
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import typer
 
-from ..errors import InfeasibleError, nearest
+from ..errors import nearest
 from ..modeling.catalogue import find_shape, shape_names
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware, check_margin
 from ..planner.job import LOW_BIT, OptimizerSpec, Precision, TrainingJob
+from ..planner.plan import Plan
 from ..planner.presets import preset, preset_names
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.profile import Profile, with_block_times
-from ..planner.search.compare import StrategyResult, compare_strategies
-from ..planner.search.search import search
-from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..quantities import parse_limit
 from .options import Request
 
@@ -33,35 +32,33 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from ..planning.config import OSDPConfig
-    from ..planning.problem import ProblemBuilder, RunFacts
+    from ..planning.problem import Describer, FoundPlan, RunFacts
 
 OPTIMIZERS = {
     "adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum", states=1), "sgd": OptimizerSpec(name="sgd", states=0), **LOW_BIT,
 }  # fmt: skip
 """Optimizers by the names of `--optimizer`."""
+_OPTIONS = ("block_classes", "recompute", "host_offload", "offload_activations", "compile", "operator_splitting")
+_FACTS = ("sequence_length", "global_batch_size", "micro_batch_size", "activation_checkpointing")
+"""Fields of a request that `OSDPConfig` and `RunFacts` have, too."""
 _HUB_ANSWERS_S = 5
 """Seconds that the hub has for its first answer."""
 
 
 class Case:
-    """The run that a request asks about. Each part is looked up when it is asked for, and raises then what is wrong with it.
-
-    Args:
-        request: what the command line states.
-        optimizer: in place of the request's.
+    """The run that a request asks about. Each part is looked up when it is asked for.
 
     Raises (its parts):
         OSDPError: devices or model are not known, a profile holds other blocks, or the model cannot be described.
         ValueError: an option cannot be used.
     """
 
-    def __init__(self, request: Request, optimizer: OptimizerSpec | None = None) -> None:
+    def __init__(self, request: Request) -> None:
         self.request = request
-        self._optimizer = optimizer or OPTIMIZERS[request.optimizer]
+        self.optimizer = OPTIMIZERS[request.optimizer]
 
     @cached_property
     def profile(self) -> Profile | None:
-        """What `--profile` names."""
         return None if self.request.profile is None else Profile.load(self.request.profile)
 
     @cached_property
@@ -72,14 +69,14 @@ class Case:
         if (request.device is None) == (request.profile is None):
             given = "Both were given" if request.device else "Neither was given"
             raise ValueError(f"{given}: use either --device with one of {', '.join(preset_names())}, or --profile FILE.")
-        if request.device is not None:
-            hardware = preset(request.device, nodes=request.num_nodes or 1, devices_per_node=request.devices_per_node or 1)
-            return hardware.with_margin(margin)
-        assert self.profile is not None
-        measured = self.profile.hardware
-        nodes, devices = request.num_nodes or measured.nodes, request.devices_per_node or measured.devices_per_node
-        same = (nodes, devices) == (measured.nodes, measured.devices_per_node)
-        return (measured if same else measured.scaled(nodes=nodes, devices_per_node=devices)).with_margin(margin)
+        if self.profile is None:
+            sizes = {"nodes": request.num_nodes or 1, "devices_per_node": request.devices_per_node or 1}
+            return preset(str(request.device), **sizes).with_margin(margin)
+        hardware = self.profile.hardware
+        nodes, devices = request.num_nodes or hardware.nodes, request.devices_per_node or hardware.devices_per_node
+        if (nodes, devices) != (hardware.nodes, hardware.devices_per_node):
+            hardware = hardware.scaled(nodes=nodes, devices_per_node=devices)
+        return hardware.with_margin(margin)
 
     @property
     def device_type(self) -> str:
@@ -89,7 +86,10 @@ class Case:
     @property
     def precision(self) -> str:
         """Mixed precision, as asked for or as the device is good at."""
-        return self.request.precision or default_precision(self.hardware)
+        from ..planning.preflight import bf16_on
+
+        native = self.hardware.backend is Backend.NCCL and bf16_on(self.hardware.device, "cuda")
+        return self.request.precision or ("bf16" if native else "no")
 
     @property
     def precision_line(self) -> str:
@@ -101,43 +101,36 @@ class Case:
 
     @cached_property
     def model_config(self) -> PreTrainedConfig:
-        """The model's configuration."""
         return load_config(self.request.model)
 
     @cached_property
-    def run(self) -> tuple[OSDPConfig, RunFacts]:
-        """Configuration and facts of the run, without the limit: of the attempts the last, until `problem` has settled it."""
-        return self._attempts()[-1]
-
-    def _attempts(self) -> list[tuple[OSDPConfig, RunFacts]]:
+    def config(self) -> OSDPConfig:
+        """What a run would be asked for, without the limit."""
         from ..planning.config import OSDPConfig
-        from ..planning.problem import RunFacts, precision_attempts
+
+        request = self.request
+        return OSDPConfig(
+            strategy=request.strategy.value,
+            profile=self.profile,
+            split_vocabulary=request.split_vocabulary and request.operator_splitting and request.strategy is Strategy.OSDP,
+            **{name: getattr(request, name) for name in _OPTIONS},
+        )
+
+    @cached_property
+    def facts(self) -> RunFacts:
+        """What is known of the run."""
+        from ..planning.problem import RunFacts
 
         request, world_size = self.request, self.hardware.world_size
-        config = OSDPConfig(
-            strategy=request.strategy.value,
-            block_classes=tuple(names_in(request.block_classes)) or None,
-            recompute=request.recompute,
-            host_offload=request.host_offload,
-            offload_activations=request.offload_activations,
-            compile=request.compile,
-            operator_splitting=request.operator_splitting,
-            split_vocabulary=request.split_vocabulary and request.operator_splitting and request.strategy is Strategy.OSDP,
-            profile=self.profile,
-        )
-        facts = RunFacts(
+        return RunFacts(
             world_size=world_size,
             device_type=self.device_type,
             precision=Precision.named(self.precision, autocast=world_size == 1),
-            optimizer=self._optimizer,
-            sequence_length=request.sequence_length,
-            global_batch_size=request.global_batch_size,
-            micro_batch_size=request.micro_batch_size,
-            activation_checkpointing=request.activation_checkpointing,
+            optimizer=self.optimizer,
             capability=self.hardware.device.capability,
             expandable_segments=True,
+            **{name: getattr(request, name) for name in _FACTS},
         )
-        return precision_attempts(config, facts)
 
     @property
     def job(self) -> TrainingJob:
@@ -151,7 +144,7 @@ class Case:
         for flag, asked in {"--host-offload": request.host_offload, "--offload-activations": request.offload_activations}.items():
             if asked and self.hardware.host is None:
                 raise ValueError(f"{flag} needs a host beside the device, and none is known for {device.name}; leave it out.")
-        job = training_job(*self.run)
+        job = training_job(self.config, self.facts)
         if job.precision.compute is not None:
             device.rate(job.precision.compute)
         return job
@@ -165,7 +158,11 @@ class Case:
         limit = device.memory_bytes if asked is None else parse_limit(asked, name="--memory-limit")
         return check_limit(limit, device, given=f"--memory-limit {asked}")
 
-    def model(self, model_config: object = None) -> nn.Module:
+    @cached_property
+    def model(self) -> nn.Module:
+        return self.built(self.model_config)
+
+    def built(self, model_config: object) -> nn.Module:
         """Return a configuration's model on the meta device, with adapters if asked for, and with float32 masters in mixed precision."""
         request = self.request
         if request.lora_rank is None and request.lora_targets:
@@ -173,86 +170,51 @@ class Case:
         from ..modeling.build import build_on_meta, with_lora
         from ..sharding.environment import hold_master_weights
 
-        model = build_on_meta(model_config or self.model_config, request.auto_class)
+        model = build_on_meta(model_config, request.auto_class)
         if request.lora_rank is not None:
             model = with_lora(model, request.lora_rank, names_in(request.lora_targets))
         hold_master_weights(model, Precision.named(self.precision))
         return model
 
-    def describe(
-        self,
-        split: ModelSplit = WHOLE_BLOCKS,
-        *,
-        model_config: object = None,
-        sequence_length: int | None = None,
-        micro_batch_size: int | None = None,
-        least_memory: bool = False,
-    ) -> ModelDescription:
-        """Return the description of the model at the request's length, or of another one or at another; times by roofline.
+    @cached_property
+    def found(self) -> FoundPlan:
+        """The plan that a run would find, and what it was searched in."""
+        from ..planning.problem import find_plan
 
-        What is compiled is described at the micro-batch size, where one is given. The rest as `Describer.describe`.
-        """
-        from ..planning.description_cache import describe_once
-        from ..planning.problem import Describer
-
-        config, facts = self.run
-        facts = replace(facts, sequence_length=sequence_length or facts.sequence_length)
-        return Describer(self.model(model_config), config, facts, describe_once).describe(
-            split, micro_batch_size=micro_batch_size, least_memory=least_memory
-        )
-
-    def timed(self, description: ModelDescription) -> ModelDescription:
-        """Return the description with the profile's times of its blocks, where there is a profile that holds blocks."""
-        return description if self.profile is None else with_block_times(description, self.profile)
-
-    def builder(self) -> ProblemBuilder:
-        """Return what builds the run's problem."""
-        from ..planning.description_cache import describe_once
-        from ..planning.problem import ProblemBuilder
-
-        config, facts = self.run
-        limited = replace(config, memory_limit=self.limit_bytes)
-        return ProblemBuilder(self.model(), limited, facts, hardware=self.hardware, trace=describe_once)
-
-    def problem(self) -> PlanningProblem:
-        """Return the problem of the model as it trains fastest, whole or split, and settle the run.
-
-        One device is first planned without units on the host, as the Trainer and Accelerate do.
-        """
         request = self.request
         _ = self.job, self.limit_bytes, self.model_config
         if request.split_vocabulary and not request.operator_splitting:
             raise ValueError("--split-vocabulary has no effect beside --no-operator-splitting; leave one of the two out.")
-        *first, last = self._attempts()
-        for attempt in first:
-            self.run = attempt
-            with suppress(InfeasibleError):
-                problem = self._with_best_split()
-                search(problem)
-                return problem
-        self.run = last
-        return self._with_best_split()
+        return find_plan(self.model, self._limited, self.facts, hardware=self.hardware, trace=self._trace)
 
-    def compared(self, problem: PlanningProblem) -> tuple[StrategyResult, ...]:
-        """Return every strategy at its own best batch for the run's problem, OSDP first."""
-        description = problem.description
-        plain = description if description.split.is_none else self.timed(self.describe())
-        return compare_strategies(replace(problem, description=plain), split=description, eager=self.builder().eager(problem))
+    def problem_of(self, plan: Plan) -> PlanningProblem:
+        """Return the problem that a plan is of, if it is of this model."""
+        from ..planning.problem import ProblemBuilder
 
-    def _with_best_split(self) -> PlanningProblem:
-        builder = self.builder()
-        whole = builder.build()
-        if whole.description.compiled_classes:
-            with suppress(InfeasibleError):
-                return builder.settled(whole, lambda problem: search(problem).plan)[0]
-        return builder.with_best_split(whole)
+        _ = self.job
+        facts = self.facts.under_fsdp if any(unit.on_host for unit in plan.units) else self.facts
+        builder = ProblemBuilder(self.model, self._limited, facts, hardware=self.hardware, trace=self._trace)
+        return builder.build(plan.split, micro_batch_size=plan.micro_batch_size)
 
+    def describer(self, model_config: object = None, facts: RunFacts | None = None) -> Describer:
+        """Return what describes the model, or that of another configuration, perhaps for other facts."""
+        from ..planning.problem import Describer
 
-def default_precision(hardware: Hardware) -> Literal["no", "bf16"]:
-    """Return bf16 for GPUs whose hardware has it."""
-    from ..planning.preflight import bf16_on
+        return Describer(self.built(model_config) if model_config else self.model, self.config, facts or self.facts, self._trace)
 
-    return "bf16" if hardware.backend is Backend.NCCL and bf16_on(hardware.device, "cuda") else "no"
+    @property
+    def _limited(self) -> OSDPConfig:
+        return replace(self.config, memory_limit=self.limit_bytes)
+
+    @cached_property
+    def _trace(self) -> Callable[..., ModelDescription]:
+        from ..planning.cache import describe_once
+
+        return cache(describe_once)
+
+    def timed(self, description: ModelDescription) -> ModelDescription:
+        """Return the description with the profile's times of its blocks, where there is a profile that holds blocks."""
+        return description if self.profile is None else with_block_times(description, self.profile)
 
 
 def names_in(text: str | None) -> list[str]:

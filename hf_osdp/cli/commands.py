@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ..planner.cost.evaluate import PlanEstimate, estimate_plan
 from ..planner.files import plain
 from ..planner.plan import Plan
 from ..planner.problem import Strategy
 from ..planner.search.compare import POINTS, frontier
-from ..planner.search.search import search
 from ..quantities import format_bytes, format_seconds
 from ..report.content import comparison_content, explanation_content, report_content
 from ..report.explain import explain as explain_plan
-from ..report.explain import stream_times
 from ..report.explain_tables import explanation_tables
 from ..report.plan_file import PlanInputs, plan_file_content, read_plan_file, write_json
 from ..report.run_tables import checks_table, simulation_table
 from ..report.tables import comparison_table, frontier_table, plan_caption, plan_table
 from .cases import Case
-from .options import JsonFile, PlotFile, Request, stated
+from .options import JsonFile, PlotFile, Request, count, option, stated
 from .output import Output
 
 if TYPE_CHECKING:
@@ -36,9 +35,7 @@ _RANKS = "missing ones, and those with other versions, models, plans or devices 
 
 def plan(
     request: Request,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the plan, to run with OSDPConfig(plan=FILE) and for `explain FILE`.")
-    ] = None,
+    output: Annotated[Path | None, option("FILE", "Write the plan, to run with OSDPConfig(plan=FILE) and for `explain FILE`.")] = None,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Run FSDP2's real step on fake tensors; plan again where it passes the limit.")
     ] = False,
@@ -51,17 +48,16 @@ def plan(
     rounds: tuple[SimulatedRound, ...] = ()
     with screen.working("Describing the model, searching" + (" and simulating" if simulate else "")):
         case = Case(request)
-        problem = case.problem()
+        found, problem = case.found.plan, case.found.problem
         if simulate:
             from ..planning.simulate import search_and_simulate
 
             checkpointed = request.activation_checkpointing
-            rounds = search_and_simulate(case.model(), problem, device_type=case.device_type, activation_checkpointing=checkpointed)
-            problem = replace(problem, job=rounds[-1].job)
-        found = rounds[-1].found.plan if rounds else search(problem).plan
+            rounds = search_and_simulate(case.model, problem, device_type=case.device_type, activation_checkpointing=checkpointed)
+            found, problem = rounds[-1].found.plan, replace(problem, job=rounds[-1].job)
     planning_s = time.perf_counter() - started
-    inputs = PlanInputs(description=problem.description, job=problem.job, hardware=problem.hardware)
-    estimate = estimate_plan(found, problem.description, problem.job, problem.hardware)
+    inputs = PlanInputs.of(problem)
+    estimate = inputs.estimate(found)
     screen.print(plan_table(found, problem.description, estimate), *plan_caption(found, estimate, problem.hardware))
     screen.print(f"Planned for {problem.hardware.summary} in {format_seconds(planning_s)}; activations: {problem.description.trace}.")
     screen.print(case.precision_line)
@@ -78,28 +74,17 @@ def plan(
     if output is not None:
         write_json(plan_file_content(found, inputs), output)
         screen.print(f"Plan: {output}")
-    _draw(screen, plot, found, inputs, estimate)
+    _draw(screen, plot, lambda plots: plots.plan_chart(found, inputs, estimate))
     screen.write(content)
 
 
-def _draw(screen: Output, path: Path | None, plan: Plan, inputs: PlanInputs, estimate: PlanEstimate) -> None:
-    if path is None:
-        return
-    from ..report.plots import save_chart
+def _draw(screen: Output, path: Path | None, make: Callable[[ModuleType], AnyChart]) -> None:
+    """Save a chart that is made of the functions of `report.plots`, which needs an extra."""
+    if path is not None:
+        from ..report import plots
 
-    save_chart(chart_of(plan, inputs, estimate), path)
-    screen.print(f"Plot: {path}")
-
-
-def chart_of(plan: Plan, inputs: PlanInputs, estimate: PlanEstimate) -> AnyChart:
-    """Return memory over the step, and time by stream where the hardware is known. Needs the extra `plot`."""
-    from ..report.plots import plan_chart
-
-    hardware, memory = inputs.hardware, estimate.memory
-    reserved = 0 if hardware is None else hardware.outside_bytes(memory.communicators)
-    streams = () if hardware is None else stream_times(plan, inputs.description, inputs.job, hardware)
-    title = f"{plan.model_name}, {plan.strategy} on {plan.hardware or f'{plan.world_size} devices'}"
-    return plan_chart(title, memory, reserved, plan.memory_limit_bytes, streams)
+        plots.save_chart(make(plots), path)
+        screen.print(f"Plot: {path}")
 
 
 def explain(
@@ -109,7 +94,7 @@ def explain(
     ],
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Hub id, folder or config.json, for a plan that was saved without what it was made from."),
+        option("MODEL", "Hub id, folder or config.json, for a plan that was saved without what it was made from."),
     ] = None,
     json_file: JsonFile = None,
     plot: PlotFile = None,
@@ -135,7 +120,7 @@ def explain(
         f" {plan.global_batch_size} a step.",
         *plan_caption(plan, explanation.estimate)[1:], f"Activations: {inputs.description.trace}.", "", *explanation_tables(explanation),
     )  # fmt: skip
-    _draw(screen, plot, plan, inputs, explanation.estimate)
+    _draw(screen, plot, lambda plots: plots.plan_chart(plan, inputs, explanation.estimate))
     screen.write(explanation_content(explanation))
 
 
@@ -154,9 +139,9 @@ def _inputs(plan: Plan, flags: dict[str, Any]) -> PlanInputs:
         raise ValueError(
             f"The profile is of {devices} devices, but the plan is for {plan.world_size}; give --num-nodes, or another profile."
         )
-    job, description = case.job, case.timed(case.describe(plan.split, micro_batch_size=plan.micro_batch_size))
-    plan.check(description, plan.world_size)
-    return PlanInputs(description=description, job=job, hardware=case.hardware)
+    inputs = PlanInputs.of(case.problem_of(plan))
+    plan.check(inputs.description, plan.world_size)
+    return inputs
 
 
 def compare(
@@ -169,33 +154,27 @@ def compare(
     screen = Output(json_file, plot=plot)
     with screen.working("Describing the model", steps=3) as next_step:
         case = Case(request)
-        problem = case.problem()
+        problem = case.found.problem
         description, hardware = problem.description, problem.hardware
         next_step("Searching: strategies")
-        rows = case.compared(problem)
+        rows = case.found.compared()
         peaks = [row.result.plan.peak_bytes for row in rows if row.result is not None]
         next_step("Searching: the front")
         whole = replace(problem, memory_limit_bytes=hardware.room_bytes(hardware.device.memory_bytes), strategy=Strategy.OSDP)
         front = frontier(whole, points=points, at=[problem.room_bytes, *filter(None, peaks)])
     screen.print(comparison_table(rows, problem.memory_limit_bytes), frontier_table(front, problem.room_bytes))
     screen.print(f"Estimated for {hardware.summary}; activations: {description.trace}.", case.precision_line)
-    if plot is not None:
-        from ..report.plots import frontier_chart, save_chart
-
-        title = f"{description.model_name} on {hardware.summary}: fastest plan for each amount of memory"
-        save_chart(frontier_chart(title, front, rows, problem.room_bytes), plot)
-        screen.print(f"Plot: {plot}")
+    title = f"{description.model_name} on {hardware.summary}: fastest plan for each amount of memory"
+    _draw(screen, plot, lambda plots: plots.frontier_chart(title, front, rows, problem.room_bytes))
     screen.write(comparison_content(hardware, problem.memory_limit_bytes, rows, front))
 
 
 def doctor(
     request: Request,
-    optimizer: Annotated[
-        str, typer.Option(metavar="NAME", help="adamw, momentum, sgd, or a name of TrainingArguments(optim=...).")
-    ] = "adamw",
-    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="The plan that is to run; else one is searched for.")] = None,
-    output_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Where the run will write.")] = None,
-    save_total_limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Checkpoints that are kept in it; else all are.")] = None,
+    optimizer: Annotated[str, option("NAME", "adamw, momentum, sgd, or a name of TrainingArguments(optim=...).")] = "adamw",
+    plan: Annotated[Path | None, option("FILE", "The plan that is to run; else one is searched for.")] = None,
+    output_dir: Annotated[Path | None, option("DIR", "Where the run will write.")] = None,
+    save_total_limit: Annotated[int | None, count("Checkpoints that are kept in it; else all are.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Look for what would go wrong in a run, with the remedy. Exit code 1 where a run would be stopped."""
@@ -203,7 +182,7 @@ def doctor(
     if save_total_limit is not None and output_dir is None:
         raise ValueError(f"--save-total-limit {save_total_limit} has no effect without --output-dir; give both, or neither.")
     with screen.working("Looking at model, devices, plan and folder"):
-        from ..planning.preflight import RunFolder
+        from ..planning.problem import RunFolder
         from .examination import Examination, machine_line
 
         folder = None if output_dir is None else RunFolder(path=output_dir, limit=save_total_limit, adapters=request.lora_rank is not None)
@@ -221,9 +200,9 @@ def convert(
     target: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; it must not exist.")],
     to: Annotated[
         Literal["sharded", "whole", "single", "weights"],
-        typer.Option(
-            metavar="sharded|whole|single|weights",
-            help="For Accelerate's FSDP2 (SHARDED_STATE_DICT or FULL_STATE_DICT), for one process, or safetensors alone.",
+        option(
+            "sharded|whole|single|weights",
+            "For Accelerate's FSDP2 (SHARDED_STATE_DICT or FULL_STATE_DICT), for one process, or safetensors alone.",
         ),
     ],
 ) -> None:

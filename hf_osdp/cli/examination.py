@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,10 +14,9 @@ import torch.distributed as dist
 
 from ..errors import OSDPError
 from ..measurement.memory_limits import memory_limits, tightest
-from ..planner.cost.evaluate import estimate_plan
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware
-from ..planner.job import OptimizerSpec, Precision
+from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.compare import StrategyResult
@@ -35,16 +32,18 @@ from ..planning.preflight import (
     Severity,
     bf16_on,
     checkpoint_bytes,
+    device_memory,
     findings_of,
     split_ties,
 )
+from ..planning.recalibrate import estimated
 from ..quantities import format_bytes, format_count, format_seconds
+from ..report.content import package_versions
 from ..sharding.optimizer import spec_of_trainer_name
-from .cases import OPTIMIZERS, Case, names_in
+from .cases import OPTIMIZERS, Case
 from .options import Request
 
 T = TypeVar("T")
-_PACKAGES = ("torch", "accelerate", "transformers")
 _LATER = {
     Check.PROCESSES: "what is free, and other processes on the devices: looked at when a run starts on them",
     Check.FOLDER: "give --output-dir to have it looked at",
@@ -56,24 +55,21 @@ class Examination:
     """All checks that need no start; without a plan file one is searched for, and without a folder its check is left out."""
 
     def __init__(self, request: Request, optimizer: str, plan_file: Path | None, folder: RunFolder | None) -> None:
-        self._request, self._plan_file, self._folder = request, plan_file, folder
+        self._plan_file, self._folder = plan_file, folder
         self._findings: list[Finding] = []
         self._sound: dict[Check, str] = {}
         """For each check that was made, what was found in order."""
-        case = Case(request)
+        self._case = case = Case(request)
         hardware = self._tried(Check.DEVICES, lambda: case.hardware, lambda h: f"{h.summary}, {format_bytes(h.device.memory_bytes)} each")
-        model_config = self._tried(Check.MODEL, lambda: case.model_config)
+        self._tried(Check.MODEL, lambda: case.model_config)
         device_type = "cuda" if hardware is None else case.device_type
         spec = self._tried(
             Check.OPTIMIZER,
             lambda: OPTIMIZERS.get(optimizer) or spec_of_trainer_name(optimizer.lower(), device_type=device_type),
             lambda spec: f"{spec.name} goes element by element, with {spec.states} states a parameter",
         )
-        self._spec = spec or OptimizerSpec()
+        case.optimizer = spec or OptimizerSpec()
         if hardware is not None:
-            self._case = Case(request, self._spec)
-            if model_config is not None:
-                self._case.model_config = model_config  # read once, and announced once
             self._examine(hardware)
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -105,16 +101,13 @@ class Examination:
 
     def _examine(self, hardware: Hardware) -> None:
         """Check the model on the devices, its plan, and this machine."""
-        case, request = self._case, self._request
-        if hardware.world_size == 1:
-            with suppress(OSDPError, ValueError):  # what `hf-osdp plan` refuses is found below, one thing after the other
-                case.problem()
-        split = self._tried(Check.PLAN, lambda: WHOLE_BLOCKS if self._plan_file is None else Plan.load(self._plan_file).split)
+        case, path = self._case, self._plan_file
+        given = self._tried(Check.PLAN, lambda: None if path is None else Plan.load(path))
         description = None
         if not any(finding.check is Check.MODEL for finding in self._findings):
             description = self._tried(
                 Check.MODEL,
-                lambda: case.timed(case.describe(split or WHOLE_BLOCKS)),
+                lambda: case.timed(case.describer().describe(WHOLE_BLOCKS if given is None else given.split)),
                 lambda found: f"{found.model_class}, {format_count(found.numel)} parameters",
             )
         job = self._tried(
@@ -123,55 +116,45 @@ class Examination:
         limit = self._tried(Check.LIMIT, lambda: case.limit_bytes, lambda limit: _limit_text(limit, hardware))
         if description is None:
             return
-        problem = found = None
-        if job is not None and limit is not None and split is not None:
-            asked = problem = PlanningProblem(
-                description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=request.strategy
-            )
-            path = self._plan_file
+        found: SearchResult | None = None
+        if job is not None and limit is not None and (given is not None or path is None):
             found = self._tried(
                 Check.PLAN,
-                lambda: search(case.builder().with_best_split(asked)) if path is None else _given(asked, path),
+                lambda: estimated(case.found.problem, case.found.plan) if given is None else _checked(case.problem_of(given), given),
                 lambda found: (
                     f"{found.plan.fingerprint} ({found.plan.strategy}): peak {format_bytes(found.peak_bytes)}, a step in"
                     f" {format_seconds(found.time.step_s)}"
                 ),
             )
-        known = self._known(description, problem, found)
-        self._findings += [*findings_of(known), *filter(None, [split_ties(case.model())])]
-        self._sound |= _sound(description, known)
-
-    def _known(self, description: ModelDescription, problem: PlanningProblem | None, found: SearchResult | None) -> KnownRun:
-        """Return what is known of the model, its plan and this machine."""
-        request, hardware = self._request, self._case.hardware
-        chosen = self._plan_file is None and request.strategy is Strategy.OSDP
-        best: tuple[StrategyResult, ...] = ()
-        if problem is not None and found is not None and not chosen:
-            with suppress(OSDPError):  # nothing fits
-                best = (StrategyResult(strategy=Strategy.OSDP, result=search(replace(problem, strategy=Strategy.OSDP))),)
-        return KnownRun(
+        known = KnownRun(
+            facts=replace(case.facts, folder=self._folder),
             units=description.units,
-            precision=Precision.named(self._case.precision),
-            optimizer=self._spec,
-            asked_classes=names_in(request.block_classes) or None,
+            asked_classes=case.config.block_classes,
             found_classes=description.block_classes,
-            plan=None if found is None else found.plan,
             hardware=hardware,
             bf16_on=bf16_on(hardware.device, "cuda"),
-            time=None if found is None or chosen else found.time,
-            others=best,
-            needed_bytes=None if found is None else found.memory.peak_bytes,
             memory=_memory_here(hardware),
-            folder=self._folder,
         )
+        if found is not None:
+            known = replace(known, plan=found.plan, needed_bytes=found.memory.peak_bytes)
+            if given is not None or case.request.strategy is not Strategy.OSDP:
+                problem = case.found.problem if given is None else case.problem_of(given)
+                known = replace(known, time=found.time, others=_best(replace(problem, strategy=Strategy.OSDP)))
+        self._findings += [*findings_of(known), *filter(None, [split_ties(case.model)])]
+        self._sound |= _sound(description, known)
 
 
-def _given(problem: PlanningProblem, path: Path) -> SearchResult:
-    """Check a plan from a file against the problem."""
-    plan = Plan.load(path)
+def _best(problem: PlanningProblem) -> tuple[StrategyResult, ...]:
+    with suppress(OSDPError):  # nothing fits
+        return (StrategyResult(strategy=problem.strategy, result=search(problem)),)
+    return ()
+
+
+def _checked(problem: PlanningProblem, plan: Plan) -> SearchResult:
+    """Check a given plan against the problem."""
     plan.check(problem.description, problem.hardware.world_size)
-    estimate = estimate_plan(plan, problem.description, problem.job, problem.hardware)
-    peak = estimate.memory.on(problem.hardware)
+    found = estimated(problem, plan)
+    peak = found.memory.on(problem.hardware)
     check_given_plan(
         plan,
         memory_limit_bytes=problem.memory_limit_bytes,
@@ -180,8 +163,7 @@ def _given(problem: PlanningProblem, path: Path) -> SearchResult:
         micro_batch_size=problem.job.micro_batch_size,
         sequence_length=problem.description.sequence_length,
     )
-    assert estimate.time is not None
-    return SearchResult(plan=replace(plan, peak_bytes=peak), memory=estimate.memory, time=estimate.time)
+    return replace(found, plan=replace(plan, peak_bytes=peak))
 
 
 def _limit_text(limit_bytes: int, hardware: Hardware) -> str:
@@ -192,7 +174,7 @@ def _limit_text(limit_bytes: int, hardware: Hardware) -> str:
 
 def _sound(description: ModelDescription, known: KnownRun) -> dict[Check, str]:
     """Return what is to be said of checks that find nothing."""
-    units, hardware, precision, memory = known.units, known.hardware, known.precision.compute, known.memory
+    units, hardware, precision, memory = known.units, known.hardware, known.facts.precision.compute, known.memory
     tied = [names for unit in units for names in unit.shared]
     texts = {
         Check.BLOCKS: f"{len(units)} units; blocks are {', '.join(description.block_classes)}",
@@ -205,21 +187,21 @@ def _sound(description: ModelDescription, known: KnownRun) -> dict[Check, str]:
         texts[Check.LINKS] = f"{format_bytes(hardware.inter_node.bytes_per_s)}/s between nodes" if hardware.nodes > 1 else "one node"
     if known.needed_bytes is not None and memory is not None:
         texts[Check.PROCESSES] = f"{format_bytes(memory.free_bytes)} of {memory.name} free here"
-    if known.folder is not None:
-        size = format_bytes(checkpoint_bytes(units, known.optimizer, adapters=known.folder.adapters))
-        texts[Check.FOLDER] = f"{known.folder.path} can be written and has room; a checkpoint takes {size}"
+    if (folder := known.facts.folder) is not None:
+        size = format_bytes(checkpoint_bytes(units, known.facts.optimizer, adapters=folder.adapters))
+        texts[Check.FOLDER] = f"{folder.path} can be written and has room; a checkpoint takes {size}"
     return texts
 
 
 def machine_line() -> str:
     """Return versions, devices, and what carries collectives here."""
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
+    python, _, _, *versions = (f"{name} {number}" for name, number in package_versions().items())
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     devices = f"{len(cuda)} x {', '.join(dict.fromkeys(cuda))}" if cuda else "no CUDA device"
     carriers = [name for name, there in {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}.items() if there]
     memory = tightest(memory_limits())
     return (
-        f"Python {platform.python_version()}, {versions}; {devices}; {' and '.join(carriers)}; {os.cpu_count()} cores, "
+        f"{python.capitalize()}, {', '.join(versions)}; {devices}; {' and '.join(carriers)}; {os.cpu_count()} cores, "
         f"{format_bytes(memory.free_bytes)} of {format_bytes(memory.total_bytes)} free"
     )
 
@@ -231,7 +213,5 @@ def _memory_here(hardware: Hardware) -> DeviceMemory | None:
             return None
         free, total, index = min((*torch.cuda.mem_get_info(index), index) for index in range(torch.cuda.device_count()))
         return DeviceMemory(name=f"{torch.cuda.get_device_name(index)} {index}", total_bytes=total, free_bytes=free, own_bytes=0)
-    if hardware.nodes > 1:
-        return None
-    memory, sharing = tightest(memory_limits()), hardware.devices_per_node
-    return DeviceMemory(name="cpu", total_bytes=memory.total_bytes, free_bytes=memory.free_bytes, own_bytes=0, sharing=sharing)
+    here = None if hardware.nodes > 1 else device_memory("cpu")
+    return here and replace(here, sharing=hardware.devices_per_node)

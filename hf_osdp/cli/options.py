@@ -14,6 +14,17 @@ import typer
 from ..planner.presets import preset_names
 from ..planner.problem import Strategy
 
+
+def option(metavar: str, text: str, **rules: Any) -> Any:  # noqa: ANN401  (typer's, too, says so)
+    """Return an option with the name of its value and its help."""
+    return typer.Option(metavar=metavar, help=text, **rules)
+
+
+def count(text: str) -> Any:  # noqa: ANN401
+    """Return an option of at least 1."""
+    return option("N", text, min=1)
+
+
 JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Also write the content for machines; - for stdout, with nothing else on it.")
 ]
@@ -27,45 +38,33 @@ class Request:
     """A planning problem as the command line states it; each field is a flag."""
 
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, local folder or config.json; no weights are needed.")]
-    sequence_length: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of one sample.")]
-    global_batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Samples of one optimizer step over all devices.")]
+    sequence_length: Annotated[int, count("Tokens of one sample.")]
+    global_batch_size: Annotated[int, count("Samples of one optimizer step over all devices.")]
     memory_limit: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Bytes of each device that training may use, such as 8GiB; else all that it has.")
+        str | None, option("SIZE", "Bytes of each device that training may use, such as 8GiB; else all that it has.")
     ] = None
-    margin: Annotated[
-        float | None, typer.Option(metavar="SHARE", help="Share of the limit that stays free; 0.04 on CUDA, 0 on the CPU, unless given.")
-    ] = None
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"Kind of device: {', '.join(preset_names())}. --profile can stand in for it.")
-    ] = None
-    profile: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Measured hardware and block times, as `hf-osdp profile` writes them.")
-    ] = None
-    num_nodes: Annotated[int | None, typer.Option(min=1, metavar="N", help="Machines; 1, or as the profile has it.")] = None
-    devices_per_node: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Devices in each machine; 1, or as the profile has it.")
-    ] = None
+    margin: Annotated[float | None, option("SHARE", "Share of the limit that stays free; 0.04 on CUDA, 0 on the CPU, unless given.")] = None
+    device: Annotated[str | None, option("NAME", f"Kind of device: {', '.join(preset_names())}. --profile can stand in for it.")] = None
+    profile: Annotated[Path | None, option("FILE", "Measured hardware and block times, as `hf-osdp profile` writes them.")] = None
+    num_nodes: Annotated[int | None, count("Machines; 1, or as the profile has it.")] = None
+    devices_per_node: Annotated[int | None, count("Devices in each machine; 1, or as the profile has it.")] = None
     precision: Annotated[
         Literal["no", "bf16", "fp16"] | None,
-        typer.Option(
-            metavar="NAME",
-            help="no, bf16 or fp16: mixed precision, as Accelerate names it; bf16 on GPUs whose hardware has it, else no, unless given.",
+        option(
+            "NAME",
+            "no, bf16 or fp16: mixed precision, as Accelerate names it; bf16 on GPUs whose hardware has it, else no, unless given.",
         ),
     ] = None
     optimizer: Annotated[
         Literal["adamw", "momentum", "sgd", "adamw8bit", "adamwfp8", "adamw4bit"],
-        typer.Option(
-            metavar="NAME",
-            help="adamw, momentum, sgd, or torchao's adamw8bit, adamwfp8 and adamw4bit. Its states count: AdamW keeps 2 tensors a"
-            " parameter, of 8 bytes together, AdamW8bit 2 bytes.",
+        option(
+            "NAME",
+            "adamw, momentum, sgd, or torchao's adamw8bit, adamwfp8 and adamw4bit. Its states count: AdamW keeps 8 bytes a parameter,"
+            " AdamW8bit 2.",
         ),
     ] = "adamw"
-    strategy: Annotated[
-        Strategy, typer.Option(metavar="NAME", help="osdp decides unit by unit; the others are one layout for all units.")
-    ] = Strategy.OSDP
-    micro_batch_size: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Samples that one device runs at once; else the planner decides.")
-    ] = None
+    strategy: Annotated[Strategy, option("NAME", "osdp decides unit by unit; the others are one layout for all units.")] = Strategy.OSDP
+    micro_batch_size: Annotated[int | None, count("Samples that one device runs at once; else the planner decides.")] = None
     activation_checkpointing: Annotated[
         bool, typer.Option("--activation-checkpointing", help="Recompute blocks in backward instead of saving activations.")
     ] = False
@@ -93,29 +92,21 @@ class Request:
             help="Also the loss in pieces, or the vocabulary projection in slices: outputs.logits may be None in training with labels."
         ),
     ] = False
-    lora_rank: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Train LoRA adapters of this rank, the rest frozen (needs the extra peft).")
-    ] = None
+    lora_rank: Annotated[int | None, count("Train LoRA adapters of this rank, the rest frozen (needs the extra peft).")] = None
     lora_targets: Annotated[
         str | None,
-        typer.Option(metavar="NAMES", help="Projections that get an adapter, comma-separated; else every linear one but the head."),
+        option("NAMES", "Projections that get an adapter, comma-separated; else every linear one but the head."),
     ] = None
-    block_classes: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Classes that become units, comma-separated; else found from the model.")
-    ] = None
+    block_classes: Annotated[str | None, option("NAMES", "Classes that become units, comma-separated; else found from the model.")] = None
     auto_class: Annotated[
-        str | None, typer.Option(metavar="CLASS", help="Class to build, such as AutoModelForCausalLM; else found from the configuration.")
+        str | None, option("CLASS", "Class to build, such as AutoModelForCausalLM; else found from the configuration.")
     ] = None
 
 
 def with_flags(command: Callable[..., None], *names: str, make: Callable[..., object] = dict, leave_out: str = "") -> Callable[..., None]:
     """Return a command for typer that has shared flags beside its own options; its first parameter takes `make(**flags)`.
 
-    Args:
-        command: its other parameters are its own options.
-        names: fields of `Request` that are flags of this command; none for all.
-        make: `Request`, or dict where a command has only some of the flags.
-        leave_out: a field that is no flag of this command and keeps its default.
+    The flags are all fields of `Request`, or those `names`; `leave_out` is no flag of this command and keeps its default.
     """
     hints = get_type_hints(Request, include_extras=True)
     shared = [

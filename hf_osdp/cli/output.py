@@ -62,12 +62,7 @@ class Output:
 
 
 def error_line(error: Exception, words: Sequence[str]) -> str | None:
-    """Return an error as one line, where the user, the model or a file is at fault; None for other errors.
-
-    Args:
-        error: what a command raised.
-        words: of its command line, for the value that is wrong.
-    """
+    """Return a command's error as one line, where the user, the model or a file is at fault; None for other errors."""
     text = str(error)
     if hasattr(error, "format_message"):  # a usage error: newer versions of typer have a click of their own, so that these have two bases
         text = _usage_line(error, words)

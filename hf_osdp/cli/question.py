@@ -20,15 +20,15 @@ from urllib.parse import urlencode
 import typer
 
 from ..errors import InfeasibleError
-from ..planner.cost.evaluate import PlanEstimate, estimate_plan
+from ..planner.cost.evaluate import PlanEstimate
+from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
 from ..planner.search.compare import StrategyResult
-from ..planner.search.search import SearchResult, search
 from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
 from ..report.tables import Answer
 from .cases import Case
-from .launch_commands import launch_file
+from .machine_commands import FILE, launch_file
 from .options import Request, with_flags
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -91,15 +91,14 @@ class Planned:
 
     question: Question
     case: Case
+    plan: Plan
     problem: PlanningProblem
-    found: SearchResult
-    inputs: PlanInputs
     estimate: PlanEstimate
     warnings: tuple[str, ...]
 
     @cached_property
     def compared(self) -> tuple[StrategyResult, ...]:
-        return self.case.compared(self.problem)
+        return self.case.found.compared()
 
     @property
     def options(self) -> dict[str, object]:
@@ -110,7 +109,7 @@ class Planned:
     @property
     def script(self) -> str:
         """The lines that change in a script of the Trainer, with what its arguments have to say."""
-        plan, precision = self.found.plan, self.case.precision
+        plan, precision = self.plan, self.case.precision
         sizes = f"per_device_train_batch_size={plan.micro_batch_size}, gradient_accumulation_steps={plan.accumulation_steps}"
         osdp = f"OSDPConfig({', '.join(f'{name}={value!r}' for name, value in self.options.items())})" if self.options else "True"
         return (
@@ -123,11 +122,8 @@ class Planned:
     @property
     def launch_file(self) -> str:
         hardware = self.problem.hardware
-        return launch_file(
-            device=self.case.device_type, devices_per_node=hardware.devices_per_node, num_nodes=hardware.nodes,
-            main_address="FIRST_MACHINE" if hardware.nodes > 1 else None, precision=self.case.precision, options=self.options,
-            path=Path("osdp.yaml"),
-        )[0]  # fmt: skip
+        address, sizes = "FIRST_MACHINE" if hardware.nodes > 1 else None, (hardware.nodes, hardware.devices_per_node)
+        return launch_file(self.case.device_type, *sizes, self.case.precision, self.options, path=FILE, main_address=address)[0]
 
 
 class Planner:
@@ -138,18 +134,16 @@ class Planner:
         self.plan = lru_cache(maxsize=_KEPT)(self._plan)
 
     def _plan(self, question: Question) -> Planned:
-        from ..planning.description_cache import warnings_of_package
+        from ..planning.cache import warnings_of_package
 
         case = Case(self._request(question))
         with redirect_stderr(io.StringIO()) as said:  # that a built-in shape stands in for the hub's
             _ = case.model_config
         with warnings_of_package() as warnings:
-            problem = case.problem()
-            found = search(problem)
-        inputs = PlanInputs(description=problem.description, job=problem.job, hardware=problem.hardware)
-        estimate = estimate_plan(found.plan, problem.description, problem.job, problem.hardware)
+            plan, problem = case.found.plan, case.found.problem
+        estimate = PlanInputs.of(problem).estimate(plan)
         warned = tuple(dict.fromkeys([line.removeprefix("hf-osdp: ") for line in said.getvalue().splitlines()] + warnings))
-        return Planned(question=question, case=case, problem=problem, found=found, inputs=inputs, estimate=estimate, warnings=warned)
+        return Planned(question=question, case=case, plan=plan, problem=problem, estimate=estimate, warnings=warned)
 
     def what_if(self, question: Question, memory_limit: str, devices_per_node: int) -> list[Answer]:
         """Return the answer as it is, and under another limit and on other devices, with the global batch raised to where it fills them."""
@@ -161,10 +155,10 @@ class Planner:
         changed = replace(question, memory_limit=memory_limit, devices_per_node=devices_per_node, global_batch_size=raised)
         try:
             then = self.plan(changed)
-            answer = Answer(question="what if", change=change, problem=then.problem, result=then.found)
+            answer = Answer(question="what if", change=change, problem=then.problem, plan=then.plan)
         except InfeasibleError as error:
             answer = Answer(question="what if", change=change, reason=f"needs {format_bytes(error.least_peak_bytes)}")
-        return [Answer(question="as asked", change="", problem=now.problem, result=now.found), answer]
+        return [Answer(question="as asked", change="", problem=now.problem, plan=now.plan), answer]
 
     def _request(self, question: Question) -> Request:
         if question.config and question.model:

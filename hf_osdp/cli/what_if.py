@@ -38,8 +38,8 @@ def what_if(request: Request, json_file: JsonFile = None) -> None:
     screen = Output(json_file)
     with screen.working("Describing the model", steps=7) as next_step:
         case = Case(request)
-        problem = case.problem()
-        models = ChangedModels(case, problem)
+        problem = case.found.problem
+        models = ChangedModels(case)
         questions: dict[str, Callable[[str], Answer]] = {
             "now": lambda name: answer(name, problem, f"limit {format_bytes(problem.memory_limit_bytes)}"),
             "one more device": lambda name: answer(name, *one_more_device(problem)),
@@ -62,7 +62,7 @@ def answer(question: str, problem: PlanningProblem, change: str) -> Answer:
     """Search a problem after a change, which is described for a person to read."""
     unanswered = Answer(question=question, change=change, problem=problem)
     try:
-        return replace(unanswered, result=search(problem))
+        return replace(unanswered, plan=search(problem).plan)
     except InfeasibleError as error:
         return replace(unanswered, reason=f"needs {format_bytes(error.least_peak_bytes)}")
     except ValueError as error:  # hybrid sharding has no group size for this number of devices
@@ -136,8 +136,8 @@ def _meeting(known: Mapping[int, float], limit: float) -> float | None:
 class ChangedModels:
     """Questions for which the model is described again, with a changed configuration; each variant only once."""
 
-    def __init__(self, case: Case, problem: PlanningProblem) -> None:
-        self._case, self._problem, self._config = case, problem, case.model_config
+    def __init__(self, case: Case) -> None:
+        self._case, self._problem, self._config = case, case.found.problem, case.model_config
         self._at_length, self._with_heads = cache(self._describe_at_length), cache(self._describe_with_heads)
 
     def half_the_sequence(self, question: str) -> Answer:
@@ -209,7 +209,8 @@ class ChangedModels:
         return self._described(with_heads(self._config, heads), self._problem.description.sequence_length, least_memory)
 
     def _described(self, config: object, length: int, least_memory: bool) -> PlanningProblem:
-        description = self._case.describe(model_config=config, sequence_length=length, least_memory=least_memory)
+        facts = replace(self._case.found.builder.facts, sequence_length=length)
+        description = self._case.describer(config, facts).describe(least_memory=least_memory)
         return replace(self._problem, description=description)
 
     def _too_few_positions(self, length: int) -> tuple[str, ...]:

@@ -31,8 +31,7 @@ from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun
-from ..planning.preflight import RunFolder
-from ..planning.problem import RunFacts
+from ..planning.problem import RunFacts, RunFolder
 from ..sharding.environment import form_process_group, prepare_model, uses_host
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
 from ..sharding.optimizer import frozen_parameters, spec_of_optimizer
@@ -182,8 +181,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         single process, too.
         """
         self.planned_run = run
-        assert run.job is not None
-        precision = run.job.precision
+        assert run.inputs is not None
+        precision = run.inputs.job.precision
         if not self.is_fsdp2 and (uses_host(run.plan) or (precision.compute is not None and not precision.autocast)):
             form_process_group(needed=True)
             self._join_fsdp(self.plugin, alone=True)
@@ -333,8 +332,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             check_bound(optimizers, model)
         else:
             if self.plugin.activation_checkpointing:
-                assert self._planned.description is not None
-                self.plugin.transformer_cls_names_to_wrap = list(self._planned.description.block_classes)
+                assert self._planned.inputs is not None
+                self.plugin.transformer_cls_names_to_wrap = list(self._planned.inputs.description.block_classes)
                 self.plugin.set_auto_wrap_policy(model)
                 model = fsdp2_apply_ac(self, model)
             model = shard_model(model, self._planned, self.plugin, optimizers, device=self.device)

@@ -13,16 +13,16 @@ from torch import nn
 
 from ..distributed.mesh import rank
 from ..measurement.step_meter import Observation
-from ..planner.cost.evaluate import PlanEstimate, estimate_plan
+from ..planner.cost.evaluate import PlanEstimate
 from ..planner.hardware import Collective
+from ..planning.cache import MEASURED_EARLIER
 from ..planning.config import OSDPConfig
-from ..planning.machine_cache import MEASURED_EARLIER
 from ..planning.plan_run import PlannedRun, plan_run
 from ..planning.problem import RunFacts
 from ..quantities import format_seconds
 from ..report.content import report_content, write_report
 from ..report.plan_file import PlanInputs
-from ..report.run_tables import outcome_table, trials_table
+from ..report.run_tables import Outcome, outcome_table, trials_table
 from ..report.tables import comparison_table, plan_caption, plan_table
 
 _WORTH_SAYING = 1.02
@@ -56,9 +56,9 @@ def announce_plan(run: PlannedRun) -> None:
     console.print(plan_table(run.plan, description, estimate))
     for line in plan_caption(run.plan, estimate, run.hardware):
         console.print(line, highlight=False)
-    if run.comparison is not None and run.memory_limit_bytes is not None:
+    if run.comparison is not None and run.plan.memory_limit_bytes is not None:
         console.print()
-        console.print(comparison_table(run.comparison, run.memory_limit_bytes))
+        console.print(comparison_table(run.comparison, run.plan.memory_limit_bytes))
     if run.open_step_s is not None and run.plan.step_s and run.plan.step_s > _WORTH_SAYING * run.open_step_s:
         console.print(
             f"Activation checkpointing recomputes every block. Left to the planner, a step takes {format_seconds(run.open_step_s)} by its"
@@ -83,18 +83,13 @@ def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Pa
     if rank():
         return
     console, inputs, estimate = _console(), *_estimated(run)
-    first = [("first step", None, measured.first_step_s)]
-    console.print(
-        outcome_table(
-            estimated_peak=estimate.memory.peak_bytes,  # of tensors, as the measurement is
-            measured_peak=measured.peak_bytes,
-            estimated_step_s=run.plan.step_s if estimate.time is None else estimate.time.step_s,
-            measured_step_s=measured.median_step_s,
-            estimated_reserved=None if estimate.reserved is None else estimate.reserved.peak_reserved_bytes,
-            measured_reserved=measured.reserved_bytes,
-            others=[*first, *_collectives(estimate, measured)],
-        )
-    )
+    nbytes: list[Outcome] = [("peak memory", estimate.memory.peak_bytes, measured.peak_bytes)]  # of tensors, as the measurement is
+    reserved = None if estimate.reserved is None else estimate.reserved.peak_reserved_bytes
+    if reserved or measured.reserved_bytes:
+        nbytes.append(("peak reserved", reserved, measured.reserved_bytes))
+    step_s = run.plan.step_s if estimate.time is None else estimate.time.step_s
+    seconds: list[Outcome] = [("step time", step_s, measured.median_step_s), ("first step", None, measured.first_step_s)]
+    console.print(outcome_table(nbytes, [*seconds, *_collectives(estimate, measured)]))
     if (pays := _steps_until_compilation_pays(run, measured)) is not None:
         console.print(f"The first step compiled the blocks. By the estimate this pays after {pays:,} steps.", highlight=False)
     if output_dir is None:
@@ -144,7 +139,7 @@ def _rounds_content(run: PlannedRun) -> list[dict[str, object]]:
     ]
 
 
-def _collectives(estimate: PlanEstimate, measured: Observation) -> list[tuple[str, float | None, float | None]]:
+def _collectives(estimate: PlanEstimate, measured: Observation) -> list[Outcome]:
     """Return name, estimated and measured seconds of a step of each collective that the plan uses."""
     rows = []
     for kind in Collective:
@@ -156,9 +151,8 @@ def _collectives(estimate: PlanEstimate, measured: Observation) -> list[tuple[st
 
 
 def _estimated(run: PlannedRun) -> tuple[PlanInputs, PlanEstimate]:
-    assert run.description is not None and run.job is not None, "runs that are announced are described"
-    inputs = PlanInputs(description=run.description, job=run.job, hardware=run.hardware)
-    return inputs, estimate_plan(run.plan, run.description, run.job, run.hardware)
+    assert run.inputs is not None, "runs that are announced are described"
+    return run.inputs, run.inputs.estimate(run.plan)
 
 
 def _console() -> Console:

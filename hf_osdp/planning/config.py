@@ -151,10 +151,7 @@ class OSDPConfig:
 
     @classmethod
     def from_options(cls, options: Mapping[str, object]) -> OSDPConfig:
-        """Read options as they stand in a YAML file or a dict.
-
-        Args:
-            options: field names with their values. `osdp: true` beside them is accepted, as the accelerate file has it.
+        """Read options as they stand in a YAML file or a dict; `osdp: true` beside them is accepted, as the accelerate file has it.
 
         Raises:
             ValueError: an option is not known, or its value cannot be used.
@@ -183,11 +180,9 @@ def stated_options(asked: OSDPConfig | Mapping[str, object] | None) -> dict[str,
 
 
 def merged_config(*places: OSDPConfig | Mapping[str, object] | None) -> OSDPConfig:
-    """Return one configuration from several places.
+    """Return one configuration from several places, the strongest first, and so the accelerate file last.
 
-    Args:
-        *places: what each place states, the strongest first, and so the accelerate file last. A mapping states each key that it
-            has; a configuration states the fields that are not at their default.
+    A mapping states each key that it has; a configuration states the fields that are not at their default.
 
     Raises:
         ValueError: an option is not known, its value cannot be used, or options of several places exclude each other.

@@ -111,12 +111,7 @@ def safer_plan(problem: PlanningProblem, plan: Plan, needed_bytes: int | None) -
     """Return what to run after a plan that needed more than it was estimated to.
 
     The limit falls by what the plan needed above its estimate, by a twentieth at least, and so far that the plan itself fits no more:
-    limit' = min(limit - max(needed - estimate, limit / 20), estimate - estimate / 20).
-
-    Args:
-        problem: what the plan was found for.
-        plan: the plan that ran.
-        needed_bytes: bytes that it needed; None if that is not known.
+    limit' = min(limit - max(needed - estimate, limit / 20), estimate - estimate / 20); `needed_bytes` may not be known.
     """
     limit, estimate = problem.memory_limit_bytes, plan.peak_bytes or problem.memory_limit_bytes
     over = max((needed_bytes or 0) - estimate, int(limit * _LEAST_SHARE))

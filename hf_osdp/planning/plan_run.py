@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,27 +12,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..distributed.consensus import on_rank_zero, require_same_run
+from ..distributed.consensus import require_same_run
 from ..distributed.device import own_gpu
 from ..distributed.mesh import Meshes, find_topology, rank
 from ..errors import InfeasibleError, OSDPError, PlanError
 from ..modeling.batch import check_inputs, training_batch
 from ..modeling.build import without_checkpointing
 from ..modeling.split_candidates import split_units
-from ..planner.cost.evaluate import estimate_plan
-from ..planner.description import Activations, DType, ModelDescription, UnitDescription
+from ..planner.description import Activations, DType, UnitDescription
 from ..planner.hardware import Hardware
-from ..planner.job import TrainingJob
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
-from ..planner.search.compare import StrategyResult, compare_strategies
+from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult, search
 from ..quantities import format_bytes
+from ..report.plan_file import PlanInputs
 from ..sharding.environment import uses_host
 from .config import OSDPConfig
 from .preflight import Finding, KnownRun, check_model, check_run
 from .probe import Trial, probe
-from .problem import Describer, ProblemBuilder, RunFacts, precision_attempts, training_job
+from .problem import Describer, FoundPlan, ProblemBuilder, RunFacts, find_plan, plan_from_rank_zero, training_job
 from .recalibrate import Round, estimated, recalibrate
 
 _log = logging.getLogger(__name__)
@@ -47,12 +45,8 @@ class PlannedRun:
     """The same on every process."""
     units: tuple[UnitDescription, ...]
     """The model's, split as the plan says."""
-    description: ModelDescription | None = None
-    """None where a given plan runs without an estimate."""
-    job: TrainingJob | None = None
-    """None where `description` is."""
-    problem: PlanningProblem | None = None
-    """What the plan was searched for, on rank 0 corrected by what trials showed; None where a plan was given."""
+    inputs: PlanInputs | None = None
+    """What the plan was made from, on rank 0 corrected by what trials showed; None where a given plan runs without an estimate."""
     search: SearchResult | None = None
     """The plan's estimates; on rank 0 only, and None where a plan was given."""
     comparison: tuple[StrategyResult, ...] | None = None
@@ -73,26 +67,22 @@ class PlannedRun:
     @property
     def hardware(self) -> Hardware | None:
         """What was planned for; None where a plan was given."""
-        return None if self.problem is None else self.problem.hardware
+        return None if self.inputs is None else self.inputs.hardware
 
     @property
-    def memory_limit_bytes(self) -> int | None:
-        """The limit that was searched under; None where a plan was given."""
-        return None if self.problem is None else self.problem.memory_limit_bytes
+    def problem(self) -> PlanningProblem | None:
+        """What the plan was searched for; None where a plan was given."""
+        inputs, limit = self.inputs, self.plan.memory_limit_bytes
+        if inputs is None or inputs.hardware is None or limit is None:
+            return None
+        return inputs.problem(limit, self.plan.strategy)
 
 
 def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
     """Describe the model, measure the hardware, search on rank 0, and give every process the plan.
 
-    Every process of the group calls this with the same arguments; without a process group it runs alone.
-
-    Args:
-        model: not yet sharded; parameters may be on the meta device.
-        config: what the user asked for.
-        facts: what the caller knows about the run.
-
-    Returns:
-        The planned run. Its plan has been checked on every process.
+    Every process of the group calls this with the same arguments; without a process group it runs alone. The model is not sharded yet;
+    its parameters may be on the meta device. The plan has been checked on every process.
 
     Raises:
         InfeasibleError: no plan meets the memory limit.
@@ -109,28 +99,15 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
     if config.inputs is not None:
         check_inputs(config.inputs, model)
 
-    attempts = precision_attempts(config, facts)
-    for attempt in attempts:
-        config, facts = attempt
-        try:
-            run = _searched(model, config, facts) if config.plan is None else _given(model, config, facts)
-        except InfeasibleError:
-            if attempt is attempts[-1]:
-                raise
-        else:
-            if not (facts.precision.autocast and uses_host(run.plan)):
-                break
+    run = _searched(model, config, facts) if config.plan is None else _given(model, config, facts)
     planning_s = time.perf_counter() - started
-    return replace(run, planning_s=planning_s, findings=check_run(_known(run, config, facts), model, facts.device_type))
+    return replace(run, planning_s=planning_s, findings=check_run(_known(run, config, facts), model))
 
 
 def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
     """Search on rank 0, and try the plan if that is asked for. Collective."""
-    builder = ProblemBuilder(model, config, facts)
-    whole, plan = builder.settled(builder.build(), lambda one: _from_rank_zero(lambda: search(builder.with_best_split(one)).plan))
-    problem = whole
-    if plan.split != whole.description.split:
-        problem = builder.build(plan.split)
+    found = find_plan(model, config, facts)
+    plan, problem = found.plan, found.problem
     plan.check(problem.description, facts.world_size)
     rounds: tuple[Round, ...] = ()
     meshes: Meshes | None = None
@@ -138,50 +115,44 @@ def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedR
         meshes = Meshes(facts.device_type) if dist.is_initialized() else None
         trial = _trial(model, config, facts, problem)
         plan, rounds, problem = recalibrate(plan, problem, lambda tried: probe(tried, trial, meshes))
+        found = replace(found, problem=problem)
         if meshes is not None:
             meshes.keep(plan)
     first = rank() == 0
     comparison = eager_step_s = None
     if first and config.compare:
-        plain, eager = replace(problem, description=whole.description), builder.eager(problem)
-        comparison = compare_strategies(plain, split=problem.description, eager=eager)
-        if eager is not None:
+        comparison = found.compared()
+        if found.eager is not None:
             with suppress(InfeasibleError):
-                eager_step_s = search(replace(problem, description=eager)).time.step_s
+                eager_step_s = search(replace(problem, description=found.eager)).time.step_s
     return PlannedRun(
         plan=plan,
         units=problem.description.units,
-        description=problem.description,
-        job=problem.job,
-        problem=problem,
+        inputs=PlanInputs.of(problem),
         search=estimated(problem, plan) if first else None,
         comparison=comparison,
-        open_step_s=None if rounds or not first else _open_step_s(model, config, facts, problem),
+        open_step_s=None if rounds or not first else _open_step_s(found),
         eager_step_s=eager_step_s,
         rounds=rounds,
         meshes=meshes,
     )
 
 
-def _open_step_s(model: nn.Module, config: OSDPConfig, facts: RunFacts, problem: PlanningProblem) -> float | None:
+def _open_step_s(found: FoundPlan) -> float | None:
     """Return the estimated seconds of a step where the planner decides what is recomputed; None where it does, or that cannot be told.
 
     For rank 0 alone: nothing here is collective. Times of a profile are of blocks that are recomputed.
     """
-    if not (facts.trains and problem.description.recomputed_by_others) or config.profile is not None:
+    config, facts, model = found.builder.config, found.builder.facts, found.builder.model
+    if not (facts.trains and found.problem.description.recomputed_by_others) or config.profile is not None:
         return None
     left_open = replace(facts, activation_checkpointing=False, checkpoint_wrapper=False)
     try:
         with without_checkpointing(model):
-            builder = ProblemBuilder(model, replace(config, recompute=None), left_open, hardware=problem.hardware)
+            builder = ProblemBuilder(model, replace(config, recompute=None), left_open, hardware=found.problem.hardware)
             return search(builder.build()).time.step_s
     except (OSDPError, ValueError):  # it is advice
         return None
-
-
-def _from_rank_zero(make: Callable[[], Plan]) -> Plan:
-    """Return rank 0's plan on every rank, parsed from its JSON form. Collective."""
-    return Plan.from_json(on_rank_zero(lambda: make().to_json()), source="the plan from rank 0")
 
 
 def _trial(model: nn.Module, config: OSDPConfig, facts: RunFacts, problem: PlanningProblem) -> Trial:
@@ -201,7 +172,7 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
     """Take the plan that the user gave, if it is for this run. Collective."""
     given = config.plan
     assert given is not None
-    plan = _from_rank_zero(lambda: given if isinstance(given, Plan) else Plan.load(Path(given)))
+    plan = plan_from_rank_zero(lambda: given if isinstance(given, Plan) else Plan.load(Path(given)))
     if facts.offloads_all and (stay := sum(not unit.on_host for unit in plan.units)):
         raise PlanError(
             f"cpu_offload asks for every unit on the host, but {stay} of the plan's stay on the device; leave it out, or plan again."
@@ -210,14 +181,16 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
         raise PlanError(
             "The plan recomputes or offloads blocks, and activation checkpointing would recompute them too; switch it off, or plan again."
         )
-    description = job = peak_bytes = None
+    inputs = peak_bytes = None
     if facts.estimates_given_plan:
-        job = training_job(config, facts)
+        if uses_host(plan):
+            facts = facts.under_fsdp
         as_planned = replace(config, plan=None, compile=bool(plan.compiled_classes))
         description = Describer(model, as_planned, facts).describe(plan.split, micro_batch_size=plan.micro_batch_size)
         plan.check(description, facts.world_size)
+        inputs = PlanInputs(description=description, job=training_job(config, facts), hardware=None)
         if config.memory_limit is not None:
-            peak_bytes = estimate_plan(plan, description, job).memory.peak_bytes
+            peak_bytes = inputs.estimate(plan).memory.peak_bytes
     check_given_plan(
         plan,
         memory_limit_bytes=config.memory_limit_bytes,
@@ -230,9 +203,10 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
     here = find_topology().ranks_per_node
     if plan.devices_per_node not in (None, here) and rank() == 0:
         _log.warning("The plan was made for %d devices a node, here there are %d; plan again for these.", plan.devices_per_node, here)
+    if inputs is not None:
+        return PlannedRun(plan=plan, units=inputs.description.units, inputs=inputs)
     low_precision = facts.precision.compute is not None
-    units = split_units(model, plan.split, config.block_classes, low_precision=low_precision) if description is None else description.units
-    return PlannedRun(plan=plan, units=units, description=description, job=job)
+    return PlannedRun(plan=plan, units=split_units(model, plan.split, config.block_classes, low_precision=low_precision))
 
 
 def check_given_plan(
@@ -291,23 +265,21 @@ def _check_options(config: OSDPConfig, facts: RunFacts) -> None:
 
 def _known(run: PlannedRun, config: OSDPConfig, facts: RunFacts) -> KnownRun:
     """Return what the preflight checks look at."""
-    needed = None
-    if run.hardware is not None and run.plan.peak_bytes is not None:
-        needed = run.plan.peak_bytes - run.hardware.outside_bytes(run.plan.communicators)
-    elif run.description is not None and run.job is not None:
-        needed = estimate_plan(run.plan, run.description, run.job).memory.peak_bytes
-    classes = tuple(dict.fromkeys(unit.class_name for unit in run.units)) if run.description is None else run.description.block_classes
+    needed, classes = None, tuple(dict.fromkeys(unit.class_name for unit in run.units))
+    if run.inputs is not None:
+        classes, plan = run.inputs.description.block_classes, run.plan
+        if run.hardware is not None and plan.peak_bytes is not None:
+            needed = plan.peak_bytes - run.hardware.outside_bytes(plan.communicators)
+        else:
+            needed = run.inputs.estimate(plan).memory.peak_bytes
     return KnownRun(
+        facts=facts,
         units=run.units,
-        precision=facts.precision,
-        optimizer=facts.optimizer,
-        asked_classes=config.block_classes if run.description is not None or not run.plan.split.operators else None,
+        asked_classes=config.block_classes if run.inputs is not None or not run.plan.split.operators else None,
         found_classes=classes,
-        frozen_in_optimizer=facts.frozen_in_optimizer,
         plan=run.plan,
         hardware=run.hardware,
         time=None if run.search is None or config.strategy == "osdp" else run.search.time,
         others=run.comparison or (),
         needed_bytes=needed,
-        folder=facts.folder,
     )

@@ -27,6 +27,7 @@ from ..planner.plan import Plan
 from ..planner.presets import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from ..planner.search.compare import StrategyResult
 from ..quantities import format_bytes, format_count, format_seconds
+from .problem import RunFacts, RunFolder
 
 _NUMBERED = re.compile(r"\.(\d+)(?=\.)")
 _WAITING = 0.25
@@ -91,21 +92,6 @@ class DeviceMemory:
     """Held by this process's tensors already, or kept by its allocator."""
     sharing: int = 1
     """Ranks that use it together."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFolder:
-    """The folder that a run writes to, and what it writes there."""
-
-    path: str | Path
-    saves: bool = True
-    """Whether checkpoints are written while it trains."""
-    limit: int | None = None
-    """How many are kept (`save_total_limit`); None keeps all."""
-    states: bool = True
-    """Whether they hold the optimizer's states."""
-    adapters: bool = False
-    """Whether they hold trained parameters alone, as those of peft do."""
 
 
 def refuse_errors(findings: Iterable[Finding]) -> None:
@@ -321,13 +307,11 @@ def _nearest(folder: RunFolder) -> Path:
 class KnownRun:
     """What is known of a run before it starts; None where it is not."""
 
+    facts: RunFacts
     units: Sequence[UnitDescription]
     """Of the model as it will be trained."""
-    precision: Precision
-    optimizer: OptimizerSpec
     asked_classes: Sequence[str] | None = None
     found_classes: Sequence[str] = ()
-    frozen_in_optimizer: int = 0
     plan: Plan | None = None
     hardware: Hardware | None = None
     bf16_on: str | None = None
@@ -339,31 +323,31 @@ class KnownRun:
     needed_bytes: int | None = None
     """The plan's highest moment, tensors alone."""
     memory: DeviceMemory | None = None
-    folder: RunFolder | None = None
 
 
-def check_run(known: KnownRun, model: nn.Module, device_type: str) -> tuple[Finding, ...]:
+def check_run(known: KnownRun, model: nn.Module) -> tuple[Finding, ...]:
     """Return what all ranks find before a run, or raise its errors; device memory and bfloat16 support are looked up here. Collective."""
-    device = None if known.hardware is None else known.hardware.device
+    device, device_type = None if known.hardware is None else known.hardware.device, known.facts.device_type
     known = replace(known, bf16_on=bf16_on(device, device_type), memory=device_memory(device_type, model))
     return merged_findings(findings_of(known))
 
 
 def findings_of(known: KnownRun) -> tuple[Finding, ...]:
     """Return what is wrong with a run, as far as this process can see, in the order of the checks."""
+    facts = known.facts
     found = [
         whole_in_one_unit(known.units),
         unused_block_classes(known.asked_classes, known.found_classes),
-        no_masters(known.units, known.precision),
-        fp16_for_bf16(known.precision, known.bf16_on),
-        frozen(known.units, in_optimizer=known.frozen_in_optimizer),
+        no_masters(known.units, facts.precision),
+        fp16_for_bf16(facts.precision, known.bf16_on),
+        frozen(known.units, in_optimizer=facts.frozen_in_optimizer),
     ]
     if known.plan is not None:
         found.append(slow_link(known.plan, known.hardware, known.time, known.others))
         if known.memory is not None and known.needed_bytes is not None:
             found.append(memory_now(known.memory, known.needed_bytes, known.plan.communicators))
-    if known.folder is not None:
-        found.append(not_writable(known.folder) or too_small(known.folder, known.units, known.optimizer))
+    if facts.folder is not None:
+        found.append(not_writable(facts.folder) or too_small(facts.folder, known.units, facts.optimizer))
     return tuple(finding for finding in found if finding is not None)
 
 

@@ -58,16 +58,8 @@ def probe(plan: Plan, trial: Trial, meshes: Meshes | None, *, timed_steps: int =
     """Run a plan for a few steps and throw everything away but the observation. Collective.
 
     Random number generators are left as they were found. On CUDA each rank first takes its steps alone, with collectives that
-    send nothing (the same allocations): a rank that runs out of memory there keeps no other waiting.
-
-    Args:
-        plan: the same on every rank.
-        trial: model, job and inputs.
-        meshes: of the process group; None where there is none.
-        timed_steps: steps that are timed, at least 1, and others whose collectives are.
-
-    Returns:
-        Peak, step time and collectives, the same on every rank.
+    send nothing (the same allocations): a rank that runs out of memory there keeps no other waiting. So many steps are timed, at least 1,
+    and as many others for their collectives. `meshes` is None where there is no process group.
     """
     find_topology()  # now, while all ranks are here: what follows looks it up, and ranks may fail one by one
     with random_states_kept([trial.device] if trial.device.type == "cuda" else []):

@@ -1,11 +1,12 @@
-"""Build the planning problem of a model from a configuration and what is known of the run."""
+"""The one road to a plan: from a model, a configuration and what is known of the run to a planning problem, and its search."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -13,7 +14,7 @@ from torch import nn
 from ..distributed.consensus import on_rank_zero
 from ..distributed.device import expands_segments
 from ..distributed.restart import limit_after_oom
-from ..errors import CheckpointingError, DescriptionError, HardwareError
+from ..errors import CheckpointingError, DescriptionError, HardwareError, InfeasibleError
 from ..measurement.machine import hardware_of_run
 from ..modeling.batch import Inputs, Loss, training_batch
 from ..modeling.split_candidates import possible_splits
@@ -23,19 +24,34 @@ from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.profile import Profile, with_block_times
-from ..planner.search.compare import choose_description
+from ..planner.search.compare import StrategyResult, choose_description, compare_strategies
+from ..planner.search.search import search
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..quantities import format_bytes
 from ..tracing.describe import TRACED_MICRO_BATCH, describe, is_by_formula
+from .cache import measured_once
 from .config import OSDPConfig
-from .machine_cache import measured_once
-from .preflight import RunFolder
 
 Trace: TypeAlias = Callable[..., ModelDescription]
 """`describe`, or what is called as it is."""
 _log = logging.getLogger(__name__)
 _MOST_DESCRIPTIONS = 3
 """Of a model with compiled blocks, each at another micro-batch size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """The folder that a run writes to, and what it writes there."""
+
+    path: str | Path
+    saves: bool = True
+    """Whether checkpoints are written while it trains."""
+    limit: int | None = None
+    """How many are kept (`save_total_limit`); None keeps all."""
+    states: bool = True
+    """Whether they hold the optimizer's states."""
+    adapters: bool = False
+    """Whether they hold trained parameters alone, as those of peft do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,21 +107,10 @@ class RunFacts:
         """All states leave the device; the CPU has no memory but its own."""
         return self.cpu_offload and self.device_type != "cpu"
 
-
-def precision_attempts(config: OSDPConfig, facts: RunFacts) -> list[tuple[OSDPConfig, RunFacts]]:
-    """Return configurations and facts to plan for, in order; the first that is feasible counts.
-
-    One process runs under autocast, without FSDP2, if all units stay on the device. FSDP2 runs units on the host, with its mixed precision.
-    """
-    if not facts.precision.autocast:
-        return [(config, facts)]
-    under_fsdp = (config, replace(facts, precision=replace(facts.precision, autocast=False)))
-    if facts.offloads_all or config.host_offload:
-        return [under_fsdp]
-    if config.plan is not None:
-        return [(config, facts), under_fsdp]
-    on_device = (replace(config, host_offload=False), facts)
-    return [on_device] if facts.device_type == "cpu" or config.host_offload is False else [on_device, under_fsdp]
+    @property
+    def under_fsdp(self) -> RunFacts:
+        """The same with FSDP2's mixed precision, under which alone units can live on the host, in place of autocast."""
+        return replace(self, precision=replace(self.precision, autocast=False))
 
 
 def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
@@ -146,6 +151,51 @@ def check_limit(limit_bytes: int, device: DeviceSpec, *, given: str) -> int:
     return limit_bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundPlan:
+    """What the search for a run's plan found."""
+
+    builder: ProblemBuilder
+    """With the configuration and the facts that were planned for."""
+    whole: ModelDescription
+    """The model before it is split."""
+    problem: PlanningProblem
+    """What was searched: the model whole or split, whichever trains faster."""
+    outcome: Plan | InfeasibleError
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, the same on every process; raise InfeasibleError where none fits."""
+        if isinstance(self.outcome, InfeasibleError):
+            raise self.outcome
+        return self.outcome
+
+    @property
+    def eager(self) -> ModelDescription | None:
+        """The model without compilation; None where no block is compiled, or times were measured."""
+        return self.builder.eager if self.whole.compiled_classes else None
+
+    def compared(self) -> tuple[StrategyResult, ...]:
+        """Return every strategy at its own best batch, OSDP first."""
+        return compare_strategies(replace(self.problem, description=self.whole), split=self.problem.description, eager=self.eager)
+
+
+def find_plan(
+    model: nn.Module, config: OSDPConfig, facts: RunFacts, *, hardware: Hardware | None = None, trace: Trace = describe
+) -> FoundPlan:
+    """Search on rank 0 for the run's fastest plan that fits. Collective; arguments and errors are those of `ProblemBuilder`.
+
+    One process runs under autocast, without FSDP2, if all units stay on the device, which is tried first. FSDP2 runs units on the host,
+    with its mixed precision.
+    """
+    builder = partial(ProblemBuilder, model, hardware=hardware, trace=trace)
+    if facts.precision.autocast and not (facts.offloads_all or config.host_offload):
+        found = builder(config=replace(config, host_offload=False), facts=facts).find()
+        if isinstance(found.outcome, Plan) or facts.device_type == "cpu" or config.host_offload is False:
+            return found
+    return builder(config=config, facts=facts.under_fsdp).find()
+
+
 class ProblemBuilder:
     """Build planning problems of one model: hardware, job and limit once, a description for each way to split the model."""
 
@@ -161,9 +211,8 @@ class ProblemBuilder:
             ProfileError: the profile cannot be read.
             ValueError: sizes, limit and hardware do not fit together.
         """
-        self._model, self._config, self._facts, self._trace = model, config, facts, trace
-        self._describer = Describer(model, config, facts, trace)
-        self._described_at: int | None = None
+        self.model, self.config, self.facts, self._trace = model, config, facts, trace
+        self._describe = cache(Describer(model, config, facts, trace).describe)
         self.job = training_job(config, facts)
         self._profile = _profile(config)
         if hardware is None:
@@ -175,15 +224,14 @@ class ProblemBuilder:
         limit = hardware.device.memory_bytes if config.memory_limit_bytes is None else config.memory_limit_bytes
         self.limit_bytes = limit_after_oom(check_limit(limit, hardware.device, given=f"memory_limit={config.memory_limit!r}"))
 
-    def build(self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int | None = None) -> PlanningProblem:
+    def build(self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int = TRACED_MICRO_BATCH) -> PlanningProblem:
         """Return the problem of the model with a split; what is compiled is described at this micro-batch size.
 
         Raises:
             DescriptionError: the model cannot be described.
             ProfileError: the profile holds times of another model.
         """
-        self._described_at = micro_batch_size
-        description = self._describer.describe(split, micro_batch_size=micro_batch_size)
+        description = self._describe(split, micro_batch_size=micro_batch_size)
         if self._profile is not None and split.is_none:
             description = with_block_times(description, self._profile)
         return PlanningProblem(
@@ -191,42 +239,59 @@ class ProblemBuilder:
             hardware=self.hardware,
             job=self.job,
             memory_limit_bytes=self.limit_bytes,
-            strategy=Strategy.parse(self._config.strategy),
+            strategy=Strategy.parse(self.config.strategy),
         )
 
-    def settled(self, problem: PlanningProblem, find: Callable[[PlanningProblem], Plan]) -> tuple[PlanningProblem, Plan]:
-        """Return a problem with its plan; where blocks are compiled, one that was described at the micro-batch size that the plan takes.
+    def find(self) -> FoundPlan:
+        """Search on rank 0; what is compiled is described at the micro-batch size that the plan takes. Collective."""
+        found, described = self._find(TRACED_MICRO_BATCH), {1, TRACED_MICRO_BATCH}
+        while found.whole.compiled_classes and isinstance(found.outcome, Plan) and len(described) < _MOST_DESCRIPTIONS:
+            if (size := found.outcome.micro_batch_size) in described:
+                break
+            described.add(size)
+            found = self._find(size)
+        return found
 
-        Args:
-            problem: the model whole.
-            find: finds the plan of a problem, perhaps of the model split.
-        """
-        plan, described = find(problem), {1, TRACED_MICRO_BATCH}
-        while problem.description.compiled_classes and plan.micro_batch_size not in described and len(described) < _MOST_DESCRIPTIONS:
-            described.add(plan.micro_batch_size)
-            problem = self.build(micro_batch_size=plan.micro_batch_size)
-            plan = find(problem)
-        return problem, plan
+    def _find(self, micro_batch_size: int) -> FoundPlan:
+        whole = self.build(micro_batch_size=micro_batch_size)
+        split = on_rank_zero(lambda: self._best_split(whole, micro_batch_size))
+        problem = whole if split == whole.description.split else self.build(split, micro_batch_size=micro_batch_size)
+        outcome: Plan | InfeasibleError
+        try:
+            outcome = plan_from_rank_zero(lambda: search(problem).plan)
+        except InfeasibleError as error:
+            outcome = error
+        return FoundPlan(builder=self, whole=whole.description, problem=problem, outcome=outcome)
 
-    def eager(self, problem: PlanningProblem) -> ModelDescription | None:
-        """Return the description of the model without compilation; None where the problem's has none, or its times were measured."""
-        if not problem.description.compiled_classes or (self._profile is not None and self._profile.segments):
-            return None
-        return Describer(self._model, replace(self._config, compile=False), self._facts, self._trace).describe(WHOLE_BLOCKS)
-
-    def with_best_split(self, whole: PlanningProblem) -> PlanningProblem:
-        """Return the problem of the model as it trains fastest, whole or split.
+    def _best_split(self, whole: PlanningProblem, micro_batch_size: int) -> ModelSplit:
+        """Return how the model trains fastest, whole or split.
 
         Of blocks that others recompute, or that are compiled, no part becomes a unit; a model whose times a profile holds stays whole.
         """
-        config, facts = self._config, self._facts
-        if not config.operator_splitting or (self._profile is not None and self._profile.segments):
-            return whole
+        config, facts = self.config, self.facts
+        if not config.operator_splitting or self._is_timed:
+            return whole.description.split
         vocabulary = facts.reads_loss_alone if config.split_vocabulary is None else config.split_vocabulary
         operators = not (facts.activation_checkpointing or whole.description.compiled_classes)
-        splits = partial(possible_splits, self._model, whole.description, vocabulary=vocabulary, operators=operators)
-        describe = partial(self._describer.describe, micro_batch_size=self._described_at)
-        return replace(whole, description=choose_description(whole, splits, describe))
+        splits = partial(possible_splits, self.model, whole.description, vocabulary=vocabulary, operators=operators)
+        return choose_description(whole, splits, partial(self._describe, micro_batch_size=micro_batch_size)).split
+
+    @cached_property
+    def eager(self) -> ModelDescription | None:
+        """The model without compilation; None where times were measured."""
+        if self._is_timed:
+            return None
+        return Describer(self.model, replace(self.config, compile=False), self.facts, self._trace).describe()
+
+    @property
+    def _is_timed(self) -> bool:
+        """The profile holds times of the model."""
+        return self._profile is not None and bool(self._profile.segments)
+
+
+def plan_from_rank_zero(make: Callable[[], Plan]) -> Plan:
+    """Return rank 0's plan on every rank, parsed from its JSON form. Collective."""
+    return Plan.from_json(on_rank_zero(lambda: make().to_json()), source="the plan from rank 0")
 
 
 class Describer:
@@ -237,14 +302,17 @@ class Describer:
         self._inputs, self._loss = (config.inputs, None) if config.inputs else (facts.inputs, facts.loss)
         self._may_fall_back = config.inputs is None and facts.inputs is not None and _has_usual_batch(model)
 
-    def describe(self, split: ModelSplit, *, micro_batch_size: int | None = None, least_memory: bool = False) -> ModelDescription:
+    def describe(
+        self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int = TRACED_MICRO_BATCH, least_memory: bool = False
+    ) -> ModelDescription:
         """Return the description of the model with a split; raise DescriptionError where it cannot be described in any way.
 
         For the `least_memory` alone some choices are left out that never need less.
         """
-        sizes = {} if micro_batch_size is None else {"micro_batch_size": micro_batch_size}
-        if least_memory:
-            sizes["partial_recomputation"] = False
+        sizes = {
+            "micro_batch_size": micro_batch_size if self._config.compile else TRACED_MICRO_BATCH,
+            "partial_recomputation": not least_memory,
+        }
         if not self._may_fall_back:
             return self._describe(split, **sizes)
         try:

@@ -50,12 +50,7 @@ def estimated(problem: PlanningProblem, plan: Plan) -> SearchResult:
 def recalibrate(
     plan: Plan, problem: PlanningProblem, probe: Callable[[Plan], Observation]
 ) -> tuple[Plan, tuple[Round, ...], PlanningProblem]:
-    """Try the plan and those that follow from what is observed. Collective.
-
-    Args:
-        plan: the first, the same on every rank.
-        problem: what it was found for.
-        probe: tries a plan; collective, with the same observation on every rank.
+    """Try the problem's plan and those that follow from what is observed. Collective, as `probe`, which tries a plan.
 
     Returns:
         The plan to run, the same on every rank: the fastest of those that were tried and fit; the rounds; and the problem,

@@ -79,9 +79,6 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
         job: precision, optimizer, and whether the loop holds outputs.
         options: what `describe` was told: `device_type`, `capability`, `auto_class`, `inputs`, `activation_checkpointing`, `loss`.
 
-    Returns:
-        Peak bytes with their breakdown, the host's beside them, and the seconds that it took.
-
     Raises:
         TypeError: another of `describe`'s options.
         ValueError: `device_type` is neither of the two, or the optimizer has more than three states.
@@ -155,10 +152,7 @@ class SimulatedRound:
 def search_and_simulate(model_or_config: object, problem: PlanningProblem, **options: Any) -> tuple[SimulatedRound, ...]:
     """Find the fastest plan whose simulated peak is within the limit.
 
-    Args:
-        model_or_config: as for `simulate`.
-        problem: as for `search`.
-        options: as for `simulate`; `capability` is that of the problem's hardware.
+    Arguments are as for `simulate` and `search`; `capability` is that of the problem's hardware.
 
     Returns:
         The rounds; the last one's plan is the answer. One round where the first plan's simulation fits.

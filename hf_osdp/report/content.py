@@ -123,7 +123,7 @@ def comparison_content(
         "hardware": hardware.summary,
         "memory_limit_bytes": memory_limit_bytes,
         "strategies": [_strategy(row) for row in rows],
-        "frontier": [_result(result) for result in front],
+        "frontier": [_result(result.plan) for result in front],
     }
 
 
@@ -135,7 +135,7 @@ def answers_content(answers: Sequence[Answer]) -> Content:
                 **_picked(row, "question", "change", "tokens_per_s", "reason"),
                 "memory_limit_bytes": None if row.problem is None else row.problem.memory_limit_bytes,
                 "parameters": None if row.problem is None else row.problem.description.numel,
-                "result": None if row.result is None else _result(row.result),
+                "result": None if row.plan is None else _result(row.plan),
             }
             for row in answers
         ]
@@ -149,8 +149,7 @@ def _strategy(row: StrategyResult) -> Content:
     return {"strategy": row.label, **_picked(row.result.plan, "micro_batch_size", "accumulation_steps", *_OUTCOME)}
 
 
-def _result(result: SearchResult) -> Content:
-    plan = result.plan
+def _result(plan: Plan) -> Content:
     return {**_picked(plan, *_BATCH, *_OUTCOME), "layouts": layouts_text(plan), "fingerprint": plan.fingerprint}
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from ..errors import InfeasibleError
-from ..planner.cost.evaluate import PlanEstimate, estimate_plan
+from ..planner.cost.evaluate import PlanEstimate
 from ..planner.cost.memory import MemoryEstimate, estimate_memory
 from ..planner.cost.timing import UnitTimer, estimate_time
 from ..planner.cost.units import unit_seconds
@@ -113,10 +113,10 @@ def explain(plan: Plan, inputs: PlanInputs) -> Explanation:
     The plan must be for the inputs' description (`Plan.check`); without hardware there are no seconds and no reasons.
     """
     description, job, hardware, limit = inputs.description, inputs.job, inputs.hardware, plan.memory_limit_bytes
-    estimate, binding = estimate_plan(plan, description, job, hardware), None
+    estimate, binding = inputs.estimate(plan), None
     if hardware is None or estimate.time is None:
         return Explanation(plan=plan, description=description, estimate=estimate)
-    problem = PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=limit or _UNLIMITED)
+    problem = inputs.problem(limit or _UNLIMITED)
     if limit is not None:
         binding = _binding(plan.global_batch_size / estimate.time.step_s, replace(problem, strategy=Strategy.parse(plan.strategy)))
     reasons = _RowReasons(plan, problem)

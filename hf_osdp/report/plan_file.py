@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import PlanError
+from ..planner.cost.evaluate import PlanEstimate, estimate_plan
 from ..planner.description import ModelDescription
 from ..planner.files import plain, validated, write_whole
 from ..planner.hardware import Hardware
 from ..planner.job import TrainingJob
 from ..planner.plan import Plan, plan_content
+from ..planner.problem import PlanningProblem, Strategy
 from ..reading import read_bytes
 
 
@@ -22,6 +24,22 @@ class PlanInputs:
     job: TrainingJob
     hardware: Hardware | None
     """None where a given plan ran and nothing was measured."""
+
+    @classmethod
+    def of(cls, problem: PlanningProblem) -> PlanInputs:
+        return cls(description=problem.description, job=problem.job, hardware=problem.hardware)
+
+    def problem(self, memory_limit_bytes: int, strategy: str = Strategy.OSDP.value) -> PlanningProblem:
+        """Return the problem under a limit; the hardware must be known."""
+        assert self.hardware is not None
+        return PlanningProblem(
+            description=self.description, hardware=self.hardware, job=self.job, memory_limit_bytes=memory_limit_bytes,
+            strategy=Strategy.parse(strategy),
+        )  # fmt: skip
+
+    def estimate(self, plan: Plan) -> PlanEstimate:
+        """Return what a plan, which must be for these inputs, is expected to need."""
+        return estimate_plan(plan, self.description, self.job, self.hardware)
 
 
 def plan_file_content(plan: Plan, inputs: PlanInputs) -> dict[str, Any]:

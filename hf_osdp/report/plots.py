@@ -10,12 +10,15 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ..planner.cost.evaluate import PlanEstimate
 from ..planner.cost.memory import MemoryEstimate
 from ..planner.hardware import GIB
+from ..planner.plan import Plan
 from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult
 from ..quantities import format_bytes, format_seconds
-from .explain import StreamTime
+from .explain import StreamTime, stream_times
+from .plan_file import PlanInputs
 from .tables import batch_cells, bytes_by_kind
 
 with suppress(ImportError):  # `check_plot_path` says what is missing
@@ -62,10 +65,14 @@ def save_chart(chart: AnyChart, path: str | Path) -> Path:
     return path
 
 
-def plan_chart(title: str, memory: MemoryEstimate, reserved_bytes: int, limit_bytes: int | None, streams: Sequence[StreamTime]) -> AnyChart:
-    """Return memory over the step above time by stream; the limit is a rule, and `reserved_bytes` are what no tensor can have."""
-    charts = [_memory_chart(memory, reserved_bytes, limit_bytes), *([_time_chart(streams)] if streams else [])]
-    return _styled(alt.vconcat(*charts).resolve_scale(color="independent"), title)
+def plan_chart(plan: Plan, inputs: PlanInputs, estimate: PlanEstimate) -> AnyChart:
+    """Return memory over the step, and below it time by stream where the hardware is known; the limit is a rule."""
+    hardware, memory, charts = inputs.hardware, estimate.memory, []
+    if hardware is not None:
+        charts.append(_time_chart(stream_times(plan, inputs.description, inputs.job, hardware)))
+    reserved = 0 if hardware is None else hardware.outside_bytes(memory.communicators)
+    chart = alt.vconcat(_memory_chart(memory, reserved, plan.memory_limit_bytes), *charts).resolve_scale(color="independent")
+    return _styled(chart, f"{plan.model_name}, {plan.strategy} on {plan.hardware or f'{plan.world_size} devices'}")
 
 
 def _memory_chart(memory: MemoryEstimate, reserved_bytes: int, limit_bytes: int | None) -> AnyChart:

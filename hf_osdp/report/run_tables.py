@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich.table import Column, Table
 
@@ -13,6 +13,9 @@ from ..planner.hardware import Hardware
 from ..planner.profile import Profile
 from ..quantities import format_bytes, format_seconds
 from .tables import bytes_by_kind, make_table
+
+Outcome: TypeAlias = tuple[str, float | None, float | None]
+"""A name, what was estimated, and what was measured."""
 
 
 def trials_table(rounds: Sequence[Mapping[str, Any]]) -> Table:
@@ -33,29 +36,15 @@ def trials_table(rounds: Sequence[Mapping[str, Any]]) -> Table:
     return make_table(title, numbered, text=["round", "plan"], figures=["peak", "step", "correction"], notes=["outcome"])
 
 
-def outcome_table(
-    *,
-    estimated_peak: int | None,
-    measured_peak: int | None,
-    estimated_step_s: float | None,
-    measured_step_s: float | None,
-    estimated_reserved: int | None = None,
-    measured_reserved: int | None = None,
-    others: Sequence[tuple[str, float | None, float | None]] = (),
-) -> Table:
-    """Return estimated beside measured, reserved memory where either is known; bytes and seconds on the slowest and fullest rank.
+def outcome_table(nbytes: Sequence[Outcome], seconds: Sequence[Outcome]) -> Table:
+    """Return estimated beside measured, on the slowest and fullest rank."""
 
-    `others` has a name, seconds estimated and seconds measured for each further row.
-    """
-
-    def cells(name: str, estimated: float | None, measured: float | None, text: Callable[[float], str] = format_seconds) -> list[str]:
+    def cells(row: Outcome, text: Callable[[float], str]) -> list[str]:
+        name, estimated, measured = row
         texts = ("-" if value is None else text(value) for value in (estimated, measured))
         return [name, *texts, f"{estimated / measured:.2f}" if estimated and measured else "-"]
 
-    rows = [cells("peak memory", estimated_peak, measured_peak, format_bytes)]
-    if estimated_reserved or measured_reserved:
-        rows.append(cells("peak reserved", estimated_reserved, measured_reserved, format_bytes))
-    rows += [cells("step time", estimated_step_s, measured_step_s), *(cells(*other) for other in others)]
+    rows = [*(cells(row, format_bytes) for row in nbytes), *(cells(row, format_seconds) for row in seconds)]
     return make_table("Estimated beside measured", rows, text=[""], figures=["estimated", "measured", "estimate / measured"])
 
 

@@ -253,18 +253,18 @@ def layouts_text(plan: Plan) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What became of a change: a result, or the reason why there is none."""
+    """What became of a change: a plan, or the reason why there is none."""
 
     question: str
     change: str
     problem: PlanningProblem | None = None
-    result: SearchResult | None = None
+    plan: Plan | None = None
     reason: str = ""
 
     @property
     def tokens_per_s(self) -> float | None:
-        rate = None if self.result is None else self.result.plan.samples_per_s
-        return None if self.result is None or rate is None else rate * self.result.plan.sequence_length
+        rate = None if self.plan is None else self.plan.samples_per_s
+        return None if self.plan is None or rate is None else rate * self.plan.sequence_length
 
 
 def what_if_table(answers: Sequence[Answer]) -> Table:
@@ -272,10 +272,10 @@ def what_if_table(answers: Sequence[Answer]) -> Table:
     now = answers[0].tokens_per_s
 
     def cells(row: Answer) -> list[str]:
-        if row.result is None or row.tokens_per_s is None:
+        if row.plan is None or row.tokens_per_s is None:
             return [row.question, "; ".join(filter(None, (row.change, row.reason))), *["-"] * 6]
         gain = "-" if not now or row is answers[0] else f"{row.tokens_per_s / now:.2f}x"
-        return [row.question, row.change, *batch_cells(row.result.plan), format_count(row.tokens_per_s), gain]
+        return [row.question, row.change, *batch_cells(row.plan), format_count(row.tokens_per_s), gain]
 
     text: list[str | Column] = [Column("", min_width=len("twice the memory")), "change"]
     return make_table("What if", map(cells, answers), text=text, figures=["batch", "peak", "step", "samples/s", "tokens/s", "gain"])

@@ -11,7 +11,6 @@ import torch
 
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.modeling.units import find_units
-from hf_osdp.planner.cost.evaluate import estimate_plan
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_model
 
@@ -43,7 +42,7 @@ def trained(on_host: bool) -> OSDPAccelerator:
 
 def what_ran(accelerator: OSDPAccelerator) -> tuple[bool, bool, bool]:
     run = accelerator.planned_run
-    return accelerator.is_fsdp2, run.job.precision.autocast, "under autocast" in run.description.trace
+    return accelerator.is_fsdp2, run.inputs.job.precision.autocast, "under autocast" in run.inputs.description.trace
 
 
 @pytest.mark.on_ranks(1, init=False)
@@ -51,7 +50,7 @@ def test_estimate_of_one_process_in_bf16_is_of_the_autocast_that_runs():
     accelerator = trained(on_host=False)
     run = accelerator.planned_run
     assert what_ran(accelerator) == (False, True, True)
-    estimated = estimate_plan(run.plan, run.description, run.job).memory.peak_bytes
+    estimated = run.inputs.estimate(run.plan).memory.peak_bytes
     assert estimated == pytest.approx(accelerator.measured.peak_bytes, rel=0.02)
 
 

@@ -80,7 +80,7 @@ def test_reducing_otherwise_than_the_plan_is_refused():
 
 def problems_of(monkeypatch) -> list[PlanningProblem]:
     """Return the problems that are searched from here on."""
-    from hf_osdp.planning import plan_run as module
+    from hf_osdp.planning import problem as module
 
     calls, search = [], module.search
 

@@ -124,7 +124,7 @@ def test_ranks_wait_for_a_trainers_plan_and_model(library, tmp_path):
     form(library)
     hardware = preset("cpu", devices_per_node=2)
     osdp = OSDPConfig(hardware=hardware, memory_limit="4MiB", operator_splitting=False, compare=True)
-    with slow(Trainer, "_save", 0), mock.patch("hf_osdp.planning.plan_run.compare_strategies", compared):
+    with slow(Trainer, "_save", 0), mock.patch("hf_osdp.planning.problem.compare_strategies", compared):
         *_, trainer = trained(str(tmp_path), osdp)
         trainer.save_model(str(tmp_path))
         dist.all_reduce(torch.ones(1))

@@ -21,7 +21,8 @@ from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.preflight import RunFolder, check_model, not_writable, refuse_errors
+from hf_osdp.planning.preflight import check_model, not_writable, refuse_errors
+from hf_osdp.planning.problem import RunFolder
 from hf_osdp.sharding.optimizer import check_optimizer, parameter_names, release_parameters, spec_of_optimizer, spec_of_trainer_name
 from tests.helpers.descriptions import transformer
 from tests.helpers.models import tiny_model

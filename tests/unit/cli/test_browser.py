@@ -88,8 +88,8 @@ def test_page_answers_three_questions(address, browser, tmp_path):
     fill(page, QUESTION)
     page.click("#ask")
     planned = planner.plan(QUESTION)
-    expect(text("plan")).to_contain_text(f"OSDP plan {planned.found.plan.fingerprint}")
-    for figure in batch_cells(planned.found.plan):
+    expect(text("plan")).to_contain_text(f"OSDP plan {planned.plan.fingerprint}")
+    for figure in batch_cells(planned.plan):
         expect(text("plan")).to_contain_text(figure)
     assert page.locator("#chart img").evaluate("image => image.decode().then(() => image.naturalWidth)") > 500
     expect(page.locator("#comparison tr")).to_have_count(1 + len(planned.compared))
@@ -111,7 +111,7 @@ def test_page_answers_three_questions(address, browser, tmp_path):
     expect(text("plan")).to_be_hidden()
     page.goto(address + replace(QUESTION, memory_limit="20GiB", compile=False).link)
     sent = planner.plan(replace(QUESTION, memory_limit="20GiB"))
-    expect(text("plan")).to_contain_text(f"OSDP plan {sent.found.plan.fingerprint}")
+    expect(text("plan")).to_contain_text(f"OSDP plan {sent.plan.fingerprint}")
     assert held(page, "memory_limit") == "20GiB" and held(page, "config") == QUESTION.config and held(page, "device") == "a100-40"
     count = page.locator("#devices input[type=number]")
     count.fill("5")

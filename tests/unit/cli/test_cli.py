@@ -163,7 +163,7 @@ def test_plan_counts_adapters(model, config, description):
 def test_precision_is_what_the_device_is_good_at_and_is_said(device, asked, precision, said):
     case = Case(Request(model="none", sequence_length=8, global_batch_size=8, device=device, precision=asked[1] if asked else None))
     assert case.precision == precision and case.precision_line.startswith(said)
-    assert case.run[1].precision == Precision.named(precision)
+    assert case.facts.precision == Precision.named(precision, autocast=True)
 
 
 def test_plan_on_a_gpu_with_bf16_is_the_plan_with_precision_bf16(model):

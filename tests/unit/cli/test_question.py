@@ -16,7 +16,7 @@ from hf_osdp import OSDPConfig
 from hf_osdp.cli.app import app
 from hf_osdp.cli.output import error_line
 from hf_osdp.cli.question import Planner, Question
-from hf_osdp.planning import description_cache
+from hf_osdp.planning import cache
 
 SHAPE = {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 4, "vocab_size": 500, "n_positions": 64}
 SIZES = {"devices_per_node": 4, "sequence_length": 32, "global_batch_size": 32}
@@ -55,8 +55,8 @@ def line(planner: Planner, question: Question) -> str:
 def test_plan_is_that_of_the_command_which_is_shown(planner, folder):
     content = json.loads(command_line(QUESTION, folder, "plan", "--json", "-").stdout)
     planned = planner.plan(QUESTION)
-    assert content["plan"]["fingerprint"] == planned.found.plan.fingerprint
-    assert content["estimated"]["step_s"] == planned.estimate.time.step_s == planned.found.plan.step_s
+    assert content["plan"]["fingerprint"] == planned.plan.fingerprint
+    assert content["estimated"]["step_s"] == planned.estimate.time.step_s == planned.plan.step_s
     assert QUESTION.command == f"hf-osdp plan config.json {' '.join(QUESTION.options)}" and "--compile" not in QUESTION.options
     assert replace(QUESTION, compile=True, memory_limit="").options[-1] == "--compile"
 
@@ -77,8 +77,8 @@ def test_warnings_are_kept_with_what_was_traced(planner):
 def test_model_is_described_once_for_other_limits_and_devices(monkeypatch, tmp_path):
     monkeypatch.setenv("OSDP_CACHE", str(tmp_path))
     planner, described = Planner(), []
-    stock = description_cache.describe
-    monkeypatch.setattr(description_cache, "describe", lambda *given, **options: described.append(options) or stock(*given, **options))
+    stock = cache.describe
+    monkeypatch.setattr(cache, "describe", lambda *given, **options: described.append(options) or stock(*given, **options))
     first = planner.plan(QUESTION)
     assert planner.plan(replace(QUESTION)) is first and len(described) == 1
     planner.plan(replace(QUESTION, memory_limit="20GiB", devices_per_node=8))
@@ -89,16 +89,16 @@ def test_model_is_described_once_for_other_limits_and_devices(monkeypatch, tmp_p
 
 def test_what_if_plans_for_other_devices_and_raises_the_batch(planner):
     before, after = planner.what_if(QUESTION, "20GiB", 5)
-    assert before.result is planner.plan(QUESTION).found and after.change == "5 devices, 20GiB each, global batch raised from 32 to 35"
+    assert before.plan is planner.plan(QUESTION).plan and after.change == "5 devices, 20GiB each, global batch raised from 32 to 35"
     asked = replace(QUESTION, memory_limit="20GiB", devices_per_node=5, global_batch_size=35)
-    assert after.result is planner.plan(asked).found and after.result.plan.world_size == 5
+    assert after.plan is planner.plan(asked).plan and after.plan.world_size == 5
     two = replace(QUESTION, num_nodes=2)
     assert planner.what_if(two, "30GiB", 2)[1].change == "2 x 2 devices, 30GiB each"
 
 
 def test_what_if_says_what_it_would_need(planner):
     _, after = planner.what_if(QUESTION, "1GiB", 4)
-    assert after.result is None and after.reason.startswith("needs 1.") and after.reason.endswith("GiB")
+    assert after.plan is None and after.reason.startswith("needs 1.") and after.reason.endswith("GiB")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_script_asks_for_the_plan_that_is_shown(planner):
     config = eval(calls(QUESTION)["osdp"], {"OSDPConfig": OSDPConfig})
     assert config == OSDPConfig(memory_limit="30GiB") and calls(QUESTION)["trainer"].startswith("Trainer(model=model, args=args")
     assert calls(replace(QUESTION, memory_limit=""))["osdp"] == "True"
-    plan = planner.plan(QUESTION).found.plan
+    plan = planner.plan(QUESTION).plan
     sizes = f"per_device_train_batch_size={plan.micro_batch_size}, gradient_accumulation_steps={plan.accumulation_steps}, bf16=True"
     assert sizes in planner.plan(QUESTION).script and 4 * plan.micro_batch_size * plan.accumulation_steps == 32
 

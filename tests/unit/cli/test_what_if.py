@@ -113,10 +113,10 @@ def test_one_more_device_of_a_preset_is_the_preset_with_the_margin():
 
 def test_answer_is_what_a_search_gives_or_why_there_is_none():
     row = answer("twice the memory", *twice_the_memory(PROBLEM))
-    assert row.result == search(replace(PROBLEM, memory_limit_bytes=2 * PROBLEM.memory_limit_bytes))
-    assert row.tokens_per_s == pytest.approx(row.result.plan.samples_per_s * PROBLEM.description.sequence_length)
+    assert row.plan == search(replace(PROBLEM, memory_limit_bytes=2 * PROBLEM.memory_limit_bytes)).plan
+    assert row.tokens_per_s == pytest.approx(row.plan.samples_per_s * PROBLEM.description.sequence_length)
     row = answer("now", replace(PROBLEM, memory_limit_bytes=1000), "")
-    assert row.result is None and row.tokens_per_s is None and row.reason.startswith("needs ")
+    assert row.plan is None and row.tokens_per_s is None and row.reason.startswith("needs ")
     assert "group size" in answer("one more device", *one_more_device(replace(PROBLEM, strategy=Strategy.HSDP))).reason
 
 
@@ -158,16 +158,16 @@ def test_with_positions_raises_and_never_lowers():
 
 def models(config) -> ChangedModels:
     """The questions of one model on one device, described at 16 tokens."""
-    case = Case(Request(model="none", sequence_length=16, global_batch_size=2, device="titan-rtx"))
+    case = Case(Request(model="none", sequence_length=16, global_batch_size=2, device="titan-rtx", memory_limit="1GiB"))
     case.model_config = config
-    return ChangedModels(case, problem(case.describe(), preset("titan-rtx"), TrainingJob(global_batch_size=2), 2**30))
+    return ChangedModels(case)
 
 
 @pytest.mark.slow
 def test_longest_sequence_raises_positions_and_says_so(monkeypatch):
     monkeypatch.setattr(what_if, "_LONGEST", 64)
     row = models(CONFIGS["roberta"]).longest_sequence("longest sequence")  # which counts positions from after its padding index
-    assert row.result.plan.sequence_length == 64
+    assert row.plan.sequence_length == 64
     assert row.change == "64 tokens or more, max_position_embeddings raised to it"
     with pytest.raises(ValueError, match="positions"):
         describe(CONFIGS["roberta"], sequence_length=64)
@@ -175,7 +175,7 @@ def test_longest_sequence_raises_positions_and_says_so(monkeypatch):
 
 def test_questions_that_a_model_does_not_have_are_answered_by_a_reason():
     row = models(CONFIGS["vit"]).longest_sequence("longest sequence")
-    assert row.result is None and "do not depend on it" in row.reason
+    assert row.plan is None and "do not depend on it" in row.reason
     asked = models(CONFIGS["gpt2"])
     asked._config = GPT2Config(n_embd=30, n_head=4)
     assert "multiple of its num_attention_heads" in asked.widest("largest width").reason

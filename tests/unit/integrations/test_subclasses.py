@@ -96,10 +96,10 @@ def test_plan_is_made_for_the_loss_that_runs(tmp_path):
     own = with_osdp(Scaled)(model(), arguments(tmp_path), 1.0, train_dataset=rows(), osdp=CONFIG)
     stock = hf_osdp.Trainer(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)
     assert own.seen == [], "the trainer itself stays as it is"
-    assert own._run.description.trace.startswith("fake tensors")
-    held = [sum(segment.saved_bytes.bytes(2) for segment in trainer._run.description.segments) for trainer in (own, stock)]
+    assert own._run.inputs.description.trace.startswith("fake tensors")
+    held = [sum(segment.saved_bytes.bytes(2) for segment in trainer._run.inputs.description.segments) for trainer in (own, stock)]
     assert held[0] != held[1]
-    assert own._run.description.other_bytes == (3 * 5 + 5) * 4 == bytes_of_other_models(own)["judge"]
+    assert own._run.inputs.description.other_bytes == (3 * 5 + 5) * 4 == bytes_of_other_models(own)["judge"]
     assert own.plan.sequence_length == 16
 
 
@@ -153,7 +153,7 @@ def test_traced_loss_runs_on_fake_copies_of_the_modules_that_it_holds(tmp_path):
 
     inner = model()
     trainer = with_osdp(Held)(model=inner, args=arguments(tmp_path), train_dataset=rows(), holder=Holder(inner), osdp=CONFIG)
-    assert trainer._run.description.trace.startswith("fake tensors")
+    assert trainer._run.inputs.description.trace.startswith("fake tensors")
     assert trainer.holder.inner is inner and trainer.holder.own.grad is None
 
 

@@ -8,8 +8,8 @@ from transformers import GPT2Config
 
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.description import DType
-from hf_osdp.planning import description_cache
-from hf_osdp.planning.description_cache import describe_once
+from hf_osdp.planning import cache
+from hf_osdp.planning.cache import describe_once
 
 CONFIG = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, "vocab_size": 100}
 
@@ -19,8 +19,8 @@ def described(monkeypatch, tmp_path):
     """Names of what was traced, with a cache of its own."""
     monkeypatch.setenv("OSDP_CACHE", str(tmp_path / "kept"))
     calls: list[int] = []
-    stock = description_cache.describe
-    monkeypatch.setattr(description_cache, "describe", lambda model, **options: (calls.append(1), stock(model, **options))[1])
+    stock = cache.describe
+    monkeypatch.setattr(cache, "describe", lambda model, **options: (calls.append(1), stock(model, **options))[1])
     return calls
 
 
@@ -70,7 +70,7 @@ def test_modules_of_others_are_traced_each_time(described):
 
 def test_other_code_is_another_description(described, monkeypatch):
     describe_once(model(), sequence_length=16)
-    monkeypatch.setattr(description_cache, "code_hash", lambda: "another")
+    monkeypatch.setattr(cache, "code_hash", lambda: "another")
     describe_once(model(), sequence_length=16)
     assert len(described) == 2
 
@@ -81,7 +81,7 @@ def test_damaged_file_is_made_again_and_old_ones_make_room(described, tmp_path, 
     file.write_text(file.read_text()[:-9])
     assert describe_once(model(), sequence_length=16) == found == describe_once(model(), sequence_length=16)
     assert len(described) == 2
-    monkeypatch.setattr(description_cache, "_MOST_FILES", 1)
+    monkeypatch.setattr(cache, "_MOST_FILES", 1)
     describe_once(model(), sequence_length=24)
     assert len(list((tmp_path / "kept").iterdir())) == 1
 

@@ -11,8 +11,8 @@ import pytest
 from hf_osdp.measurement import machine
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.presets import preset
-from hf_osdp.planning import machine_cache
-from hf_osdp.planning.machine_cache import MEASURED_EARLIER, measured_once
+from hf_osdp.planning import cache
+from hf_osdp.planning.cache import MEASURED_EARLIER, measured_once
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def measured(monkeypatch, tmp_path):
         asked.append(seconds)
         return preset("h100", devices_per_node=1)
 
-    monkeypatch.setattr(machine_cache, "measure_hardware", measure)
+    monkeypatch.setattr(cache, "measure_hardware", measure)
     return asked
 
 
@@ -64,7 +64,7 @@ def test_older_than_a_day_is_measured_anew(measured, tmp_path):
 @pytest.mark.parametrize("change", ["code_hash", "device_name", "find_topology"])
 def test_another_machine_or_code_is_measured_anew(measured, monkeypatch, change):
     taken()
-    monkeypatch.setattr(machine_cache, change, lambda *_: "another")
+    monkeypatch.setattr(cache, change, lambda *_: "another")
     taken()
     assert measured == [0.5, 0.5]
 
@@ -85,7 +85,7 @@ def test_nothing_is_kept_where_the_cache_is_off(measured, monkeypatch):
 
 
 def test_what_a_busy_machine_gave_is_not_kept(measured, monkeypatch):
-    monkeypatch.setattr(os, "getloadavg", lambda: (machine_cache.usable_cores() + 1.0, 1.0, 1.0))
+    monkeypatch.setattr(os, "getloadavg", lambda: (cache.usable_cores() + 1.0, 1.0, 1.0))
     taken()
     taken()
     assert measured == [0.5, 0.5]

@@ -15,12 +15,11 @@ from hf_osdp.planner.hardware import HostSpec
 from hf_osdp.planner.job import OptimizerSpec, Precision
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.profile import Profile
-from hf_osdp.planner.search.search import search
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.plan_run import PlannedRun, plan_run
-from hf_osdp.planning.problem import ProblemBuilder, RunFacts
+from hf_osdp.planning.problem import RunFacts, find_plan
+from hf_osdp.tracing.describe import TRACED_MICRO_BATCH
 from tests.helpers.descriptions import transformer
 
 HARDWARE = preset("cpu")
@@ -56,13 +55,13 @@ def given(model) -> Plan:
 def test_plan_run_searches_and_compares(model):
     run = planned(model, hardware="cpu", memory_limit="1GiB", compare=True)
     assert run.plan.global_batch_size == 8 and run.plan is run.search.plan
-    assert run.memory_limit_bytes == 2**30 and "CPU" in run.hardware.summary
+    assert run.problem.memory_limit_bytes == 2**30 and "CPU" in run.hardware.summary
     assert {row.strategy.value for row in run.comparison} == {"osdp", "fsdp", "ddp", "zero2", "hsdp"}
 
 
 def test_plan_run_without_a_limit_takes_the_device_and_compares_nothing(model):
     run = planned(model)
-    assert run.memory_limit_bytes == HARDWARE.device.memory_bytes and run.comparison is None
+    assert run.problem.memory_limit_bytes == HARDWARE.device.memory_bytes and run.comparison is None
 
 
 def test_margin_stays_free_of_the_plan(model, given):
@@ -75,7 +74,7 @@ def test_reserved_bytes_count_once(model, given):
     """The search takes it off the limit; the limit that it is given is whole."""
     device = replace(HARDWARE.device, memory_bytes=given.peak_bytes + 1000, reserved_bytes=1000)
     run = planned(model, hardware=replace(HARDWARE, device=device))
-    assert run.memory_limit_bytes == given.peak_bytes + 1000
+    assert run.problem.memory_limit_bytes == given.peak_bytes + 1000
     assert run.plan.units == given.units
 
 
@@ -89,7 +88,7 @@ def test_given_plan_runs_as_it_is(model, given, tmp_path):
     given.save(tmp_path / "plan.json")
     run = planned(model, plan=tmp_path / "plan.json")
     assert run.plan == given
-    assert run.hardware is None and run.search is None
+    assert run.hardware is None and run.problem is None and run.search is None
 
 
 @pytest.mark.parametrize(
@@ -152,7 +151,7 @@ def test_recalibrate_in_one_process_tries_the_plan_and_leaves_the_weights(model)
 def test_cpu_offload_moves_every_unit_to_a_known_host_but_on_the_cpu(model, caplog):
     host = HostSpec(memory_bytes=2**34, to_device_bytes_per_s=1e10, to_host_bytes_per_s=1e10, update_bytes_per_s=1e10, source="made up")
     run = planned(model, hardware=replace(HARDWARE, host=host), known=facts(cpu_offload=True, device_type="cuda"))
-    assert run.job.host_offload is True and all(unit.on_host for unit in run.plan.units)
+    assert run.inputs.job.host_offload is True and all(unit.on_host for unit in run.plan.units)
     run = planned(model, known=facts(cpu_offload=True))
     assert not any(unit.on_host for unit in run.plan.units) and "no effect on the CPU" in caplog.text
 
@@ -177,7 +176,7 @@ def scores_batch(samples: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("recalibrate", [False, True])
 def test_inputs_of_the_user_are_planned_and_tried_with(recalibrate):
     run = planned(Scores(), inputs=scores_batch, recalibrate=recalibrate, block_classes="Linear", known=facts(sequence_length=8))
-    assert not run.description.trace.startswith("formula")
+    assert not run.inputs.description.trace.startswith("formula")
     assert bool(run.rounds) is recalibrate
 
 
@@ -201,14 +200,8 @@ def test_compiled_blocks_are_described_where_the_plan_runs(model):
         classes = ("Block",) if options["compile"] else ()
         return replace(transformer(), compiled_classes=classes, sequence_length=options["sequence_length"])
 
-    builder = ProblemBuilder(model, OSDPConfig(hardware=HARDWARE, compile=True), facts(), trace=described)
-
-    def find(problem: PlanningProblem) -> Plan:
-        return search(replace(problem, job=replace(problem.job, micro_batch_size=8))).plan
-
-    problem, plan = builder.settled(builder.build(), find)
-    assert sizes == [None, 8]
-    assert problem.description.compiled_classes == plan.compiled_classes == ("Block",)
-    assert builder.with_best_split(problem) == problem, "compiled blocks stay whole"
-    eager = builder.eager(problem)
-    assert eager.compiled_classes == () and builder.eager(replace(problem, description=eager)) is None
+    found = find_plan(model, OSDPConfig(hardware=HARDWARE, compile=True), facts(micro_batch_size=8), trace=described)
+    assert sizes == [TRACED_MICRO_BATCH, 8]
+    assert found.problem.description.compiled_classes == found.plan.compiled_classes == ("Block",)
+    assert found.problem.description == found.whole, "compiled blocks stay whole"
+    assert found.eager.compiled_classes == () and replace(found, whole=found.eager).eager is None

@@ -30,14 +30,13 @@ from hf_osdp.planning.preflight import (
     Check,
     DeviceMemory,
     Finding,
-    RunFolder,
     Severity,
     bf16_on,
     check_model,
     device_memory,
     merged_findings,
 )
-from hf_osdp.planning.problem import RunFacts, check_limit
+from hf_osdp.planning.problem import RunFacts, RunFolder, check_limit
 from tests.helpers.descriptions import transformer
 from tests.helpers.models import MODELS, SEQUENCE_LENGTH, tiny_model
 from tests.helpers.problems import problem

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.search.compare import compare_strategies, frontier
 from hf_osdp.planner.search.search import least_memory, search
-from hf_osdp.report.explain import stream_times
+from hf_osdp.report.plan_file import PlanInputs
 from hf_osdp.report.plots import check_plot_path, frontier_chart, moment_rows, plan_chart, save_chart
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
@@ -23,6 +24,7 @@ pytest.importorskip("vl_convert")
 
 MODEL, HARDWARE, JOB = transformer(), bare_preset("titan-rtx", devices_per_node=4), TrainingJob(global_batch_size=32)
 LIMIT = 2 * least_memory(problem(MODEL, HARDWARE, JOB))
+INPUTS = PlanInputs(description=MODEL, job=JOB, hardware=HARDWARE)
 FOUND = search(problem(MODEL, HARDWARE, JOB, LIMIT))
 STARTS = {".png": b"\x89PNG\r\n\x1a\n", ".svg": b"<svg", ".html": b"<!DOCTYPE html>"}
 
@@ -33,8 +35,8 @@ def charts() -> dict:
     text = json.dumps((front := frontier_chart("a front", frontier(problem(MODEL, HARDWARE, JOB, 2**30), points=4), rows, LIMIT)).to_dict())
     assert all((f'"name": "{row.strategy.value}"' in text) == (row.result is not None) for row in rows)
     return {
-        "plan": plan_chart("a plan", FOUND.memory, 2**20, LIMIT, stream_times(FOUND.plan, MODEL, JOB, HARDWARE)),
-        "memory alone": plan_chart("no hardware", FOUND.memory, 0, None, ()),
+        "plan": plan_chart(FOUND.plan, INPUTS, INPUTS.estimate(FOUND.plan)),
+        "memory alone": plan_chart(FOUND.plan, replace(INPUTS, hardware=None), INPUTS.estimate(FOUND.plan)),
         "front": front,
         "one point": frontier_chart("a point", [FOUND], rows[:1], LIMIT),
     }

@@ -259,8 +259,8 @@ def test_what_if_table_counts_gains_from_the_first_row():
     asked = problem(SMALL, HARDWARE, JOB)
     now, fsdp = search(asked), search(replace(asked, strategy="fsdp"))
     rows = [
-        Answer(question="now", change="limit 12.0 MiB", problem=asked, result=now),
-        Answer(question="twice the memory", change="limit 24.0 MiB", problem=asked, result=fsdp),
+        Answer(question="now", change="limit 12.0 MiB", problem=asked, plan=now.plan),
+        Answer(question="twice the memory", change="limit 24.0 MiB", problem=asked, plan=fsdp.plan),
         Answer(question="largest width", change="", reason="not even 1 heads fit"),
     ]
     lines = rendered(what_if_table(rows))
@@ -272,12 +272,8 @@ def test_what_if_table_counts_gains_from_the_first_row():
 
 
 def test_outcome_table_sets_estimate_beside_measurement():
-    lines = rendered(
-        outcome_table(
-            estimated_peak=3 * 2**20, measured_peak=2 * 2**20, estimated_step_s=0.5, measured_step_s=None, measured_reserved=5 * 2**20,
-            others=[("first step", None, 3.0)],
-        )
-    )  # fmt: skip
+    nbytes = [("peak memory", 3 * 2**20, 2 * 2**20), ("peak reserved", None, 5 * 2**20)]
+    lines = rendered(outcome_table(nbytes, [("step time", 0.5, None), ("first step", None, 3.0)]))
     assert_whole(lines)
     assert any(line.split() == ["first", "step", "-", "3.00", "s", "-"] for line in lines)
     cells = {line[:13].strip(): line[13:].split() for line in lines}

@@ -1,4 +1,4 @@
-"""Descriptions kept on disk, so that a model is traced once on a machine: `describe_once` in place of `describe`."""
+"""Descriptions and measured machines, kept on disk for later starts in the folder that `OSDP_CACHE` names."""
 
 from __future__ import annotations
 
@@ -7,25 +7,37 @@ import json
 import logging
 import os
 import platform
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
 from torch import nn
 
+from ..distributed.consensus import on_rank_zero
+from ..distributed.mesh import find_topology
+from ..distributed.process_group import all_gather_objects
+from ..measurement.machine import device_name, measure_hardware, measuring_device, with_memory_of_now
+from ..measurement.timing import usable_cores
 from ..planner.description import ModelDescription
 from ..planner.files import plain, validated, write_whole
+from ..planner.hardware import Hardware
 from ..reading import read_json
 from ..tracing.attention import capability_here
 from ..tracing.describe import describe
 
+T = TypeVar("T")
+MEASURED_EARLIER = "measured earlier"
+"""How the source of such hardware begins."""
+_MOST_AGE_S = 24 * 3600
+"""Machines drift."""
 _MOST_FILES = 256
 _KNOWN_CODE = {"torch", "transformers", "peft", "hf_osdp"}
 """Packages whose code is told by a version or a hash; the code of other modules may change under the same names."""
@@ -46,30 +58,23 @@ def describe_once(model: nn.Module, **options: Any) -> ModelDescription:
 
     The same is the same configuration, parameters, options, code of hf_osdp, and versions of Python, torch and transformers. Files lie in
     `OSDP_CACHE` (else `hf_osdp` under `HF_HOME`, else `~/.cache/huggingface`), where the oldest make room; `OSDP_CACHE=0` keeps none.
-
-    Args:
-        model: real or on the meta device.
-        options: as `describe` takes them; with `inputs`, `loss` or modules that are code of others, nothing is kept.
-
-    Raises:
-        Exception: as `describe`.
+    With `inputs`, `loss` or modules that are code of others, nothing is kept.
     """
     folder = cache_folder()
     of_code = options.get("inputs") is not None or options.get("loss") is not None or not hasattr(model, "config")
     if folder is None or of_code or any(type(module).__module__.partition(".")[0] not in _KNOWN_CODE for module in model.modules()):
         return describe(model, **options)
     path = folder / f"{_key(model, options)}.json"
-    with suppress(OSError, ValueError):  # a file that is missing or damaged is made again
-        kept = validated(_Kept, read_json(path, "description"), ValueError)
-        path.touch()
+    if (kept := _read(path, _Kept)) is not None:
+        with suppress(OSError):
+            path.touch()
         for text in kept.warnings:
             _log.warning("%s", text)
         return kept.description
     with warnings_of_package() as texts:
         description = describe(model, **options)
-    with suppress(OSError):  # a folder that cannot be written keeps nothing
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(plain(_Kept(description=description, warnings=tuple(texts)))))
+    _write(path, _Kept(description=description, warnings=tuple(texts)))
+    with suppress(OSError):
         for old in sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)[_MOST_FILES:]:
             old.unlink()
     return description
@@ -115,3 +120,49 @@ def code_hash() -> str:
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         found.update(file.read_bytes())
     return found.hexdigest()
+
+
+def measured_once(*, device_type: str, seconds: float) -> Hardware:
+    """Measure the machine as `measure_hardware`, or take what was measured on the same one within the last day. Collective.
+
+    The same are each rank's host, device, threads and cores, and the code. The memory is that of now. Rank 0 has the file, in the folder of
+    `describe_once`. What is measured while more is to be done than there are cores is not kept.
+    """
+    device = measuring_device(device_type)
+    ranks = all_gather_objects((platform.node(), device_name(device), usable_cores()))
+    name = hashlib.sha256(repr((code_hash(), seconds, find_topology(), ranks)).encode()).hexdigest()[:32]
+    folder = cache_folder()
+    path = None if folder is None else folder / "machines" / f"{name}.json"
+    found = on_rank_zero(lambda: _of_last_day(path))
+    if found is None:
+        is_busy = os.getloadavg()[0] > usable_cores()
+        hardware = measure_hardware(device_type=device_type, seconds=seconds)
+        on_rank_zero(lambda: None if is_busy or path is None else _write(path, hardware))
+        return hardware
+    text, age_s = found
+    hardware = with_memory_of_now(validated(Hardware, json.loads(text), ValueError), device)
+    ago = f"{age_s / 3600:.0f} h" if age_s >= 5400 else f"{age_s / 60:.0f} min"
+    source = f"{MEASURED_EARLIER}, {ago} ago; OSDP_CACHE=0 measures it anew"
+    return replace(hardware, device=replace(hardware.device, source=source))
+
+
+def _of_last_day(path: Path | None) -> tuple[str, float] | None:
+    """Return what a file holds, as JSON, and its age in seconds."""
+    with suppress(OSError):
+        if path is not None and 0 <= (age_s := time.time() - path.stat().st_mtime) < _MOST_AGE_S:
+            return None if (hardware := _read(path, Hardware)) is None else (json.dumps(plain(hardware)), age_s)
+    return None
+
+
+def _read(path: Path, cls: type[T]) -> T | None:
+    """Return what a file holds; None where it is missing or damaged."""
+    try:
+        return validated(cls, read_json(path, "cache"), ValueError)
+    except (OSError, ValueError):
+        return None
+
+
+def _write(path: Path, value: object) -> None:
+    with suppress(OSError):  # a folder that cannot be written keeps nothing
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(plain(value)))
