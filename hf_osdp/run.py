@@ -70,7 +70,8 @@ def _prepare() -> None:
     Raises:
         ValueError: something is in the way.
     """
-    from .integrations.launch import launch_request, launched_rank
+    from .distributed.launcher import is_on, launched_rank, set_variable
+    from .integrations.launch import launch_request
 
     request = launch_request()
     if request.osdp is False:
@@ -78,7 +79,7 @@ def _prepare() -> None:
             print("hf_osdp: the launcher's file has osdp: false; the script runs as it stands.", file=sys.stderr)
         return
     for variable, name in _OTHERS.items():
-        if request.osdp is None and os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
+        if request.osdp is None and is_on(variable):
             raise ValueError(
                 f"The launcher's file asks for {name}; start with torchrun, or with accelerate_configs/osdp.yaml, whose fsdp_config has"
                 " `fsdp_sharding_strategy: {osdp: true}`."
@@ -91,7 +92,7 @@ def _prepare() -> None:
     from .integrations.trainer import Trainer
 
     if request.use_cpu or not torch.accelerator.is_available():
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # for TrainingArguments; accelerate does not hand it to FSDP processes
+        set_variable("ACCELERATE_USE_CPU", "true")  # for TrainingArguments; accelerate does not hand it to FSDP processes
     _replace(accelerate.Accelerator, OSDPAccelerator)
     _replace(transformers.Trainer, Trainer)
     Trainer.plans_unasked = True

@@ -65,8 +65,8 @@ def out_of_memory(bench: Bench) -> None:
 
 
 def runs_out(ranks: int, on_oom: str, device: str, *, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """The script, in one process or under torchrun."""
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--max-restarts=2"] if ranks > 1 else []
+    """The script under torchrun."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--max-restarts=2"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launch, str(SCRIPT), on_oom, device]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s)

@@ -83,7 +83,7 @@ def four_ranks(bench: Bench) -> None:
 def rank_of_trainer(folder: str, use_cpu: bool) -> tuple[dict[str, list[float]], dict[str, torch.Tensor]]:
     """On a rank: the Trainer under a mixed plan in float64."""
     from hf_osdp import OSDPConfig
-    from hf_osdp.integrations.launch import launched_rank, launched_world_size
+    from hf_osdp.distributed.launcher import launched_rank, launched_world_size
     from tests.distributed import test_integration_trainer as there
     from tests.helpers.layouts import mixed_plan
 

@@ -15,9 +15,9 @@ from glob import escape
 from pathlib import Path
 
 from ..distributed.consensus import on_rank_zero
+from ..distributed.launcher import restart_count
 from ..distributed.mesh import rank, world_size
 from ..distributed.process_group import all_gather_objects
-from ..distributed.restart import restart_count
 from ..errors import CheckpointError
 from ..planner.files import write_whole
 from ..planner.plan import Plan

@@ -145,6 +145,7 @@ def profile(
         raise ValueError(f"{useless[0]} is about MODEL's blocks, but there is no MODEL; name one, or leave it out.")
     import torch.distributed as dist
 
+    from ..distributed.launcher import launched_rank
     from ..measurement.block_times import TimedModel
     from ..measurement.machine import measure_profile
     from ..planner.job import Precision
@@ -167,7 +168,7 @@ def profile(
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    if os.environ.get("RANK", "0") != "0":
+    if launched_rank():
         return
     found.save(output)
     blocks = f", blocks with precision {precision}" if timed else ""

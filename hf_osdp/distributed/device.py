@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 import torch
 import torch.distributed as dist
 
-from ..quantities import whole_number
+from .launcher import local_rank, set_variable, variable
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """torch 2.11 to 2.13 read both, the second for compatibility (c10/core/AllocatorConfig.cpp, c10/cuda/CUDAAllocatorConfig.cpp)."""
@@ -29,7 +28,7 @@ def own_gpu() -> torch.device:
     elif current or dist.is_initialized():
         chosen = current
     else:
-        chosen = whole_number(os.environ, "LOCAL_RANK", 0) % torch.cuda.device_count()
+        chosen = local_rank() % torch.cuda.device_count()
     if chosen != current:
         torch.cuda.set_device(chosen)
     return torch.device("cuda", chosen)
@@ -46,10 +45,10 @@ def prefer_expandable_segments() -> None:
     chosen = _EXPANDABLE in settings or settings.get("backend", "native") != "native"
     if chosen or torch.version.cuda is None or sys.platform != "linux" or torch.cuda.is_initialized():
         return
-    variable = next((name for name in reversed(_VARIABLES) if os.environ.get(name)), _VARIABLES[0])
-    text = f"{os.environ.get(variable, '')},{_EXPANDABLE}:True".lstrip(",")
+    name = next((name for name in reversed(_VARIABLES) if variable(name)), _VARIABLES[0])
+    text = f"{variable(name)},{_EXPANDABLE}:True".lstrip(",")
     torch._C._accelerator_setAllocatorSettings(text)  # the variable itself is read when torch is loaded
-    os.environ[variable] = text
+    set_variable(name, text)
 
 
 def expands_segments() -> bool:
@@ -65,7 +64,7 @@ def expands_segments() -> bool:
 
 def _allocator_settings() -> dict[str, str]:
     """Return the allocator's settings by name: those of variables and, since torch 2.13, of calls."""
-    texts = [os.environ.get(name, "") for name in _VARIABLES]
+    texts = [variable(name) for name in _VARIABLES]
     if hasattr(torch._C, "_accelerator_getAllocatorSettings"):  # torch 2.13
         texts.append(torch._C._accelerator_getAllocatorSettings())
     return dict(part.split(":", 1) for text in texts for part in text.replace(" ", "").split(",") if ":" in part)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from ..planner.job import divisors
 from ..planner.plan import Plan
 from .collectives import Stages
 from .device import own_gpu
+from .launcher import node_number
 from .process_group import all_gather_objects
 
 REPLICATE_AXIS = "replicate"
@@ -165,8 +165,8 @@ def find_topology() -> Topology:
     if (world := dist.group.WORLD) is None:
         return Topology(nodes=1, ranks_per_node=1)
     if world not in _topologies:
-        by_launcher = "LOCAL_WORLD_SIZE" in os.environ and "GROUP_RANK" in os.environ
-        _topologies[world] = topology_of(all_gather_objects(f"node {os.environ['GROUP_RANK']}" if by_launcher else socket.gethostname()))
+        number = node_number()
+        _topologies[world] = topology_of(all_gather_objects(socket.gethostname() if number is None else f"node {number}"))
     return _topologies[world]
 
 

@@ -23,9 +23,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ..errors import LaunchError, OSDPError
-from ..quantities import whole_number
 from .device import prefer_expandable_segments
-from .restart import LIMIT_VARIABLE, lowered_limit
+from .launcher import (
+    forms_group,
+    is_torchruns_store,
+    launched_rank,
+    launched_world_size,
+    master_address,
+    master_port,
+    most_restarts,
+    variable,
+)
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -54,7 +62,6 @@ class RankReport(TypedDict):
     host: str
     process: int
     token: str
-    limit: int | None
     versions: dict[str, str]
 
 
@@ -72,33 +79,30 @@ def check_ranks() -> None:
     limit_s = launch_timeout_s()
     if are_several_ranks():
         rank, size, store = dist.get_rank(), dist.get_world_size(), _store("start")
-        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        if rank == 0 and restarts and _is_torchruns_store() and not _env_store.cache_info().currsize:  # else `_collect` has cleared it
+        shared = most_restarts() and is_torchruns_store()
+        if rank == 0 and shared and not _env_store.cache_info().currsize:  # else `_collect` has cleared it
             _log.warning("A restart may hang, since torchrun keeps its store: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun.")
-    elif dist.is_initialized() or not all(map(os.environ.get, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))):
+    elif dist.is_initialized() or not forms_group():
         return
     else:
-        rank, size = (whole_number(os.environ, name, 0) for name in ("RANK", "WORLD_SIZE"))
+        rank, size = launched_rank(), launched_world_size()
         if size == 1:
             return
-        store = _env_store(rank, whole_number(os.environ, "MASTER_PORT", 0), limit_s)
+        store = _env_store(rank, master_port(), limit_s)
     mine = RankReport(
-        rank=rank, ranks=size, host=socket.gethostname(), process=os.getpid(), token=uuid.uuid4().hex, limit=lowered_limit(),
-        versions=own_versions(),
+        rank=rank, ranks=size, host=socket.gethostname(), process=os.getpid(), token=uuid.uuid4().hex, versions=own_versions(),
     )  # fmt: skip
     try:
         reports = (_collect if rank == 0 else _report)(store, mine, limit_s)
     except RuntimeError as error:  # torch's errors of stores
         raise LaunchError(
-            f"Rank {rank} on {mine['host']} lost rank 0's machine at {_address()} while ranks came together ({_reason(error)}):"
+            f"Rank {rank} on {mine['host']} lost rank 0's machine at {master_address()} while ranks came together ({_reason(error)}):"
             " a process there ended, and its own output says why."
         ) from error
     if line := refusal(reports, waited_s=limit_s):
         if rank == 0:
             time.sleep(_READ_S)  # this process may host the store in which the others read
         raise LaunchError(line)
-    if limits := [report["limit"] for report in reports if report["limit"] is not None]:
-        os.environ[LIMIT_VARIABLE] = str(min(limits))
 
 
 def own_versions() -> dict[str, str]:
@@ -109,7 +113,7 @@ def own_versions() -> dict[str, str]:
 
 def launch_timeout_s() -> float:
     """Return the seconds to wait for launched ranks: `OSDP_LAUNCH_TIMEOUT_S`, else 300, as `TCPStore` has it."""
-    text = os.environ.get(TIMEOUT_VARIABLE, "300")
+    text = variable(TIMEOUT_VARIABLE, "300")
     with suppress(ValueError):
         if 0 < float(text) < float("inf"):
             return float(text)
@@ -136,7 +140,7 @@ def _collect(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]
 
 def _report(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
     """On other ranks: report to rank 0's latest start, until its answer has this call's token."""
-    seen, until, problem = "", time.monotonic() + limit_s + _READ_S, f"waited {limit_s:g} s at {_address()} for rank 0"
+    seen, until, problem = "", time.monotonic() + limit_s + _READ_S, f"waited {limit_s:g} s at {master_address()} for rank 0"
     while time.monotonic() < until:
         token = store.get(_KEY).decode() if store.check([_KEY]) else ""
         space = PrefixStore(f"{_KEY}/{seen}", store)
@@ -145,11 +149,11 @@ def _report(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
             if mine["token"] in [report["token"] for report in reports]:
                 return reports
             if mine["ranks"] != reports[0]["ranks"]:
-                problem = f"was started as one of {mine['ranks']} ranks, and rank 0 at {_address()} as one of {reports[0]['ranks']}"
+                problem = f"was started as one of {mine['ranks']} ranks, and rank 0 at {master_address()} as one of {reports[0]['ranks']}"
             others = [f"process {one['process']} on {one['host']}" for one in reports if one["rank"] == mine["rank"]]
             if others and others != [f"process {mine['process']} on {mine['host']}"]:
-                problem = f"was started twice: rank 0 at {_address()} counts {others[0]}"
-                if not _is_torchruns_store():  # the store began with rank 0's process, so that this is no restart
+                problem = f"was started twice: rank 0 at {master_address()} counts {others[0]}"
+                if not is_torchruns_store():  # the store began with rank 0's process, so that this is no restart
                     break
         if token != seen:
             seen = token
@@ -164,10 +168,10 @@ def _report(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
 @functools.cache  # rank 0's server must live until the process group's store has joined it
 def _env_store(rank: int, port: int, limit_s: float) -> Store:
     """Open the store of `env://`, without waiting for others to join it."""
-    hosts = rank == 0 and not _is_torchruns_store()
+    hosts = rank == 0 and not is_torchruns_store()
     try:
         return TCPStore(
-            host_name=os.environ["MASTER_ADDR"],
+            host_name=variable("MASTER_ADDR"),
             port=port,
             is_master=hosts,
             timeout=timedelta(seconds=limit_s),
@@ -175,13 +179,13 @@ def _env_store(rank: int, port: int, limit_s: float) -> Store:
             multi_tenant=hosts,  # the group's own store then joins this server
         )
     except RuntimeError as error:
-        failed = f"could not reach rank 0's machine at {_address()} within {limit_s:g} s"
+        failed = f"could not reach rank 0's machine at {master_address()} within {limit_s:g} s"
         remedy = (
             "start the command there too, give every machine its address (main_process_ip, main_process_port; torchrun: --master-addr,"
             " --master-port), and let the firewall pass this port"
         )
         if hosts:
-            failed = f"cannot wait for the others at {_address()}"
+            failed = f"cannot wait for the others at {master_address()}"
             remedy = "another run may hold the port: end it, or set MASTER_PORT to a free one on every machine"
         raise LaunchError(f"Rank {rank} on {socket.gethostname()} {failed} ({_reason(error)}); {remedy}.") from error
 
@@ -200,7 +204,7 @@ def refusal(reports: Sequence[RankReport], *, waited_s: float) -> str | None:
     return (
         f"{len(missing)} of {reports[0]['ranks']} ranks did not report within {waited_s:g} s: {_ranks(missing)} ({_ranks(said)} on {hosts}"
         " did). Look at the output of their machines; if they were never started, start them, and check that they reach rank 0's machine"
-        f" at {_address()}: address, port, firewall. If they only need longer, raise {TIMEOUT_VARIABLE}."
+        f" at {master_address()}: address, port, firewall. If they only need longer, raise {TIMEOUT_VARIABLE}."
     )
 
 
@@ -243,7 +247,7 @@ def gloo_group() -> dist.ProcessGroup | None:
         except RuntimeError as error:
             raise LaunchError(
                 f"Rank {dist.get_rank()} on {socket.gethostname()} cannot connect to other ranks over gloo ({_reason(error)}). Set"
-                f" GLOO_SOCKET_IFNAME (now {os.environ.get('GLOO_SOCKET_IFNAME', 'not set')}) on each machine to the interface that faces"
+                f" GLOO_SOCKET_IFNAME (now {variable('GLOO_SOCKET_IFNAME', 'not set')}) on each machine to the interface that faces"
                 " the others, as `ip -br addr` lists them."
             ) from error
     return _gloo_groups[world]
@@ -291,20 +295,11 @@ def _store(name: str) -> Store:
     return PrefixStore(f"hf_osdp/{name}", dist.distributed_c10d._get_default_store())
 
 
-def _is_torchruns_store() -> bool:
-    """Return whether the store of `env://` is torchrun's, which outlives ranks."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def _poll(true: Callable[[], bool], seconds: float) -> None:
     """Wait until it is true, at most this long; the store's own `wait` prints a warning when the time is over."""
     until, pause = time.monotonic() + seconds, 0.001
     while not true() and time.monotonic() < until:
         time.sleep(pause := min(2 * pause, _POLL_S))
-
-
-def _address() -> str:
-    return f"{os.environ.get('MASTER_ADDR', 'unknown')}:{os.environ.get('MASTER_PORT', 'unknown')}"
 
 
 def _reason(error: Exception) -> str:

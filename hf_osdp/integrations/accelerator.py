@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from ..checkpoint.writer import CheckpointWriter
+from ..distributed.launcher import launched_world_size
 from ..distributed.process_group import check_ranks, host_barrier
 from ..distributed.stop import Stopped
 from ..measurement.step_meter import LoopMeter, Observation
@@ -39,7 +40,7 @@ from ..sharding.state import full_state_dict
 from ..sharding.steps import micro_step
 from .announce import announce_result, plan_and_announce
 from .checkpoints import AcceleratorCheckpoints
-from .launch import launch_request, launched_world_size
+from .launch import launch_request
 from .plugin import OSDPPlugin, offloads, plugin_for, precision_of
 from .samples import batches_of_loader
 from .sharding import apply_alone, check_bound, shard_model

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import logging
-import os
 import sys
 import time
 import traceback
@@ -22,9 +21,9 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from ..distributed.launcher import launched_rank, variables
 from ..distributed.process_group import check_ranks
 from ..errors import OSDPError
-from ..quantities import whole_number
 
 _REMEDY = "write `fsdp_sharding_strategy: {osdp: true, memory_limit: 8GiB}` under fsdp_config, with `fsdp_version: 2`"
 
@@ -49,12 +48,13 @@ class LaunchRequest:
     """Run on the CPU though there is an accelerator: `accelerate launch` does not pass its own `use_cpu` on under FSDP."""
 
 
-def launch_request(environment: Mapping[str, str] = os.environ) -> LaunchRequest:
-    """Return what `accelerate launch` was asked for, from the variables that it set.
+def launch_request(environment: Mapping[str, str] | None = None) -> LaunchRequest:
+    """Return what `accelerate launch` was asked for, from the variables that it set; None takes this process's.
 
     Raises:
         ValueError: OSDP was asked for, but its options cannot be read, or the file also sets what a plan decides.
     """
+    environment = variables() if environment is None else environment
     raw = environment.get("FSDP_SHARDING_STRATEGY", "").strip()
     asked = "osdp" in raw.lower() or raw.startswith("{")
     if environment.get("ACCELERATE_USE_FSDP", "false").lower() != "true" or not asked:
@@ -88,16 +88,6 @@ def _switch(options: dict[str, object], name: str) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"fsdp_sharding_strategy has {name}: {value!r}; write {name}: true or {name}: false.")
     return value
-
-
-def launched_rank(environment: Mapping[str, str] = os.environ) -> int:
-    """Return this process's rank as the launcher set it, before any process group exists; 0 without a launcher."""
-    return whole_number(environment, "RANK", 0)
-
-
-def launched_world_size(environment: Mapping[str, str] = os.environ) -> int:
-    """Return how many processes the launcher started; 1 without a launcher."""
-    return whole_number(environment, "WORLD_SIZE", 1)
 
 
 def run_script(main: Callable[[], None]) -> None:

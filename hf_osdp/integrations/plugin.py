@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ from accelerate import FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
+from ..distributed.launcher import variable
 from ..modeling.units import class_of, dtype_of
 from ..planner.job import Precision
 from ..planning.config import OSDPConfig, merged_config, stated_options
@@ -55,7 +55,7 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
         self.backward_prefetch = "NO_PREFETCH"  # or the base class would read the launcher's default
         self.auto_wrap_policy = self.auto_wrap_policy or "transformer_based_wrap"
         layout = "SHARDED_STATE_DICT" if self.osdp.async_save else "FULL_STATE_DICT"
-        self.state_dict_type = self.state_dict_type or os.environ.get("FSDP_STATE_DICT_TYPE", layout)
+        self.state_dict_type = self.state_dict_type or variable("FSDP_STATE_DICT_TYPE", layout)
         super().__post_init__()
         if getattr(self, "activation_checkpointing_offload", False):
             raise ValueError(

@@ -22,6 +22,7 @@ import transformers
 from torch import nn
 
 from ..distributed.consensus import on_rank_zero
+from ..distributed.launcher import variable, variables
 from ..distributed.mesh import find_topology
 from ..distributed.process_group import all_gather_objects
 from ..measurement.machine import device_name, measure_hardware, measuring_device, with_memory_of_now
@@ -95,17 +96,17 @@ def warnings_of_package() -> Iterator[list[str]]:
 
 def cache_folder() -> Path | None:
     """Return where results are kept; None for nowhere."""
-    asked = os.environ.get("OSDP_CACHE")
+    asked = variables().get("OSDP_CACHE")
     if asked is not None:
         return None if asked in ("", "0") else Path(asked)
-    return Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hf_osdp"
+    return Path(variable("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hf_osdp"
 
 
 def _key(model: Any, options: Mapping[str, Any]) -> str:  # noqa: ANN401  (a module with a configuration)
     content = (
         code_hash(), sorted((name, repr(value)) for name, value in options.items()), model.config.to_json_string(use_diff=False),
         getattr(model.config, "_attn_implementation", None), getattr(model.config, "_experts_implementation", None), model.training,
-        capability_here(), os.environ.get("TORCHDYNAMO_DISABLE"),
+        capability_here(), variable("TORCHDYNAMO_DISABLE"),
         [(name, type(module).__qualname__) for name, module in model.named_modules()],
         [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)],
     )  # fmt: skip

@@ -164,7 +164,7 @@ class OutOfMemoryHandler:
             raise
 
     def handle(self, error: BaseException) -> None:
-        """Explain an error of memory, once, in its own message; does not return where all ranks restart."""
+        """Explain an error of memory, once, in its own message; and note the next plan's limit where a launcher starts all ranks again."""
         if not is_out_of_memory(error) or hasattr(error, "explained_by_osdp"):
             return
         original = " ".join(str(error).split())
@@ -175,7 +175,7 @@ class OutOfMemoryHandler:
             return
         reason_not_to_restart = "there is no other plan" if limit_bytes is None else restart.reason_not_to_restart()
         if self._replans and limit_bytes is not None and reason_not_to_restart is None:
-            restart.restart(limit_bytes, f"hf_osdp: {text}")
+            restart.note_limit(limit_bytes)
             text += " The launcher starts all ranks again, by that plan."
         elif self._replans:
             text += f' on_oom="replan" cannot start again: {reason_not_to_restart}.'

@@ -150,7 +150,7 @@ def _open_step_s(found: FoundPlan) -> float | None:
     try:
         with without_checkpointing(model):
             builder = ProblemBuilder(model, replace(config, recompute=None), left_open, hardware=found.problem.hardware)
-            return search(builder.build()).time.step_s
+            return search(replace(builder.build(), memory_limit_bytes=found.problem.memory_limit_bytes)).time.step_s
     except (OSDPError, ValueError):  # it is advice
         return None
 

@@ -215,6 +215,7 @@ class ProblemBuilder:
         self._describe = cache(Describer(model, config, facts, trace).describe)
         self.job = training_job(config, facts)
         self._profile = _profile(config)
+        after_oom = hardware is None
         if hardware is None:
             named = config.hardware if self._profile is None else self._profile.hardware
             hardware = hardware_of_run(named, device_type=facts.device_type, nodes=config.nodes, measure=measured_once)
@@ -222,7 +223,8 @@ class ProblemBuilder:
         _check_host(hardware, config, facts)
         self.hardware = hardware
         limit = hardware.device.memory_bytes if config.memory_limit_bytes is None else config.memory_limit_bytes
-        self.limit_bytes = limit_after_oom(check_limit(limit, hardware.device, given=f"memory_limit={config.memory_limit!r}"))
+        limit = check_limit(limit, hardware.device, given=f"memory_limit={config.memory_limit!r}")
+        self.limit_bytes = limit_after_oom(limit) if after_oom else limit
 
     def build(self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int = TRACED_MICRO_BATCH) -> PlanningProblem:
         """Return the problem of the model with a split; what is compiled is described at this micro-batch size.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ..distributed.device import own_gpu
+from ..distributed.launcher import variable
 from ..distributed.mesh import collective_device
 from ..distributed.process_group import check_ranks
 from ..modeling.wrapping import has_running_statistics
@@ -30,7 +30,7 @@ def form_process_group(*, needed: bool, device_type: str | None = None) -> None:
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if variable("RANK") and variable("WORLD_SIZE"):
         dist.init_process_group(backend)
     elif needed:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

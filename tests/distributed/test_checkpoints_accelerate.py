@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hf_osdp.checkpoint.folders import MANIFEST_NAME
+from hf_osdp.distributed.launcher import launched_rank, launched_world_size
 from hf_osdp.integrations.accelerator import OSDPAccelerator
-from hf_osdp.integrations.launch import launched_rank, launched_world_size
 from hf_osdp.planner.presets import preset
 from tests.helpers.distributed import run_ranks
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import fully_shard
 
 from hf_osdp.checkpoint.resume import last_checkpoint
 from hf_osdp.checkpoint.states import load_model, load_optimizer, save_model, save_optimizer
+from hf_osdp.distributed.launcher import launched_rank, launched_world_size
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.distributed.stop import EXIT_CODE
 from hf_osdp.integrations.accelerator import OSDPAccelerator
-from hf_osdp.integrations.launch import launched_rank, launched_world_size
 from hf_osdp.integrations.plugin import OSDPPlugin
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.presets import preset

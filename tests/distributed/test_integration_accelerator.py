@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, set_seed
 
+from hf_osdp.distributed.launcher import launched_rank, launched_world_size
 from hf_osdp.errors import OSDPError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
-from hf_osdp.integrations.launch import launched_rank, launched_world_size
 from hf_osdp.integrations.plugin import OSDPPlugin
 from hf_osdp.planner.presets import preset
 from hf_osdp.planning.config import OSDPConfig

@@ -12,8 +12,8 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
 
+from hf_osdp.distributed.launcher import launched_rank
 from hf_osdp.errors import PlanError
-from hf_osdp.integrations.launch import launched_rank
 from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.planner.presets import preset
 from hf_osdp.planning.config import OSDPConfig

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
 
 from hf_osdp.distributed.consensus import on_rank_zero
+from hf_osdp.distributed.launcher import launched_rank
 from hf_osdp.integrations.accelerator import OSDPAccelerator
-from hf_osdp.integrations.launch import launched_rank
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.planner.plan import Plan

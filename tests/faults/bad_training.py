@@ -12,8 +12,9 @@ from unittest import mock
 import torch
 from torch import nn
 
+from hf_osdp.distributed.launcher import launched_rank
 from hf_osdp.distributed.process_group import check_ranks, launch_timeout_s
-from hf_osdp.integrations.launch import launch_request, launched_rank
+from hf_osdp.integrations.launch import launch_request
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.integrations.trainer_facts import requested_config
 from hf_osdp.modeling.units import find_units

@@ -27,7 +27,7 @@ import hf_osdp.integrations.plain_loop
 import hf_osdp.integrations.trainer_checkpoints
 from hf_osdp import OptimalShardedDataParallel, OSDPConfig, Trainer, preset
 from hf_osdp.checkpoint.resume import last_checkpoint
-from hf_osdp.distributed.restart import restart_count
+from hf_osdp.distributed.launcher import restart_count
 from hf_osdp.sharding.environment import form_process_group
 
 STEPS, SAVE_EVERY, LENGTH, SAMPLES = 10, 2, 12, 8

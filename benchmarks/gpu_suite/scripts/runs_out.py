@@ -14,7 +14,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp import OptimalShardedDataParallel, OSDPConfig
-from hf_osdp.distributed.restart import restart_count
+from hf_osdp.distributed.launcher import restart_count
 
 SIZES = {
     "cuda": {"n_layer": 6, "n_embd": 512, "n_head": 8, "vocab_size": 8192, "n_positions": 256},

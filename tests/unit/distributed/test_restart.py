@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import sys
-
 import psutil
 import pytest
 
 from hf_osdp.distributed import restart
-from hf_osdp.distributed.restart import COUNT_VARIABLE, LIMIT_VARIABLE, limit_after_oom, reason_not_to_restart, restart_count
+from hf_osdp.distributed.launcher import restart_count
+from hf_osdp.distributed.restart import limit_after_oom, note_limit, reason_not_to_restart
 from hf_osdp.planning.config import OSDPConfig
 
-UNDER_TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RESTART_COUNT": "1", "WORLD_SIZE": "2"}
+UNDER_TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RESTART_COUNT": "1"}
 
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch, tmp_path):
-    for name in (*UNDER_TORCHRUN, LIMIT_VARIABLE, COUNT_VARIABLE, "SLURM_RESTART_COUNT"):
+    for name in (*UNDER_TORCHRUN, "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(restart.tempfile, "gettempdir", lambda: str(tmp_path))
 
 
-def test_limit_after_oom_only_falls_and_is_a_number_of_bytes(monkeypatch):
-    for text, limit in (("", 100), ("70", 70), ("170", 100)):
-        monkeypatch.setenv(LIMIT_VARIABLE, text)
-        assert limit_after_oom(100) == limit
-    for text in ("-1", "0", "1e3", "8GiB", "9" * 30):
-        monkeypatch.setenv(LIMIT_VARIABLE, text)
-        with pytest.raises(ValueError, match=r"OSDP_MEMORY_LIMIT_AFTER_OOM='.*' is not a number of bytes"):
-            limit_after_oom(100)
-
-
-def test_limit_reaches_next_start_of_same_user_and_launcher_alone(monkeypatch):
+@pytest.fixture
+def under_torchrun(monkeypatch):
     for name, value in UNDER_TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    restart.restart(80, "not printed")
-    restart.restart(70, "not printed")
-    assert limit_after_oom(100) == 70
+
+
+def test_limit_reaches_next_start_of_same_user_and_launcher_alone(monkeypatch, under_torchrun):
+    note_limit(80)
+    note_limit(70)
+    assert limit_after_oom(100) == 70 and limit_after_oom(60) == 60
     note = restart._note()
     with monkeypatch.context() as other_user:
         other_user.setattr(restart, "_note", lambda: note)
@@ -47,51 +38,28 @@ def test_limit_reaches_next_start_of_same_user_and_launcher_alone(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert limit_after_oom(100) == 100, "a first start has no limit from before"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with monkeypatch.context() as damaged:
+        note.write_text("half a numb")
+        damaged.setattr(restart, "_note", lambda: note)
+        assert limit_after_oom(100) == 100
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: 1.0)
     assert limit_after_oom(100) == 100, "another launcher, which has the same process number"
 
 
-def test_restart_replaces_single_process_with_its_first_environment(monkeypatch, capsys):
-    calls: list[tuple] = []
-    monkeypatch.setattr(restart.os, "execve", lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(restart.os, "set_inheritable", lambda *arguments: None)
-    monkeypatch.setenv("SET_BY_A_LIBRARY", "1")
-    here = os.getcwd()
-    restart.restart(70, "out of memory")
-    os.chdir(here)
-    ((program, command, environment),) = calls
-    assert program == sys.executable and command == [sys.executable, *sys.orig_argv[1:]]
-    assert (environment[LIMIT_VARIABLE], environment[COUNT_VARIABLE]) == ("70", "1") and "SET_BY_A_LIBRARY" not in environment
-    assert capsys.readouterr().err == "out of memory\n"
+def test_lowest_limit_of_all_ranks_counts(monkeypatch):
+    monkeypatch.setattr(restart, "all_gather_objects", lambda mine: [mine, 90, 80, None])
+    assert limit_after_oom(100) == 80
 
 
-def test_hindrance_names_launcher_that_starts_no_more(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "torchrun --max-restarts 3" in reason_not_to_restart()
-    for name, value in UNDER_TORCHRUN.items():
-        monkeypatch.setenv(name, value)
+def test_hindrance_names_how_to_be_started_again(monkeypatch, under_torchrun):
     assert reason_not_to_restart() is None
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    assert "--max-restarts 3" in reason_not_to_restart()
+    assert "no restarts left; start it with --max-restarts 3" in reason_not_to_restart()
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    assert "start it with torchrun --max-restarts 3 --nproc-per-node N, also for one process" in reason_not_to_restart()
 
 
-def test_hindrance_names_why_single_process_cannot_restart(monkeypatch):
-    monkeypatch.setattr(sys, "orig_argv", ["python", "train.py"])
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
-    monkeypatch.setenv(COUNT_VARIABLE, "2")
-    assert reason_not_to_restart() is None
-    with monkeypatch.context() as fork:
-        fork.setattr(multiprocessing, "parent_process", lambda: object())
-        assert "a notebook, or another program, holds this process" in reason_not_to_restart()
-    for unknown in (["python"], ["python", "-"]):
-        monkeypatch.setattr(sys, "orig_argv", unknown)
-        assert reason_not_to_restart() == "the command line that started it is not known"
-    monkeypatch.setenv(COUNT_VARIABLE, "3")
-    assert reason_not_to_restart() == "it did so 3 times"
-
-
-@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", COUNT_VARIABLE])
+@pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
 def test_restart_count_takes_largest(monkeypatch, name):
     for text, count in (("", 0), ("2", 2), ("x", 0)):
         monkeypatch.setenv(name, text)

@@ -9,7 +9,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
-from hf_osdp.integrations.launch import LaunchRequest, launch_request, launched_rank, launched_world_size
+from hf_osdp.distributed.launcher import launched_rank, launched_world_size
+from hf_osdp.integrations.launch import LaunchRequest, launch_request
 from hf_osdp.planning.config import OSDPConfig, merged_config
 
 FILES = sorted((Path(__file__).parents[3] / "accelerate_configs").glob("*.yaml"))

@@ -187,7 +187,7 @@ def test_replan_restarts_by_the_safer_limit_or_says_why_not(problem, plan, handl
     limits = []
     error_type, text = DEVICE[kind]
     monkeypatch.setattr(restart, "reason_not_to_restart", lambda: None)
-    monkeypatch.setattr(restart, "restart", lambda limit, message: limits.append(limit))
+    monkeypatch.setattr(restart, "note_limit", limits.append)
     assert "The launcher starts all ranks again, by that plan." in handled(error_type(text), "replan")
     assert limits == [safer_plan(problem, plan, None).limit_bytes]
     monkeypatch.setattr(restart, "reason_not_to_restart", lambda: "it did so 3 times")
@@ -195,7 +195,7 @@ def test_replan_restarts_by_the_safer_limit_or_says_why_not(problem, plan, handl
 
 
 def test_memory_of_the_host_is_no_reason_for_a_plan_of_less_device_memory(handled, monkeypatch):
-    monkeypatch.setattr(restart, "restart", lambda *_: pytest.fail("it would start again"))
+    monkeypatch.setattr(restart, "note_limit", lambda *_: pytest.fail("it would start again"))
     said = handled(MemoryError("no"), "replan", "cuda")
     assert said.startswith("Out of the host's memory on ") and "there is no other plan" in said
 
