@@ -188,10 +188,9 @@ def _optimizer_spec(trainer: Trainer) -> OptimizerSpec:
     if optimizer is None and not knows_trainer_name(name):
         try:
             cls, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
-        except ImportError as error:
-            raise ValueError(
-                f"optim={name!r} cannot be made: {' '.join(str(error).split()).rstrip('.')}; install it, or use adamw_torch."
-            ) from None
+        except (ImportError, ValueError) as error:
+            why = " ".join(str(error).split()).rstrip(".")
+            raise ValueError(f"optim={name!r} cannot be made: {why}; do so, or use adamw_torch.") from None
         optimizer = cls([nn.Parameter(torch.zeros(1))], **options)
     if optimizer is not None:
         return spec_of_optimizer(optimizer, device_type=device_type)
