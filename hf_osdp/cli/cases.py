@@ -231,11 +231,16 @@ class Case:
         self.run = last
         return self._with_best_split()
 
-    def compared(self, problem: PlanningProblem) -> tuple[StrategyResult, ...]:
-        """Return every strategy at its own best batch for the run's problem, OSDP first."""
+    def compared(self, problem: PlanningProblem, *, compiles: bool = False) -> tuple[StrategyResult, ...]:
+        """Return every strategy at its own best batch for the run's problem, OSDP first.
+
+        `compiles` also describes eager blocks as compiled, which takes seconds.
+        """
         description = problem.description
         plain = description if description.split.is_none else self.timed(self.describe())
-        return compare_strategies(replace(problem, description=plain), split=description, eager=self.builder().eager(problem))
+        builder = self.builder()
+        other = builder.eager(problem) or (builder.compiled(replace(problem, description=plain)) if compiles else None)
+        return compare_strategies(replace(problem, description=plain), split=description, other=other)
 
     def _with_best_split(self) -> PlanningProblem:
         builder = self.builder()

@@ -172,7 +172,7 @@ def compare(
         problem = case.problem()
         description, hardware = problem.description, problem.hardware
         next_step("Searching: strategies")
-        rows = case.compared(problem)
+        rows = case.compared(problem, compiles=True)
         peaks = [row.result.plan.peak_bytes for row in rows if row.result is not None]
         next_step("Searching: the front")
         whole = replace(problem, memory_limit_bytes=hardware.room_bytes(hardware.device.memory_bytes), strategy=Strategy.OSDP)

@@ -30,6 +30,7 @@ from ..planner.search.compare import StrategyResult, compare_strategies
 from ..planner.search.search import SearchResult, search
 from ..quantities import format_bytes
 from ..sharding.environment import uses_host
+from .compilation import Compilation, weigh
 from .config import OSDPConfig
 from .preflight import Finding, KnownRun, check_model, check_run
 from .probe import Trial, probe
@@ -61,8 +62,8 @@ class PlannedRun:
     """Seconds that describing, measuring, searching and trying took."""
     open_step_s: float | None = None
     """Estimated seconds of a step where recomputation is left to the planner; None where it is."""
-    eager_step_s: float | None = None
-    """Estimated seconds of a step of the best plan without compilation; None where this has none, or it was not looked for."""
+    compilation: Compilation | None = None
+    """What compiled blocks gain, where they were asked for; on rank 0 only, and None where it was not looked for."""
     rounds: tuple[Round, ...] = ()
     """Plans that were tried."""
     meshes: Meshes | None = None
@@ -126,12 +127,22 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
 
 def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
     """Search on rank 0, and try the plan if that is asked for. Collective."""
-    builder = ProblemBuilder(model, config, facts)
-    whole, plan = builder.settled(builder.build(), lambda one: _from_rank_zero(lambda: search(builder.with_best_split(one)).plan))
+    builder, as_they_are = ProblemBuilder(model, config, facts), replace(config, compile=False)
+    try:
+        whole, plan = builder.settled(builder.build(), lambda one: _from_rank_zero(lambda: search(builder.with_best_split(one)).plan))
+    except InfeasibleError:
+        if config.compile != "auto":
+            raise
+        return _searched(model, as_they_are, facts)
     problem = whole
     if plan.split != whole.description.split:
         problem = builder.build(plan.split)
     plan.check(problem.description, facts.world_size)
+    compilation = None
+    if config.compile == "auto" or (config.compare and config.compile):
+        compilation = on_rank_zero(lambda: _weighed(builder, problem, plan, facts))
+        if compilation is not None and config.compile == "auto" and not compilation.pays:
+            return replace(_searched(model, as_they_are, facts), compilation=compilation)
     rounds: tuple[Round, ...] = ()
     meshes: Meshes | None = None
     if config.recalibrate:
@@ -141,13 +152,10 @@ def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedR
         if meshes is not None:
             meshes.keep(plan)
     first = rank() == 0
-    comparison = eager_step_s = None
+    comparison = None
     if first and config.compare:
-        plain, eager = replace(problem, description=whole.description), builder.eager(problem)
-        comparison = compare_strategies(plain, split=problem.description, eager=eager)
-        if eager is not None:
-            with suppress(InfeasibleError):
-                eager_step_s = search(replace(problem, description=eager)).time.step_s
+        plain = replace(problem, description=whole.description)
+        comparison = compare_strategies(plain, split=problem.description, other=builder.eager(problem))
     return PlannedRun(
         plan=plan,
         units=problem.description.units,
@@ -157,10 +165,20 @@ def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedR
         search=estimated(problem, plan) if first else None,
         comparison=comparison,
         open_step_s=None if rounds or not first else _open_step_s(model, config, facts, problem),
-        eager_step_s=eager_step_s,
+        compilation=compilation,
         rounds=rounds,
         meshes=meshes,
     )
+
+
+def _weighed(builder: ProblemBuilder, problem: PlanningProblem, plan: Plan, facts: RunFacts) -> Compilation | None:
+    """Weigh compiled blocks; None where none are, where nothing fits without, or where it cannot be told."""
+    eager = builder.eager(problem)
+    if eager is None:
+        return None
+    with suppress(InfeasibleError):
+        return weigh(plan, problem, eager_step_s=search(replace(problem, description=eager)).time.step_s, steps=facts.steps)
+    return None
 
 
 def _open_step_s(model: nn.Module, config: OSDPConfig, facts: RunFacts, problem: PlanningProblem) -> float | None:

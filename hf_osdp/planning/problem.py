@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -13,7 +14,7 @@ from torch import nn
 from ..distributed.consensus import on_rank_zero
 from ..distributed.device import expands_segments
 from ..distributed.restart import limit_after_oom
-from ..errors import CheckpointingError, DescriptionError, HardwareError
+from ..errors import CheckpointingError, DescriptionError, HardwareError, InfeasibleError
 from ..measurement.machine import hardware_of_run
 from ..modeling.batch import Inputs, Loss, training_batch
 from ..modeling.split_candidates import possible_splits
@@ -24,6 +25,7 @@ from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.profile import Profile, with_block_times
 from ..planner.search.compare import choose_description
+from ..planner.search.search import search
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..quantities import format_bytes
 from ..tracing.describe import TRACED_MICRO_BATCH, describe, is_by_formula
@@ -73,6 +75,8 @@ class RunFacts:
     """The loop gives labels to forward and reads only the loss from it in training."""
     cpu_offload: bool = False
     """Every unit's parameters, gradients and optimizer states are to live in the host's memory; else as many as the plan needs."""
+    steps: int | None = None
+    """Optimizer steps of the run; None where they are not known."""
     trains: bool = True
     """The model is trained, and not evaluated alone."""
     frozen_in_optimizer: int = 0
@@ -207,6 +211,18 @@ class ProblemBuilder:
             return None
         return Describer(self._model, replace(self._config, compile=False), self._facts, self._trace).describe(WHOLE_BLOCKS)
 
+    def compiled(self, problem: PlanningProblem) -> ModelDescription | None:
+        """Return the description of an eager model's problem with compiled blocks; None where none compile, or times were measured."""
+        known = problem.description
+        if known.compiled_classes or not known.block_classes or (self._profile is not None and self._profile.segments):
+            return None
+        config = replace(self._config, compile=True)
+        builder = ProblemBuilder(self._model, config, self._facts, hardware=self.hardware, trace=self._trace)
+        whole = builder.build()
+        with suppress(InfeasibleError):
+            whole, _ = builder.settled(whole, lambda one: search(one).plan)
+        return whole.description if whole.description.compiled_classes else None
+
     def with_best_split(self, whole: PlanningProblem) -> PlanningProblem:
         """Return the problem of the model as it trains fastest, whole or split.
 
@@ -273,7 +289,7 @@ class Describer:
             activation_checkpointing=facts.activation_checkpointing,
             inputs=self._inputs,
             loss=self._loss,
-            compile=self._config.compile,
+            compile=bool(self._config.compile),
             split=split,
             **sizes,
         )
