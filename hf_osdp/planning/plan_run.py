@@ -63,7 +63,7 @@ class PlannedRun:
     open_step_s: float | None = None
     """Estimated seconds of a step where recomputation is left to the planner; None where it is."""
     compilation: Compilation | None = None
-    """What compiled blocks gain, where they were asked for; on rank 0 only, and None where it was not looked for."""
+    """What compiled blocks gain, where they were asked for; None where it was not looked for, or cannot be told."""
     rounds: tuple[Round, ...] = ()
     """Plans that were tried."""
     meshes: Meshes | None = None
