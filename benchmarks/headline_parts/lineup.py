@@ -124,6 +124,7 @@ def line_up(
     """
     limit = limit_of(case, description, hardware)
     eager, compilers = ([c for c in contenders_of(case) if c.compiles is compiles] for compiles in (False, True))
+    eager = [c for c in eager if description.recomputable or not c.fixed.get("recompute")]
     searches = {c.name: _Search(case, c, (description, *(split if c.splits else ())), hardware, limit) for c in eager}
     own = {name: _at_own_best(one, samples) for name, one in searches.items()}
     best = next((entry.plan for entry in own.values() if entry.plan is not None and entry.contender.splits), None)
