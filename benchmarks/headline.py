@@ -30,7 +30,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
@@ -151,8 +151,13 @@ def planned_by(options: argparse.Namespace, sections: list, console: Console) ->
         )  # fmt: skip
         description = described()
         split = [described(split=one) for one in possible_splits(model, description)] if options.splits else []
-        finish(case, rows_of(line_up(case, description, hardware, split=split)), sections, console, "plan")
+        compiled = partial(_compiled, described)
+        finish(case, rows_of(line_up(case, description, hardware, split=split, compiled=compiled)), sections, console, "plan")
     return machine, [f"Planned for {machine}: estimates, nothing was trained. Limits are those of torch's allocator."]
+
+
+def _compiled(described: Callable[..., Any], micro_batch_size: int) -> Any:
+    return described(compile=True, micro_batch_size=micro_batch_size)
 
 
 def measured_on_cuda(options: argparse.Namespace, sections: list, console: Console) -> tuple[str, list[str]]:

@@ -20,6 +20,7 @@ from hf_osdp import InfeasibleError, PlanningProblem, TrainingJob, describe, pre
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.job import Precision
 from hf_osdp.planner.problem import Strategy
+from hf_osdp.planner.search.compare import as_scripts_run
 from hf_osdp.report.plots import check_plot_path, save_chart
 
 GIB = 2**30
@@ -57,13 +58,13 @@ class Case:
         )  # fmt: skip
         job = TrainingJob(global_batch_size=self.global_batch_size, precision=_BF16)
         asked = PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=self.limits_gib[-1] * GIB)
-        as_it_comes = replace(job, recompute=False, host_offload=False, offload_activations=False)
+        recomputed = as_scripts_run(asked, recompute=True)
         lines = {
             PLANNED: asked,
-            FSDP: replace(asked, strategy=Strategy.FSDP, job=as_it_comes),
-            RECOMPUTED: replace(asked, strategy=Strategy.FSDP, job=replace(as_it_comes, recompute=True)),
-            HSDP: replace(asked, strategy=Strategy.HSDP, job=replace(as_it_comes, recompute=True)),
-            DDP: replace(asked, strategy=Strategy.DDP, job=replace(as_it_comes, recompute=True)),
+            FSDP: replace(as_scripts_run(asked, recompute=False), strategy=Strategy.FSDP),
+            RECOMPUTED: replace(recomputed, strategy=Strategy.FSDP),
+            HSDP: replace(recomputed, strategy=Strategy.HSDP),
+            DDP: replace(recomputed, strategy=Strategy.DDP),
         }
         for name, problem in lines.items():
             for limit in self.limits_gib:

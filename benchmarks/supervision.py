@@ -231,9 +231,12 @@ def run_rank(name: str, mode: str, folder_text: str) -> None:
         fault()
     (form_by_us if mode == "ours" else form_plainly)(name, odd)
     if mode == "ours":
+        from hf_osdp.distributed import restart
         from hf_osdp.distributed.consensus import require_same_run
 
         require_same_run(torch.nn.Linear(3 if name == "models" and odd else 2, 2))
+        noted = restart.limit_after_oom(2**62)
+        limit = noted if noted < 2**62 else "none"
     if name == "models":
         model = torch.nn.Linear(3 if odd else 2, 2)
         for parameter in torch.nn.parallel.DistributedDataParallel(model).parameters():
@@ -259,7 +262,6 @@ def run_rank(name: str, mode: str, folder_text: str) -> None:
         mode, folder, lambda: (fault(), act()) if act and rank == culprit and first else None, seconds=3600 if act or name == "alone" else 8
     )
     if name in ("restart", "oom") and rank == 0:
-        limit = os.environ.get("OSDP_MEMORY_LIMIT_AFTER_OOM", "none")
         print(f"hf_osdp: Restarted and trained to the end, limit {limit}" if mode == "ours" else "trained to the end", flush=True)
 
 
@@ -321,7 +323,7 @@ def out_of_memory(mode: str) -> None:
     if mode == "ours":
         from hf_osdp.distributed import restart
 
-        restart.restart(2**30, "")
+        restart.note_limit(2**30)
     raise torch.OutOfMemoryError("Tried to allocate 20.00 MiB.")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -41,18 +41,25 @@ class Contender:
     """Cut models are searched, too, where they are described."""
     baseline: bool = False
     """Others' rates are told as multiples of this one's."""
+    compiles: bool = False
+    """Blocks are compiled; only where they are described so."""
 
 
 _ALL_SAVED = {"recompute": False, "offload_activations": False}
+_ALL_RECOMPUTED = {"recompute": True, "offload_activations": False}
 CONTENDERS = (
     Contender(name="full shard", strategy=Strategy.FSDP, baseline=True),
     Contender(name="full shard, all saved", strategy=Strategy.FSDP, fixed=_ALL_SAVED),
+    Contender(name="full shard, all recomputed", strategy=Strategy.FSDP, fixed=_ALL_RECOMPUTED),
     Contender(name="ZeRO-2", strategy=Strategy.ZERO2),
     Contender(name="DDP", strategy=Strategy.DDP),
     Contender(name="OSDP, all saved", strategy=Strategy.OSDP, fixed=_ALL_SAVED),
     Contender(name="OSDP", strategy=Strategy.OSDP, splits=True),
+    Contender(name="full shard, compiled", strategy=Strategy.FSDP, compiles=True),
+    Contender(name="OSDP, compiled", strategy=Strategy.OSDP, compiles=True),
 )
-"""On several devices. "All saved" recomputes nothing; the others recompute where it pays, single strategies all blocks or none."""
+"""On several devices. "All saved" recomputes nothing; the others recompute where it pays, single strategies all blocks in one way or none.
+Contenders that compile are planned only."""
 OFFLOADERS = (
     Contender(name="all on the host", strategy=Strategy.FSDP, fixed={"host_offload": True}, baseline=True),
     Contender(name="none on the host", strategy=Strategy.FSDP, fixed={"host_offload": False}),
@@ -103,6 +110,7 @@ def line_up(
     *,
     samples: tuple[int, ...] | None = None,
     split: Sequence[ModelDescription] = (),
+    compiled: Callable[[int], ModelDescription] | None = None,
 ) -> Lineup:
     """Every contender's plans.
 
@@ -112,10 +120,18 @@ def line_up(
         hardware: of `case.devices` devices; what they reserve counts to the limit.
         samples: of one device, tried in this order until they no longer fit; None takes `SAMPLES` and what lies between.
         split: the same model in operator units or in slices, for those who may choose it.
+        compiled: describes it with compiled blocks near a micro-batch size, that of OSDP's own best batch; None leaves them out.
     """
     limit = limit_of(case, description, hardware)
-    searches = {c.name: _Search(case, c, (description, *(split if c.splits else ())), hardware, limit) for c in contenders_of(case)}
+    eager, compilers = ([c for c in contenders_of(case) if c.compiles is compiles] for compiles in (False, True))
+    eager = [c for c in eager if description.recomputable or not c.fixed.get("recompute")]
+    searches = {c.name: _Search(case, c, (description, *(split if c.splits else ())), hardware, limit) for c in eager}
     own = {name: _at_own_best(one, samples) for name, one in searches.items()}
+    best = next((entry.plan for entry in own.values() if entry.plan is not None and entry.contender.splits), None)
+    if compiled is not None and compilers and best is not None:
+        fused = compiled(best.micro_batch_size)
+        searches |= {c.name: _Search(case, c, (fused,), hardware, limit) for c in compilers}
+        own |= {c.name: _at_own_best(searches[c.name], samples) for c in compilers}
     order = sorted(own.items(), key=lambda item: not item[1].contender.baseline)
     common = case.equal_batch_size or next((entry.plan.global_batch_size for _, entry in order if entry.plan is not None), None)
     equal = [] if common is None else [_at(one, common) for one in searches.values()]

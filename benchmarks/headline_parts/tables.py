@@ -20,7 +20,7 @@ from hf_osdp.report.tables import make_table
 WIDTH = 100
 NEAR_FASTEST = 1.05
 """OSDP's measured step may take so many times that of the fastest other that fits."""
-OURS = "OSDP"
+OURS, COMPILED = "OSDP", ", compiled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,8 @@ def remarks(rows: Sequence[Row]) -> list[str]:
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     """Every aim over all rows."""
-    found = [_by_estimate(rows)]
+    eager, compiled = ([row for row in rows if row.contender.endswith(COMPILED) is compiles] for compiles in (False, True))
+    found = [_by_estimate(eager), *([_by_estimate(compiled, OURS + COMPILED)] if compiled else [])]
     if was_measured(rows):
         over = [row for row in rows if row.out_of_memory or (row.measured_peak_bytes or 0) > row.limit_bytes]
         runs = {(row.case, row.run) for row in rows if row.run}
@@ -112,11 +113,11 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     return found
 
 
-def _by_estimate(rows: Sequence[Row]) -> Verdict:
-    worst, where = _behind(rows, lambda own, other: other.rate(other.estimated_step_s) / own.rate(own.estimated_step_s))
+def _by_estimate(rows: Sequence[Row], ours: str = OURS) -> Verdict:
+    worst, where = _behind(rows, lambda own, other: other.rate(other.estimated_step_s) / own.rate(own.estimated_step_s), ours)
     if not worst:
-        return Verdict(text="by estimate nothing but OSDP fits", met=True)
-    text = f"by estimate OSDP takes at most {worst:.3f} times the step of the best other that fits{where}; aim 1"
+        return Verdict(text=f"by estimate nothing but {ours} fits", met=True)
+    text = f"by estimate {ours} takes at most {worst:.3f} times the step of the best other that fits{where}; aim 1"
     return Verdict(text=text, met=worst <= 1.0 + 1e-6)
 
 
@@ -133,12 +134,12 @@ def _step_over(own: Row, other: Row) -> float:
     return other.global_batch_size / own.global_batch_size * statistics.median(ratios(own.steps_s, other.steps_s))
 
 
-def _behind(rows: Sequence[Row], over: Callable[[Row, Row], float]) -> tuple[float, str]:
+def _behind(rows: Sequence[Row], over: Callable[[Row, Row], float], ours: str = OURS) -> tuple[float, str]:
     """How many times as long OSDP takes as the best other, at its worst, and where; 0 where there is no rival."""
     worst, where = 0.0, ""
     for case, rule, members in groups(rows):
-        own = next((row for row in members if row.contender == OURS and row.run), None)
-        others = [row for row in members if row.contender != OURS and row.run]
+        own = next((row for row in members if row.contender == ours and row.run), None)
+        others = [row for row in members if row.contender != ours and row.run]
         found = max((float("inf") if own is None else over(own, other) for other in others), default=0.0)
         if found > worst:
             worst, where = found, f" ({case}, {rule})"

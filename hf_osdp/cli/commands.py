@@ -157,7 +157,7 @@ def compare(
         problem = case.found.problem
         description, hardware = problem.description, problem.hardware
         next_step("Searching: strategies")
-        rows = case.found.compared()
+        rows = case.found.compared(compiles=True)
         peaks = [row.result.plan.peak_bytes for row in rows if row.result is not None]
         next_step("Searching: the front")
         whole = replace(problem, memory_limit_bytes=hardware.room_bytes(hardware.device.memory_bytes), strategy=Strategy.OSDP)

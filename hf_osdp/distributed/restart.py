@@ -25,7 +25,7 @@ def limit_after_oom(limit_bytes: int) -> int:
 def reason_not_to_restart() -> str | None:
     """Return why this run cannot start again under a lower limit; None where it can."""
     if not restarts_itself():
-        return "no launcher starts it again; start it with torchrun --max-restarts 3 --nproc-per-node N, also for one process"
+        return "no launcher starts it again; use that memory_limit, or torchrun --max-restarts 3 (accelerate launch: --max_restarts 3)"
     if not restarts_left():
         return "the launcher has no restarts left; start it with --max-restarts 3 (accelerate launch: --max_restarts 3)"
     return None

@@ -118,7 +118,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             asked = ", ".join(f"{name}={getattr(dynamo, name)!r}" for name in beside) or f"backend={dynamo.backend.value.lower()}"
             raise ValueError(f"torch.compile with {asked} cannot be planned; use inductor with its defaults, or leave it out.")
         assert isinstance(plugin.osdp, OSDPConfig)
-        plugin.osdp = replace(plugin.osdp, compile=True)
+        plugin.osdp = replace(plugin.osdp, compile=plugin.osdp.compile or True)  # or auto
 
     @contextmanager
     def _without_dynamo(self) -> Iterator[None]:

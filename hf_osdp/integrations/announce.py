@@ -65,11 +65,8 @@ def announce_plan(run: PlannedRun) -> None:
             f" estimate, {run.plan.step_s / run.open_step_s:.2f} times as fast: switch checkpointing off.",
             highlight=False,
         )
-    if run.eager_step_s is not None and run.plan.step_s:
-        gain, advice = run.eager_step_s / run.plan.step_s, "" if run.plan.step_s < run.eager_step_s else " Leave compilation out."
-        console.print(
-            f"By the estimate, compiled blocks make a step {gain:.2f} times as fast as blocks as they are.{advice}", highlight=False
-        )
+    if run.compilation is not None:
+        console.print(run.compilation.line(compiles=bool(run.plan.compiled_classes)), highlight=False)
     where = "" if run.hardware is None else f" for {run.hardware.summary}"
     console.print(f"Planned{where} in {format_seconds(run.planning_s)}; activations: {description.trace}.", highlight=False)
     if run.hardware is not None and run.hardware.device.source.startswith(MEASURED_EARLIER):
@@ -109,10 +106,11 @@ def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Pa
 
 def _steps_until_compilation_pays(run: PlannedRun, measured: Observation) -> int | None:
     """Return after how many steps compiled blocks have saved what the first step took longer; None where they save nothing, or are none."""
-    usual, first, saved = measured.median_step_s, measured.first_step_s, (run.eager_step_s or 0.0) - (run.plan.step_s or 0.0)
-    if run.eager_step_s is None or usual is None or first is None or saved <= 0:
+    usual, first, weighed = measured.median_step_s, measured.first_step_s, run.compilation
+    if weighed is None or not run.plan.compiled_classes or usual is None or first is None:
         return None
-    return max(1, math.ceil((first - usual) / saved))
+    saved = weighed.eager_step_s - weighed.step_s
+    return None if saved <= 0 else max(1, math.ceil((first - usual) / saved))
 
 
 def _observation_content(observed: Observation) -> dict[str, object]:

@@ -277,6 +277,9 @@ def _check(config: OSDPConfig, optimizer: OptimizerSpec | None) -> None:
 def _log_findings(run: PlannedRun) -> None:
     for finding in () if rank() else run.findings:
         _log.log(logging.INFO if finding.severity is Severity.NOTE else logging.WARNING, "%s", finding.message)
+    if run.compilation is not None and not rank():
+        compiles = bool(run.plan.compiled_classes)
+        _log.log(logging.INFO if compiles else logging.WARNING, "%s", run.compilation.line(compiles=compiles))
 
 
 def _stateful(scheduler: Stateful | None, scaler: Stateful | None) -> dict[str, Stateful]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> RunFacts:
     stock_loss = type(trainer).compute_loss is Trainer.compute_loss
     model_makes_loss = stock_loss and trainer.compute_loss_func is None and trainer.label_smoother is None
     trains = trainer.train_dataset is not None
+    samples = config.global_batch_size or _global_batch_size(args, resumes=trains and config.resume_after_restart)
     checkpointing = bool(plugin.activation_checkpointing)
     return RunFacts(
         world_size=args.world_size,
@@ -57,7 +59,8 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> RunFacts:
         precision=Precision.named(args.mixed_precision, autocast=args.world_size == 1 and not dist.is_initialized()),
         optimizer=_optimizer_spec(trainer),
         sequence_length=sequence_length,
-        global_batch_size=config.global_batch_size or _global_batch_size(args, resumes=trains and config.resume_after_restart),
+        global_batch_size=samples,
+        steps=_steps(trainer, samples),
         micro_batch_size=config.micro_batch_size or _coupled_batch_size(trainer),
         reduce_every_micro_step=config.reduce_every_micro_step,
         inputs=batches,
@@ -84,6 +87,14 @@ def trainer_folder(args: TrainingArguments, model: nn.Module | None) -> RunFolde
         states=not args.save_only_model,
         adapters=getattr(model, "peft_config", None) is not None,
     )
+
+
+def _steps(trainer: Trainer, samples_of_step: int) -> int | None:
+    """Return the optimizer steps of training; None for a stream without `max_steps`, and where nothing is trained."""
+    args, dataset = trainer.args, trainer.train_dataset
+    if args.max_steps > 0:
+        return args.max_steps
+    return math.ceil(args.num_train_epochs * len(dataset) / samples_of_step) if isinstance(dataset, Sized) else None
 
 
 def _global_batch_size(args: TrainingArguments, *, resumes: bool) -> int:
@@ -187,7 +198,8 @@ def _optimizer_spec(trainer: Trainer) -> OptimizerSpec:
     name = OptimizerNames(trainer.args.optim).value
     if optimizer is None and not knows_trainer_name(name):
         try:
-            cls, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+            model: Any = trainer.model
+            cls, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
         except (ImportError, ValueError) as error:
             why = " ".join(str(error).split()).rstrip(".")
             raise ValueError(f"optim={name!r} cannot be made: {why}; do so, or use adamw_torch.") from None

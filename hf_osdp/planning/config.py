@@ -57,10 +57,10 @@ class OSDPConfig:
     """True holds the states of every unit in the host's memory, False of none; None lets the planner decide for each."""
     offload_activations: bool | None = None
     """True has what every block saves for backward wait in the host's memory, False of none; None lets the planner decide for each."""
-    compile: bool = False
+    compile: bool | str = False
     """Compile the forward of each block, with Inductor, before it is sharded: elementwise operators run as one kernel, and less is saved
     for backward. The first steps take longer, seconds to minutes. Blocks that do not compile as one graph run as they are; blocks stay
-    whole."""
+    whole. `"auto"` compiles where that pays within the run, by the estimate, and says why where it does not."""
     operator_splitting: bool = True
     """The planner may split blocks into operator units, and operators into slices, where memory binds and that pays."""
     split_vocabulary: bool | None = None
@@ -90,8 +90,8 @@ class OSDPConfig:
     save_on_sigterm: bool = True
     """The Trainer, sent SIGTERM on any rank, finishes its step, saves a checkpoint and ends."""
     on_oom: str = "raise"
-    """Out of device memory all the same: `raise` says where and which plan is safer; `replan` starts all ranks again by that plan, from
-    the last complete checkpoint."""
+    """Out of device memory all the same: `raise` says where and which plan is safer; `replan` has the launcher (`torchrun
+    --max-restarts 3`) start all ranks again by that plan, from the last complete checkpoint."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_classes", _class_names(self.block_classes))
@@ -110,8 +110,8 @@ class OSDPConfig:
                 continue
             if name in _KNOWN and value not in _KNOWN[name]:
                 raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(_KNOWN[name])}.")
-            if field.type in ("bool", "bool | None") and not isinstance(value, bool):
-                raise ValueError(f"{name}={value!r} is not a switch; use true or false.")
+            if str(field.type).startswith("bool") and not isinstance(value, bool) and (name, value) != ("compile", "auto"):
+                raise ValueError(f"{name}={value!r} is not a switch; use true or false{', or auto' if name == 'compile' else ''}.")
             if field.type == "int | None" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1, or left out.")
             if name in _TYPES and not isinstance(value, _TYPES[name][0]):

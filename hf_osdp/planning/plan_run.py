@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..distributed.consensus import require_same_run
+from ..distributed.consensus import on_rank_zero, require_same_run
 from ..distributed.device import own_gpu
 from ..distributed.mesh import Meshes, find_topology, rank
 from ..errors import InfeasibleError, OSDPError, PlanError
@@ -28,6 +28,7 @@ from ..planner.search.search import SearchResult, search
 from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
 from ..sharding.environment import uses_host
+from .compilation import Compilation, weigh
 from .config import OSDPConfig
 from .preflight import Finding, KnownRun, check_model, check_run
 from .probe import Trial, probe
@@ -55,8 +56,8 @@ class PlannedRun:
     """Seconds that describing, measuring, searching and trying took."""
     open_step_s: float | None = None
     """Estimated seconds of a step where recomputation is left to the planner; None where it is."""
-    eager_step_s: float | None = None
-    """Estimated seconds of a step of the best plan without compilation; None where this has none, or it was not looked for."""
+    compilation: Compilation | None = None
+    """What compiled blocks gain, where they were asked for; None where it was not looked for, or cannot be told."""
     rounds: tuple[Round, ...] = ()
     """Plans that were tried."""
     meshes: Meshes | None = None
@@ -106,9 +107,16 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
 
 def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
     """Search on rank 0, and try the plan if that is asked for. Collective."""
-    found = find_plan(model, config, facts)
+    found, as_they_are = find_plan(model, config, facts), replace(config, compile=False)
+    if config.compile == "auto" and isinstance(found.outcome, InfeasibleError):
+        return _searched(model, as_they_are, facts)
     plan, problem = found.plan, found.problem
     plan.check(problem.description, facts.world_size)
+    compilation = None
+    if config.compile == "auto" or (config.compare and config.compile):
+        compilation = on_rank_zero(lambda: _weighed(found, facts.steps))
+        if compilation is not None and config.compile == "auto" and not compilation.pays:
+            return replace(_searched(model, as_they_are, facts), compilation=compilation)
     rounds: tuple[Round, ...] = ()
     meshes: Meshes | None = None
     if config.recalibrate:
@@ -119,12 +127,9 @@ def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedR
         if meshes is not None:
             meshes.keep(plan)
     first = rank() == 0
-    comparison = eager_step_s = None
+    comparison = None
     if first and config.compare:
         comparison = found.compared()
-        if found.eager is not None:
-            with suppress(InfeasibleError):
-                eager_step_s = search(replace(problem, description=found.eager)).time.step_s
     return PlannedRun(
         plan=plan,
         units=problem.description.units,
@@ -132,10 +137,20 @@ def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedR
         search=estimated(problem, plan) if first else None,
         comparison=comparison,
         open_step_s=None if rounds or not first else _open_step_s(found),
-        eager_step_s=eager_step_s,
+        compilation=compilation,
         rounds=rounds,
         meshes=meshes,
     )
+
+
+def _weighed(found: FoundPlan, steps: int | None) -> Compilation | None:
+    """Weigh compiled blocks; None where none are, where nothing fits without, or where it cannot be told."""
+    if found.eager is None:
+        return None
+    with suppress(InfeasibleError):
+        eager = search(replace(found.problem, description=found.eager))
+        return weigh(found.plan, found.problem, eager_step_s=eager.time.step_s, steps=steps)
+    return None
 
 
 def _open_step_s(found: FoundPlan) -> float | None:

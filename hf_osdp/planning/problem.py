@@ -89,6 +89,8 @@ class RunFacts:
     """The loop gives labels to forward and reads only the loss from it in training."""
     cpu_offload: bool = False
     """Every unit's parameters, gradients and optimizer states are to live in the host's memory; else as many as the plan needs."""
+    steps: int | None = None
+    """Optimizer steps of the run; None where they are not known."""
     trains: bool = True
     """The model is trained, and not evaluated alone."""
     frozen_in_optimizer: int = 0
@@ -175,9 +177,10 @@ class FoundPlan:
         """The model without compilation; None where no block is compiled, or times were measured."""
         return self.builder.eager if self.whole.compiled_classes else None
 
-    def compared(self) -> tuple[StrategyResult, ...]:
-        """Return every strategy at its own best batch, OSDP first."""
-        return compare_strategies(replace(self.problem, description=self.whole), split=self.problem.description, eager=self.eager)
+    def compared(self, *, compiles: bool = False) -> tuple[StrategyResult, ...]:
+        """Return every strategy at its own best batch, OSDP first; `compiles` also describes eager blocks as compiled, in seconds."""
+        other = self.builder.compiled if compiles and not self.whole.compiled_classes else self.eager
+        return compare_strategies(replace(self.problem, description=self.whole), split=self.problem.description, other=other)
 
 
 def find_plan(
@@ -285,6 +288,15 @@ class ProblemBuilder:
             return None
         return Describer(self.model, replace(self.config, compile=False), self.facts, self._trace).describe()
 
+    @cached_property
+    def compiled(self) -> ModelDescription | None:
+        """The model whole with compiled blocks, as its best plan runs it; None where none compile, or times were measured."""
+        if self._is_timed:
+            return None
+        config = replace(self.config, compile=True, operator_splitting=False)
+        found = ProblemBuilder(self.model, config, self.facts, hardware=self.hardware, trace=self._trace).find()
+        return found.whole if found.whole.compiled_classes else None
+
     @property
     def _is_timed(self) -> bool:
         """The profile holds times of the model."""
@@ -350,7 +362,7 @@ class Describer:
             activation_checkpointing=facts.activation_checkpointing,
             inputs=self._inputs,
             loss=self._loss,
-            compile=self._config.compile,
+            compile=bool(self._config.compile),
             split=split,
             **sizes,
         )

@@ -212,13 +212,13 @@ def batch_cells(plan: Plan, *, peak_mark: str = "") -> list[str]:
 
 def comparison_table(rows: Sequence[StrategyResult], memory_limit_bytes: int) -> Table:
     """Return each strategy at its own best batch."""
-    best = next((row.result.plan.samples_per_s for row in rows if row.strategy.value == "osdp" and row.result), None)
+    best = next((row.result.plan.samples_per_s for row in rows if row.label == "osdp" and row.result), None)
 
     def cells(row: StrategyResult) -> list[str]:
         if row.result is None:
             return [row.label, "-", row.reason, "-", "-", "-"]
         plan = row.result.plan
-        gain = f"{best / plan.samples_per_s:.2f}x" if best and plan.samples_per_s and row.strategy.value != "osdp" else "-"
+        gain = f"{best / plan.samples_per_s:.2f}x" if best and plan.samples_per_s and row.label != "osdp" else "-"
         return [row.label, *batch_cells(plan), gain]
 
     title = f"Strategies at their own best batch, estimated, limit {format_bytes(memory_limit_bytes)}"

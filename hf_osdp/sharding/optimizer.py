@@ -305,7 +305,7 @@ class _StepByDevice:
             parts.append({**group, **kernels, "params": parameters})
         return parts
 
-    def _stand_in(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _stand_in(self, parameter: Any) -> nn.Parameter:  # noqa: ANN401  (a parameter that is a DTensor)
         """Return a plain parameter with the memory of this rank's shard and its gradient."""
         shard = nn.Parameter(local(parameter).detach())
         shard.grad = None if parameter.grad is None else local(parameter.grad)

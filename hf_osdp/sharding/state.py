@@ -247,7 +247,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_ta
     optimizer = unwrapped(optimizer)
     fresh = not optimizer.state
     with own_positions(optimizer):
-        state = get_optimizer_state_dict(model, optimizer)  # takes a step of zeros where there are no states
+        state: OptimizerState = dict(get_optimizer_state_dict(model, optimizer))  # takes a step of zeros where there are no states
     if fresh and not as_target:
         optimizer.state.clear()
         state["state"] = {}

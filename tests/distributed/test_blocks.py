@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -15,10 +17,10 @@ from hf_osdp import OptimalShardedDataParallel, OSDPConfig
 from hf_osdp.modeling import selective
 from hf_osdp.modeling.units import find_units
 from hf_osdp.modeling.wrapping import is_compiled, recompute
-from hf_osdp.planner.description import Recomputation
+from hf_osdp.planner.description import Activations, Recomputation
 from hf_osdp.sharding.apply import apply_plan
 from tests.helpers.layouts import plan_of
-from tests.helpers.models import SEQUENCE_LENGTH, tiny_batch, tiny_model
+from tests.helpers.models import SEQUENCE_LENGTH, tiny_batch, tiny_loss, tiny_model
 from tests.helpers.training import train_sharded
 
 SAVED = ("addmm#0", "addmm#1", "sigmoid#0")
@@ -88,3 +90,30 @@ def test_trials_of_compiled_plans_run_compiled():
     loss = model(**{name: rows[: model.plan.micro_batch_size] for name, rows in tiny_batch(0).items()}).loss
     loss.backward()
     assert loss.isfinite()
+
+
+@pytest.mark.slow  # code is generated
+@pytest.mark.on_ranks(2, timeout_s=280)
+def test_compiled_blocks_train_on_samples_of_varying_lengths_and_compile_twice():
+    """The first length is compiled as it is, the second for all lengths."""
+    losses: dict[str, list[float]] = {}
+    norms: dict[str, list[torch.Tensor]] = {}
+    for layout in ("compiled", "mixed"):
+        model, compilations = tiny_model("gpt2", layers=1), []
+        units = find_units(model)
+        plan = plan_of(units, dist.get_world_size(), layout)
+        plan = replace(plan, units=tuple(replace(unit, activations=Activations.SAVE) for unit in plan.units))
+        apply_plan(model, plan, units)
+        losses[layout] = []
+        for step, length in enumerate((12, 7, 9, 12, 5)):
+            rows = tiny_batch(step, part=dist.get_rank(), parts=dist.get_world_size())
+            loss = tiny_loss(model, {name: value[:, :length] for name, value in rows.items()})
+            loss.backward()
+            losses[layout].append(loss.item())
+            norms[layout] = [parameter.grad.full_tensor().norm() for parameter in model.parameters()]
+            compilations.append(counters["stats"]["unique_graphs"])
+        if layout == "compiled":
+            first, second, *later = compilations
+            assert first > 0 and second == 2 * first and set(later) == {second}
+    for found in (losses, norms):  # norms of the sums over all steps
+        torch.testing.assert_close(found["compiled"], found["mixed"], rtol=1e-10, atol=1e-14)

@@ -38,13 +38,18 @@ def adapted(name: str = "llama", dtype: torch.dtype = torch.float64) -> nn.Modul
     return peft.get_peft_model(base, options, autocast_adapter_dtype=False).to(dtype).train()
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
-@pytest.mark.on_ranks(2)
-def test_adapters_train_as_in_one_process(name):
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("llama", "everything"), *(pytest.param("gpt2", layout, marks=pytest.mark.slow) for layout in ("everything", "compiled"))],
+)
+@pytest.mark.on_ranks(2, timeout_s=280)
+def test_adapters_train_as_in_one_process(name, layout):
+    """Compiled blocks, too, with all that they may save."""
     model, before = adapted(name), adapted(name).state_dict()
     units = find_units(model)
-    plan = plan_of(units, dist.get_world_size(), "everything")
+    plan = plan_of(units, dist.get_world_size(), layout)
     apply_plan(model, plan, units)
+    assert bool(plan.compiled_classes) is (layout == "compiled")
     trained = train_sharded(model, plan)
     assert_trained_alike(trained, lambda: train_whole(adapted(name)))
     changed = {key for key, value in trained.parameters.items() if not torch.equal(value, before[key])}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,7 +32,7 @@ CONFIGS = {
     "bert": BertConfig(**WIDE, intermediate_size=4096),
     "t5": T5Config(d_model=1024, d_ff=4096, num_layers=2, num_heads=16, d_kv=64, vocab_size=1000),
 }
-OVER = {("t5", False): 0.02, ("gpt2", True): 0.02, ("t5", True): 0.03}
+OVER = {("t5", False): 0.02, ("gpt2", True): 0.02, ("t5", True): 0.035}
 """Most that an estimate is above the simulation, where that is more than 0.01: what T5's first blocks hand to the others, a position bias,
 is taken to be held wherever any block is recomputed."""
 PRECISIONS = {"cpu": "no", "cuda": "bf16"}
@@ -60,8 +63,19 @@ def layouts(description: ModelDescription, shard: int, turn: int) -> list[UnitLa
     return found
 
 
+@pytest.fixture(scope="module")
+def errors() -> Iterator[dict[str, list[float]]]:
+    """Errors of peaks by kind of block; their mean and worst are printed at the end (`pytest -s`)."""
+    found: dict[str, list[float]] = defaultdict(list)
+    yield found
+    for kind, each in found.items():
+        sizes = [abs(error) for error in each]
+        print(f"\n{kind} blocks, {len(each)} peaks: mean error {statistics.fmean(sizes):.2%}, worst {max(each, key=abs):+.2%}, "
+              f"most under {min(each):+.2%}")  # fmt: skip
+
+
 @pytest.mark.parametrize(("name", "device_type", "shard", "compiled"), slow_but(CASES, daily=[CASES[0], CASES[6], CASES[17]]))
-def test_peak_of_blocks_that_are_recomputed_each_in_another_way(name, device_type, shard, compiled):
+def test_peak_of_blocks_that_are_recomputed_each_in_another_way(errors, name, device_type, shard, compiled):
     model, description = described(name, device_type, compiled)
     assert bool(description.compiled_classes) is compiled
     most = max(map(len, description.recomputations))
@@ -72,6 +86,7 @@ def test_peak_of_blocks_that_are_recomputed_each_in_another_way(name, device_typ
             batch=Batch(micro_batch_size=SAMPLES, accumulation_steps=1), world=WORLD, device_type=device_type,
         )  # fmt: skip
         error = estimate.peak_bytes / simulated.peak_bytes - 1
+        errors["compiled" if compiled else "eager"].append(error)
         assert -0.01 <= error <= (OVER.get((name, compiled), 0.01)), f"{turn}: {error:+.2%}"
 
 

@@ -32,53 +32,68 @@ class StrategyResult:
     reason: str = ""
     least_peak_bytes: int | None = None
     """Where nothing fits: the tightest limit that it would meet."""
-    recomputes_all: bool = False
-    """Every block is recomputed, as most scripts have it."""
-    is_eager: bool = False
-    """Blocks run as they are, where those of the other rows are compiled."""
+    variant: str = ""
+    """What sets the row apart from the strategy's first one, such as `eager, all recomputed`."""
 
     @property
     def label(self) -> str:
         """The name in tables."""
-        words = {"eager": self.is_eager, "all recomputed": self.recomputes_all}
-        return ", ".join([self.strategy.value, *(word for word, is_so in words.items() if is_so)])
+        return ", ".join(filter(None, (self.strategy.value, self.variant)))
 
 
 def compare_strategies(
-    problem: PlanningProblem, *, split: ModelDescription | None = None, eager: ModelDescription | None = None
+    problem: PlanningProblem, *, split: ModelDescription | None = None, other: ModelDescription | None = None
 ) -> tuple[StrategyResult, ...]:
     """Compare all strategies, each at its own best batch under the same limit, OSDP first.
 
     Args:
         problem: of the model whole.
         split: the model as OSDP has it split.
-        eager: the model without compilation, where the problem's blocks are compiled: for a row of FSDP as most scripts run it.
+        other: the model whole with compiled blocks, or with eager ones where the problem's are compiled: for rows of that.
 
     Returns:
         One row a strategy; a strategy that cannot run here has a reason instead of a result. Two stages have a row where
-        there are several nodes of several devices, and FSDP a second one with every block recomputed where that is left open.
+        there are several nodes of several devices. FSDP has rows as scripts run it where recomputation is left open: as Accelerate's
+        FSDP2 comes, and with every block recomputed (`as_scripts_run`).
     """
     several = 1 < problem.hardware.devices_per_node < problem.hardware.world_size
+    blocks = "eager" if problem.description.compiled_classes else "compiled"
     rows = []
     for one in Strategy:
         if several or one is not Strategy.TWO_STAGE:
             description = split if split and one is Strategy.OSDP else problem.description
             rows.append(_best_of(replace(problem, strategy=one, description=description)))
-        if one is Strategy.FSDP and problem.job.recompute is None and problem.description.recomputable:
-            everywhere = replace(problem, strategy=one, job=replace(problem.job, recompute=True))
-            rows.append(replace(_best_of(everywhere), recomputes_all=True))
-            if eager is not None and eager.recomputable:
-                rows.append(replace(_best_of(replace(everywhere, description=eager)), recomputes_all=True, is_eager=True))
+        if other is not None and one is problem.strategy:
+            rows.append(_best_of(replace(problem, description=other), blocks))
+        if one is Strategy.FSDP and problem.job.recompute is None:
+            for model, kind in ((problem.description, ""), (other, f"{blocks}, ")):
+                if model is not None and model.recomputable:
+                    run = replace(problem, strategy=one, description=model)
+                    rows.append(_best_of(as_scripts_run(run, recompute=False), f"{kind}as it comes"))
+                    rows.append(_best_of(as_scripts_run(run, recompute=True), f"{kind}all recomputed"))
     return tuple(rows)
 
 
-def _best_of(problem: PlanningProblem) -> StrategyResult:
+def as_scripts_run(problem: PlanningProblem, *, recompute: bool) -> PlanningProblem:
+    """Return the problem of a script without a planner: every block recomputed or none, nothing on the host unless the job says so.
+
+    Without recomputation as Accelerate's FSDP2 comes, which reduces gradients in the dtype that it computes in.
+    """
+    job, precision = problem.job, problem.job.precision
+    fixed = replace(
+        job, recompute=recompute, host_offload=bool(job.host_offload), offload_activations=bool(job.offload_activations),
+        precision=precision if recompute else replace(precision, reduce=None),
+    )  # fmt: skip
+    return replace(problem, job=fixed)
+
+
+def _best_of(problem: PlanningProblem, variant: str = "") -> StrategyResult:
     strategy = problem.strategy
     try:
-        return StrategyResult(strategy=strategy, result=search(problem))
+        return StrategyResult(strategy=strategy, result=search(problem), variant=variant)
     except InfeasibleError as error:
-        least = error.least_peak_bytes
-        return StrategyResult(strategy=strategy, result=None, reason=f"needs {format_bytes(least)}", least_peak_bytes=least)
+        least, reason = error.least_peak_bytes, f"needs {format_bytes(error.least_peak_bytes)}"
+        return StrategyResult(strategy=strategy, result=None, reason=reason, least_peak_bytes=least, variant=variant)
     except ValueError:
         if strategy is not Strategy.HSDP:
             raise

@@ -63,7 +63,7 @@ def lines_of(case: Case, rows, link: str = "gloo") -> list[str]:
 
 def test_every_contender_that_fits_has_a_measured_row_within_its_limit():
     rows = twin()
-    assert [row.contender for row in rows] == 2 * [contender.name for contender in CONTENDERS]
+    assert [row.contender for row in rows] == 2 * [contender.name for contender in CONTENDERS if not contender.compiles]
     for row in rows:
         if row.run is None:
             assert row.needs_bytes > row.limit_bytes
@@ -104,7 +104,8 @@ def planned(case: Case = FOUR):
 def test_entries_are_at_one_batch_or_at_their_own_best(devices):
     case = replace(FOUR, devices=devices)
     lineup = planned(case)
-    names = [contender.name for contender in (CONTENDERS if devices > 1 else OFFLOADERS)]
+    plain = [c for c in CONTENDERS if not c.compiles and not c.fixed.get("recompute")]  # the model has nothing to recompute
+    names = [contender.name for contender in (plain if devices > 1 else OFFLOADERS)]
     assert [(e.rule, e.contender.name) for e in lineup.entries] == [(rule, name) for rule in BatchRule for name in names]
     own = {e.contender.name: e for e in lineup.entries if e.rule is BatchRule.OWN}
     base = next(e for e in own.values() if e.contender.baseline)

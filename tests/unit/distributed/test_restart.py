@@ -56,7 +56,7 @@ def test_hindrance_names_how_to_be_started_again(monkeypatch, under_torchrun):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     assert "no restarts left; start it with --max-restarts 3" in reason_not_to_restart()
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    assert "start it with torchrun --max-restarts 3 --nproc-per-node N, also for one process" in reason_not_to_restart()
+    assert "use that memory_limit, or torchrun --max-restarts 3" in reason_not_to_restart()
 
 
 @pytest.mark.parametrize("name", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])

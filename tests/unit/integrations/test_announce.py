@@ -9,6 +9,7 @@ import pytest
 from hf_osdp.integrations.announce import announce_plan, announce_result
 from hf_osdp.measurement.step_meter import Observation
 from hf_osdp.planner.job import OptimizerSpec, Precision
+from hf_osdp.planning.compilation import Compilation
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.plan_run import plan_run
 from hf_osdp.planning.problem import RunFacts
@@ -32,7 +33,9 @@ def run():
 
 @pytest.mark.parametrize(("times", "advice", "pays"), [(1.5, False, True), (0.5, True, False)])
 def test_compiled_run_says_what_compilation_gains_and_after_how_many_steps_it_pays(run, capsys, times, advice, pays):
-    compiled = replace(run, eager_step_s=times * run.plan.step_s)
+    step_s = run.plan.step_s
+    weighed = Compilation(eager_step_s=times * step_s, step_s=step_s, compile_s=1.0, steps=None)
+    compiled = replace(run, plan=replace(run.plan, compiled_classes=("GPT2Block",)), compilation=weighed)
     announce_plan(compiled)
     said = " ".join(capsys.readouterr().out.split())
     assert f"compiled blocks make a step {times:.2f} times as fast" in said

@@ -43,6 +43,10 @@ def test_launchers_variable_is_heard(monkeypatch):
     assert OSDPAccelerator(cpu=True, osdp={}).plugin.osdp.compile
 
 
+def test_auto_stays_auto_where_inductor_is_asked_for():
+    assert OSDPAccelerator(cpu=True, osdp={"compile": "auto"}, dynamo_backend="inductor").plugin.osdp.compile == "auto"
+
+
 def test_dynamo_that_is_disabled_is_not_asked_for():
     asked = TorchDynamoPlugin(backend="inductor", disable=True)
     assert not OSDPAccelerator(cpu=True, osdp={}, dynamo_plugin=asked).plugin.osdp.compile

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from transformers import TrainingArguments
 
 from hf_osdp import Trainer
 from hf_osdp.integrations.plugin import OSDPPlugin, plugin_for, precision_of
-from hf_osdp.integrations.trainer_facts import copied_arguments, plugin_options, refuse_unplanned, requested_config
+from hf_osdp.integrations.trainer_facts import _steps, copied_arguments, plugin_options, refuse_unplanned, requested_config
 from hf_osdp.modeling.split.names import is_split
 from hf_osdp.modeling.wrapping import recomputation_of
 from hf_osdp.planner.decision import Batch, UnitLayout
@@ -201,9 +202,25 @@ def test_requested_config_names_the_file_that_it_cannot_read(tmp_path, text, par
 def test_torch_compile_of_the_arguments_is_an_option_of_the_plan(tmp_path):
     assert requested_config(True, arguments(tmp_path, torch_compile=True)).compile
     assert not requested_config(True, arguments(tmp_path)).compile
+    assert requested_config({"compile": "auto"}, arguments(tmp_path, torch_compile=True)).compile == "auto"
     with pytest.raises(ValueError, match="leave one of the two out"):
         requested_config({"compile": False}, arguments(tmp_path, torch_compile=True))
     assert not copied_arguments(arguments(tmp_path, torch_compile=True)).torch_compile
+
+
+@pytest.mark.parametrize(
+    ("dataset", "changes", "steps"),
+    [
+        (range(10), {}, 9),  # 2.5 epochs are 25 samples, 3 in each step
+        (range(10), {"max_steps": 7}, 7),
+        (iter(()), {"max_steps": 7}, 7),
+        (iter(()), {}, None),
+        (None, {}, None),
+    ],
+)
+def test_steps_of_training_are_those_of_the_arguments_or_of_the_data(dataset, changes, steps, tmp_path):
+    args = arguments(tmp_path, **{"num_train_epochs": 2.5, **changes})
+    assert _steps(SimpleNamespace(args=args, train_dataset=dataset), 3) == steps
 
 
 def test_refuse_unplanned_names_model_init(tmp_path):

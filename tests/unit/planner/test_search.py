@@ -10,10 +10,10 @@ import pytest
 import hf_osdp.planner.search.search as search_module
 from hf_osdp.errors import InfeasibleError, OSDPError
 from hf_osdp.planner.hardware import Hardware
-from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
-from hf_osdp.planner.search.compare import StrategyResult, compare_strategies
+from hf_osdp.planner.search.compare import StrategyResult, as_scripts_run, compare_strategies
 from hf_osdp.planner.search.search import fastest_without_limit, least_memory, search, search_or_floor
 from hf_osdp.planner.search.solver import fastest
 from hf_osdp.quantities import format_bytes
@@ -53,20 +53,43 @@ def test_compare_gives_least_memory_of_a_strategy_that_does_not_fit():
     assert at[Strategy.DDP].result.plan.peak_bytes == least and not at[Strategy.DDP].reason
 
 
-def test_compare_has_a_row_for_fsdp_with_all_blocks_recomputed_where_that_is_open():
+def test_compare_has_rows_for_fsdp_as_scripts_run_it_where_recomputation_is_open():
     model = replace(MODEL, segments=tuple(replace(s, recomputed=ways(s)) if s.unit > 1 else s for s in MODEL.segments))
 
-    def labels(**options: bool) -> list[str]:
-        rows = compare_strategies(problem(model, machine(1, 4), replace(JOB, **options), AMPLE))
-        return [row.label for row in rows if row.strategy is Strategy.FSDP]
+    def rows(**options: bool) -> dict[str, StrategyResult]:
+        found = compare_strategies(problem(model, machine(1, 4), replace(JOB, **options), AMPLE))
+        return {row.label: row for row in found if row.strategy is Strategy.FSDP}
 
-    assert labels() == ["fsdp", "fsdp, all recomputed"]
-    assert labels(recompute=True) == labels(recompute=False) == ["fsdp"]
-    (row,) = [row for row in compare_strategies(problem(model, machine(1, 4), JOB, AMPLE)) if row.recomputes_all]
-    compiled = replace(model, compiled_classes=("Block",))
-    labels = [row.label for row in compare_strategies(problem(compiled, machine(1, 4), JOB, AMPLE), eager=model)]
-    assert labels[1:4] == ["fsdp", "fsdp, all recomputed", "fsdp, eager, all recomputed"]
-    assert {unit.activations.recomputes for unit in row.result.plan.units if unit.fqn.startswith("layers.")} == {True}
+    assert list(rows()) == ["fsdp", "fsdp, as it comes", "fsdp, all recomputed"]
+    assert list(rows(recompute=True)) == list(rows(recompute=False)) == ["fsdp"]
+    for label, recomputed in (("fsdp, as it comes", False), ("fsdp, all recomputed", True)):
+        units = rows()[label].result.plan.units
+        assert {unit.activations.recomputes for unit in units if unit.fqn.startswith("layers.")} == {recomputed}
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_compare_has_rows_with_blocks_as_the_problem_does_not_have_them(compiles):
+    eager = replace(MODEL, segments=tuple(replace(s, recomputed=ways(s)) if s.unit > 1 else s for s in MODEL.segments))
+    compiled = replace(eager, compiled_classes=("Block",))
+    (model, other), word = ((compiled, eager), "eager") if compiles else ((eager, compiled), "compiled")
+    found = compare_strategies(problem(model, machine(1, 4), JOB, AMPLE), other=other)
+    rows = {row.label: row.result.plan.compiled_classes for row in found if row.strategy in (Strategy.OSDP, Strategy.FSDP)}
+    own, others = model.compiled_classes, other.compiled_classes
+    assert rows == {
+        "osdp": own, f"osdp, {word}": others, "fsdp": own, "fsdp, as it comes": own, "fsdp, all recomputed": own,
+        f"fsdp, {word}, as it comes": others, f"fsdp, {word}, all recomputed": others,
+    }  # fmt: skip
+
+
+def test_fsdp_as_it_comes_reduces_as_accelerate_does_and_keeps_the_host_as_the_job_says():
+    job = replace(JOB, precision=Precision.named("bf16"))
+    asked = problem(MODEL, machine(1, 4), job, AMPLE)
+    plain, recomputed = (as_scripts_run(asked, recompute=recompute).job for recompute in (False, True))
+    assert plain == replace(
+        job, recompute=False, host_offload=False, offload_activations=False, precision=replace(job.precision, reduce=None)
+    )
+    assert recomputed == replace(plain, recompute=True, precision=job.precision)
+    assert as_scripts_run(replace(asked, job=replace(job, host_offload=True)), recompute=True).job.host_offload
 
 
 def test_compare_takes_the_split_model_for_osdp_alone():

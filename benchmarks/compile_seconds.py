@@ -1,0 +1,57 @@
+"""Seconds that Inductor takes for one kind of block: the first forward and backward of a compiled block, without any cache.
+
+    python benchmarks/compile_seconds.py [--device cuda]
+
+`hf_osdp/planning/compilation.py` weighs a run's compilation with such figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # before torch reads it
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, Python looks only in its folder
+
+import torch
+from transformers import AutoModel, BertConfig, GPT2Config, LlamaConfig
+
+from hf_osdp.modeling.wrapping import compile_forward
+
+_SIZES = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 256}
+CONFIGS = {
+    "LlamaDecoderLayer": LlamaConfig(**_SIZES, intermediate_size=704, num_key_value_heads=2),
+    "BertLayer": BertConfig(**_SIZES, intermediate_size=1024),
+    "GPT2Block": GPT2Config(n_embd=256, n_layer=2, n_head=4, vocab_size=100, bos_token_id=0, eos_token_id=0),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    device = parser.parse_args().device
+    for name, config in (("(warm-up)", CONFIGS["LlamaDecoderLayer"]), *CONFIGS.items()):  # the first one asks about compiler and headers
+        model = AutoModel.from_config(config).to(device)
+        for module in model.modules():
+            if type(module).__name__ in CONFIGS:
+                compile_forward(module)
+        steps = [step_s(model, device) for _ in range(4)]
+        print(f"{name}: first step {steps[0]:.1f} s, then {statistics.median(steps[1:]):.2f} s", flush=True)
+        torch._dynamo.reset()
+
+
+def step_s(model: torch.nn.Module, device: str) -> float:
+    """Seconds of one forward and backward of two samples of 64 tokens."""
+    started = time.perf_counter()
+    model(torch.randint(0, 99, (2, 64), device=device)).last_hidden_state.square().mean().backward()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+if __name__ == "__main__":
+    main()

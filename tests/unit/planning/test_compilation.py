@@ -1,0 +1,94 @@
+"""Whether compiled blocks pay within a run, and what `compile="auto"` makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from hf_osdp.errors import InfeasibleError
+from hf_osdp.planner.affine import Affine
+from hf_osdp.planner.description import ModelDescription
+from hf_osdp.planner.job import OptimizerSpec, Precision
+from hf_osdp.planning.compilation import Compilation
+from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.planning.plan_run import PlannedRun, plan_run
+from hf_osdp.planning.problem import Describer, ProblemBuilder, RunFacts
+
+NO_TIME = Affine(constant=1e-9)
+GAIN = "By the estimate, compiled blocks make a step 1.50 times as fast as blocks as they are"
+SHORT = ", which saves 10.00 s in 10 steps; compiling takes about 12.00 s"
+LOSS = "By the estimate, compiled blocks make a step 0.75 times as fast as blocks as they are"
+ALL_THE_SAME = "Blocks run as they are; compile=True compiles them all the same."
+
+
+@pytest.mark.parametrize(
+    ("eager_step_s", "steps", "pays", "compiled", "eager"),
+    [
+        (3.0, None, True, f"{GAIN}.", None),
+        (3.0, 13, True, f"{GAIN}.", None),
+        (3.0, 10, False, f"{GAIN}{SHORT}. Leave compilation out.", f"{GAIN}{SHORT}. {ALL_THE_SAME}"),
+        (1.5, None, False, f"{LOSS}. Leave compilation out.", f"{LOSS}. {ALL_THE_SAME}"),
+        (1.5, 10, False, f"{LOSS}. Leave compilation out.", f"{LOSS}. {ALL_THE_SAME}"),
+    ],
+)
+def test_compilation_pays_where_steps_are_faster_and_win_back_the_compiling(eager_step_s, steps, pays, compiled, eager):
+    weighed = Compilation(eager_step_s=eager_step_s, step_s=2.0, compile_s=12.0, steps=steps)
+    assert weighed.pays is pays
+    assert weighed.line(compiles=True) == compiled
+    assert eager is None or weighed.line(compiles=False) == eager
+
+
+@pytest.fixture
+def model(monkeypatch) -> GPT2LMHeadModel:
+    """A model whose compiled blocks are described as the eager ones, in no time at all."""
+    describe = Describer._describe
+
+    def described(self: Describer, *args: object, **sizes: object) -> ModelDescription:
+        eager = describe(Describer(self._model, replace(self._config, compile=False), self._facts), *args, **sizes)
+        if not self._config.compile:
+            return eager
+        quick = [
+            replace(s, forward=replace(s.forward, seconds=NO_TIME), backward=replace(s.backward, seconds=NO_TIME)) for s in eager.segments
+        ]
+        return replace(eager, segments=tuple(quick), compiled_classes=("GPT2Block",))
+
+    monkeypatch.setattr(Describer, "_describe", described)
+    return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=61, n_positions=16))
+
+
+def planned(model: GPT2LMHeadModel, *, steps: int | None = None, **options: object) -> PlannedRun:
+    facts = RunFacts(
+        world_size=1, device_type="cpu", precision=Precision(), sequence_length=16, global_batch_size=8, optimizer=OptimizerSpec(),
+        steps=steps,
+    )  # fmt: skip
+    return plan_run(model, OSDPConfig(hardware="cpu", operator_splitting=False, compare=False, **options), facts)
+
+
+@pytest.mark.parametrize(("compile", "steps", "compiles"), [("auto", None, True), ("auto", 1, False), (True, 1, True)])
+def test_auto_compiles_where_that_pays_and_true_in_any_case(model, compile, steps, compiles):
+    run = planned(model, compile=compile, steps=steps)
+    assert bool(run.plan.compiled_classes) is bool(run.description.compiled_classes) is compiles
+    assert (run.compilation is None) is (compile is True), "nothing was compared"
+    assert compile is True or run.compilation.pays is compiles
+
+
+def test_auto_leaves_blocks_as_they_are_where_none_fits_compiled(model, monkeypatch):
+    settled = ProblemBuilder.settled
+
+    def fits_eager_alone(self, problem, find):
+        if problem.description.compiled_classes:
+            raise InfeasibleError("Nothing fits.", memory_limit_bytes=1, least_peak_bytes=2)
+        return settled(self, problem, find)
+
+    monkeypatch.setattr(ProblemBuilder, "settled", fits_eager_alone)
+    assert not planned(model, compile="auto").plan.compiled_classes
+    with pytest.raises(InfeasibleError):
+        planned(model, compile=True)
+
+
+def test_compile_is_a_switch_or_auto():
+    assert OSDPConfig.from_options({"compile": "auto"}).compile == "auto"
+    with pytest.raises(ValueError, match="compile='yes' is not a switch; use true or false, or auto"):
+        OSDPConfig(compile="yes")
