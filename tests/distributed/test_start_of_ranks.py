@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_osdp.distributed import process_group
+from hf_osdp.distributed import process_group, restart
 from hf_osdp.distributed.consensus import require_same_run
 from hf_osdp.distributed.process_group import check_ranks, own_versions
 from hf_osdp.errors import LaunchError, PlanMismatchError
@@ -81,9 +81,9 @@ def test_restart_forms_its_group_in_the_store_of_the_start_before():
 
 @pytest.mark.on_ranks(2, init=False)
 def test_limit_noted_on_one_machine_reaches_all_ranks():
-    process_group.lowered_limit = lambda: 70 if os.environ["RANK"] == "1" else None
+    restart._noted_limit = lambda: 70 if os.environ["RANK"] == "1" else None
     form()
-    assert os.environ["OSDP_MEMORY_LIMIT_AFTER_OOM"] == "70"
+    assert restart.limit_after_oom(100) == 70
 
 
 # ------------------------------------------------------------------------------------------------- ranks that differ

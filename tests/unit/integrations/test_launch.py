@@ -23,7 +23,6 @@ def requested(strategy: str, **more: str) -> LaunchRequest:
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "1", "", None])
 def test_launch_request_is_empty_without_launcher_and_for_plain_fsdp(strategy):
     assert (launch_request({}) if strategy is None else requested(strategy)) == LaunchRequest()
-    assert (launched_rank({}), launched_world_size({})) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +67,11 @@ def test_launch_request_refuses_what_it_cannot_read_in_one_line(strategy, more, 
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1.0", "one", "٣", "9" * 5000])
-def test_launched_rank_and_world_size_refuse_what_is_no_number(text):
+def test_launched_rank_and_world_size_refuse_what_is_no_number(text, monkeypatch):
     for read, name in ((launched_rank, "RANK"), (launched_world_size, "WORLD_SIZE")):
         with pytest.raises(ValueError, match=f"{name}=.* is not a whole number of at least 0") as caught:
-            read({name: text})
+            monkeypatch.setenv(name, text)
+            read()
         assert len(str(caught.value)) < 150
 
 
