@@ -23,7 +23,7 @@ from ..errors import OSDPError
 from ..modeling.batch import Loss, same_random_numbers, training_batch, without_packing
 from ..modeling.build import build_on_meta, checkpoint_blocks
 from ..modeling.wrapping import compiled_by, forward_replaced, under_autocast
-from ..planner.allocator.replay import StepEvents, replay_steps
+from ..planner.allocator.replay import Replay, StepEvents
 from ..planner.cost.correction import Correction
 from ..planner.cost.memory import MemoryBreakdown
 from ..planner.description import ModelDescription
@@ -125,7 +125,7 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
             autocast = under_autocast(fake.forward, getattr(torch, job.precision.compute.value))
             stack.enter_context(forward_replaced(fake, autocast))
         events = _run_step(fake, fakes, plan, job, memory, chosen.loss)
-    reserved = replay_steps(events, expandable_segments=job.expandable_segments).peak_reserved_bytes if on_cuda else None
+    reserved = Replay(events, expandable_segments=job.expandable_segments).unlimited.peak_reserved_bytes if on_cuda else None
     return Simulation(
         peak_bytes=memory.peak_bytes,
         breakdown=MemoryBreakdown(**{kind.value: n for kind, n in memory.peak_by_kind.items() if kind is not Kind.HOST}),

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from hf_osdp.planner.cost.step_events import estimate_reserved
+from hf_osdp.planner.cost.step_events import replay_of
 from hf_osdp.planner.description import Activations
 from hf_osdp.planning.simulate import Simulation
 from tests.helpers.sampling import slow_but
@@ -21,7 +21,7 @@ def compare(name: str, layout: str, *, precision: str = "bf16", **options) -> Si
     """Check both peaks of a plan."""
     trial = Trial(model=f"deep {name}", layout=layout, precision=precision, **options)
     estimate, simulated = trial.run()
-    reserved = estimate_reserved(trial.description, trial.layouts, trial.world, trial.job, trial.batch)
+    reserved = replay_of(trial.description, tuple(trial.layouts), trial.world, trial.job, trial.batch).unlimited
     assert reserved.traced
     assert reserved.peak_allocated_bytes == pytest.approx(simulated.peak_bytes, rel=MOST_ERROR_ALLOCATED)
     assert reserved.peak_allocated_bytes == pytest.approx(estimate.peak_bytes, rel=MOST_ERROR_ALLOCATED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from .caching import CachingAllocator, DeviceFullError
@@ -86,35 +87,44 @@ class Reserved:
     """As of `StepEvents`."""
 
 
-def replay_steps(events: StepEvents, *, expandable_segments: bool = True, capacity_bytes: int | None = None, steps: int = 2) -> Reserved:
-    """Replay optimizer steps one after the other: the later ones begin with what the first has left in the cache.
+class Replay:
+    """Optimizer steps one after the other, through the allocator: the later ones begin with what the first has left in the cache.
 
-    The optimizer's states come in the first step, into memory that activations and gradients had before. Peaks are those of all steps
-    together without an end of the memory; `expandable_segments` and `capacity_bytes` are as `CachingAllocator` takes them.
+    The optimizer's states come in the first step, into memory that activations and gradients had before.
     """
-    free = _replay(events, CachingAllocator(expandable_segments=expandable_segments), steps)
-    if capacity_bytes is None or free.peak_reserved_bytes <= capacity_bytes:
-        return free
-    limited = _replay(events, CachingAllocator(expandable_segments=expandable_segments, capacity_bytes=capacity_bytes), steps)
-    return replace(free, alloc_retries=limited.alloc_retries, fits=limited.fits)
 
+    def __init__(self, events: StepEvents, *, expandable_segments: bool = True, steps: int = 2) -> None:
+        self._events, self._expandable_segments, self._steps = events, expandable_segments, steps
 
-def _replay(events: StepEvents, allocator: CachingAllocator, steps: int) -> Reserved:
-    fits = True
-    try:
-        _run(allocator, events.held, set())
-        for number in range(steps):
-            made = _run(allocator, events.before_optimizer, set())
-            if number == 0:
-                _run(allocator, events.states, set())
-            for key in _run(allocator, events.optimizer, made):
-                allocator.free(key)
-    except DeviceFullError:
-        fits = False
-    return Reserved(
-        peak_allocated_bytes=allocator.peak_allocated_bytes, peak_reserved_bytes=allocator.peak_reserved_bytes,
-        alloc_retries=allocator.alloc_retries, fits=fits, traced=events.traced,
-    )  # fmt: skip
+    @cached_property
+    def unlimited(self) -> Reserved:
+        """Peaks of all steps together without an end of the memory."""
+        return self._run(None)
+
+    def within(self, capacity_bytes: int) -> Reserved:
+        """Return the peaks without an end of the memory, and whether so many bytes are enough, with how many retries."""
+        if self.unlimited.peak_reserved_bytes <= capacity_bytes:
+            return self.unlimited
+        limited = self._run(capacity_bytes)
+        return replace(self.unlimited, alloc_retries=limited.alloc_retries, fits=limited.fits)
+
+    def _run(self, capacity_bytes: int | None) -> Reserved:
+        events, fits = self._events, True
+        allocator = CachingAllocator(expandable_segments=self._expandable_segments, capacity_bytes=capacity_bytes)
+        try:
+            _run(allocator, events.held, set())
+            for number in range(self._steps):
+                made = _run(allocator, events.before_optimizer, set())
+                if number == 0:
+                    _run(allocator, events.states, set())
+                for key in _run(allocator, events.optimizer, made):
+                    allocator.free(key)
+        except DeviceFullError:
+            fits = False
+        return Reserved(
+            peak_allocated_bytes=allocator.peak_allocated_bytes, peak_reserved_bytes=allocator.peak_reserved_bytes,
+            alloc_retries=allocator.alloc_retries, fits=fits, traced=events.traced,
+        )  # fmt: skip
 
 
 def _run(allocator: CachingAllocator, events: Sequence[Event], live: set[Hashable]) -> set[Hashable]:

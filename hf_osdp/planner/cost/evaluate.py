@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..allocator.replay import Reserved
+from ..allocator.replay import Replay, Reserved
 from ..decision import Batch, UnitLayout
 from ..description import ModelDescription
 from ..hardware import Backend, Collective, Hardware
@@ -13,7 +13,7 @@ from ..job import TrainingJob
 from ..plan import Plan
 from .collectives import TWO_STAGE
 from .memory import MemoryEstimate, estimate_memory
-from .step_events import estimate_reserved
+from .step_events import replay_of
 from .timing import TimeEstimate, estimate_time
 from .units import UnitBytes, unit_bytes, unit_seconds
 
@@ -50,7 +50,8 @@ def estimate_plan(plan: Plan, description: ModelDescription, job: TrainingJob, h
     reserved = None
     if hardware.backend is Backend.NCCL:  # the CPU has no such allocator
         capacity = capacity_of(plan, hardware, job, plan.memory_limit_bytes) if plan.memory_limit_bytes else None
-        reserved = estimate_reserved(description, layouts, plan.world_size, job, batch, capacity_bytes=capacity)
+        replay = _replay(plan, description, job)
+        reserved = replay.unlimited if capacity is None else replay.within(capacity)
     return PlanEstimate(
         units=units,
         memory=memory,
@@ -75,27 +76,33 @@ def is_replayed(description: ModelDescription, hardware: Hardware) -> bool:
 
 def runs_within(plan: Plan, description: ModelDescription, job: TrainingJob, capacity_bytes: int, *, retries: bool = True) -> bool:
     """Return whether the allocator can serve two steps of a plan from so many bytes; `retries`: after emptying its cache to make room."""
-    replayed = _replayed(plan, description, job, capacity_bytes)
+    replayed = _replay(plan, description, job).within(capacity_bytes)
     return replayed.fits and (retries or not replayed.alloc_retries)
 
 
-def capacity_needed(plan: Plan, description: ModelDescription, job: TrainingJob, *, retries: bool = True) -> int:
-    """Return a capacity in bytes with which a plan runs, at most a 256th above the least."""
-    free = _replayed(plan, description, job, None)
+def capacity_needed(
+    plan: Plan, description: ModelDescription, job: TrainingJob, *, retries: bool = True, enough_bytes: int | None = None
+) -> int:
+    """Return a capacity in bytes with which a plan runs, at most a 256th above the least; `enough_bytes`, where that is enough."""
+    replay = _replay(plan, description, job)
     if not retries:
-        return free.peak_reserved_bytes
-    too_little, enough = free.peak_allocated_bytes - 1, free.peak_reserved_bytes
+        return replay.unlimited.peak_reserved_bytes
+    too_little, enough = replay.unlimited.peak_allocated_bytes - 1, replay.unlimited.peak_reserved_bytes
+    if enough_bytes is not None and too_little < enough_bytes < enough:
+        if replay.within(enough_bytes).fits:
+            return enough_bytes
+        too_little = enough_bytes
     while enough - too_little > max(1, int(enough * CLOSE)):
         between = (too_little + enough) // 2
-        if runs_within(plan, description, job, between):
+        if replay.within(between).fits:
             enough = between
         else:
             too_little = between
     return enough
 
 
-def _replayed(plan: Plan, description: ModelDescription, job: TrainingJob, capacity_bytes: int | None) -> Reserved:
-    return estimate_reserved(description, plan.layouts(description), plan.world_size, job, plan.batch, capacity_bytes=capacity_bytes)
+def _replay(plan: Plan, description: ModelDescription, job: TrainingJob) -> Replay:
+    return replay_of(description, tuple(plan.layouts(description)), plan.world_size, job, plan.batch)
 
 
 def _collectives(

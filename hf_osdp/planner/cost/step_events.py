@@ -6,8 +6,9 @@ The order is FSDP2's (torch/distributed/fsdp/_fully_shard): see docs/allocator.m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
-from ..allocator.replay import COPY_IN, GATHER, REDUCE, REDUCE_REPLICAS, Event, EventLog, Reserved, StepEvents, replay_steps
+from ..allocator.replay import COPY_IN, GATHER, REDUCE, REDUCE_REPLICAS, Event, EventLog, Replay, StepEvents
 from ..decision import Batch, UnitLayout
 from ..description import GatherSpan, ModelDescription, UnitDescription
 from ..job import OptimizerStep, TrainingJob
@@ -24,7 +25,7 @@ _STEP_COUNT_BYTES = 4
 def step_events(
     description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
 ) -> StepEvents:
-    """Return the events of one optimizer step on the fullest rank, for `replay_steps`.
+    """Return the events of one optimizer step on the fullest rank, for `Replay`.
 
     Args:
         description: the model, with the allocation traces of its segments; a segment without one allocates once for each of its terms.
@@ -42,18 +43,27 @@ def step_events(
     return StepEvents(held=held, before_optimizer=before, states=states, optimizer=step.log.take(), traced=step.activations.traced)
 
 
-def estimate_reserved(
-    description: ModelDescription,
-    layouts: Sequence[UnitLayout],
-    world_size: int,
-    job: TrainingJob,
-    batch: Batch,
-    *,
-    capacity_bytes: int | None = None,
-) -> Reserved:
-    """Return what torch's allocator reserves for a plan on CUDA in its first two steps, and whether `capacity_bytes` is enough."""
-    events = step_events(description, layouts, world_size, job, batch)
-    return replay_steps(events, expandable_segments=job.expandable_segments, capacity_bytes=capacity_bytes)
+def replay_of(description: ModelDescription, layouts: tuple[UnitLayout, ...], world_size: int, job: TrainingJob, batch: Batch) -> Replay:
+    """Return what torch's allocator makes of a plan on CUDA in its first two steps; the last few are kept, since a search asks again."""
+    return _replay_of(_Itself(description), layouts, world_size, job, batch)
+
+
+class _Itself:
+    """A description that equals no other one: its own equality leaves out what is replayed."""
+
+    def __init__(self, description: ModelDescription) -> None:
+        self.description = description
+
+    def __hash__(self) -> int:
+        return id(self.description)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other.description is self.description
+
+
+@lru_cache(maxsize=4)
+def _replay_of(one: _Itself, layouts: tuple[UnitLayout, ...], world_size: int, job: TrainingJob, batch: Batch) -> Replay:
+    return Replay(step_events(one.description, layouts, world_size, job, batch), expandable_segments=job.expandable_segments)
 
 
 class _Unit:

@@ -146,7 +146,7 @@ def _first_served(first: SearchResult, candidates: Sequence[Candidate], problem:
 def _missing(found: SearchResult, problem: PlanningProblem, *, retries: bool) -> int:
     """Return the bytes that the allocator lacks for a plan under the limit, at most 0 where it runs."""
     capacity = capacity_of(found.plan, problem.hardware, problem.job, problem.memory_limit_bytes)
-    return capacity_needed(found.plan, problem.description, problem.job, retries=retries) - capacity
+    return capacity_needed(found.plan, problem.description, problem.job, retries=retries, enough_bytes=capacity) - capacity
 
 
 def _fastest(candidates: Sequence[Candidate], problem: PlanningProblem, *, less_bytes: int = 0) -> SearchResult | None:

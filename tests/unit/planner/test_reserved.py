@@ -38,7 +38,7 @@ def allocator(monkeypatch):
     def set_up(factor: float, above: int = 0) -> list[bool]:
         asked = []
 
-        def needed(plan, description, job, *, retries: bool = True) -> int:
+        def needed(plan, description, job, *, retries: bool = True, enough_bytes: int | None = None) -> int:
             asked.append(retries)
             peak = peak_of(plan, description, job)
             return math.ceil(peak * factor) if peak > above else peak

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.planner.affine import Affine, Envelope
-from hf_osdp.planner.allocator.replay import COMPUTE, COPY_IN, REDUCE, REDUCE_REPLICAS, Event, StepEvents, replay_steps
+from hf_osdp.planner.allocator.replay import COMPUTE, COPY_IN, REDUCE, REDUCE_REPLICAS, Event, Replay, StepEvents
 from hf_osdp.planner.cost.memory import estimate_memory
-from hf_osdp.planner.cost.step_events import estimate_reserved, step_events
+from hf_osdp.planner.cost.step_events import replay_of, step_events
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, AllocationTrace, DType, Handed, ModelDescription, ParameterSpec, PhaseCost, Segment
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
@@ -96,7 +96,7 @@ def test_a_step_frees_all_that_it_makes(choice, hold, steps, traced):
 @pytest.mark.parametrize("choice", [FULL, REPLICA, replace(FULL, reshard_after_forward=False)])
 def test_allocated_peak_is_the_estimates(choice, traced):
     description, choices = model(traced=traced), [choice] * BLOCKS
-    reserved = estimate_reserved(description, choices, WORLD, JOB, ONE)
+    reserved = replay_of(description, tuple(choices), WORLD, JOB, ONE).unlimited
     estimate = estimate_memory(description, choices, WORLD, JOB, ONE).peak_bytes
     assert reserved.peak_allocated_bytes == pytest.approx(estimate, rel=0.01)
     assert reserved.traced is traced
@@ -125,13 +125,13 @@ def test_second_step_begins_with_what_the_first_has_cached_and_the_states():
     """The states come into memory that activations had, so that the second step's activations need more."""
     activation = [Event("a", 40 * MiB, 0), Event("a", -1, 0)]
     events = StepEvents(held=(), before_optimizer=activation, states=[Event("s", 40 * MiB, 0)], optimizer=())
-    assert replay_steps(events, steps=1).peak_reserved_bytes == 40 * MiB
-    assert replay_steps(events).peak_reserved_bytes == replay_steps(events, steps=3).peak_reserved_bytes == 80 * MiB
+    assert Replay(events, steps=1).unlimited.peak_reserved_bytes == 40 * MiB
+    assert Replay(events).unlimited.peak_reserved_bytes == Replay(events, steps=3).unlimited.peak_reserved_bytes == 80 * MiB
 
 
 def test_capacity_counts_retries_and_says_whether_it_is_enough():
     two = [Event("a", 40 * MiB, 1), Event("a", -1, 0), Event("b", 40 * MiB, 2), Event("b", -1, 0)]
     events = StepEvents(held=(), before_optimizer=two, states=(), optimizer=())
-    enough = replay_steps(events, capacity_bytes=60 * MiB)
+    enough = Replay(events).within(60 * MiB)
     assert (enough.peak_reserved_bytes, enough.alloc_retries, enough.fits) == (80 * MiB, 3, True)
-    assert not replay_steps(events, capacity_bytes=20 * MiB).fits
+    assert not Replay(events).within(20 * MiB).fits
