@@ -64,7 +64,8 @@ def test_plan_is_that_of_the_command_which_is_shown(planner, folder):
 def test_compared_has_the_rows_of_compare(planner, folder):
     content = json.loads(command_line(QUESTION, folder, "compare", "--points", "2", "--json", "-").stdout)
     rows = [(row.label, row.result.plan.step_s) for row in planner.plan(QUESTION).compared]
-    assert rows == [(row["strategy"], row["step_s"]) for row in content["strategies"]] and len(rows) >= 6
+    said = [(row["strategy"], row["step_s"]) for row in content["strategies"]]
+    assert rows == [row for row in said if "compiled" not in row[0]] and len(said) > len(rows) >= 6
 
 
 def test_warnings_are_kept_with_what_was_traced(planner):

@@ -69,20 +69,21 @@ def planned(model: GPT2LMHeadModel, *, steps: int | None = None, **options: obje
 @pytest.mark.parametrize(("compile", "steps", "compiles"), [("auto", None, True), ("auto", 1, False), (True, 1, True)])
 def test_auto_compiles_where_that_pays_and_true_in_any_case(model, compile, steps, compiles):
     run = planned(model, compile=compile, steps=steps)
-    assert bool(run.plan.compiled_classes) is bool(run.description.compiled_classes) is compiles
+    assert bool(run.plan.compiled_classes) is bool(run.problem.description.compiled_classes) is compiles
     assert (run.compilation is None) is (compile is True), "nothing was compared"
     assert compile is True or run.compilation.pays is compiles
 
 
 def test_auto_leaves_blocks_as_they_are_where_none_fits_compiled(model, monkeypatch):
-    settled = ProblemBuilder.settled
+    find = ProblemBuilder.find
 
-    def fits_eager_alone(self, problem, find):
-        if problem.description.compiled_classes:
-            raise InfeasibleError("Nothing fits.", memory_limit_bytes=1, least_peak_bytes=2)
-        return settled(self, problem, find)
+    def fits_eager_alone(self):
+        found = find(self)
+        if not found.whole.compiled_classes:
+            return found
+        return replace(found, outcome=InfeasibleError("Nothing fits.", memory_limit_bytes=1, least_peak_bytes=2))
 
-    monkeypatch.setattr(ProblemBuilder, "settled", fits_eager_alone)
+    monkeypatch.setattr(ProblemBuilder, "find", fits_eager_alone)
     assert not planned(model, compile="auto").plan.compiled_classes
     with pytest.raises(InfeasibleError):
         planned(model, compile=True)
