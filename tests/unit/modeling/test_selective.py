@@ -204,31 +204,6 @@ def test_graph_that_is_kept_gives_the_same_gradients_twice():
     assert torch.equal(first[0], torch.autograd.grad(loss, x)[0])
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"share": 1.5}, r"share=1\.5 of a recomputation must be from 0 to 1"),
-        ({"saved_calls": ("addmm",)}, "must be different calls of operators, such as 'addmm#0'"),
-        ({"saved_calls": ("addmm#0", "addmm#0")}, "must be different calls"),
-        ({"saved_calls": ("_to_copy#0",)}, "'_to_copy#0', but what casts or writes in place cannot be saved"),
-        ({"saved_calls": ("mm#0", "add_#1")}, "'add_#1', but what casts or writes in place cannot be saved"),
-        ({"names": ("c_attn\x1b[31m",)}, "A name of what a recomputation saves"),
-    ],
-)
-def test_recomputation_that_cannot_be_is_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        Recomputation(**fields)
-
-
-def test_recomputation_says_what_is_saved_in_few_words():
-    calls = ("addmm#0", "attention#0")
-    assert Recomputation().describe() == "recompute"
-    assert Recomputation(saved_calls=calls, share=0.4, names=("c_attn", "attention")).describe() == "recompute 0.4: saves c_attn, attention"
-    assert Recomputation(saved_calls=calls, share=0.4).describe() == "recompute 0.4: saves 2 operators"
-    many = Recomputation(saved_calls=calls, share=0.25, names=tuple("abcdef"))
-    assert many.describe() == "recompute 0.25: saves a, b, c, d and 2 more"
-
-
 class Shared(nn.Module):
     """Uses one weight twice, whose cast autocast keeps."""
 

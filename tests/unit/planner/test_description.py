@@ -1,4 +1,4 @@
-"""Affine costs and their envelopes, splits of a model, and what a description refuses."""
+"""Affine costs and their envelopes, splits and recomputations, and what a description refuses."""
 
 from __future__ import annotations
 
@@ -80,13 +80,28 @@ def test_impossible_descriptions_and_splits_raise_value_error(part, make):
         make()
 
 
-@pytest.mark.parametrize("budget", [0.0, 1.0, -0.1, float("nan")])
-def test_budget_of_a_recomputation_lies_between_nothing_and_all(budget):
-    with pytest.raises(ValueError, match="must lie between 0 and 1"):
-        Recomputation(budget=budget)
+@pytest.mark.parametrize(
+    ("part", "fields"),
+    [
+        *(("must lie between 0 and 1", {"budget": budget}) for budget in (0.0, 1.0, -0.1, float("nan"))),
+        ("without saved_calls", {"budget": 0.5, "saved_calls": ("addmm#0",)}),
+        (r"share=1\.5 of a recomputation must be from 0 to 1", {"share": 1.5}),
+        ("must be different calls of operators, such as 'addmm#0'", {"saved_calls": ("addmm",)}),
+        ("must be different calls", {"saved_calls": ("addmm#0", "addmm#0")}),
+        ("'_to_copy#0', but what casts or writes in place cannot be saved", {"saved_calls": ("_to_copy#0",)}),
+        ("'add_#1', but what casts or writes in place cannot be saved", {"saved_calls": ("mm#0", "add_#1")}),
+        ("A name of what a recomputation saves", {"names": ("c_attn\x1b[31m",)}),
+    ],
+)
+def test_impossible_recomputations_raise_value_error(part, fields):
+    with pytest.raises(ValueError, match=part):
+        Recomputation(**fields)
 
 
-def test_budget_goes_without_saved_calls_and_is_named_in_tables():
-    with pytest.raises(ValueError, match="without saved_calls"):
-        Recomputation(budget=0.5, saved_calls=("addmm#0",))
-    assert Recomputation(budget=0.53, share=0.25).describe() == "recompute 0.25: budget 0.53"
+def test_recomputation_is_described_by_what_it_saves():
+    two = Recomputation(saved_calls=("addmm#0", "attention#0"), share=0.4)
+    named, many = (replace(two, names=names) for names in (("c_attn", "attention"), tuple("abcdef")))
+    assert [one.describe() for one in (Recomputation(), Recomputation(budget=0.53, share=0.25), two, named, many)] == [
+        "recompute", "recompute 0.25: budget 0.53", "recompute 0.4: saves 2 operators", "recompute 0.4: saves c_attn, attention",
+        "recompute 0.4: saves a, b, c, d and 2 more",
+    ]  # fmt: skip
