@@ -52,7 +52,7 @@ def test_two_steps_equal_one_process(name):
     assert max(errors.values()) < TOLERANCE, errors
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])  # code is generated
 @pytest.mark.on_ranks(2)
 def test_experts_train_as_in_one_process_while_the_peak_is_measured(compiled):
     """In float32, where transformers' experts multiply in groups on the CPU; the second step is the one whose peak is measured."""

@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, tuple[dict[str, object], str]]] = {
         ),
         "upper-case extension of JSON": (dict(train_file="LINES.JSONL"), "Cannot read LINES.JSONL: "),
         "longer than the positions": (dict(block_size=64), "block_size=64 is longer than the model's 32 positions"),
-        "limit below the feasible": (dict(memory_limit="100KiB"), "No plan fits 100.0 KiB"),
+        "limit below the feasible": (dict(memory_limit="100KiB", operator_splitting=False), "No plan fits 100.0 KiB"),
         "plan for another world": (dict(plan="world2.json", hardware=None), "The plan is for 2 processes, but 1 are running"),
         "unknown override": (
             dict(config_overrides="n_layers=2"),
