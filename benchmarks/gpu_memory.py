@@ -365,7 +365,7 @@ def _steps(plan: Plan, setting: Setting, memory: Memory) -> Reading:
     """Build under the plan and train; everything dies with this frame."""
     trial = setting.trial
     model = sharded_copy(plan, trial, setting.meshes)
-    optimizer = make_optimizer(model, trial.job.optimizer)
+    optimizer = make_optimizer(model, trial.job.optimizer, plan, trial.units)
     batch = batch_on(trial.inputs, plan.micro_batch_size, trial.device)
     for number in range(STEPS):
         if number == STEPS - 1:

@@ -128,7 +128,7 @@ class Timed:
     def measured_s(self, plan: Plan, *, timed: int = TIMED) -> float:
         """Median seconds of a step; everything dies with this frame."""
         model = sharded_copy(plan, self.trial, self.meshes)
-        optimizer = make_optimizer(model, self.trial.job.optimizer)
+        optimizer = make_optimizer(model, self.trial.job.optimizer, plan, self.trial.units)
         batch, taken = batch_on(self.trial.inputs, plan.micro_batch_size, self.trial.device), []
         for _ in range(UNTIMED + timed):
             wait(self.trial.device)

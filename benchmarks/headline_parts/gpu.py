@@ -123,7 +123,7 @@ class Runner:
         trial, effort = self._trial, self._effort
         model = sharded_copy(plan, trial, self._meshes)
         hold_link(model, plan, self._hardware, self._hold)
-        optimizer = make_optimizer(model, trial.job.optimizer)
+        optimizer = make_optimizer(model, trial.job.optimizer, plan, trial.units)
         batch = batch_on(trial.inputs, plan.micro_batch_size, trial.device)
         steps = []
         for number in range(effort.untimed_steps + effort.steps):

@@ -105,7 +105,7 @@ class Contestant:
     def __init__(self, plan: Plan, trial: Trial, meshes: Meshes) -> None:
         self._plan, self._job = plan, trial.job
         self._model = sharded_copy(plan, trial, meshes)
-        self._optimizer = make_optimizer(self._model, trial.job.optimizer)
+        self._optimizer = make_optimizer(self._model, trial.job.optimizer, plan, trial.units)
         self._batch = batch_on(trial.inputs, plan.micro_batch_size, CPU)
 
     def peak_bytes(self) -> int:

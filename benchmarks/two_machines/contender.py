@@ -61,7 +61,7 @@ class Contender:
         self._model = model
         if entrant.sends is Sends.STOCK:
             put_stock_collectives_back(self._model)
-        self._optimizer = make_optimizer(self._model, job.optimizer)
+        self._optimizer = make_optimizer(self._model, job.optimizer, self._plan, description.units)
 
     def measure(self, ranks_per_node: int, *, clocked: bool = False) -> StepMeasured:
         """Take one step, and time its collectives where `clocked`. Collective."""

@@ -38,7 +38,7 @@ OPTIMIZERS = {
     "adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum", states=1), "sgd": OptimizerSpec(name="sgd", states=0), **LOW_BIT,
 }  # fmt: skip
 """Optimizers by the names of `--optimizer`."""
-_OPTIONS = ("block_classes", "recompute", "host_offload", "offload_activations", "compile", "operator_splitting")
+_OPTIONS = ("block_classes", "recompute", "host_offload", "offload_activations", "compile", "operator_splitting", "step_in_backward")
 _FACTS = ("sequence_length", "global_batch_size", "micro_batch_size", "activation_checkpointing")
 """Fields of a request that `OSDPConfig` and `RunFacts` have, too."""
 _HUB_ANSWERS_S = 5

@@ -82,6 +82,13 @@ class Request:
             help="Have what every block saves for backward wait on the host, or of none; else the planner decides.",
         ),
     ] = None
+    step_in_backward: Annotated[
+        bool | None,
+        typer.Option(
+            "--step-in-backward",
+            help="Step each unit as soon as its gradients are reduced, which frees them; not for loops that clip, accumulate or scale.",
+        ),
+    ] = None
     compile: Annotated[bool, typer.Option("--compile", help="Compile each block with torch.compile before it is sharded.")] = False
     operator_splitting: Annotated[
         bool, typer.Option(help="Cut blocks into operator units, and operators into slices, where that pays.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -25,6 +26,7 @@ from ..checkpoint.writer import CheckpointWriter
 from ..distributed.launcher import launched_world_size
 from ..distributed.process_group import check_ranks, host_barrier
 from ..distributed.stop import Stopped
+from ..errors import OSDPError
 from ..measurement.step_meter import LoopMeter, Observation
 from ..modeling.batch import Inputs
 from ..planner.job import OptimizerSpec
@@ -33,6 +35,7 @@ from ..planning.config import OSDPConfig
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun
 from ..planning.problem import RunFacts, RunFolder
+from ..sharding.backward_step import BackwardSteps, step_in_backward
 from ..sharding.environment import form_process_group, prepare_model, uses_host
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
 from ..sharding.optimizer import frozen_parameters, spec_of_optimizer
@@ -86,6 +89,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self.planned_run: PlannedRun | None = None
         """The plan with what it was made from; None before planning."""
         self._loop_meter: LoopMeter | None = None
+        self._backward_steps: BackwardSteps | None = None
         self._out_of_memory: OutOfMemoryHandler | None = None
         self.measured: Observation | None = None
         """Measurement of the loop's first optimizer steps, the same on every process; None before they ended."""
@@ -267,6 +271,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         else:
             prepared = self._prepare_fsdp2(*args)
             result = prepared if len(prepared) > 1 else prepared[0]
+        if optimizers and self._models and self.planned_run is not None and self._backward_steps is None:
+            self._backward_steps = step_in_backward(self._models[-1], self.planned_run.plan, self.planned_run.units, optimizers)
         if optimizers and self.reports_steps and self._loop_meter is None and self.planned_run is not None and self._models:
             skips = self.scaler is not None and self.scaler.is_enabled()
             self._loop_meter = LoopMeter(self._models[-1], self.device, self._report, self.planned_run.plan, may_skip=skips)
@@ -376,16 +382,27 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
     def clip_grad_norm_(self, parameters: Parameters, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clip by the norm over all units, whatever mesh each is on, and return the norm before clipping."""
+        if self._backward_steps is not None and (max_norm, norm_type) == (math.inf, 2):  # nothing is clipped, as where norms are logged
+            return self._backward_steps.total_norm([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+        self._check_gradients()
         if not self.is_fsdp2:
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
         self.unscale_gradients()
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Parameters, clip_value: float) -> None:
+        """Clip each gradient's elements."""
+        self._check_gradients()
         self.unscale_gradients()
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
         for gradient in (p.grad for p in parameters if p.grad is not None):
             getattr(gradient, "_local_tensor", gradient).clamp_(-clip_value, clip_value)
+
+    def _check_gradients(self) -> None:
+        if self._backward_steps is not None:
+            raise OSDPError(
+                "The plan steps in backward, so that no gradients are left to clip; set step_in_backward=False, or do not clip."
+            )
 
     def _join_fsdp(self, plugin: OSDPPlugin, *, alone: bool = False) -> None:
         """Put FSDP in charge, as Accelerate does for several processes except on the CPU; replace the first plugin, which it keeps."""

@@ -267,6 +267,8 @@ def _check(config: OSDPConfig, optimizer: OptimizerSpec | None) -> None:
         raise ValueError(f"optimizer is of type {kind}; give an OptimizerSpec, and make the optimizer from the sharded model's parameters.")
     if config.async_save:
         raise ValueError("async_save=True has no effect in a plain loop; leave it out, and use save_checkpoint(in_background=True).")
+    if config.step_in_backward:
+        raise ValueError("step_in_backward=True needs an optimizer that is prepared with the model; use the Trainer or an OSDPAccelerator.")
     if config.plan is None:
         if missing := [name for name in ("sequence_length", "global_batch_size") if getattr(config, name) is None]:
             raise ValueError(f"Planning needs {' and '.join(missing)}; set {'them' if len(missing) > 1 else 'it'} in OSDPConfig.")

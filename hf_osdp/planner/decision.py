@@ -35,6 +35,8 @@ class UnitLayout:
     activations: Activations = Activations.SAVE
     on_host: bool = False
     """Parameters, gradients and optimizer states live in the host's memory, and the host takes the optimizer step."""
+    step_in_backward: bool = False
+    """The optimizer steps the unit within backward, as soon as its gradients are reduced, and they are freed."""
 
     def __post_init__(self) -> None:
         if self.shard_size < 1:
@@ -66,6 +68,7 @@ class UnitLayout:
             text = f"{text} in 2 stages ({self.shard_size // self.stage_size} x {self.stage_size})"
         more = {"keep": not self.reshard_after_forward, "hold gradients": not self.reduce_every_micro_step}
         words = [*(word for word, said in more.items() if said), *self.activations.describe(), *(["on host"] if self.on_host else [])]
+        words += ["step in backward"] if self.step_in_backward else []
         return ", ".join([text, *words])
 
 

@@ -171,6 +171,8 @@ class TrainingJob:
     """The loop keeps the model's outputs from forward through backward (`out = model(...); out.loss.backward()`)."""
     clips_gradients: bool = False
     """Gradients are clipped by their norm before each optimizer step."""
+    step_in_backward: bool = False
+    """Units may step in backward, in plans without accumulation: nothing reads gradients between backward and the step."""
     expandable_segments: bool = True
     """As torch's allocator for CUDA is set; hf_osdp sets it where the user has set nothing. It bears on reserved memory alone."""
     correction_bytes: int = 0

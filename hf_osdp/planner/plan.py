@@ -24,6 +24,8 @@ _MOST_UNITS = 2**14
 _LAYER = re.compile(r"\.\d+(?=\.|$)")
 _ESTIMATES = {"memory_limit_bytes": None, "peak_bytes": None, "step_s": None, "proven_optimal": False}
 _NAMES = {"model_name": "", "hardware": "", "devices_per_node": None}
+_ADDED = {"step_in_backward"}
+"""Fields of a unit that plans had without; where they are off, they leave a plan's fingerprint as it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,10 @@ class Plan:
                 raise PlanError(
                     f"Unit {unit.label!r} is sharded over {unit.shard_size} ranks, which does not divide the world size {self.world_size};"
                     f" plan again for {self.world_size} processes."
+                )
+            if unit.step_in_backward and self.accumulation_steps > 1:
+                raise PlanError(
+                    f"Unit {unit.label!r} steps in backward, which {self.accumulation_steps} accumulation steps do not allow; plan again."
                 )
             if unit.fqn in seen:
                 raise PlanError(f"Unit {unit.label!r} is listed twice in the plan.")
@@ -157,7 +163,8 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """Hash of all that decides how the plan runs; estimates and names are left out."""
-        run = {**asdict(self), **_ESTIMATES, **_NAMES}
+        units = [{name: value for name, value in asdict(unit).items() if value or name not in _ADDED} for unit in self.units]
+        run = {**asdict(self), **_ESTIMATES, **_NAMES, "units": units}
         return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -282,6 +289,8 @@ def _beyond_fsdp_plan(unit: UnitDecision, accumulation_steps: int) -> str:
         return "recomputes its activations" if unit.activations.recomputes else "offloads its activations"
     if unit.two_stage:
         return "has collectives in two stages"
+    if unit.step_in_backward:
+        return "steps in backward"
     if accumulation_steps > 1 and not unit.reduce_every_micro_step:
         return "holds whole gradients between micro-steps"
     return ""

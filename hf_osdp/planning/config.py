@@ -57,6 +57,10 @@ class OSDPConfig:
     """True holds the states of every unit in the host's memory, False of none; None lets the planner decide for each."""
     offload_activations: bool | None = None
     """True has what every block saves for backward wait in the host's memory, False of none; None lets the planner decide for each."""
+    step_in_backward: bool | None = None
+    """Step each unit within backward, as soon as its gradients are reduced, so that no more than one unit's are there: True wherever the
+    layout allows, False nowhere; None where a Trainer neither clips (`max_grad_norm=0`) nor scales the loss, nor has a callback read
+    gradients. Between backward and `optimizer.step()` these gradients are None. Plans with accumulation do without."""
     compile: bool | str = False
     """Compile the forward of each block, with Inductor, before it is sharded: elementwise operators run as one kernel, and less is saved
     for backward. The first steps take longer, seconds to minutes. Blocks that do not compile as one graph run as they are; blocks stay

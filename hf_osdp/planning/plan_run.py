@@ -32,7 +32,16 @@ from .compilation import Compilation, weigh
 from .config import OSDPConfig
 from .preflight import Finding, KnownRun, check_model, check_run
 from .probe import Trial, probe
-from .problem import Describer, FoundPlan, ProblemBuilder, RunFacts, find_plan, plan_from_rank_zero, training_job
+from .problem import (
+    Describer,
+    FoundPlan,
+    ProblemBuilder,
+    RunFacts,
+    check_backward_step,
+    find_plan,
+    plan_from_rank_zero,
+    training_job,
+)  # fmt: skip
 from .recalibrate import Round, estimated, recalibrate
 
 _log = logging.getLogger(__name__)
@@ -196,6 +205,7 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
         raise PlanError(
             "The plan recomputes or offloads blocks, and activation checkpointing would recompute them too; switch it off, or plan again."
         )
+    check_backward_step(plan, config, facts)
     inputs = peak_bytes = None
     if facts.estimates_given_plan:
         if uses_host(plan):

@@ -97,7 +97,7 @@ def _on_cuda(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int) 
 def _observe(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int, *, summed: bool = True) -> Observation:
     """Measure steps on a copy that is freed on return, over all ranks; `summed=False` returns no figures, and asks no other rank."""
     model = sharded_copy(plan, trial, meshes)
-    optimizer = make_optimizer(model, trial.job.optimizer)
+    optimizer = make_optimizer(model, trial.job.optimizer, plan, trial.units)
     batch = batch_on(trial.inputs, plan.micro_batch_size, trial.device)
     tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
     held, compiled = lambda: [*training_tensors(model, optimizer), *tensors], bool(plan.compiled_classes)

@@ -14,11 +14,11 @@ from torch import nn
 from ..distributed.consensus import on_rank_zero
 from ..distributed.device import expands_segments
 from ..distributed.restart import limit_after_oom
-from ..errors import CheckpointingError, DescriptionError, HardwareError, InfeasibleError
+from ..errors import CheckpointingError, DescriptionError, HardwareError, InfeasibleError, PlanError
 from ..measurement.machine import hardware_of_run
 from ..modeling.batch import Inputs, Loss, training_batch
 from ..modeling.split_candidates import possible_splits
-from ..planner.description import ModelDescription
+from ..planner.description import DType, ModelDescription
 from ..planner.hardware import DeviceSpec, Hardware
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.plan import Plan
@@ -81,6 +81,8 @@ class RunFacts:
     """The training loop may keep the model's outputs through backward."""
     clips_gradients: bool = False
     """Each step clips the norm of all gradients."""
+    against_backward_step: str | None = "this loop may read gradients before the optimizer steps"
+    """Why units are not to step in backward unless that is asked for; None where nothing speaks against it."""
     activation_checkpointing: bool = False
     """Blocks will be recomputed in backward; not needed for a model that has it switched on already."""
     checkpoint_wrapper: bool = False
@@ -115,6 +117,31 @@ class RunFacts:
         return replace(self, precision=replace(self.precision, autocast=False))
 
 
+def _reason_against_backward_step(facts: RunFacts) -> str | None:
+    """Return what needs all gradients at once, whatever is asked for."""
+    if facts.clips_gradients:
+        return "gradients are clipped by the norm of all of them (max_grad_norm=0 does not clip)"
+    return "fp16 scales the loss and may skip a step" if facts.precision.compute is DType.FLOAT16 else None
+
+
+def _steps_in_backward(config: OSDPConfig, facts: RunFacts) -> bool:
+    """Return whether units may step in backward: where that is asked for, else where nothing is known against it."""
+    against = _reason_against_backward_step(facts) or facts.against_backward_step
+    return against is None if config.step_in_backward is None else config.step_in_backward
+
+
+def check_backward_step(plan: Plan, config: OSDPConfig, facts: RunFacts) -> None:
+    """Refuse a given plan that steps in backward where something may read gradients before the step, and an option without effect."""
+    planned = any(unit.step_in_backward for unit in plan.units)
+    if planned and (reason := _reason_against_backward_step(facts)):
+        raise PlanError(f"The plan steps in backward, but {reason}; change that, or plan again.")
+    if planned and not _steps_in_backward(config, facts):
+        reason = facts.against_backward_step if config.step_in_backward is None else "step_in_backward=False"
+        raise PlanError(f"The plan steps in backward, but {reason}; set step_in_backward=True where none is read, or plan again.")
+    if config.step_in_backward and not planned:
+        raise ValueError("plan runs a given plan as it is, so step_in_backward=True would have no effect; leave one of the two out.")
+
+
 def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
     """Return the job to search for, with what the user has fixed; raise ValueError where sizes do not fit together."""
     assert facts.global_batch_size is not None
@@ -125,12 +152,15 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
                 f"States on the host are stepped there, where {facts.optimizer.name} has no kernels; leave the offload out, or use AdamW."
             )
         host_offload = False
+    if config.step_in_backward and (reason := _reason_against_backward_step(facts)):
+        raise ValueError(f"step_in_backward=True, but {reason}; leave one of the two out.")
     job = TrainingJob(
         global_batch_size=facts.global_batch_size,
         precision=facts.precision,
         optimizer=facts.optimizer,
         holds_outputs=facts.holds_outputs,
         clips_gradients=facts.clips_gradients,
+        step_in_backward=_steps_in_backward(config, facts),
         micro_batch_size=facts.micro_batch_size,
         reduce_every_micro_step=facts.reduce_every_micro_step,
         recompute=config.recompute,

@@ -124,7 +124,8 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
         if job.precision.autocast and job.precision.compute is not None:
             autocast = under_autocast(fake.forward, getattr(torch, job.precision.compute.value))
             stack.enter_context(forward_replaced(fake, autocast))
-        events = _run_step(fake, fakes, plan, job, memory, chosen.loss)
+        optimizer = make_optimizer(fake, job.optimizer, plan, description.units)
+        events = _run_step(fake, optimizer, fakes, plan, job, memory, chosen.loss)
     reserved = Replay(events, expandable_segments=job.expandable_segments).unlimited.peak_reserved_bytes if on_cuda else None
     return Simulation(
         peak_bytes=memory.peak_bytes,
@@ -181,10 +182,15 @@ def search_and_simulate(model_or_config: object, problem: PlanningProblem, **opt
 
 
 def _run_step(
-    model: nn.Module, batch: Mapping[str, Any], plan: Plan, job: TrainingJob, memory: MemoryTracker, loss: Loss | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Mapping[str, Any],
+    plan: Plan,
+    job: TrainingJob,
+    memory: MemoryTracker,
+    loss: Loss | None,
 ) -> StepEvents:
     """Run one tracked optimizer step, with optimizer states as after an earlier one; return what it allocates."""
-    optimizer = make_optimizer(model, job.optimizer)
     host = host_parameters(model)
     memory.track(host, Kind.HOST, pinned=True)
     memory.track(model.parameters(), Kind.PARAMETERS)

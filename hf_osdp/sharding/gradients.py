@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from ..distributed.mesh import collective_device, world_size
 
 
 @torch.no_grad()
-def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+def total_norm(
+    grads: Iterable[torch.Tensor], norm_type: float = 2.0, *, before: tuple[torch.Tensor, torch.dtype] | None = None
+) -> torch.Tensor:
     """Return the norm of all gradients as one vector, each element counted once. Collective: one all-reduce over the world.
 
     A gradient in s shards on W ranks is held W/s times, so
@@ -25,16 +27,28 @@ def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.T
 
     Gradients are DTensors on any meshes that span the world, or plain tensors that are equal on every rank; on the device or on the host.
     A rank whose shard is empty takes part. The norm is a 0-d tensor, equal on every rank, in their widest dtype (at least float32).
+    `before` is this rank's sum, by `local_power`, of gradients that are gone, and their widest dtype.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} must be positive; use 1, 2 or inf.")
     grads = list(grads)
+    value, dtype = local_power(grads, norm_type), torch.float32
+    if before is not None:
+        value, dtype = value + before[0].to(value.device), before[1]
+    for grad in grads:
+        dtype = torch.promote_types(dtype, grad.dtype)
+    if world_size() > 1:
+        dist.all_reduce(value, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
+    return (value if math.isinf(norm_type) else value.pow(1.0 / norm_type)).to(dtype)
+
+
+@torch.no_grad()
+def local_power(grads: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """Return this rank's part of the sum in `total_norm`, where that communicates: a 0-d tensor of float64."""
     device = collective_device() if world_size() > 1 else _main_device(grads)
     groups: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
-    dtype = torch.float32
     for grad in grads:
         groups.setdefault((_shard_size(grad), local(grad).device), []).append(local(grad))
-        dtype = torch.promote_types(dtype, grad.dtype)
     value = torch.zeros((), dtype=torch.float64, device=device)
     for (shard_size, _), locals_ in groups.items():
         norms = torch.stack([_norm(tensor, norm_type).double() for tensor in locals_]).to(device)
@@ -42,9 +56,7 @@ def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.T
             value = torch.maximum(value, norms.max())
         else:
             value = value + norms.pow(norm_type).sum() * (shard_size / world_size())
-    if world_size() > 1:
-        dist.all_reduce(value, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
-    return (value if math.isinf(norm_type) else value.pow(1.0 / norm_type)).to(dtype)
+    return value
 
 
 @torch.no_grad()
@@ -68,7 +80,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _main_device(grads: list[torch.Tensor]) -> torch.device:
+def _main_device(grads: Sequence[torch.Tensor]) -> torch.device:
     """Return where most of a model is: units on the host are beside an accelerator."""
     return next((local(grad).device for grad in grads if local(grad).device.type != "cpu"), torch.device("cpu"))
 

@@ -254,14 +254,14 @@ class _StepByDevice:
         self._on_shards = steps_shards(optimizer)
         self._stand_ins: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._without_modes = ExitStack()
-        self._handles = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+        self._handles = [optimizer.register_step_pre_hook(self.begin), optimizer.register_step_post_hook(self.end)]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        self._after(optimizer, args, kwargs)  # a step that raised left its parts behind
+    def begin(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        self.end(optimizer, args, kwargs)  # a step that raised left its parts behind
         self._whole = optimizer.param_groups
         self._parts = [self._split(optimizer, group) for group in self._whole]
         optimizer.param_groups = [part for parts in self._parts for part in parts]
@@ -271,7 +271,7 @@ class _StepByDevice:
         if self._on_shards:  # torch.compile, which other packages step with, refuses to run where calls are being counted
             self._without_modes.enter_context(_disable_current_modes())
 
-    def _after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def end(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if self._whole is None:
             return
         self._without_modes.close()
@@ -311,6 +311,27 @@ class _StepByDevice:
         shard.grad = None if parameter.grad is None else local(parameter.grad)
         self._stand_ins.append((parameter, shard))
         return shard
+
+
+def step_parts(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Take the step of some of an optimizer's parameters, with the groups' options as they are now; its hooks do not run."""
+    whole, chosen = optimizer.param_groups, {id(parameter) for parameter in parameters}
+    stepper = _stepper(optimizer)
+    parts = [{**group, "params": [p for p in group["params"] if id(p) in chosen]} for group in whole]
+    optimizer.param_groups = [part for part in parts if part["params"]]
+    try:
+        if stepper is not None:
+            stepper.begin(optimizer, (), {})
+        type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # what torch has wrapped with hooks
+    finally:
+        if stepper is not None:
+            stepper.end(optimizer, (), {})
+        optimizer.param_groups = whole
+
+
+def steps_element_wise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether it is one of torch's own that updates each element by itself."""
+    return type(optimizer) in _ELEMENT_WISE
 
 
 def steps_shards(optimizer: torch.optim.Optimizer) -> bool:

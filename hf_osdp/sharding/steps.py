@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +12,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..modeling.batch import Inputs, Loss, loss_of, output_of
 from ..modeling.units import modules_by_name
-from ..planner.description import DType
+from ..planner.description import DType, UnitDescription
 from ..planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from ..planner.plan import Plan
+from .backward_step import step_in_backward
 from .environment import host_parameters
 from .gradients import clip_grad_norm_, local
 from .optimizer import step_by_device
@@ -49,8 +50,8 @@ def micro_step(model: nn.Module, *, is_last: bool, plan: Plan | None) -> Iterato
         model.set_requires_all_reduce(True)
 
 
-def make_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.Optimizer:
-    """Make an optimizer of torch that holds and steps as the description says; parameters on the host step by themselves."""
+def make_optimizer(model: nn.Module, spec: OptimizerSpec, plan: Plan, units: Sequence[UnitDescription]) -> torch.optim.Optimizer:
+    """Make an optimizer of torch that holds and steps as the description and the plan say; parameters on the host step by themselves."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options: dict[str, Any] = dict(spec.step.options)
     optimizer: torch.optim.Optimizer
@@ -66,6 +67,7 @@ def make_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.Optimiz
         case _:
             raise ValueError(f"An optimizer with {spec.states} states a parameter is not known to torch; 0 to 3 can be simulated.")
     step_by_device(optimizer, host_parameters(model))
+    step_in_backward(model, plan, units, [optimizer])
     return optimizer
 
 

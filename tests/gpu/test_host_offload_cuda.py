@@ -115,7 +115,7 @@ def estimated_and_measured(every: int, precision: str) -> tuple[int, int]:
     move_to_device(model, CUDA, empty=True)
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
-    optimizer, inputs = make_optimizer(model, job.optimizer), batch_on(training_batch(model, 256), 1, CUDA)
+    optimizer, inputs = make_optimizer(model, job.optimizer, plan, description.units), batch_on(training_batch(model, 256), 1, CUDA)
     for _ in range(2):  # the first makes states and workspaces
         torch.cuda.reset_peak_memory_stats()
         train_step(model, optimizer, inputs, plan, job)

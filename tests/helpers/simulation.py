@@ -105,6 +105,7 @@ class Trial:
     activations: tuple[Activations, ...] = (Activations.SAVE,)
     on_host: tuple[bool, ...] = (False,)
     hold: tuple[bool, ...] = (False,)
+    step_in_backward: bool = False
 
     def __str__(self) -> str:
         """Only what differs from the defaults, for the names of tests."""
@@ -135,7 +136,9 @@ class Trial:
         found = choices_of_layout(self.layout, description, self.world)
         for index, unit in enumerate(description.units):
             holds = self.hold[index % len(self.hold)] and unit.span is not GatherSpan.CALLS
-            found[index] = replace(found[index], reduce_every_micro_step=not holds, on_host=self.on_host[index % len(self.on_host)])
+            away = self.on_host[index % len(self.on_host)]
+            early = self.step_in_backward and unit.trainable_numel > 0 and unit.span is not GatherSpan.CALLS and not away
+            found[index] = replace(found[index], reduce_every_micro_step=not holds, on_host=away, step_in_backward=early)
         for turn, index in enumerate(sorted(description.recomputable)):
             found[index] = replace(found[index], activations=self.activations[turn % len(self.activations)])
         assert {layout.activations for layout in found} >= set(self.activations) - {Activations.SAVE}, "the case is what it is called"

@@ -55,6 +55,7 @@ def small_job(dice: random.Random, hardware: Hardware) -> TrainingJob:
         recompute=dice.choice([None, None, False, True]),
         host_offload=dice.choice([None, None, False, True]) if hardware.host else None,
         offload_activations=dice.choice([None, None, False, True]) if hardware.host else None,
+        step_in_backward=dice.random() < 0.3,
     )
 
 

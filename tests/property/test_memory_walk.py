@@ -163,7 +163,9 @@ def random_choices(dice: random.Random, description: ModelDescription, world_siz
         layout = dice.choice(layouts_for(unit.span, sizes, reshard_after_forward=None, stage_sizes=(1,)))
         hold = batch.accumulation_steps > 1 and unit.span is not GatherSpan.CALLS and dice.random() < 0.5
         kept = dice.choice(Activations.BASIC) if index in description.recomputable else Activations.SAVE
-        found.append(replace(layout, reduce_every_micro_step=not hold, activations=kept, on_host=dice.random() < 0.2))
+        away = dice.random() < 0.2
+        early = batch.accumulation_steps == 1 and unit.span is not GatherSpan.CALLS and not away and dice.random() < 0.3
+        found.append(replace(layout, reduce_every_micro_step=not hold, activations=kept, on_host=away, step_in_backward=early))
     return found
 
 

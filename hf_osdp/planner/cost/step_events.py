@@ -148,17 +148,23 @@ class _Step:
 
     def optimizer_step(self) -> None:
         """Make the events of the optimizer's scratch, and free gradients."""
+        self._make_scratch([nbytes for unit in self._units if not unit.layout.step_in_backward for nbytes in unit.trained_here])
+        for unit in self._units:
+            self._free_gradients(unit)
+
+    def _make_scratch(self, trained: Sequence[int], stream: int = 0) -> None:
+        """Make what a step of parameters of these sizes takes for a moment."""
         log, step = self.log, self._job.optimizer.step
-        trained = [nbytes for unit in self._units for nbytes in unit.trained_here]
         if step is OptimizerStep.FOREACH:
-            log.drop_all([log.make(nbytes) for nbytes in trained])
+            log.drop_all([log.make(nbytes, stream) for nbytes in trained])
         elif step is OptimizerStep.FOR_LOOP:
             for nbytes in trained:
                 half = int(nbytes * self._job.optimizer.loop_scratch / 2)
-                log.drop_all([log.make(half), log.make(half)])
-        for unit in self._units:
-            log.drop_all([unit.gradient, *unit.gradients])
-            unit.gradient, unit.gradients = None, []
+                log.drop_all([log.make(half, stream), log.make(half, stream)])
+
+    def _free_gradients(self, unit: _Unit) -> None:
+        self.log.drop_all([unit.gradient, *unit.gradients])
+        unit.gradient, unit.gradients = None, []
 
     def _forward(self) -> None:
         for number, unit in enumerate(self._units):
@@ -288,6 +294,9 @@ class _Step:
         """Reduce the gradients of a unit whose backward is over, or hold them whole."""
         log = self.log
         if not unit.handled:
+            if unit.layout.step_in_backward:
+                self._make_scratch(unit.trained_here)
+                self._free_gradients(unit)
             return
         if unit.holds:
             self._hold_whole(unit)
@@ -334,7 +343,13 @@ class _Step:
             unit.gradient = result
         elif unit.recast:
             log.drop(result)
-        if (unit.recast or not becomes_gradient) and unit.replicas:
+        steps = unit.layout.step_in_backward
+        if steps:
+            self._make_scratch(unit.trained_here, REDUCE_REPLICAS if unit.replicas else REDUCE)
+            unit.gradient = None
+        if steps and unit.recast:
+            log.drop(result)
+        if (unit.recast or steps or not becomes_gradient) and unit.replicas:
             self._reducing_replicas.append(reduced)
-        elif unit.recast or not becomes_gradient:
+        elif unit.recast or steps or not becomes_gradient:
             log.drop(reduced)

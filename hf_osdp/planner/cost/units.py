@@ -129,7 +129,10 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
     if holds:  # whole gradients go before it comes, but for the last one's
         last = _whole_gradients(trainable[-1:], job) if g > 1 else 0
         output = max(0, reduced + (gradients if recast else 0) + last - whole)
-    kept_back = reduced if g < world_size and (recast or layout.on_host) else 0
+    kept_back = reduced if g < world_size and (recast or layout.on_host or layout.step_in_backward) else 0
+    scratch = 0 if layout.on_host else _step_scratch(shards, job)
+    if layout.step_in_backward:  # gradients pass
+        output = max((reduced if recast else 0) + gradients, gradients + scratch)
     # Held gradients are freed as they are reduced: of what is kept back only the excess over them counts.
     beside = max(0, kept_back + gradients - whole) if holds else kept_back
     joins_whole = holds and unit.span is not GatherSpan.STEP
@@ -139,7 +142,7 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
         parameters=0 if layout.on_host else sum(p.sharded_bytes(g) for p in unit.parameters),
         optimizer=0 if layout.on_host else sum(job.optimizer.state_bytes(p, g) for p in trainable),
         gradients_held=held,
-        gradients_after=0 if holds else gradients - held,
+        gradients_after=0 if holds or layout.step_in_backward else gradients - held,
         gradients_settled=gradients - whole + kept_back - beside if holds else 0,
         reduced_after=beside,
         gathered=gathered,
@@ -153,7 +156,7 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
         reduce_tail=scatter_input,
         reduce_output=output,
         kept=0 if layout.reshard_after_forward else gathered,
-        step_scratch=0 if layout.on_host else _step_scratch(shards, job),
+        step_scratch=0 if layout.step_in_backward else scratch,
         host=_host_bytes(unit, g, job) if layout.on_host else 0,
         host_moment=max(shards, default=0) if layout.on_host and accumulates and not partial else 0,
     )

@@ -51,12 +51,7 @@ def _remedies(problem: PlanningProblem) -> Iterator[str]:
     devices.
     """
     description, hardware, job = problem.description, problem.hardware, problem.job
-    if problem.strategy is not Strategy.OSDP and fits_by_estimate(replace(problem, strategy=Strategy.OSDP)):
-        yield "strategy osdp, which fits"
-    for name in ("recompute", "host_offload", "offload_activations"):
-        open_: dict[str, Any] = {name: None}
-        if getattr(job, name) is False and fits_by_estimate(replace(problem, job=replace(job, **open_))):
-            yield f"{name} left to the planner"
+    yield from _settings(problem)
     # half the bytes of activations and gradients
     half = replace(problem, description=_scaled(description, 0.5, constants=True), job=replace(job, precision=Precision.named("bf16")))
     if job.precision.compute is None and fits_by_estimate(half):
@@ -76,6 +71,20 @@ def _remedies(problem: PlanningProblem) -> Iterator[str]:
         if fits_by_estimate(replace(problem, hardware=more, job=grown)):
             yield f"{more.world_size} devices with a global batch of {grown.global_batch_size}"
             break
+
+
+def _settings(problem: PlanningProblem) -> Iterator[str]:
+    """Yield decisions that were closed, and with which open some plan fits."""
+    job = problem.job
+    if problem.strategy is not Strategy.OSDP and fits_by_estimate(replace(problem, strategy=Strategy.OSDP)):
+        yield "strategy osdp, which fits"
+    for name in ("recompute", "host_offload", "offload_activations"):
+        open_: dict[str, Any] = {name: None}
+        if getattr(job, name) is False and fits_by_estimate(replace(problem, job=replace(job, **open_))):
+            yield f"{name} left to the planner"
+    early = replace(job, clips_gradients=False, step_in_backward=True)
+    if job.clips_gradients and fits_by_estimate(replace(problem, job=early)):
+        yield "step_in_backward without clipping (max_grad_norm=0)"
 
 
 def fits_by_estimate(problem: PlanningProblem) -> bool:

@@ -12,7 +12,7 @@ from ..affine import Affine
 from ..decision import Batch, UnitLayout, layouts_for
 from ..description import Activations, GatherSpan, ModelDescription, Recomputation, UnitDescription
 from ..hardware import Hardware
-from ..job import TrainingJob, divisors
+from ..job import OptimizerStep, TrainingJob, divisors
 from ..problem import PlanningProblem, Strategy
 
 Space = tuple[tuple[UnitLayout, ...], ...]
@@ -33,6 +33,7 @@ class _Open:
     """Where `saves_operators`, each unit's own ways to recompute come in place of a full recomputation."""
     saves_operators: bool = False
     on_host: tuple[bool, ...] = (False,)
+    steps_in_backward: tuple[bool, ...] = (False,)
 
 
 def batches(job: TrainingJob, world_size: int) -> Iterator[Batch]:
@@ -126,6 +127,7 @@ def _choices(sharding: _Open, problem: PlanningProblem, batch: Batch) -> list[_O
         ),
         saves_operators=job.recompute is None and problem.strategy is Strategy.OSDP,
         on_host=_with_host("host_offload", job.host_offload, hardware),
+        steps_in_backward=_steps_in_backward(job, batch),
     )
     if problem.strategy is not Strategy.OSDP:
         fixed = itertools.product(free.reduces, free.activations, free.on_host)
@@ -133,6 +135,13 @@ def _choices(sharding: _Open, problem: PlanningProblem, batch: Batch) -> list[_O
     if hardware.world_size == 1 and len(free.on_host) > 1:  # one process is FSDP2's only where the host is used, which costs buffers
         return [replace(free, on_host=(False,)), free]
     return [free]
+
+
+def _steps_in_backward(job: TrainingJob, batch: Batch) -> tuple[bool, ...]:
+    """Return what may be chosen: a step that needs scratch memory may need it at a worse moment, one of fused kernels is never worse."""
+    if not job.step_in_backward or batch.accumulation_steps > 1:
+        return (False,)
+    return (True,) if job.optimizer.step is OptimizerStep.FUSED else (True, False)
 
 
 def _with_host(name: str, asked: bool | None, hardware: Hardware) -> tuple[bool, ...]:
@@ -154,7 +163,14 @@ def _layouts(unit: UnitDescription, ways: tuple[Recomputation, ...], offloadable
     # A unit called several times cannot hold gradients: FSDP2 would reduce the held sum in one call, and the new gradient in another.
     always = not unit.trainable_numel or unit.span is GatherSpan.CALLS
     return _product(
-        unit.span, replace(free, activations=tuple(dict.fromkeys(able)), saves_operators=False, reduces=(True,) if always else free.reduces)
+        unit.span,
+        replace(
+            free,
+            activations=tuple(dict.fromkeys(able)),
+            saves_operators=False,
+            reduces=(True,) if always else free.reduces,
+            steps_in_backward=(False,) if always else free.steps_in_backward,
+        ),
     )
 
 
@@ -163,6 +179,7 @@ def _product(span: GatherSpan, free: _Open) -> tuple[UnitLayout, ...]:
     """Return every layout with every other decision; the same object for the same question, as a model asks it of each block."""
     layouts = layouts_for(span, free.shard_sizes, reshard_after_forward=free.reshard_after_forward, stage_sizes=free.stage_sizes)
     return tuple(
-        replace(layout, reduce_every_micro_step=reduces, activations=kept, on_host=host)
+        replace(layout, reduce_every_micro_step=reduces, activations=kept, on_host=host, step_in_backward=early)
         for layout, reduces, kept, host in itertools.product(layouts, free.reduces, free.activations, free.on_host)
+        for early in (free.steps_in_backward if not host else (False,))
     )

@@ -182,7 +182,7 @@ def test_the_emulated_link_holds_streams_for_as_long_as_the_planner_says(precisi
         trial = Trial(model=model, units=description.units, job=job, inputs=inputs, device=torch.device("cpu"))
         copy = sharded_copy(plan, trial, Meshes("cpu"))
         hold_link(copy, plan, hardware, hold)
-        optimizer = make_optimizer(copy, job.optimizer)
+        optimizer = make_optimizer(copy, job.optimizer, plan, description.units)
         train_step(copy, optimizer, batch_on(inputs, 1, torch.device("cpu")), plan, job)
         finite = all(parameter.to_local().isfinite().all() for parameter in copy.parameters())
     expected = {kind: seconds for kind, seconds in estimate_plan(plan, description, job, hardware).collectives.items() if seconds}
