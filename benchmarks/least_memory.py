@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, Python l
 
 from benchmarks.limits import LLAMA_3_8B
 from hf_osdp import InfeasibleError, PlanningProblem, TrainingJob, describe, preset, search
-from hf_osdp.planner.description import DType
+from hf_osdp.planner.description import DType, ModelDescription
+from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import LOW_BIT, OptimizerSpec, Precision
 from hf_osdp.planner.search.search import least_memory
 from hf_osdp.planner.split import ModelSplit
@@ -29,31 +30,49 @@ LENGTH, SAMPLES, LIMIT_BYTES, PIECES = 4096, 64, 24 * 2**30, 8
 OPTIMIZERS = {"AdamW": OptimizerSpec(), "AdamW8bit": LOW_BIT["adamw8bit"], "AdamW4bit": LOW_BIT["adamw4bit"]}
 
 
+def described(hardware: Hardware, pieces: int) -> ModelDescription:
+    return describe(
+        LLAMA_3_8B, sequence_length=LENGTH, device_type="cuda", compute_dtype=DType.BFLOAT16, split=ModelSplit(loss_pieces=pieces),
+        capability=hardware.device.capability,
+    )  # fmt: skip
+
+
+def row(description: ModelDescription, hardware: Hardware, job: TrainingJob) -> tuple[str, str, str]:
+    """Return the least memory, and micro-batch and tokens a second at the limit."""
+    job = replace(job, host_offload=False, offload_activations=False)
+    problem = PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=LIMIT_BYTES)
+    batch, rate = "", "does not fit"
+    try:
+        plan = search(problem)
+        batch, rate = str(plan.plan.micro_batch_size), f"{job.global_batch_size * LENGTH / plan.time.step_s:,.0f}"
+    except InfeasibleError:
+        pass
+    return format_bytes(least_memory(problem)), batch, rate
+
+
+def table_of(title: str, *names: str) -> Table:
+    table = Table(title=title)
+    for name in ("devices", *names, "least memory", "micro-batch", "tokens a second"):
+        table.add_column(name, justify="left" if name in names else "right", no_wrap=True)
+    return table
+
+
 def main() -> None:
     precision = Precision.named("bf16")
-    table = Table(title=f"Llama-3-8B, {LENGTH} tokens, bf16, RTX 4090 (24 GiB)")
-    for name in ("devices", "logits", "optimizer", "least memory", "micro-batch", "tokens a second"):
-        table.add_column(name, justify="left" if name in ("logits", "optimizer") else "right", no_wrap=True)
+    plain = table_of(f"Llama-3-8B, {LENGTH} tokens, bf16, RTX 4090 (24 GiB), {SAMPLES} samples a step", "logits", "optimizer")
+    early = table_of(f"The same, a step of one sample a device, loss in {PIECES} pieces", "optimizer", "steps")
     for devices in (8, 2):
         hardware = preset("rtx-4090", devices_per_node=devices)
         for pieces in (1, PIECES):
-            description = describe(
-                LLAMA_3_8B, sequence_length=LENGTH, device_type="cuda", compute_dtype=DType.BFLOAT16, split=ModelSplit(loss_pieces=pieces),
-                capability=hardware.device.capability,
-            )  # fmt: skip
+            description = described(hardware, pieces)
             for name, optimizer in OPTIMIZERS.items():
                 job = TrainingJob(global_batch_size=SAMPLES, precision=precision, optimizer=optimizer)
-                problem = PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=LIMIT_BYTES)
-                batch, rate = "", "does not fit"
-                try:
-                    plan = search(replace(problem, job=replace(job, host_offload=False, offload_activations=False)))
-                    batch, rate = str(plan.plan.micro_batch_size), f"{SAMPLES * LENGTH / plan.time.step_s:,.0f}"
-                except InfeasibleError:
-                    pass
-                least = least_memory(replace(problem, job=replace(job, host_offload=False, offload_activations=False)))
-                loss = "whole" if pieces == 1 else f"{pieces} pieces"
-                table.add_row(str(devices), loss, name, format_bytes(least), batch, rate)
-    Console(width=100).print(table)
+                plain.add_row(str(devices), "whole" if pieces == 1 else f"{pieces} pieces", name, *row(description, hardware, job))
+                for in_backward in (False, True) if pieces > 1 else ():
+                    one = replace(job, global_batch_size=devices, step_in_backward=in_backward)
+                    early.add_row(str(devices), name, "in backward" if in_backward else "after it", *row(description, hardware, one))
+    for table in (plain, early):
+        Console(width=100).print(table)
 
 
 if __name__ == "__main__":

@@ -124,3 +124,14 @@ def test_search_equals_brute_force_where_communicators_take_memory(seed):
     job = TrainingJob(global_batch_size=hardware.world_size, recompute=False, optimizer=OptimizerSpec(states=2, step=OptimizerStep.FOREACH))
     description = at_random(seed, kinds=2, blocks=2, tied=dice.random() < 0.5)
     check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
+
+
+@pytest.mark.parametrize("seed", slow_but(range(60), daily=range(10)))
+def test_search_equals_brute_force_where_units_may_step_in_backward(seed):
+    """With large scratch for each parameter the step is better taken after backward by some units."""
+    dice = random.Random(seed)
+    hardware = replace(small_hardware(dice), nodes=1, devices_per_node=2, host=None)
+    optimizer = OptimizerSpec(states=dice.choice([0, 2]), step=OptimizerStep.FOR_LOOP, loop_scratch=dice.choice([0.0, 2.0, 6.5]))
+    job = TrainingJob(global_batch_size=hardware.world_size, optimizer=optimizer, step_in_backward=True, recompute=False)
+    description = at_random(seed, kinds=1, blocks=2, tied=dice.random() < 0.5)
+    check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)

@@ -168,8 +168,7 @@ class _Builder:
         )
 
     def _bytes(self, unit: int, layout: UnitLayout) -> UnitBytes:
-        decided = layout.shard_size, layout.reshard_after_forward, layout.stage_size, layout.reduce_every_micro_step, layout.on_host
-        key = (self._costs.shapes[unit], *decided)
+        key = (self._costs.shapes[unit], *(getattr(layout, name) for name in UnitLayout.__slots__ if name != "activations"))
         if key not in self._terms:
             job = self._problem.job
             terms = unit_bytes(self._units[unit], layout, self._problem.hardware.world_size, job, self._batch)
