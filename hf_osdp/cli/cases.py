@@ -38,7 +38,16 @@ OPTIMIZERS = {
     "adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum", states=1), "sgd": OptimizerSpec(name="sgd", states=0), **LOW_BIT,
 }  # fmt: skip
 """Optimizers by the names of `--optimizer`."""
-_OPTIONS = ("block_classes", "recompute", "host_offload", "offload_activations", "compile", "operator_splitting", "step_in_backward")
+_OPTIONS = (
+    "block_classes",
+    "recompute",
+    "host_offload",
+    "offload_optimizer",
+    "offload_activations",
+    "compile",
+    "operator_splitting",
+    "step_in_backward",
+)
 _FACTS = ("sequence_length", "global_batch_size", "micro_batch_size", "activation_checkpointing")
 """Fields of a request that `OSDPConfig` and `RunFacts` have, too."""
 _HUB_ANSWERS_S = 5
@@ -141,7 +150,8 @@ class Case:
         for flag, given in (("--no-recompute", request.recompute is False), ("--offload-activations", request.offload_activations)):
             if given and request.activation_checkpointing:
                 raise ValueError(f"{flag} has no effect beside --activation-checkpointing; leave one of the two out.")
-        for flag, asked in {"--host-offload": request.host_offload, "--offload-activations": request.offload_activations}.items():
+        for name in ("host_offload", "offload_optimizer", "offload_activations"):
+            flag, asked = f"--{name.replace('_', '-')}", getattr(request, name)
             if asked and self.hardware.host is None:
                 raise ValueError(f"{flag} needs a host beside the device, and none is known for {device.name}; leave it out.")
         job = training_job(self.config, self.facts)

@@ -132,7 +132,9 @@ def _inputs(plan: Plan, flags: dict[str, Any]) -> PlanInputs:
     request = Request(
         sequence_length=plan.sequence_length, global_batch_size=plan.global_batch_size, num_nodes=nodes,
         devices_per_node=plan.world_size // nodes if nodes else None,
-        host_offload=None if any(unit.on_host for unit in plan.units) else False, **(flags | {"compile": bool(plan.compiled_classes)}),
+        host_offload=None if any(unit.on_host for unit in plan.units) else False,
+        offload_optimizer=None if any(unit.states_on_host for unit in plan.units) else False,
+        **(flags | {"compile": bool(plan.compiled_classes)}),
     )  # fmt: skip
     case = Case(request)
     if (devices := case.hardware.world_size) != plan.world_size:

@@ -75,6 +75,13 @@ class Request:
         bool | None,
         typer.Option("--host-offload/--no-host-offload", help="Hold all states on the host, or none; else the planner decides."),
     ] = None
+    offload_optimizer: Annotated[
+        bool | None,
+        typer.Option(
+            "--offload-optimizer/--no-offload-optimizer",
+            help="Have all optimizer states wait on the host and step on the device, or none; else the planner decides.",
+        ),
+    ] = None
     offload_activations: Annotated[
         bool | None,
         typer.Option(

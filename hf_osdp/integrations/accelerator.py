@@ -35,12 +35,12 @@ from ..planning.config import OSDPConfig
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun
 from ..planning.problem import RunFacts, RunFolder
-from ..sharding.backward_step import BackwardSteps, step_in_backward
 from ..sharding.environment import form_process_group, prepare_model, uses_host
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
 from ..sharding.optimizer import frozen_parameters, spec_of_optimizer
 from ..sharding.state import full_state_dict
 from ..sharding.steps import micro_step
+from ..sharding.unit_steps import BackwardSteps, bind_optimizer, reason_against_unit_steps
 from .announce import announce_result, plan_and_announce
 from .checkpoints import AcceleratorCheckpoints
 from .launch import launch_request
@@ -235,6 +235,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             activation_checkpointing=checkpointing,
             checkpoint_wrapper=checkpointing,
             cpu_offload=offloads(self.plugin),
+            against_unit_steps=reason_against_unit_steps(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None,
             trains=optimizer is not None,
             frozen_in_optimizer=frozen_parameters(optimizer),
             folder=project_folder(self.project_configuration),
@@ -272,7 +273,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             prepared = self._prepare_fsdp2(*args)
             result = prepared if len(prepared) > 1 else prepared[0]
         if optimizers and self._models and self.planned_run is not None and self._backward_steps is None:
-            self._backward_steps = step_in_backward(self._models[-1], self.planned_run.plan, self.planned_run.units, optimizers)
+            self._backward_steps = bind_optimizer(self._models[-1], self.planned_run.plan, self.planned_run.units, optimizers)
         if optimizers and self.reports_steps and self._loop_meter is None and self.planned_run is not None and self._models:
             skips = self.scaler is not None and self.scaler.is_enabled()
             self._loop_meter = LoopMeter(self._models[-1], self.device, self._report, self.planned_run.plan, may_skip=skips)

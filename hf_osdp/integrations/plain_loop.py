@@ -35,6 +35,7 @@ from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
 from ..sharding.optimizer import prepare_new_optimizers, spec_of_optimizer
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
+from ..sharding.unit_steps import bind_optimizer
 
 _log = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ class OptimalShardedDataParallel(nn.Module):
             global_batch_size=config.global_batch_size,
             micro_batch_size=config.micro_batch_size,
             reduce_every_micro_step=config.reduce_every_micro_step,
+            against_unit_steps=None if optimizer is None else "the optimizer is known by what it holds alone",
             estimates_given_plan=False,
         )
         run = plan_run(model, replace(config, compare=False), facts)
@@ -126,7 +128,8 @@ class OptimalShardedDataParallel(nn.Module):
         verify_applied(model, run.plan, run.units)
         self.module = move_to_device(model, device)
         self._out_of_memory = OutOfMemoryHandler(model, run.plan, run.units, problem=run.problem, on_oom=config.on_oom, device=device)
-        prepare_new_optimizers(self.module)
+        plan, units = run.plan, run.units
+        prepare_new_optimizers(self.module, lambda module, optimizer: bind_optimizer(module, plan, units, [optimizer]))
         may_skip = self._precision.compute is DType.FLOAT16
         self._loop_meter = LoopMeter(self.module, device, self._log_measured, self.plan, may_skip=may_skip)
 

@@ -27,8 +27,8 @@ from ..planner.plan import Plan
 from ..planning.config import OSDPConfig, merged_config, stated_options
 from ..planning.problem import RunFacts, RunFolder
 from ..reading import read_json
-from ..sharding.backward_step import reason_against_backward_step
 from ..sharding.optimizer import frozen_parameters, knows_trainer_name, spec_of_optimizer, spec_of_trainer_name
+from ..sharding.unit_steps import reason_against_unit_steps
 from .launch import launch_request
 from .plugin import offloads, refuse_decided, with_block_classes
 from .samples import find_batches, tokens_of
@@ -69,6 +69,7 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> RunFacts:
         other_models=bytes_of_other_models(trainer),
         clips_gradients=bool(args.max_grad_norm and args.max_grad_norm > 0),
         against_backward_step=_reader_of_gradients(trainer),
+        against_unit_steps=_against_unit_steps(trainer),
         activation_checkpointing=bool(args.gradient_checkpointing) or checkpointing,
         checkpoint_wrapper=checkpointing,
         reads_loss_alone=model_makes_loss and not args.use_liger_kernel,
@@ -212,14 +213,19 @@ def _optimizer_spec(trainer: Trainer) -> OptimizerSpec:
 
 
 def _reader_of_gradients(trainer: Trainer) -> str | None:
-    """Return what may read gradients between backward and the optimizer's step, or why it cannot step in parts; None where neither is."""
+    """Return what may read gradients between backward and the optimizer's step; None where nothing does."""
     for callback in trainer.callback_handler.callbacks:
         if type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
             return f"{type(callback).__name__}.on_pre_optimizer_step may read gradients"
     if type(trainer).training_step is not Trainer.training_step:
         return f"{type(trainer).__name__}.training_step may read gradients"
+    return None
+
+
+def _against_unit_steps(trainer: Trainer) -> str | None:
+    """Return why the optimizer may not step unit by unit, or that it is not known."""
     if trainer.optimizer is not None:
-        return reason_against_backward_step(trainer.optimizer)
+        return reason_against_unit_steps(trainer.optimizer)
     name = OptimizerNames(trainer.args.optim).value
     known = trainer.optimizer_cls_and_kwargs is None and knows_trainer_name(name)
     return None if known else f"the optimizer of optim={name!r} may keep what all its parameters share"

@@ -136,7 +136,7 @@ class _OffloadedStorage:
     def _copy(self, to: torch.Tensor | None, source: torch.Tensor | None) -> None:
         if to is None or source is None:
             return
-        stream = _copy_stream(self.home)
+        stream = copy_stream(self.home)
         if stream is None:
             to.copy_(source)
             return
@@ -223,9 +223,16 @@ def host_memory(allocate: Callable[[torch.Tensor], torch.Tensor | None]) -> Iter
         _HOST_MEMORY.reset(token)
 
 
+def host_tensor(like: torch.Tensor) -> torch.Tensor:
+    """Return memory on the host for a device tensor, page-locked."""
+    made = _HOST_MEMORY.get()(like)
+    assert made is not None
+    return made
+
+
 @functools.lru_cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Return the stream for copies to and from a device; None for the CPU, whose memory the host's is."""
+def copy_stream(device: torch.device, *, out: bool = False) -> torch.cuda.Stream | None:
+    """Return a stream for copies to and from a device, or one for those `out` alone; None for the CPU, whose memory the host's is."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 

@@ -35,12 +35,16 @@ class UnitLayout:
     activations: Activations = Activations.SAVE
     on_host: bool = False
     """Parameters, gradients and optimizer states live in the host's memory, and the host takes the optimizer step."""
+    states_on_host: bool = False
+    """Optimizer states alone wait in the host's memory, and come to the device for the unit's step."""
     step_in_backward: bool = False
     """The optimizer steps the unit within backward, as soon as its gradients are reduced, and they are freed."""
 
     def __post_init__(self) -> None:
         if self.shard_size < 1:
             raise ValueError(f"shard_size={self.shard_size} must be at least 1.")
+        if self.on_host + self.states_on_host + self.step_in_backward > 1:
+            raise ValueError("of on_host, states_on_host and step_in_backward, a unit can have one.")
         if self.stage_size != 1 and not (1 < self.stage_size < self.shard_size and self.shard_size % self.stage_size == 0):
             raise ValueError(f"stage_size={self.stage_size} must be 1, or divide shard_size={self.shard_size} and be less.")
 
@@ -68,7 +72,7 @@ class UnitLayout:
             text = f"{text} in 2 stages ({self.shard_size // self.stage_size} x {self.stage_size})"
         more = {"keep": not self.reshard_after_forward, "hold gradients": not self.reduce_every_micro_step}
         words = [*(word for word, said in more.items() if said), *self.activations.describe(), *(["on host"] if self.on_host else [])]
-        words += ["step in backward"] if self.step_in_backward else []
+        words += ["optimizer on host"] if self.states_on_host else ["step in backward"] if self.step_in_backward else []
         return ", ".join([text, *words])
 
 

@@ -165,6 +165,8 @@ class TrainingJob:
     """Recompute the activations of every block in backward, of none, or None to let the planner choose for each."""
     host_offload: bool | None = None
     """The same for states on the host, of use only where the hardware has a host beside the device."""
+    offload_optimizer: bool | None = None
+    """The same for optimizer states alone, of units whose parameters are on the device."""
     offload_activations: bool | None = None
     """The same for activations that wait on the host for backward."""
     holds_outputs: bool = False
@@ -180,9 +182,11 @@ class TrainingJob:
     `planner/cost/correction.py`."""
 
     def __post_init__(self) -> None:
-        for name in ("reduce_every_micro_step", "recompute", "host_offload", "offload_activations"):
+        for name in ("reduce_every_micro_step", "recompute", "host_offload", "offload_optimizer", "offload_activations"):
             if (value := getattr(self, name)) is not None and not isinstance(value, bool):
                 raise ValueError(f"{name}={value!r} is not a switch; use True, False, or None to leave it to the planner.")
+        if self.host_offload and self.offload_optimizer:
+            raise ValueError("offload_optimizer=True has no effect beside host_offload=True, which has all states there; leave one out.")
         if not 1 <= self.global_batch_size <= _MOST_SAMPLES:
             raise ValueError(f"global_batch_size={self.global_batch_size} must be at least 1 and at most {_MOST_SAMPLES}.")
         if self.micro_batch_size is not None and self.micro_batch_size < 1:

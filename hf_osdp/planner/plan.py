@@ -24,7 +24,7 @@ _MOST_UNITS = 2**14
 _LAYER = re.compile(r"\.\d+(?=\.|$)")
 _ESTIMATES = {"memory_limit_bytes": None, "peak_bytes": None, "step_s": None, "proven_optimal": False}
 _NAMES = {"model_name": "", "hardware": "", "devices_per_node": None}
-_ADDED = {"step_in_backward"}
+_ADDED = {"states_on_host", "step_in_backward"}
 """Fields of a unit that plans had without; where they are off, they leave a plan's fingerprint as it was."""
 
 
@@ -289,8 +289,8 @@ def _beyond_fsdp_plan(unit: UnitDecision, accumulation_steps: int) -> str:
         return "recomputes its activations" if unit.activations.recomputes else "offloads its activations"
     if unit.two_stage:
         return "has collectives in two stages"
-    if unit.step_in_backward:
-        return "steps in backward"
+    if unit.step_in_backward or unit.states_on_host:
+        return "steps in backward" if unit.step_in_backward else "has its optimizer states on the host"
     if accumulation_steps > 1 and not unit.reduce_every_micro_step:
         return "holds whole gradients between micro-steps"
     return ""

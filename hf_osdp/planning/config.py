@@ -22,7 +22,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 }
 _WITHOUT_EFFECT_ON_PLAN = (
     "strategy", "operator_splitting", "on_oom", "recalibrate", "hardware", "profile", "nodes", "memory_margin",
-    "recompute", "host_offload", "offload_activations", "split_vocabulary", "compile",
+    "recompute", "host_offload", "offload_optimizer", "offload_activations", "split_vocabulary", "compile",
 )  # fmt: skip
 
 
@@ -55,6 +55,9 @@ class OSDPConfig:
     """True recomputes the activations of every block in backward, False of none; None lets the planner decide for each."""
     host_offload: bool | None = None
     """True holds the states of every unit in the host's memory, False of none; None lets the planner decide for each."""
+    offload_optimizer: bool | None = None
+    """True has the optimizer's states of every unit wait in the host's memory and come to the device for the step, False of none; None lets
+    the planner decide for each. Parameters and gradients stay on the device."""
     offload_activations: bool | None = None
     """True has what every block saves for backward wait in the host's memory, False of none; None lets the planner decide for each."""
     step_in_backward: bool | None = None

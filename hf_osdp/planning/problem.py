@@ -83,6 +83,8 @@ class RunFacts:
     """Each step clips the norm of all gradients."""
     against_backward_step: str | None = "this loop may read gradients before the optimizer steps"
     """Why units are not to step in backward unless that is asked for; None where nothing speaks against it."""
+    against_unit_steps: str | None = None
+    """Why the optimizer cannot step unit by unit; None where it can."""
     activation_checkpointing: bool = False
     """Blocks will be recomputed in backward; not needed for a model that has it switched on already."""
     checkpoint_wrapper: bool = False
@@ -121,7 +123,7 @@ def _reason_against_backward_step(facts: RunFacts) -> str | None:
     """Return what needs all gradients at once, whatever is asked for."""
     if facts.clips_gradients:
         return "gradients are clipped by the norm of all of them (max_grad_norm=0 does not clip)"
-    return "fp16 scales the loss and may skip a step" if facts.precision.compute is DType.FLOAT16 else None
+    return "fp16 scales the loss and may skip a step" if facts.precision.compute is DType.FLOAT16 else facts.against_unit_steps
 
 
 def _steps_in_backward(config: OSDPConfig, facts: RunFacts) -> bool:
@@ -145,13 +147,17 @@ def check_backward_step(plan: Plan, config: OSDPConfig, facts: RunFacts) -> None
 def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
     """Return the job to search for, with what the user has fixed; raise ValueError where sizes do not fit together."""
     assert facts.global_batch_size is not None
-    host_offload = True if facts.offloads_all else config.host_offload
+    host_offload, offload_optimizer = True if facts.offloads_all else config.host_offload, config.offload_optimizer
     if facts.optimizer.is_quantized:
-        if host_offload:
+        if host_offload or offload_optimizer:
             raise ValueError(
-                f"States on the host are stepped there, where {facts.optimizer.name} has no kernels; leave the offload out, or use AdamW."
+                f"States on the host are plain tensors, and {facts.optimizer.name}'s are quantized; leave the offload out, or use AdamW."
             )
-        host_offload = False
+        host_offload = offload_optimizer = False
+    if facts.against_unit_steps:
+        if offload_optimizer:
+            raise ValueError(f"offload_optimizer=True, but {facts.against_unit_steps}; leave it out, or use AdamW.")
+        offload_optimizer = False
     if config.step_in_backward and (reason := _reason_against_backward_step(facts)):
         raise ValueError(f"step_in_backward=True, but {reason}; leave one of the two out.")
     job = TrainingJob(
@@ -165,6 +171,7 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
         reduce_every_micro_step=facts.reduce_every_micro_step,
         recompute=config.recompute,
         host_offload=host_offload,
+        offload_optimizer=offload_optimizer,
         offload_activations=config.offload_activations,
         expandable_segments=facts.expandable_segments,
     )
@@ -419,11 +426,11 @@ def _profile(config: OSDPConfig) -> Profile | None:
 def _check_host(hardware: Hardware, config: OSDPConfig, facts: RunFacts) -> None:
     """Refuse to offload to a host that is not there or not known."""
     if facts.device_type == "cpu":
-        if name := next((name for name in ("host_offload", "offload_activations") if getattr(config, name)), None):
+        if name := next((name for name in ("host_offload", "offload_optimizer", "offload_activations") if getattr(config, name)), None):
             raise ValueError(f"{name}=True, but the CPU trains in the host's own memory; leave {name} out.")
         if facts.cpu_offload:
             _log.warning("cpu_offload has no effect on the CPU: there is no other memory to move states to.")
-    elif (facts.cpu_offload or config.host_offload or config.offload_activations) and hardware.host is None:
+    elif (facts.cpu_offload or config.host_offload or config.offload_optimizer or config.offload_activations) and hardware.host is None:
         what = "Saved activations" if config.offload_activations else "All states"
         raise HardwareError(
             f"{what} are to move to the host, but the host of {hardware.device.name} is not known;"

@@ -278,7 +278,7 @@ def _read_unit(unit: UnitDescription, module: nn.Module, owners: dict[tuple[int,
 
 def _visible(planned: UnitDecision, module: nn.Module) -> UnitDecision:
     """Return what the model shows of a decision: not what micro-steps and the optimizer do, nor what one process trains as it is."""
-    shown = replace(planned, reduce_every_micro_step=True, step_in_backward=False)
+    shown = replace(planned, reduce_every_micro_step=True, states_on_host=False, step_in_backward=False)
     plain = world_size() == 1 and not planned.on_host and not parameter_groups(module)
     return replace(shown, reshard_after_forward=False) if plain else shown
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -224,12 +224,12 @@ def step_by_device(optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter
     _StepByDevice(optimizer, host)
 
 
-def prepare_new_optimizers(model: nn.Module) -> None:
-    """Prepare every optimizer of this model when it first steps: in a plain loop no call tells of them.
+def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.optim.Optimizer], object]) -> None:
+    """Prepare every optimizer of this model when it first steps, and `bind` it: in a plain loop no call tells of them.
 
     Among several ranks it is checked (`check_optimizer`); where parameters lie on two devices or have no dimensions, it steps by device.
     """
-    host = host_parameters(model)
+    host, of = host_parameters(model), weakref.ref(model)
     mixed = bool(host) or any(not parameter.dim() for parameter in model.parameters())
     ids = {id(parameter) for parameter in model.parameters()}
     prepared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -241,6 +241,8 @@ def prepare_new_optimizers(model: nn.Module) -> None:
             check_optimizer(optimizer)
         if (mixed or steps_shards(optimizer)) and _stepper(optimizer) is None:
             step_by_device(optimizer, host)
+        if (owner := of()) is not None:
+            bind(owner, optimizer)
         prepared.add(optimizer)
 
     weakref.finalize(model, before_step.add(prepare))

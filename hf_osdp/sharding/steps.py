@@ -15,10 +15,10 @@ from ..modeling.units import modules_by_name
 from ..planner.description import DType, UnitDescription
 from ..planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from ..planner.plan import Plan
-from .backward_step import step_in_backward
 from .environment import host_parameters
 from .gradients import clip_grad_norm_, local
 from .optimizer import step_by_device
+from .unit_steps import bind_optimizer
 
 _LEARNING_RATE = 1e-6
 
@@ -67,7 +67,7 @@ def make_optimizer(model: nn.Module, spec: OptimizerSpec, plan: Plan, units: Seq
         case _:
             raise ValueError(f"An optimizer with {spec.states} states a parameter is not known to torch; 0 to 3 can be simulated.")
     step_by_device(optimizer, host_parameters(model))
-    step_in_backward(model, plan, units, [optimizer])
+    bind_optimizer(model, plan, units, [optimizer])
     return optimizer
 
 

@@ -198,5 +198,5 @@ def test_trainer_name_states_and_host_are_known_before_a_run():
         world_size=2, device_type="cuda", precision=Precision(), optimizer=eight, sequence_length=8, global_batch_size=2,
     )  # fmt: skip
     assert training_job(OSDPConfig(), facts).host_offload is False
-    with pytest.raises(ValueError, match=r"stepped there, where adamw8bit has no kernels; leave the offload out, or use AdamW"):
+    with pytest.raises(ValueError, match=r"plain tensors, and adamw8bit's are quantized; leave the offload out, or use AdamW"):
         training_job(OSDPConfig(host_offload=True), facts)

@@ -106,6 +106,7 @@ class Trial:
     on_host: tuple[bool, ...] = (False,)
     hold: tuple[bool, ...] = (False,)
     step_in_backward: bool = False
+    states_on_host: tuple[bool, ...] = (False,)
 
     def __str__(self) -> str:
         """Only what differs from the defaults, for the names of tests."""
@@ -139,6 +140,8 @@ class Trial:
             away = self.on_host[index % len(self.on_host)]
             early = self.step_in_backward and unit.trainable_numel > 0 and unit.span is not GatherSpan.CALLS and not away
             found[index] = replace(found[index], reduce_every_micro_step=not holds, on_host=away, step_in_backward=early)
+            if self.states_on_host[index % len(self.states_on_host)] and unit.trainable_numel and not away:
+                found[index] = replace(found[index], states_on_host=True)
         for turn, index in enumerate(sorted(description.recomputable)):
             found[index] = replace(found[index], activations=self.activations[turn % len(self.activations)])
         assert {layout.activations for layout in found} >= set(self.activations) - {Activations.SAVE}, "the case is what it is called"

@@ -47,7 +47,7 @@ def small_host(dice: random.Random) -> HostSpec:
 
 
 def small_job(dice: random.Random, hardware: Hardware) -> TrainingJob:
-    return TrainingJob(
+    job = TrainingJob(
         global_batch_size=hardware.world_size * dice.choice([1, 2, 4]),
         precision=Precision.named(dice.choice(["no", "no", "bf16"])),
         optimizer=OptimizerSpec(states=dice.choice([0, 2]), step=dice.choice(list(OptimizerStep))),
@@ -57,6 +57,8 @@ def small_job(dice: random.Random, hardware: Hardware) -> TrainingJob:
         offload_activations=dice.choice([None, None, False, True]) if hardware.host else None,
         step_in_backward=dice.random() < 0.3,
     )
+    states = dice.choice([None, False, False, True]) if hardware.host else None
+    return replace(job, offload_optimizer=states and not job.host_offload)
 
 
 def every_plan(description: ModelDescription, hardware: Hardware, job: TrainingJob):

@@ -140,6 +140,7 @@ class Sums:
             yield self.moment("reduce", unit, gradients=gradients([*reduced, unit], waiting[1:]), buffers=buffers + more, **level)
         scratch = [unit.step_scratch for unit in self.units]
         highest = max(scratch) if self.job.optimizer.step is OptimizerStep.FOR_LOOP else sum(scratch)
+        highest = max(highest, *(unit.states_passing for unit in self.units))
         shards = sum(self.units[u].gradients_after + self.units[u].gradients_settled for u in self.whole)
         yield self.moment("optimizer step", None, gathered=0, activations=0, gradients=settled + shards, buffers=highest)
 
@@ -165,7 +166,9 @@ def random_choices(dice: random.Random, description: ModelDescription, world_siz
         kept = dice.choice(Activations.BASIC) if index in description.recomputable else Activations.SAVE
         away = dice.random() < 0.2
         early = batch.accumulation_steps == 1 and unit.span is not GatherSpan.CALLS and not away and dice.random() < 0.3
-        found.append(replace(layout, reduce_every_micro_step=not hold, activations=kept, on_host=away, step_in_backward=early))
+        states = not away and not early and dice.random() < 0.2
+        placed = {"on_host": away, "states_on_host": states, "step_in_backward": early}
+        found.append(replace(layout, reduce_every_micro_step=not hold, activations=kept, **placed))
     return found
 
 

@@ -315,4 +315,6 @@ class _Walk:
             self._add(gradients=settled, buffers=unit.reduced_after)
             yield self._moment("reduce", label, buffers=unit.reduce_input + unit.reduce_work)
         self.level["buffers"] = 0
-        yield self._moment("optimizer step", "(all)", buffers=combined_scratch(self.job, [u.step_scratch for u in self.units]))
+        scratch = combined_scratch(self.job, [unit.step_scratch for unit in self.units])
+        passing = max((unit.states_passing for unit in self.units), default=0)
+        yield self._moment("optimizer step", "(all)", buffers=max(scratch, passing))

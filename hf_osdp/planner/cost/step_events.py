@@ -75,7 +75,9 @@ class _Unit:
         g, precision, trainable = layout.shard_size, job.precision, unit.trainable
         self.trained = [p.sharded_bytes(g) for p in trainable]
         self.trained_here = [] if layout.on_host else self.trained
-        self.states_here = [] if layout.on_host else [job.optimizer.state_tensors(p, g) for p in trainable]
+        self.states = [nbytes for p in trainable for nbytes in job.optimizer.state_tensors(p, g)] if layout.states_on_host else []
+        """Those that come from the host for the step."""
+        self.states_here = [] if layout.on_host or layout.states_on_host else [job.optimizer.state_tensors(p, g) for p in trainable]
         self.handled = self.terms.gathered > 0  # else one process trains the plain module
         self.sources = [
             (p.sharded_bytes(g), g * p.sharded_numel(g) * precision.gathered_dtype(p).itemsize, precision.gathered_dtype(p) is not p.dtype)
@@ -148,7 +150,12 @@ class _Step:
 
     def optimizer_step(self) -> None:
         """Make the events of the optimizer's scratch, and free gradients."""
-        self._make_scratch([nbytes for unit in self._units if not unit.layout.step_in_backward for nbytes in unit.trained_here])
+        for unit in self._units:
+            there = [self.log.make(nbytes) for nbytes in unit.states]
+            self._make_scratch([max(unit.trained_here)] if there else [])
+            self.log.drop_all(there)
+        rest = [unit for unit in self._units if not unit.layout.step_in_backward and not unit.states]
+        self._make_scratch([nbytes for unit in rest for nbytes in unit.trained_here])
         for unit in self._units:
             self._free_gradients(unit)
 

@@ -196,7 +196,8 @@ class UnitTimer:
 
     def __call__(self, index: int, layout: UnitLayout) -> UnitTime:
         """Return the seconds of a unit under a layout."""
-        key = (self._shapes[index], layout.shard_size, layout.reshard_after_forward, layout.stage_size, layout.on_host)
+        placed = layout.on_host, layout.states_on_host
+        key = (self._shapes[index], layout.shard_size, layout.reshard_after_forward, layout.stage_size, *placed)
         terms = self._terms.get(key)
         if terms is None:
             terms = self._terms[key] = unit_seconds(self._description.units[index], layout, self._hardware, self._job)

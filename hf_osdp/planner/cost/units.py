@@ -61,6 +61,8 @@ class UnitBytes:
     """Temporaries of the optimizer step."""
     host: int
     """Parameters, gradients and optimizer states on the host; they are not in any other term."""
+    states_passing: int = 0
+    """What is on the device while parameters step whose states come from the host: a unit's at most, and temporaries of one parameter."""
     host_moment: int = 0
     """What comes to the host beside them for a moment: a gradient that is then added to the one that is there. Units take turns."""
     waiting_gradients: int = 0
@@ -130,6 +132,7 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
         last = _whole_gradients(trainable[-1:], job) if g > 1 else 0
         output = max(0, reduced + (gradients if recast else 0) + last - whole)
     kept_back = reduced if g < world_size and (recast or layout.on_host or layout.step_in_backward) else 0
+    states = sum(job.optimizer.state_bytes(p, g) for p in trainable)
     scratch = 0 if layout.on_host else _step_scratch(shards, job)
     if layout.step_in_backward:  # gradients pass
         output = max((reduced if recast else 0) + gradients, gradients + scratch)
@@ -140,7 +143,7 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
     scatter_input = reduce_input(unit, g, job) if copies else 0
     return UnitBytes(
         parameters=0 if layout.on_host else sum(p.sharded_bytes(g) for p in unit.parameters),
-        optimizer=0 if layout.on_host else sum(job.optimizer.state_bytes(p, g) for p in trainable),
+        optimizer=0 if layout.on_host or layout.states_on_host else states,
         gradients_held=held,
         gradients_after=0 if holds or layout.step_in_backward else gradients - held,
         gradients_settled=gradients - whole + kept_back - beside if holds else 0,
@@ -156,8 +159,9 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
         reduce_tail=scatter_input,
         reduce_output=output,
         kept=0 if layout.reshard_after_forward else gathered,
-        step_scratch=0 if layout.step_in_backward else scratch,
-        host=_host_bytes(unit, g, job) if layout.on_host else 0,
+        step_scratch=0 if layout.step_in_backward or layout.states_on_host else scratch,
+        states_passing=states + _step_scratch([max(shards, default=0)], job) if layout.states_on_host else 0,
+        host=_host_bytes(unit, layout, job),
         host_moment=max(shards, default=0) if layout.on_host and accumulates and not partial else 0,
     )
 
@@ -214,6 +218,11 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
             copy_out += brought
         else:
             gather += brought
+    passing_s = 0.0
+    if layout.states_on_host:  # the way there of one unit beside the way back of another
+        host = host_of(hardware)
+        slower = min(host.to_device_bytes_per_s, host.to_host_bytes_per_s)
+        passing_s = sum(job.optimizer.state_bytes(p, g) for p in unit.trainable) / slower
     frees = layout.reshard_after_forward
     return UnitSeconds(
         gather_forward=gather,
@@ -222,7 +231,7 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
         all_reduce=collective_seconds(hardware, Collective.ALL_REDUCE, replicate_ring(hardware, g), reduced // g),
         copy_forward=copy_out,
         copy_backward=copy_in + (copy_out if frees else 0.0),
-        optimizer=_update_seconds(shards, hardware, job, on_host=layout.on_host),
+        optimizer=_update_seconds(shards, hardware, job, on_host=layout.on_host) + passing_s,
     )
 
 
@@ -291,8 +300,13 @@ def _beside_gathered(unit: UnitDescription, layout: UnitLayout, job: TrainingJob
     return highest - done
 
 
-def _host_bytes(unit: UnitDescription, g: int, job: TrainingJob) -> int:
-    """Return a unit's states on the host. Parameters and gradients are in page-locked memory, each in a power of two of bytes."""
+def _host_bytes(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) -> int:
+    """Return a unit's states on the host. Those that move are in page-locked memory, each in a power of two of bytes."""
+    g = layout.shard_size
+    if layout.states_on_host:
+        return sum(pinned_bytes(nbytes) for p in unit.trainable for nbytes in job.optimizer.state_tensors(p, g))
+    if not layout.on_host:
+        return 0
     pinned = sum((1 + p.requires_grad) * pinned_bytes(p.sharded_bytes(g)) for p in unit.parameters)
     return pinned + sum(job.optimizer.state_bytes(p, g) for p in unit.trainable)
 

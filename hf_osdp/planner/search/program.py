@@ -251,10 +251,10 @@ class Program(IntegerModel):
         level = level - reduced
         if self._job.optimizer.step is not OptimizerStep.FOR_LOOP:
             self._fits(level + self._sum(self._groups.values(), lambda o: o.bytes.step_scratch))
-            return
         for own in () if self._linear else self._groups.values():
             for option, _, used in own.runs():
-                self._fits(level + option.bytes.step_scratch, used)
+                if self._job.optimizer.step is OptimizerStep.FOR_LOOP or option.bytes.states_passing:
+                    self._fits(level + max(option.bytes.step_scratch, option.bytes.states_passing), used)
 
 
 def _tails(stage: GroupCounts) -> tuple[int, int]:

@@ -78,7 +78,7 @@ def _settings(problem: PlanningProblem) -> Iterator[str]:
     job = problem.job
     if problem.strategy is not Strategy.OSDP and fits_by_estimate(replace(problem, strategy=Strategy.OSDP)):
         yield "strategy osdp, which fits"
-    for name in ("recompute", "host_offload", "offload_activations"):
+    for name in ("recompute", "host_offload", "offload_optimizer", "offload_activations"):
         open_: dict[str, Any] = {name: None}
         if getattr(job, name) is False and fits_by_estimate(replace(problem, job=replace(job, **open_))):
             yield f"{name} left to the planner"

@@ -33,6 +33,7 @@ class _Open:
     """Where `saves_operators`, each unit's own ways to recompute come in place of a full recomputation."""
     saves_operators: bool = False
     on_host: tuple[bool, ...] = (False,)
+    states_on_host: tuple[bool, ...] = (False,)
     steps_in_backward: tuple[bool, ...] = (False,)
 
 
@@ -127,11 +128,16 @@ def _choices(sharding: _Open, problem: PlanningProblem, batch: Batch) -> list[_O
         ),
         saves_operators=job.recompute is None and problem.strategy is Strategy.OSDP,
         on_host=_with_host("host_offload", job.host_offload, hardware),
+        states_on_host=_with_host("offload_optimizer", job.offload_optimizer, hardware),
         steps_in_backward=_steps_in_backward(job, batch),
     )
     if problem.strategy is not Strategy.OSDP:
-        fixed = itertools.product(free.reduces, free.activations, free.on_host)
-        return [replace(free, reduces=(reduce,), activations=(kept,), on_host=(host,)) for reduce, kept, host in fixed]
+        places = [(host, states) for host in free.on_host for states in free.states_on_host if not (host and states)]
+        fixed = itertools.product(free.reduces, free.activations, places)
+        return [
+            replace(free, reduces=(reduce,), activations=(kept,), on_host=(host,), states_on_host=(states,))
+            for reduce, kept, (host, states) in fixed
+        ]
     if hardware.world_size == 1 and len(free.on_host) > 1:  # one process is FSDP2's only where the host is used, which costs buffers
         return [replace(free, on_host=(False,)), free]
     return [free]
@@ -178,8 +184,15 @@ def _layouts(unit: UnitDescription, ways: tuple[Recomputation, ...], offloadable
 def _product(span: GatherSpan, free: _Open) -> tuple[UnitLayout, ...]:
     """Return every layout with every other decision; the same object for the same question, as a model asks it of each block."""
     layouts = layouts_for(span, free.shard_sizes, reshard_after_forward=free.reshard_after_forward, stage_sizes=free.stage_sizes)
-    return tuple(
-        replace(layout, reduce_every_micro_step=reduces, activations=kept, on_host=host, step_in_backward=early)
-        for layout, reduces, kept, host in itertools.product(layouts, free.reduces, free.activations, free.on_host)
-        for early in (free.steps_in_backward if not host else (False,))
-    )
+    decided = itertools.product(layouts, free.reduces, free.activations, _places(free))
+    return tuple(replace(layout, reduce_every_micro_step=reduces, activations=kept, **place) for layout, reduces, kept, place in decided)
+
+
+def _places(free: _Open) -> list[dict[str, bool]]:
+    """Return where parameters and optimizer states may lie, and when the optimizer steps them."""
+    return [
+        {"on_host": host, "states_on_host": states and not host, "step_in_backward": early}
+        for host in free.on_host
+        for states in (free.states_on_host if not host else (False,))
+        for early in (free.steps_in_backward if not host and not states else (False,))
+    ]

@@ -150,4 +150,6 @@ def test_single_strategies_recompute_hold_and_offload_for_all_blocks_or_none():
     found = [[{c.activations for c in choices} for choices in space] for space in spaces(ONCE, strategy=Strategy.FSDP)]
     assert found == [[{SAVE}] * 4, [{SAVE}, {SAVE}, {AGAIN}, {AGAIN}]]
     assert len(spaces(TWICE, strategy=Strategy.FSDP)) == 4, "with all gradients held, and with none"
-    assert len(spaces(TWICE, strategy=Strategy.FSDP, host=HOST)) == 16, "with all states on the host, all activations, and none"
+    assert len(spaces(TWICE, strategy=Strategy.FSDP, host=HOST)) == 24, (
+        "with all states on the host, the optimizer's alone and none, all activations and none"
+    )

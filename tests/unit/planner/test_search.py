@@ -86,7 +86,12 @@ def test_fsdp_as_it_comes_reduces_as_accelerate_does_and_keeps_the_host_as_the_j
     asked = problem(MODEL, machine(1, 4), job, AMPLE)
     plain, recomputed = (as_scripts_run(asked, recompute=recompute).job for recompute in (False, True))
     assert plain == replace(
-        job, recompute=False, host_offload=False, offload_activations=False, precision=replace(job.precision, reduce=None)
+        job,
+        recompute=False,
+        host_offload=False,
+        offload_optimizer=False,
+        offload_activations=False,
+        precision=replace(job.precision, reduce=None),
     )
     assert recomputed == replace(plain, recompute=True, precision=job.precision)
     assert as_scripts_run(replace(asked, job=replace(job, host_offload=True)), recompute=True).job.host_offload

@@ -20,10 +20,11 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.problem import RunFacts, training_job
 from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.sharding.backward_step import step_in_backward
+from hf_osdp.sharding.gradients import local
 from hf_osdp.sharding.optimizer import step_by_device
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step
+from hf_osdp.sharding.unit_steps import bind_optimizer
 from tests.helpers.checkpointed import worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
@@ -32,6 +33,7 @@ from tests.helpers.models import tiny_batch, tiny_loss
 from .test_integration_trainer import LENGTH, PlannedTrainer, StockTrainer, arguments, assert_close, history, tokens
 
 STEPS = 3
+WAYS = ("step_in_backward", "states_on_host")
 
 
 def gpt2() -> torch.nn.Module:
@@ -40,22 +42,22 @@ def gpt2() -> torch.nn.Module:
     return GPT2LMHeadModel(config).double().train()
 
 
-def early_plan(model: torch.nn.Module, layout: str) -> Plan:
-    """The layout's plan, in which every unit but the first block's steps in backward."""
+def planned(model: torch.nn.Module, layout: str, way: str = "step_in_backward") -> Plan:
+    """The layout's plan, in which all but one unit step in backward, or have their states on the host."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     plan = plan_of(find_units(model), world, layout)
-    units = tuple(replace(unit, step_in_backward=number != 1, on_host=False) for number, unit in enumerate(plan.units))
+    units = tuple(replace(unit, on_host=False, **{way: number != 1}) for number, unit in enumerate(plan.units))
     return replace(plan, units=units, accumulation_steps=1, micro_batch_size=1)
 
 
-def train(layout: str | None, kind: str = "AdamW", *, frozen: str = "") -> dict[str, torch.Tensor]:
+def train(layout: str | None, kind: str = "AdamW", way: str = "step_in_backward", *, frozen: str = "") -> dict[str, torch.Tensor]:
     """Train with a learning rate that changes, under the layout, or in one process as it comes for None."""
     model = gpt2()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(frozen not in name if frozen else True)
     plan, units, rank, parts = None, find_units(model), 0, 1
     if layout is not None:
-        plan = early_plan(model, layout)
+        plan = planned(model, layout, way)
         apply_plan(model, plan, units, meshes=Meshes("cpu") if dist.is_initialized() else None)
         rank, parts = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -64,7 +66,7 @@ def train(layout: str | None, kind: str = "AdamW", *, frozen: str = "") -> dict[
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     if plan is not None:
         step_by_device(optimizer)
-        step_in_backward(model, plan, units, [optimizer])
+        bind_optimizer(model, plan, units, [optimizer])
     for step in range(STEPS):
         with micro_step(model, is_last=True, plan=plan):
             tiny_loss(model, tiny_batch(step, part=rank, parts=parts)).backward()
@@ -74,6 +76,13 @@ def train(layout: str | None, kind: str = "AdamW", *, frozen: str = "") -> dict[
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
+    if way == "states_on_host" and kind == "AdamW" and plan is not None:
+        waiting = {id(p) for unit in units if plan.decision(unit.fqn).states_on_host for p in named(model, unit)}
+        owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_post_hooks.values())
+        owners = (owner for owner in owners if type(owner).__name__ == "_HostStates")
+        buffers = {id(value) for owner in owners for value in owner._host.values()}
+        held = {id(local(state)): id(p) for p, states in optimizer.state.items() for state in states.values()}
+        assert {held[buffer] for buffer in buffers} == waiting, "their states are the buffers that go to the host"
     return full_state_dict(model)
 
 
@@ -84,14 +93,16 @@ def named(model: torch.nn.Module, unit) -> list[torch.nn.Parameter]:
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", pytest.param("NAdam", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", ["zero3", "mixed", pytest.param("replicate", marks=pytest.mark.slow)])
-def test_units_that_step_in_backward_train_as_one_process_does(layout, kind):
-    (weights, _) = run_ranks(train, 2, layout, kind, timeout_s=300)
+@pytest.mark.parametrize("way", WAYS)
+def test_units_that_step_by_themselves_train_as_one_process_does(layout, kind, way):
+    (weights, _) = run_ranks(train, 2, layout, kind, way, timeout_s=300)
     assert worst(weights, train(None, kind)) < 1e-12
 
 
-def test_plain_parameters_and_frozen_ones_of_one_process():
-    assert worst(train("replicate"), train(None)) < 1e-12
-    assert worst(train("replicate", frozen="mlp"), train(None, frozen="mlp")) < 1e-12
+@pytest.mark.parametrize("way", WAYS)
+def test_plain_parameters_and_frozen_ones_of_one_process(way):
+    assert worst(train("replicate", way=way), train(None)) < 1e-12
+    assert worst(train("replicate", way=way, frozen="mlp"), train(None, frozen="mlp")) < 1e-12
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +185,7 @@ def test_plain_loop_and_accumulation_and_shared_counters_are_refused():
         OptimalShardedDataParallel(gpt2(), OSDPConfig(step_in_backward=True, sequence_length=8, global_batch_size=2))
     model = gpt2()
     units = find_units(model)
-    plan = early_plan(model, "replicate")
+    plan = planned(model, "replicate")
     with pytest.raises(PlanError, match=r"which 2 accumulation steps do not allow"):
         replace(plan, accumulation_steps=2)
     with pytest.raises(PlanError, match=r"The plan steps in backward, but this loop may read gradients"):
@@ -184,6 +195,6 @@ def test_plain_loop_and_accumulation_and_shared_counters_are_refused():
         pass
 
     with pytest.raises(OSDPError, match=r"Counts may keep what all its parameters share; set step_in_backward=False"):
-        step_in_backward(model, plan, units, [Counts(model.parameters())])
+        bind_optimizer(model, plan, units, [Counts(model.parameters())])
     with pytest.raises(OSDPError, match=r"there are several optimizers"):
-        step_in_backward(model, plan, units, [torch.optim.SGD([p]) for p in model.parameters()])
+        bind_optimizer(model, plan, units, [torch.optim.SGD([p]) for p in model.parameters()])

@@ -1,0 +1,214 @@
+"""Steps of an optimizer unit by unit: within backward, or around states that come from the host.
+
+Within backward a unit is updated as soon as its gradients are reduced, and they are freed, so that no more than one unit's are there. It is
+the same training where nothing reads gradients between backward and the step: no clipping by norm, no accumulation, no loss scaling.
+
+States that wait on the host come to the device for the step, parameter by parameter, and go back; no more than one unit's are there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import OSDPError
+from ..modeling.activation_offload import copy_stream, host_tensor
+from ..modeling.units import canonical_name
+from ..planner.description import UnitDescription
+from ..planner.plan import Plan
+from .gradients import local, local_power, total_norm
+from .optimizer import low_bit_spec, step_parts, steps_element_wise, unwrapped
+
+
+def reason_against_unit_steps(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return why an optimizer cannot step unit by unit; None where it can: all it counts, it counts for each parameter."""
+    optimizer = unwrapped(optimizer)
+    if steps_element_wise(optimizer) or low_bit_spec(optimizer):
+        return None
+    return f"{type(optimizer).__name__} may keep what all its parameters share"
+
+
+def bind_optimizer(
+    model: nn.Module, plan: Plan, units: Sequence[UnitDescription], optimizers: Sequence[torch.optim.Optimizer]
+) -> BackwardSteps | None:
+    """Have the one optimizer of a model, to which the plan was applied, step units as the plan says; a second call changes nothing.
+
+    Returns:
+        Its steps within backward; None where the plan has none.
+
+    Raises:
+        OSDPError: the plan has steps of single units, and there are several optimizers, or one that cannot step a part of its parameters.
+    """
+    early = [unit for unit in units if plan.decision(unit.fqn).step_in_backward]
+    away = [unit for unit in units if plan.decision(unit.fqn).states_on_host]
+    if not optimizers or not (early or away):
+        return None
+    problem = "there are several optimizers" if len(optimizers) > 1 else reason_against_unit_steps(optimizers[0])
+    if problem is not None:
+        switch = "step_in_backward" if early else "offload_optimizer"
+        raise OSDPError(f"The plan steps units one by one, but {problem}; set {switch}=False.")
+    optimizer = unwrapped(optimizers[0])
+    bound = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_post_hooks.values()]
+    named = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    if away and not any(isinstance(owner, _HostStates) for owner in bound):
+        _HostStates(optimizer, [[named[p.name] for p in unit.trainable] for unit in away])
+    if not early:
+        return None
+    # FSDP2 leaves out parameters without dimensions, and they are averaged after backward.
+    before = next((owner for owner in bound if isinstance(owner, BackwardSteps)), None)
+    return before or BackwardSteps(optimizer, [[named[p.name] for p in unit.trainable if p.shape] for unit in early])
+
+
+class BackwardSteps:
+    """Lives in the hooks of parameters and optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, units: list[list[nn.Parameter]]) -> None:
+        self._optimizer, self._units = optimizer, units
+        self._waiting = [set(unit) for unit in units]
+        self._squares: list[torch.Tensor] = []
+        for number, unit in enumerate(units):
+            for parameter in unit:
+                parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
+        optimizer.register_step_post_hook(self._ended)
+
+    def _arrived(self, number: int, parameter: torch.Tensor) -> None:
+        """Step a unit when its last gradient is there."""
+        waiting = self._waiting[number]
+        if parameter not in waiting:
+            raise OSDPError(
+                "A second backward came before optimizer.step(), but the plan steps in backward; set step_in_backward=False, or call"
+                " optimizer.step() after each backward."
+            )
+        waiting.discard(parameter)
+        if not waiting:
+            unit = self._units[number]
+            self._squares.append(local_power([p.grad for p in unit if p.grad is not None]))  # one each: units may be on several streams
+            step_parts(self._optimizer, unit)
+            for each in unit:
+                each.grad = None
+
+    def total_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of all gradients of the last backward, those that are gone included. Collective."""
+        dtype = functools.reduce(torch.promote_types, {p.dtype for unit in self._units for p in unit}, torch.float32)
+        gone = torch.stack(self._squares).sum() if self._squares else torch.zeros((), dtype=torch.float64)
+        return total_norm([p.grad for p in parameters if p.grad is not None], before=(gone, dtype))
+
+    def _ended(self, optimizer: object, args: object, kwargs: object) -> None:
+        """Begin anew: what had no gradient of all its parameters was stepped with the rest."""
+        self._waiting, self._squares = [set(unit) for unit in self._units], []
+
+
+class _HostStates:
+    """Lives in the optimizer's hooks: steps its units before all others, and gives their gradients back after the step.
+
+    While one parameter steps, states of those after it come, and those of the ones before go, as far as the largest unit has room.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, units: list[list[nn.Parameter]]) -> None:
+        self._units = units
+        self._host: dict[tuple[nn.Parameter, str], torch.Tensor] = {}
+        self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        handle = optimizer.register_step_pre_hook(self._before)
+        optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # before groups are split by device
+        optimizer.register_step_post_hook(self._after)
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        self._after(optimizer, args, kwargs)  # a step that raised left gradients behind
+        units = [[parameter for parameter in unit if parameter.grad is not None] for unit in self._units]
+        sizes = {parameter: _size_of_states(optimizer, parameter) for parameter in chain(*units)}
+        most = max((sum(map(sizes.__getitem__, unit)) for unit in units), default=0)
+        ahead, coming, leaving, there = deque(sizes), {}, deque[tuple[nn.Parameter, _Copies]](), 0
+        for parameter in sizes:
+            while ahead and (there + sizes[ahead[0]] <= most or ahead[0] is parameter):
+                coming[ahead[0]] = self._fetch(optimizer, ahead[0])
+                there += sizes[ahead.popleft()]
+            coming.pop(parameter).wait()
+            step_parts(optimizer, [parameter])
+            leaving.append((parameter, self._send(optimizer, parameter)))
+            while leaving and (not ahead or there + sizes[ahead[0]] > most):
+                gone, copies = leaving.popleft()
+                copies.wait()
+                there -= sizes[gone]
+                if not ahead:
+                    copies.synchronize()
+        self._gradients = [(parameter, parameter.grad) for parameter in sizes]
+        for parameter in sizes:
+            parameter.grad = None
+
+    def _after(self, optimizer: object, args: object, kwargs: object) -> None:
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._gradients = []
+
+    def _fetch(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> _Copies:
+        copies = _Copies()
+        for key, state in _tensors(optimizer.state.get(parameter, {})).items():
+            host = local(state)
+            device = torch.empty(host.shape, dtype=host.dtype, device=local(parameter).device)
+            copies.add(device, host)
+            optimizer.state[parameter][key] = _like(state, device)
+        return copies
+
+    def _send(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> _Copies:
+        copies = _Copies()
+        for key, state in _tensors(optimizer.state.get(parameter, {})).items():
+            if (host := self._host.get((parameter, key))) is None:
+                host = self._host[parameter, key] = host_tensor(local(state))
+            copies.add(host, local(state))
+            optimizer.state[parameter][key] = _like(state, host)
+        return copies
+
+
+class _Copies:
+    """Copies between device and host, on a stream of their own where there are streams; holds both sides until they were waited for."""
+
+    def __init__(self) -> None:
+        self._held: list[torch.Tensor] = []
+        self._ended: torch.cuda.Event | None = None
+
+    def add(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        device = source.device if to.device.type == "cpu" else to.device
+        stream = copy_stream(device, out=to.device.type == "cpu")
+        if stream is None:
+            to.copy_(source)
+            return
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+            self._ended = stream.record_event()
+        self._held += (to, source)
+
+    def wait(self) -> None:
+        """Have compute wait for them, and let go of them."""
+        if self._ended is not None:
+            torch.cuda.current_stream().wait_event(self._ended)
+        self._held = []
+
+    def synchronize(self) -> None:
+        """Wait on the host, which may read what came there."""
+        if self._ended is not None:
+            self._ended.synchronize()
+
+
+def _size_of_states(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int:
+    """Return the bytes of a parameter's states here; before they are made those of two."""
+    made = sum(local(state).nbytes for state in _tensors(optimizer.state.get(parameter, {})).values())
+    return made or 2 * local(parameter).nbytes
+
+
+def _tensors(states: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the states of a parameter's shape: the count of steps stays where it is."""
+    return {key: value for key, value in states.items() if isinstance(value, torch.Tensor) and value.dim()}
+
+
+def _like(state: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
+    """Return the state with another local tensor."""
+    return DTensor(here, state._spec, requires_grad=False) if isinstance(state, DTensor) else here
