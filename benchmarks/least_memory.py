@@ -2,8 +2,8 @@
 
     python benchmarks/least_memory.py
 
-Nothing is measured: devices and links are presets, from data sheets. 4096 tokens a sample, bf16, 64 samples a step; states stay on the
-devices.
+Nothing is measured: devices and links are presets, from data sheets, and the host has 96 GiB and PCIe 4.0 x16 for each device. Parameters,
+gradients and activations stay on the devices.
 """
 
 from __future__ import annotations
@@ -20,14 +20,26 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, Python l
 from benchmarks.limits import LLAMA_3_8B
 from hf_osdp import InfeasibleError, PlanningProblem, TrainingJob, describe, preset, search
 from hf_osdp.planner.description import DType, ModelDescription
-from hf_osdp.planner.hardware import Hardware
+from hf_osdp.planner.hardware import Hardware, HostSpec
 from hf_osdp.planner.job import LOW_BIT, OptimizerSpec, Precision
 from hf_osdp.planner.search.search import least_memory
 from hf_osdp.planner.split import ModelSplit
 from hf_osdp.quantities import format_bytes
 
 LENGTH, SAMPLES, LIMIT_BYTES, PIECES = 4096, 64, 24 * 2**30, 8
-OPTIMIZERS = {"AdamW": OptimizerSpec(), "AdamW8bit": LOW_BIT["adamw8bit"], "AdamW4bit": LOW_BIT["adamw4bit"]}
+OPTIMIZERS = {
+    "AdamW": (OptimizerSpec(), False),
+    "AdamW, states on host": (OptimizerSpec(), True),
+    "AdamW8bit": (LOW_BIT["adamw8bit"], False),
+    "AdamW4bit": (LOW_BIT["adamw4bit"], False),
+}
+"""By name, with whether its states wait in the host's memory."""
+
+
+HOST = HostSpec(
+    memory_bytes=96 * 2**30, to_device_bytes_per_s=25e9, to_host_bytes_per_s=25e9, update_bytes_per_s=25e9,
+    source="made up: 96 GiB and PCIe 4.0 x16 for each device",
+)  # fmt: skip
 
 
 def described(hardware: Hardware, pieces: int) -> ModelDescription:
@@ -62,13 +74,13 @@ def main() -> None:
     plain = table_of(f"Llama-3-8B, {LENGTH} tokens, bf16, RTX 4090 (24 GiB), {SAMPLES} samples a step", "logits", "optimizer")
     early = table_of(f"The same, a step of one sample a device, loss in {PIECES} pieces", "optimizer", "steps")
     for devices in (8, 2):
-        hardware = preset("rtx-4090", devices_per_node=devices)
+        hardware = replace(preset("rtx-4090", devices_per_node=devices), host=HOST)
         for pieces in (1, PIECES):
             description = described(hardware, pieces)
-            for name, optimizer in OPTIMIZERS.items():
-                job = TrainingJob(global_batch_size=SAMPLES, precision=precision, optimizer=optimizer)
+            for name, (optimizer, away) in OPTIMIZERS.items():
+                job = TrainingJob(global_batch_size=SAMPLES, precision=precision, optimizer=optimizer, offload_optimizer=away)
                 plain.add_row(str(devices), "whole" if pieces == 1 else f"{pieces} pieces", name, *row(description, hardware, job))
-                for in_backward in (False, True) if pieces > 1 else ():
+                for in_backward in (False, True) if pieces > 1 and not away else ():
                     one = replace(job, global_batch_size=devices, step_in_backward=in_backward)
                     early.add_row(str(devices), name, "in backward" if in_backward else "after it", *row(description, hardware, one))
     for table in (plain, early):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from benchmarks.headline_parts.cases import Case
 from benchmarks.headline_parts.lineup import Lineup, job_of, line_up
@@ -27,7 +29,9 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import with_block_times
 from hf_osdp.planning.probe import Trial, sharded_copy
+from hf_osdp.sharding.optimizer import step_by_device
 from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
+from hf_osdp.sharding.unit_steps import bind_optimizer
 from hf_osdp.tracing.describe import describe
 
 CPU = torch.device("cpu")
@@ -102,10 +106,18 @@ def _contestants(lineup: Lineup, description: ModelDescription) -> dict[str, Con
 class Contestant:
     """A model that takes a plan's steps."""
 
-    def __init__(self, plan: Plan, trial: Trial, meshes: Meshes) -> None:
+    def __init__(
+        self, plan: Plan, trial: Trial, meshes: Meshes, *, make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
+    ) -> None:
+        """`make` makes another optimizer than the job says, one whose step is its own."""
         self._plan, self._job = plan, trial.job
         self._model = sharded_copy(plan, trial, meshes)
-        self._optimizer = make_optimizer(self._model, trial.job.optimizer, plan, trial.units)
+        if make is None:
+            self._optimizer = make_optimizer(self._model, trial.job.optimizer, plan, trial.units)
+        else:
+            self._optimizer = make(self._model.parameters())
+            step_by_device(self._optimizer)
+            bind_optimizer(self._model, plan, trial.units, [self._optimizer])
         self._batch = batch_on(trial.inputs, plan.micro_batch_size, CPU)
 
     def peak_bytes(self) -> int:

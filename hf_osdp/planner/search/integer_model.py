@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -88,8 +89,11 @@ class IntegerModel:
         """Set the objective: the limit, which must be a variable."""
         self._model.minimize(self._limit)
 
-    def solve(self) -> tuple[dict[int, UnitLayout], float, bool] | None:
-        """Return layouts by unit, the objective, and whether it is proven; None where nothing satisfies the constraints."""
+    def solve(self, most_work: float = math.inf) -> tuple[dict[int, UnitLayout], float, bool] | None:
+        """Return layouts by unit, the objective, and whether it is proven; None where nothing satisfies the constraints, or it gave up.
+
+        `most_work` is in CP-SAT's deterministic seconds; with an objective there is a limit in any case.
+        """
         from ortools.sat.python import cp_model
 
         solver = cp_model.CpSolver()
@@ -97,10 +101,9 @@ class IntegerModel:
         parameters.num_workers, parameters.random_seed = 1, 0  # so that the same question always gets the same answer
         # with any of these, OR-tools 9.15 calls some feasible programs of these infeasible
         parameters.cp_model_presolve, parameters.cut_level, parameters.use_implied_bounds = False, 0, False
-        if self._model.has_objective():
-            parameters.max_deterministic_time = _MOST_WORK
+        parameters.max_deterministic_time = min(most_work, _MOST_WORK) if self._model.has_objective() else most_work
         status = solver.solve(self._model)
-        if status == cp_model.INFEASIBLE or (status == cp_model.UNKNOWN and self._model.has_objective()):
+        if status in (cp_model.INFEASIBLE, cp_model.UNKNOWN):
             self.gave_up = status == cp_model.UNKNOWN
             return None
         assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), solver.status_name(status)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from ...errors import HardwareError
 from ..affine import Affine
+from ..cost.units import shape_ids
 from ..decision import Batch, UnitLayout, layouts_for
 from ..description import Activations, GatherSpan, ModelDescription, Recomputation, UnitDescription
 from ..hardware import Hardware
@@ -65,7 +66,12 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
         saving = replace(problem, job=replace(problem.job, recompute=False))
         choices = [c for sharding in _shardings(problem.strategy, hardware) for c in _choices(sharding, saving, batch)] + choices
     ways, offloadable = description.recomputations, description.offloadable
-    spaces = [tuple(_layouts(unit, ways[i], i in offloadable, choice) for i, unit in enumerate(description.units)) for choice in choices]
+    shapes = shape_ids(description.units)
+    alone = [shapes.count(shape) == 1 for shape in shapes]
+    spaces = [
+        tuple(_layouts(unit, ways[i], i in offloadable, choice, alone=alone[i]) for i, unit in enumerate(description.units))
+        for choice in choices
+    ]
     return tuple({tuple(map(id, space)): space for space in spaces}.values())  # equal layouts are the same object, see `_product`
 
 
@@ -144,7 +150,10 @@ def _choices(sharding: _Open, problem: PlanningProblem, batch: Batch) -> list[_O
 
 
 def _steps_in_backward(job: TrainingJob, batch: Batch) -> tuple[bool, ...]:
-    """Return what may be chosen: a step that needs scratch memory may need it at a worse moment, one of fused kernels is never worse."""
+    """Return what may be chosen: a step that needs scratch memory may need it at a worse moment, one of fused kernels is never worse.
+
+    Of units that are like others, whose parameters are small beside an embedding's or a head's, `_layouts` leaves it out.
+    """
     if not job.step_in_backward or batch.accumulation_steps > 1:
         return (False,)
     return (True,) if job.optimizer.step is OptimizerStep.FUSED else (True, False)
@@ -159,8 +168,10 @@ def _with_host(name: str, asked: bool | None, hardware: Hardware) -> tuple[bool,
     return (False, True) if asked is None else (asked,)
 
 
-def _layouts(unit: UnitDescription, ways: tuple[Recomputation, ...], offloadable: bool, free: _Open) -> tuple[UnitLayout, ...]:
-    """Return the layouts of one unit that may be recomputed in these ways."""
+def _layouts(
+    unit: UnitDescription, ways: tuple[Recomputation, ...], offloadable: bool, free: _Open, *, alone: bool
+) -> tuple[UnitLayout, ...]:
+    """Return the layouts of one unit that may be recomputed in these ways; `alone`: no other one has its shapes."""
     able = []
     for choice in free.activations:
         away = choice.offloads and offloadable
@@ -175,7 +186,7 @@ def _layouts(unit: UnitDescription, ways: tuple[Recomputation, ...], offloadable
             activations=tuple(dict.fromkeys(able)),
             saves_operators=False,
             reduces=(True,) if always else free.reduces,
-            steps_in_backward=(False,) if always else free.steps_in_backward,
+            steps_in_backward=(False,) if always else free.steps_in_backward[: None if alone else 1],
         ),
     )
 
