@@ -272,8 +272,11 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         else:
             prepared = self._prepare_fsdp2(*args)
             result = prepared if len(prepared) > 1 else prepared[0]
-        if optimizers and self._models and self.planned_run is not None and self._backward_steps is None:
-            self._backward_steps = bind_optimizer(self._models[-1], self.planned_run.plan, self.planned_run.units, optimizers)
+        if optimizers and self._models and self.planned_run is not None:
+            before, run = self._backward_steps, self.planned_run
+            self._backward_steps = bind_optimizer(self._models[-1], run.plan, run.units, optimizers)
+            if before not in (None, self._backward_steps):  # an earlier optimizer must not step any more
+                before.remove()
         if optimizers and self.reports_steps and self._loop_meter is None and self.planned_run is not None and self._models:
             skips = self.scaler is not None and self.scaler.is_enabled()
             self._loop_meter = LoopMeter(self._models[-1], self.device, self._report, self.planned_run.plan, may_skip=skips)

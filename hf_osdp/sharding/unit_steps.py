@@ -74,10 +74,17 @@ class BackwardSteps:
         self._optimizer, self._units = optimizer, units
         self._waiting = [set(unit) for unit in units]
         self._squares: list[torch.Tensor] = []
-        for number, unit in enumerate(units):
-            for parameter in unit:
-                parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
-        optimizer.register_step_post_hook(self._ended)
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
+            for number, unit in enumerate(units)
+            for parameter in unit
+        ]
+        self._handles.append(optimizer.register_step_post_hook(self._ended))
+
+    def remove(self) -> None:
+        """Have the optimizer step as it comes again."""
+        for handle in self._handles:
+            handle.remove()
 
     def _arrived(self, number: int, parameter: torch.Tensor) -> None:
         """Step a unit when its last gradient is there."""

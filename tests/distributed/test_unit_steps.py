@@ -136,6 +136,21 @@ def test_trainer_steps_in_backward_where_nothing_reads_gradients_and_equals_the_
 
 
 @pytest.mark.on_ranks(2, init=False)
+def test_a_new_optimizer_takes_the_steps_of_the_one_before():
+    config = OSDPConfig(step_in_backward=True, strategy="fsdp", sequence_length=LENGTH, global_batch_size=2, micro_batch_size=1)
+    accelerator = OSDPAccelerator(cpu=True, osdp=config)
+    model = gpt2()
+    model, first = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model, second = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    before = {name: local(p).clone() for name, p in model.named_parameters()}
+    batch = {"input_ids": torch.ones(1, LENGTH, dtype=torch.long), "labels": torch.ones(1, LENGTH, dtype=torch.long)}
+    accelerator.backward(model(**batch).loss)
+    assert all(torch.equal(before[name], local(p)) and p.grad is None for name, p in model.named_parameters()), "at a rate of 0"
+    second.step()
+    assert first.optimizer is not second.optimizer
+
+
+@pytest.mark.on_ranks(2, init=False)
 def test_accelerator_steps_in_backward_where_asked_to_and_refuses_what_needs_gradients():
     config = OSDPConfig(step_in_backward=True, strategy="fsdp", sequence_length=LENGTH, global_batch_size=2, micro_batch_size=1)
     accelerator = OSDPAccelerator(cpu=True, osdp=config)
