@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
+from hf_osdp.checkpoint.states import load_loop, save_loop
+from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import OSDPError, PlanError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
@@ -103,6 +105,38 @@ def test_units_that_step_by_themselves_train_as_one_process_does(layout, kind, w
 def test_plain_parameters_and_frozen_ones_of_one_process(way):
     assert worst(train("replicate", way=way), train(None)) < 1e-12
     assert worst(train("replicate", way=way, frozen="mlp"), train(None, frozen="mlp")) < 1e-12
+
+
+def chain(folder: str, layout: str, way: str, start: int) -> dict[str, torch.Tensor]:
+    """Two steps from a checkpoint."""
+    model, parts = gpt2(), dist.get_world_size()
+    plan, units = planned(model, layout, way), find_units(model)
+    apply_plan(model, plan, units, meshes=Meshes("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step_by_device(optimizer)
+    bind_optimizer(model, plan, units, [optimizer])
+    if start:
+        load_loop(f"{folder}/{start}", model, optimizer, others={})
+    for step in range(start, start + 2):
+        with micro_step(model, is_last=True, plan=plan):
+            tiny_loss(model, tiny_batch(step, part=dist.get_rank(), parts=parts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    save_loop(CheckpointWriter(), f"{folder}/{start + 2}", model, optimizer, others={}, progress={}, sharded=parts > 1)
+    return full_state_dict(model)
+
+
+def test_checkpoints_go_over_worlds_and_ways(tmp_path):
+    run_ranks(chain, 2, str(tmp_path), "mixed", "states_on_host", 0, timeout_s=300)
+    run_ranks(chain, 1, str(tmp_path), "replicate", "step_in_backward", 2, timeout_s=300)
+    (weights, _) = run_ranks(chain, 2, str(tmp_path), "zero3", "states_on_host", 4, timeout_s=300)
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(6):
+        tiny_loss(model, tiny_batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert worst(weights, full_state_dict(model)) < 1e-12
 
 
 @pytest.fixture(scope="module")
