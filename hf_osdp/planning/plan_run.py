@@ -110,11 +110,6 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
         check_inputs(config.inputs, model)
 
     run = _searched(model, config, facts) if config.plan is None else _given(model, config, facts)
-    if config.step_in_backward and run.plan.accumulation_steps > 1 and rank() == 0:
-        _log.warning(
-            "step_in_backward=True has no effect: the plan accumulates %d micro-steps; a smaller global batch would let units step.",
-            run.plan.accumulation_steps,
-        )
     planning_s = time.perf_counter() - started
     return replace(run, planning_s=planning_s, findings=check_run(_known(run, config, facts), model))
 

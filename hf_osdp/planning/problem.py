@@ -13,6 +13,7 @@ from torch import nn
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.device import expands_segments
+from ..distributed.mesh import rank
 from ..distributed.restart import limit_after_oom
 from ..errors import CheckpointingError, DescriptionError, HardwareError, InfeasibleError, PlanError
 from ..measurement.machine import hardware_of_run
@@ -292,6 +293,12 @@ class ProblemBuilder:
                 break
             described.add(size)
             found = self._find(size)
+        steps = found.outcome.accumulation_steps if isinstance(found.outcome, Plan) else 1
+        if self.config.step_in_backward and steps > 1 and rank() == 0:
+            _log.warning(
+                "step_in_backward=True has no effect: the plan accumulates %d micro-steps; a smaller global batch would let units step.",
+                steps,
+            )
         return found
 
     def _find(self, micro_batch_size: int) -> FoundPlan:

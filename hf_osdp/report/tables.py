@@ -162,6 +162,8 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
         some = f", but for {held} of {len(plan.units)} units, whose whole gradients are held and reduced once a step" if held else ""
         every = "once a step; whole gradients are held until then" if held == len(plan.units) else f"in every micro-step{some}"
         lines.append(f"Gradients are reduced {every}.")
+    if early := sum(unit.step_in_backward for unit in plan.units):
+        lines.append(f"{early} of {len(plan.units)} units step in backward: before optimizer.step() their gradients are None.")
     if plan.strategy == "osdp" and plan.proven_optimal:
         lines.append(
             "Proven: no plan of the search space is faster under this limit, by the cost model (docs/planner.md has its equations)."
@@ -236,7 +238,7 @@ def frontier_table(front: Sequence[SearchResult], memory_limit_bytes: int) -> Ta
         sharded = [unit for unit in plan.units if unit.mode(plan.world_size) is not ShardMode.REPLICATE]
         kept = sum(not unit.reshard_after_forward for unit in sharded)
         recomputed = sum(unit.activations.recomputes for unit in plan.units)
-        offloaded = sum(unit.on_host or unit.activations.offloads for unit in plan.units)
+        offloaded = sum(unit.on_host or unit.states_on_host or unit.activations.offloads for unit in plan.units)
         counts = (len(plan.units) - len(sharded), kept, len(sharded) - kept, recomputed, offloaded)
         return [peak, batch, *rates, *(str(count) if count else "-" for count in counts)]
 

@@ -20,7 +20,7 @@ from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.job import OptimizerSpec, Precision
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.problem import RunFacts, training_job
+from hf_osdp.planning.problem import RunFacts, find_plan, training_job
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import local
 from hf_osdp.sharding.optimizer import step_by_device
@@ -247,3 +247,11 @@ def test_plain_loop_and_accumulation_and_shared_counters_are_refused():
         bind_optimizer(model, plan, units, [Counts(model.parameters())])
     with pytest.raises(OSDPError, match=r"there are several optimizers"):
         bind_optimizer(model, plan, units, [torch.optim.SGD([p]) for p in model.parameters()])
+
+
+def test_a_request_that_accumulation_leaves_without_effect_is_said(caplog):
+    config = OSDPConfig(step_in_backward=True, hardware="cpu", memory_limit="1GiB")
+    asked = replace(facts(), world_size=1, micro_batch_size=1)
+    plan = find_plan(gpt2(), config, asked).plan
+    assert plan.accumulation_steps == 2 and not any(unit.step_in_backward for unit in plan.units)
+    assert "step_in_backward=True has no effect: the plan accumulates 2 micro-steps; a smaller global batch" in caplog.text
