@@ -14,7 +14,11 @@ REHEARSED = {
     "host": ("tests/distributed/test_host_offload.py", "-k", "1"),
     "activations": ("tests/unit/modeling/test_offloading.py",),
 }
-ON_GPU = {"host": ("tests/gpu/test_host_offload_cuda.py",), "activations": ("tests/gpu/test_activation_offload_cuda.py",)}
+ON_GPU = {
+    "host": ("tests/gpu/test_host_offload_cuda.py",),
+    "activations": ("tests/gpu/test_activation_offload_cuda.py",),
+    "unit steps": ("tests/gpu/test_unit_steps_cuda.py",),
+}
 
 
 @step(
@@ -37,6 +41,17 @@ def host_offload(bench: Bench) -> None:
 )
 def activation_offload(bench: Bench) -> None:
     run_tests(bench, *(REHEARSED if bench.rehearses else ON_GPU)["activations"])
+
+
+@step(
+    part=3,
+    expected_s=60,
+    limit_s=240,
+    rehearsal_s=None,
+    proves="optimizer states on the host, and steps within backward: weights to the bit, the peak as estimated",
+)
+def unit_steps(bench: Bench) -> None:
+    run_tests(bench, *ON_GPU["unit steps"])
 
 
 def run_tests(bench: Bench, *arguments: str) -> None:

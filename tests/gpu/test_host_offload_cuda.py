@@ -100,14 +100,15 @@ def test_whole_states_go_over_to_another_plan():
     assert apart(resumed) < 1e-12
 
 
-def estimated_and_measured(every: int, precision: str) -> tuple[int, int]:
-    """Peaks of a step in bytes."""
+def estimated_and_measured(every: int, precision: str, way: str = "on_host") -> tuple[int, int]:
+    """Peaks of a step in bytes; `way` is what is decided for each so many-th unit."""
     from transformers import GPT2Config
 
     config = GPT2Config(n_layer=6, n_embd=768, n_head=12, n_positions=256, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     job = TrainingJob(global_batch_size=1, precision=Precision.named(precision), optimizer=OptimizerSpec())
     description = describe(config, sequence_length=256, compute_dtype=job.precision.compute, device_type="cuda")
-    choices = [UnitLayout(shard_size=1, reshard_after_forward=True, on_host=index % every == 0) for index in range(len(description.units))]
+    plain = UnitLayout(shard_size=1, reshard_after_forward=True)
+    choices = [replace(plain, **{way: index % every == 0}) for index in range(len(description.units))]
     batch = Batch(micro_batch_size=1, accumulation_steps=1)
     plan = Plan.of(description, choices, batch, world_size=1)
     model = build_on_meta(config)
