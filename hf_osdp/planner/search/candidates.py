@@ -13,7 +13,7 @@ from ..cost.units import UnitBytes
 from ..decision import Batch, UnitLayout
 from ..description import Activations
 from ..problem import PlanningProblem
-from .solver import Solution, any_within, least_peak
+from .solver import ADVICE_WORK, Solution, any_within, least_peak
 from .stages import Option, Timeline
 from .strategies import batches, search_spaces
 from .timeline import BatchCosts, build_timeline
@@ -87,10 +87,10 @@ class Candidate:
         return self._each(need)
 
     def fits(self, limit_bytes: int) -> bool:
-        """Return whether any plan fits."""
+        """Return whether any plan fits, as far as is found out in a while."""
         if self.floor_bytes > limit_bytes:
             return False
-        return self._fit(self.frugal(), limit_bytes) or any_within(self.timeline, self.problem.job, limit_bytes) is not None
+        return self._fit(self.frugal(), limit_bytes) or any_within(self.timeline, self.problem.job, limit_bytes, ADVICE_WORK) is not None
 
     def least(self) -> tuple[dict[int, UnitLayout], int]:
         """Return the plan with the lowest peak, and that peak less what no plan avoids."""

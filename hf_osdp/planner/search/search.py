@@ -17,7 +17,7 @@ from ..plan import Plan
 from ..problem import PlanningProblem, Strategy
 from .candidates import Candidate, possible_candidates
 from .remedies import infeasible_error
-from .solver import Solution, any_within, fastest
+from .solver import ADVICE_WORK, Solution, any_within, fastest
 
 _ROUNDS = 6
 """Searches for a plan that the allocator serves."""
@@ -183,7 +183,7 @@ def _least(candidates: Sequence[Candidate]) -> SearchResult:
     for candidate in sorted(candidates, key=lambda c: c.floor_bytes):
         if best is not None:
             below = best[2] - 1
-            if candidate.floor_bytes > below or any_within(candidate.timeline, candidate.problem.job, below) is None:
+            if candidate.floor_bytes > below or any_within(candidate.timeline, candidate.problem.job, below, ADVICE_WORK) is None:
                 continue
         best = candidate, *candidate.least()
     assert best is not None

@@ -26,8 +26,8 @@ _FEW, _MORE = 12, 4
 """Options of each group in the first program, and by how many times more there are in the next where nothing was found."""
 _SAME = 1e-7
 """Part of a step's time by which a plan must be quicker to count: no rate is known so well, and to tell nearer plans apart takes long."""
-_MOST_WORK = 0.5
-"""Of one question whether anything fits, in CP-SAT's deterministic seconds; nearly all take hundredths."""
+ADVICE_WORK = 0.5
+"""Of one question whether anything fits where the answer is advice, in CP-SAT's deterministic seconds; nearly all take hundredths."""
 _ROUNDED = 1e-6
 """Part of a bound by which rounding in the linear solver may have raised it."""
 _ROUNDING = 2**22
@@ -105,13 +105,13 @@ def _relaxed(
     return -math.inf, {group: dict.fromkeys(group.options, 0.0) for group in timeline.groups}
 
 
-def any_within(timeline: Timeline, job: TrainingJob, limit_bytes: int) -> dict[int, UnitLayout] | None:
-    """Return some layout for each unit with every moment within the limit; None where there is none, or none was found in a while."""
+def any_within(timeline: Timeline, job: TrainingJob, limit_bytes: int, most_work: float = math.inf) -> dict[int, UnitLayout] | None:
+    """Return some layout for each unit with every moment within the limit; None where there is none, or none was found by `most_work`."""
     possible = timeline.within(limit_bytes)
     if possible is None:
         return None
     frugal = {group: set(undominated(group.options, Option.fits_where)) for group in possible.groups}
-    found = Program(possible.keeping(frugal), job, limit_bytes).solve(_MOST_WORK)
+    found = Program(possible.keeping(frugal), job, limit_bytes).solve(most_work)
     return None if found is None else found[0]
 
 
@@ -135,7 +135,7 @@ def least_peak(
     impossible = max(floor_bytes, bound) - 1
     while highest - impossible > 1:
         limit = highest - 1 if attempt % 2 == 0 else (highest + impossible) // 2
-        layouts = any_within(timeline, job, limit)
+        layouts = any_within(timeline, job, limit, ADVICE_WORK)
         if layouts is None:
             impossible = limit
         else:
