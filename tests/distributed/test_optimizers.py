@@ -162,7 +162,7 @@ def test_every_optimizer_that_is_let_through_trains_as_one_process_does():
 @pytest.mark.on_ranks(2)
 def test_others_are_stopped_before_their_first_step_in_a_plain_loop():
     model, alone = sharded()
-    prepare_new_optimizers(model)
+    prepare_new_optimizers(model, lambda module, optimizer: None)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     for cls, said in ((TrustRatio, "TrustRatio is not element-wise"), (torch.optim.Muon, "orthogonalises")):
         with pytest.raises(OSDPError, match=said):

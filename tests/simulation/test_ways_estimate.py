@@ -162,10 +162,10 @@ SELDOM = [
 @pytest.mark.parametrize("trial", slow_but([*EARLY, *SELDOM], daily=EARLY), ids=str)
 def test_peak_where_units_step_in_backward(trial):
     _, simulated = replace(trial, step_in_backward=True).check(under=0.005, over=0.03)
-    assert trial.optimizer is not OptimizerStep.FUSED or simulated.peak_bytes <= trial.run()[1].peak_bytes
+    assert trial.optimizer is not OptimizerStep.FUSED or simulated.peak_bytes <= 1.001 * trial.run()[1].peak_bytes
 
 
-STATES = [
+OPTIMIZER_AWAY = [
     replace(GPT2, states_on_host=(True,)),
     replace(LLAMA, layout="mixed", precision="bf16", states_on_host=(True, False), optimizer=OptimizerStep.FOREACH),
     replace(GPT2, model="gpt2", world=1, layout="ddp", states_on_host=(True,), optimizer=OptimizerStep.FOR_LOOP),
@@ -173,7 +173,7 @@ STATES = [
 ]
 
 
-@pytest.mark.parametrize("trial", slow_but(STATES, daily=STATES[:3]), ids=str)
+@pytest.mark.parametrize("trial", slow_but(OPTIMIZER_AWAY, daily=OPTIMIZER_AWAY[:3]), ids=str)
 def test_peak_where_optimizer_states_wait_on_the_host(trial):
     estimate, simulated = trial.check(under=0.005, over=0.03)
     assert estimate.host_bytes == pytest.approx(simulated.host_bytes, rel=0.01)
