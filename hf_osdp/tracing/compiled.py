@@ -42,21 +42,20 @@ class TracedCompiler:
     def __init__(self, mode: FakeTensorMode, cuda: CudaKernels | None = None) -> None:
         self._mode, self._cuda = mode, cuda
         self._memory: MemoryTracker | None = None
-        self._recorder: Recorder | None = None
         self._runs = 0
         """Graphs that ran."""
         self._backend = functools.cache(self._make_backend)
 
     @contextmanager
-    def recording(self, memory: MemoryTracker, recorder: Recorder | None = None) -> Iterator[None]:
+    def recording(self, memory: MemoryTracker) -> Iterator[None]:
         """Count what compiled forwards and their backwards allocate and compute."""
-        self._memory, self._recorder = memory, recorder
+        self._memory = memory
         limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _MOST_VARIANTS)
         try:
             with torch._dynamo.config.patch(limits):
                 yield
         finally:
-            self._memory = self._recorder = None
+            self._memory = None
 
     def close(self) -> None:
         """Forget what was compiled: dynamo's caches belong to the code of a forward, and training compiles that for real."""
@@ -117,8 +116,8 @@ class TracedCompiler:
     def _launch(self, kernel: FusedKernel, values: dict[fx.Node, Any]) -> None:
         """Allocate what a kernel writes, and let go of what nobody reads after it."""
         with ExitStack() as stack:
-            if self._recorder is not None:
-                stack.enter_context(self._recorder.kernel(kernel.flops, kernel.traffic_bytes))
+            if isinstance(self._memory, Recorder):
+                stack.enter_context(self._memory.kernel(kernel.flops, kernel.traffic_bytes))
             for node in kernel.writes:
                 values.pop(kernel.takes_over.get(node), None)  # type: ignore[arg-type]
                 like = node.meta["val"]

@@ -193,7 +193,8 @@ class FakeifyTensors(TorchDispatchMode):
         kwargs = dict(kwargs or {})
         if kwargs.get("device") is not None:
             kwargs["device"] = DEVICE
-        if func is not aten.lift_fresh.default:  # which brings in what was made just now
+        fresh = func is aten.lift_fresh.default  # which brings in what was made just now
+        if not fresh and not all(isinstance(tensor, FakeTensor) for tensor in tensors_in((args, kwargs))):
             args, kwargs = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -16,14 +16,13 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.autograd import _get_sequence_nr
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ..modeling.selective import operator_name
 from ..planner.allocator.replay import Event
 from .attention import attention_flops
 from .memory_tracker import MemoryTracker
-from .tensors import call_operator, tensors_in
+from .tensors import tensors_in
 
 aten = torch.ops.aten
 
@@ -91,16 +90,15 @@ class SegmentRecord:
     backward: PhaseRecord = field(default_factory=PhaseRecord)
 
 
-class Recorder(TorchDispatchMode):
-    """Split a forward and backward pass into segments; enter it inside the tracker that counts its bytes.
+class Recorder(MemoryTracker):
+    """Split a forward and backward pass on fake tensors into segments, and count their bytes as the tracker does.
 
     Call `enter` and `leave` around each unit's module, `begin_backward` between the passes and `close_backward` after them. What runs
     outside of them is unit 0's, the root's.
     """
 
-    def __init__(self, memory: MemoryTracker) -> None:
-        super().__init__()
-        self._memory = memory
+    def __init__(self, *, block_bytes: int) -> None:
+        super().__init__(block_bytes=block_bytes)
         self.records: list[SegmentRecord] = []
         self.inside = False
         self._current = self._pending = SegmentRecord(unit=0, first_node=_get_sequence_nr())
@@ -143,16 +141,16 @@ class Recorder(TorchDispatchMode):
         phase.matmul_flops += flops
         phase.traffic_bytes += traffic_bytes
         phase.operators += 1
-        phase.levels.append(self._memory.current_bytes)
+        phase.levels.append(self.current_bytes)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         self._follow()
         kwargs = kwargs or {}
-        result = call_operator(func, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         self._phase.count(func, args, kwargs, result)
-        self._phase.levels.append(self._memory.current_bytes)
+        self._phase.levels.append(self.current_bytes)
         return result
 
     @property
@@ -166,18 +164,18 @@ class Recorder(TorchDispatchMode):
         elif not self.records or self._pending is not self._current:
             self._close_forward()
             self._current = self._pending
-            self._current.start_bytes = self._memory.current_bytes
-            self._current.forward.levels.append(self._memory.current_bytes)
+            self._current.start_bytes = self.current_bytes
+            self._current.forward.levels.append(self.current_bytes)
             self.records.append(self._current)
 
     def _close_forward(self) -> None:
         if self.records:
-            self._current.end_bytes = self._memory.current_bytes
+            self._current.end_bytes = self.current_bytes
             self._current.forward.events += self._new_events()
 
     def _new_events(self) -> list[Event]:
-        began, self._events_read = self._events_read, len(self._memory.events)
-        return self._memory.events[began:]
+        began, self._events_read = self._events_read, len(self.events)
+        return self.events[began:]
 
     def _follow_backward(self) -> None:
         """Switch to the segment whose autograd node runs; gradient accumulation and recomputation stay where they are."""
@@ -192,23 +190,23 @@ class Recorder(TorchDispatchMode):
 
     def _enter_backward(self, record: SegmentRecord) -> None:
         self._current = record
-        record.backward.levels.append(self._memory.current_bytes)
+        record.backward.levels.append(self.current_bytes)
 
     def close_backward(self) -> None:
         record = self._current
         record.backward.events += self._new_events()
         for parameter in sorted(self._gradient_order, key=self._gradient_order.__getitem__):
-            number = None if parameter.grad is None else self._memory.allocation_of(parameter.grad)
+            number = None if parameter.grad is None else self.allocation_of(parameter.grad)
             record.gradient_allocations += [] if number is None else [number]
             parameter.grad = None
         self._gradient_order.clear()
         self._new_events()
         if record.release is not None:
-            before = self._memory.current_bytes
+            before = self.current_bytes
             record.release()
-            record.kept_bytes += before - self._memory.current_bytes
+            record.kept_bytes += before - self.current_bytes
             record.backward.events += self._new_events()
-        record.input_gradient_bytes = max(0, self._memory.current_bytes - record.start_bytes)
+        record.input_gradient_bytes = max(0, self.current_bytes - record.start_bytes)
 
 
 def _bytes(value: object) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -46,6 +47,7 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
+@functools.cache
 def is_dtensor(cls: type) -> bool:
     tensor = sys.modules.get("torch.distributed.tensor")  # there are none where it was never imported, and planning does without
     return tensor is not None and issubclass(cls, tensor.DTensor)
@@ -54,7 +56,7 @@ def is_dtensor(cls: type) -> bool:
 def storages_in(value: object) -> Iterator[tuple[torch.Tensor, torch.UntypedStorage]]:
     """Yield each plain tensor in an operator's arguments or result with its storage; sparse tensors have none of their own."""
     for tensor in tensors_in(value):
-        for plain in plain_tensors(tensor):
+        for plain in (tensor,) if type(tensor) is FakeTensor else plain_tensors(tensor):
             try:
                 storage = plain.untyped_storage()
             except (NotImplementedError, RuntimeError):

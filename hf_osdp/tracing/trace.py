@@ -29,7 +29,7 @@ from .cuda_kernels import CudaKernels
 from .equal_blocks import RecordedCall, block_key, call_key
 from .fake_model import OutsideReads, fake_copy, release_of_stored
 from .known_values import FakeifyTensors, KnownValues
-from .memory_tracker import CUDA_BLOCK_BYTES, MemoryTracker
+from .memory_tracker import CUDA_BLOCK_BYTES
 from .recomputation import LoggedCall, OperatorLog, recomputations, with_modes, with_share, worthwhile
 from .recorder import Recorder, SegmentRecord
 from .segments import Samples, held_by_recomputed, is_idle, linear_bytes, segments_of, with_offloaded
@@ -226,6 +226,10 @@ class _Tracer:
         """Operators of recomputed units: for each batch those of forward, then those of its second run."""
         self._like: dict[int, int] = {}
         """Of units that were not traced, the equal one that was."""
+        self._recorder: Recorder
+        """Of the batch that runs."""
+        self._calls: dict[Hashable, list[tuple[SegmentRecord, RecordedCall]]] = {}
+        """Of that batch, those of equal blocks that were traced."""
         self.output_bytes: list[int] = []
         self._cuda = CudaKernels(options.capability) if options.cuda_kernels else None
         self.kernels: Mapping[Kernel, AttentionCall] = {} if self._cuda is None else self._cuda.found
@@ -261,6 +265,7 @@ class _Tracer:
                 stack.enter_context(forward_replaced(self._fake, under_autocast(self._fake.forward, autocast)))
             if loss is not None:  # which may call the model that it knows, as trainers do with `self.model`
                 stack.enter_context(forward_replaced(self._model, self._fake.__call__))
+            stack.enter_context(self._wrapped())
             return [self._run(batch) for batch in batches]
 
     @property
@@ -295,13 +300,13 @@ class _Tracer:
                 stack.enter_context(context)
             known = stack.enter_context(KnownValues(alone=True))
             fakes = known.fakes_of(batch, self._mode, self._options.compute_dtype)
-            memory = stack.enter_context(MemoryTracker(block_bytes=CUDA_BLOCK_BYTES if self._options.cuda_kernels else 1))
-            recorder: Recorder = stack.enter_context(Recorder(memory))
-            stack.enter_context(self.compiler.recording(memory, recorder))
+            recorder = self._recorder = Recorder(block_bytes=CUDA_BLOCK_BYTES if self._options.cuda_kernels else 1)
+            self._calls.clear()
+            stack.enter_context(recorder)
+            stack.enter_context(self.compiler.recording(recorder))
             if self._cuda is not None:
                 stack.enter_context(self._cuda)
             stack.enter_context(FakeifyTensors(self._mode, known))
-            stack.enter_context(self._wrapped(recorder))
             output = output_of(self._fake, fakes, self._options.loss)
             loss = loss_of(output)
             storages = {storage._cdata: storage.nbytes() for storage in map(torch.Tensor.untyped_storage, tensors_of(output))}
@@ -314,28 +319,28 @@ class _Tracer:
         return recorder.records
 
     @contextmanager
-    def _wrapped(self, recorder: Recorder) -> Iterator[None]:
+    def _wrapped(self) -> Iterator[None]:
         """Put recording forwards on the copy's units and gradient hooks on its parameters, and take them off again."""
-        calls: dict[Hashable, list[tuple[SegmentRecord, RecordedCall]]] = {}
         with ExitStack() as stack:
             for unit, module in self._modules:
-                recording = self._recording(unit, module, recorder, calls)
-                stack.enter_context(forward_replaced(module, self.reads.running(unit, recording)))
+                stack.enter_context(forward_replaced(module, self.reads.running(unit, self._recording(unit, module))))
             for position, (name, parameter) in enumerate(self._fake.named_parameters()):
                 if parameter.requires_grad:
-                    note = functools.partial(recorder.note_gradient, name=self._step_names.get(canonical_name(name)), position=position)
-                    handle = parameter.register_post_accumulate_grad_hook(note)
-                    stack.callback(handle.remove)
+                    note = functools.partial(self._note_gradient, name=self._step_names.get(canonical_name(name)), position=position)
+                    stack.callback(parameter.register_post_accumulate_grad_hook(note).remove)
             yield
 
-    def _recording(
-        self, unit: int, module: nn.Module, recorder: Recorder, calls: dict[Hashable, list[tuple[SegmentRecord, RecordedCall]]]
-    ) -> Callable[..., Any]:
+    def _note_gradient(self, parameter: nn.Parameter, *, name: str | None, position: int) -> None:
+        self._recorder.note_gradient(parameter, name, position)
+
+    def _recording(self, unit: int, module: nn.Module) -> Callable[..., Any]:
         """Wrap a unit's forward: its call is a segment; of equal calls after the second, the outputs alone are made."""
+        calls = self._calls
         original = module.forward
         anchor = next((p for p in module.parameters() if p.requires_grad), None)
 
         def forward(*args: Any, **kwargs: Any) -> object:
+            recorder = self._recorder
             if recorder.inside or torch._C._current_graph_task_id() != -1:
                 return original(*args, **kwargs)  # a call inside another, or recomputed in backward
             key = (self._keys[unit], call_key(args, kwargs)) if unit in self._keys else None

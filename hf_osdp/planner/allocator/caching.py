@@ -113,7 +113,7 @@ class CachingAllocator:
             return
         size = _rounded(nbytes, MIN_BLOCK_BYTES)
         small = size <= SMALL_BYTES
-        pool = self._pools.setdefault((small, stream), _Pool(small=small))
+        pool = self._pools.get((small, stream)) or self._pools.setdefault((small, stream), _Pool(small=small))
         block = self._best_fit(pool, size) or self._new(pool, size) or self._retry(pool, size)
         rest = block.size - size
         if rest >= MIN_BLOCK_BYTES if small or self.expandable_segments else rest > SMALL_BYTES:
