@@ -236,14 +236,14 @@ def own_checkpoints(folder: Path) -> list[Path]:
     return [path for path in numbered_checkpoints(folder) if training is None or is_own(path)]
 
 
-def recorded_batch(folder: str | Path) -> int | None:
-    """Return the samples of an optimizer step in the training that this start resumes after a restart; None without one. Collective."""
+def recorded_manifest(folder: str | Path) -> Manifest | None:
+    """Return the newest manifest of the training that this start resumes after a restart; None without one. Collective."""
 
-    def newest() -> int | None:
+    def newest() -> Manifest | None:
         for path in own_checkpoints(Path(folder)):
             with suppress(CheckpointError):
                 if (manifest := Manifest.load(path)) is not None:
-                    return manifest.global_batch_size
+                    return manifest
         return None
 
     return on_rank_zero(newest) if is_restart() else None

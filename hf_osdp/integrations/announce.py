@@ -65,6 +65,8 @@ def announce_plan(run: PlannedRun) -> None:
             f" estimate, {run.plan.step_s / run.open_step_s:.2f} times as fast: switch checkpointing off.",
             highlight=False,
         )
+    if run.optimizer is not None:
+        console.print(run.optimizer.line, highlight=False)
     if run.compilation is not None:
         console.print(run.compilation.line(compiles=bool(run.plan.compiled_classes)), highlight=False)
     where = "" if run.hardware is None else f" for {run.hardware.summary}"

@@ -97,6 +97,8 @@ class Trainer(TrainerCheckpoints):
                     Path(str(args.output_dir)).rmdir()
             raise
         set_batch(args, self._run.plan)
+        if self._run.optimizer is not None:
+            args.optim = self._run.optimizer.name
         self._train_batch_size = args.train_batch_size
         self.accelerator.adopt(self._run)
         self.is_fsdp_enabled = self.is_fsdp_enabled or self.accelerator.is_fsdp2  # one process with units on the host

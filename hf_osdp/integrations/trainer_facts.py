@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 from collections.abc import Mapping, Sized
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
-from ..checkpoint.resume import recorded_batch
+from ..checkpoint.resume import recorded_manifest
 from ..distributed.process_group import all_gather_objects
 from ..modeling.batch import Inputs, without_adapters
 from ..modeling.wrapping import has_running_statistics
@@ -41,6 +41,8 @@ _PLUGIN_OPTIONS = ("cpu_offload", "cpu_ram_efficient_loading", "state_dict_type"
 """Entries of `TrainingArguments.fsdp_config` that go to the plugin; the plan decides the rest."""
 _ADDED = ("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
 """Entries that transformers adds to `fsdp_config` itself, switched off."""
+_MAKERS = ("transformers", "hf_osdp")
+"""Packages in which the Trainer's own way to make an optimizer is."""
 _MOST_BYTES = 2**20
 """Of a file of options."""
 
@@ -52,13 +54,16 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> RunFacts:
     stock_loss = type(trainer).compute_loss is Trainer.compute_loss
     model_makes_loss = stock_loss and trainer.compute_loss_func is None and trainer.label_smoother is None
     trains = trainer.train_dataset is not None
-    samples = config.global_batch_size or _global_batch_size(args, resumes=trains and config.resume_after_restart)
+    begun = recorded_manifest(str(args.output_dir)) if trains and config.resume_after_restart else None
+    samples = config.global_batch_size or _global_batch_size(args, None if begun is None else begun.global_batch_size)
+    optimizer = _optimizer_spec(trainer)
     checkpointing = bool(plugin.activation_checkpointing)
     return RunFacts(
         world_size=args.world_size,
         device_type=args.device.type,
         precision=Precision.named(args.mixed_precision, autocast=args.world_size == 1 and not dist.is_initialized()),
-        optimizer=_optimizer_spec(trainer),
+        optimizer=optimizer,
+        optimizer_choices=_optimizer_choices(trainer, config, optimizer, None if begun is None else begun.settings.get("optimizer")),
         sequence_length=sequence_length,
         global_batch_size=samples,
         steps=_steps(trainer, samples),
@@ -100,11 +105,9 @@ def _steps(trainer: Trainer, samples_of_step: int) -> int | None:
     return math.ceil(args.num_train_epochs * len(dataset) / samples_of_step) if isinstance(dataset, Sized) else None
 
 
-def _global_batch_size(args: TrainingArguments, *, resumes: bool) -> int:
+def _global_batch_size(args: TrainingArguments, begun: int | None) -> int:
     """Return the samples of a step as the arguments have them; a restart, which may have fewer processes, keeps those it began with."""
     given = samples_of_step(args)
-    assert args.output_dir is not None
-    begun = recorded_batch(args.output_dir) if resumes else None
     if begun is None or begun == given or begun % args.world_size:
         return given
     if args.process_index == 0:
@@ -200,16 +203,41 @@ def _optimizer_spec(trainer: Trainer) -> OptimizerSpec:
         optimizer = cls([nn.Parameter(torch.zeros(1))], **options)
     name = OptimizerNames(trainer.args.optim).value
     if optimizer is None and not knows_trainer_name(name):
-        try:
-            model: Any = trainer.model
-            cls, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, model)
-        except (ImportError, ValueError) as error:
-            why = " ".join(str(error).split()).rstrip(".")
-            raise ValueError(f"optim={name!r} cannot be made: {why}; do so, or use adamw_torch.") from None
-        optimizer = cls([nn.Parameter(torch.zeros(1))], **options)
+        optimizer = _small_optimizer(trainer, name)
     if optimizer is not None:
         return spec_of_optimizer(optimizer, device_type=device_type)
     return spec_of_trainer_name(name, device_type=device_type)
+
+
+def _small_optimizer(trainer: Trainer, name: str) -> torch.optim.Optimizer:
+    """Return what the Trainer makes for this name of `optim`, with one element."""
+    args, model = copy.copy(trainer.args), cast("Any", trainer.model)
+    args.optim = name
+    try:
+        cls, options = trainer.get_optimizer_cls_and_kwargs(args, model)
+    except (ImportError, ValueError) as error:
+        why = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(f"optim={name!r} cannot be made: {why}; do so, or use adamw_torch.") from None
+    return cast("torch.optim.Optimizer", cls([nn.Parameter(torch.zeros(1))], **options))
+
+
+def _optimizer_choices(
+    trainer: Trainer, config: OSDPConfig, optimizer: OptimizerSpec, begun: str | None
+) -> tuple[tuple[str, OptimizerSpec], ...]:
+    """Return the optimizers that may run, as names of `optim` with what they hold; of those with which training `begun`, where that is one.
+
+    There is no choice where the optimizer is there already, or is made by other code than the Trainer's.
+    """
+    maker = next(cls for cls in type(trainer).__mro__ if "create_optimizer" in vars(cls))
+    made = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
+    if config.other_optimizers is None or made or maker.__module__.partition(".")[0] not in _MAKERS:
+        return ()
+    choices = {OptimizerNames(trainer.args.optim).value: optimizer}
+    for name in config.other_optimizers:
+        choices.setdefault(name, spec_of_trainer_name(name, device_type=trainer.args.device.type))
+        _small_optimizer(trainer, name)
+    kept = {name: spec for name, spec in choices.items() if begun is None or spec.name == begun.lower()}
+    return tuple((kept or choices).items())
 
 
 def _reader_of_gradients(trainer: Trainer) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 _WITHOUT_EFFECT_ON_PLAN = (
     "strategy", "operator_splitting", "on_oom", "recalibrate", "hardware", "profile", "nodes", "memory_margin",
     "recompute", "host_offload", "offload_optimizer", "offload_activations", "split_vocabulary", "compile",
+    "other_optimizers",
 )  # fmt: skip
 
 
@@ -64,6 +65,10 @@ class OSDPConfig:
     """Step each unit within backward, as soon as its gradients are reduced, so that no more than one unit's are there: True wherever the
     layout allows, False nowhere; None where a Trainer neither clips (`max_grad_norm=0`) nor scales the loss, nor has a callback read
     gradients. Between backward and `optimizer.step()` these gradients are None. Plans with accumulation do without."""
+    other_optimizers: tuple[str, ...] | str | None = None
+    """Values of `TrainingArguments.optim`, as names or one comma-separated string, of which the Trainer may take one in the place of what
+    its arguments say, where a step is then faster, or fits at all: `"adamw_torch_8bit"`. That trains with other arithmetic, so None takes
+    none. Restarts keep the optimizer that training began with."""
     compile: bool | str = False
     """Compile the forward of each block, with Inductor, before it is sharded: elementwise operators run as one kernel, and less is saved
     for backward. The first steps take longer, seconds to minutes. Blocks that do not compile as one graph run as they are; blocks stay
@@ -101,7 +106,8 @@ class OSDPConfig:
     --max-restarts 3`) start all ranks again by that plan, from the last complete checkpoint."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "block_classes", _class_names(self.block_classes))
+        object.__setattr__(self, "block_classes", _names("block_classes", self.block_classes, "class", "GPT2Block,BertLayer"))
+        object.__setattr__(self, "other_optimizers", _names("other_optimizers", self.other_optimizers, "optimizer", "adamw_torch_8bit"))
         self._check_values()
         self._check_combinations()
 
@@ -200,14 +206,14 @@ def merged_config(*places: OSDPConfig | Mapping[str, object] | None) -> OSDPConf
     return OSDPConfig.from_options(merged)
 
 
-def _class_names(names: tuple[str, ...] | list[str] | str | None) -> tuple[str, ...] | None:
-    """Return `"GPT2Block, BertLayer"` as a tuple of names."""
+def _names(option: str, names: Iterable[str] | None, kind: str, example: str) -> tuple[str, ...] | None:
+    """Return an option's names, given as several or as `"GPT2Block, BertLayer"`, as a tuple."""
     if names is None:
         return None
     parts = names.split(",") if isinstance(names, str) else list(names)
     if not all(isinstance(part, str) for part in parts):
-        raise ValueError(f"block_classes={names!r} must hold class names, for example GPT2Block,BertLayer.")
+        raise ValueError(f"{option}={names!r} must hold {kind} names, for example {example}.")
     cleaned = tuple(part.strip() for part in parts if part.strip())
     if not cleaned:
-        raise ValueError(f"block_classes={names!r} names no class; give names such as GPT2Block, or leave it out to have them found.")
+        raise ValueError(f"{option}={names!r} names no {kind}; give names such as {example.partition(',')[0]}, or leave it out.")
     return cleaned

@@ -30,6 +30,7 @@ from ..report.plan_file import PlanInputs
 from ..sharding.environment import uses_host
 from .compilation import Compilation, weigh
 from .config import OSDPConfig
+from .optimizer_choice import OptimizerChoice, find_plan_and_optimizer
 from .preflight import Finding, KnownRun, check_model, check_run
 from .probe import Trial, probe
 from .problem import (
@@ -38,7 +39,6 @@ from .problem import (
     ProblemBuilder,
     RunFacts,
     check_backward_step,
-    find_plan,
     plan_from_rank_zero,
     training_job,
 )  # fmt: skip
@@ -65,6 +65,8 @@ class PlannedRun:
     """Seconds that describing, measuring, searching and trying took."""
     open_step_s: float | None = None
     """Estimated seconds of a step where recomputation is left to the planner; None where it is."""
+    optimizer: OptimizerChoice | None = None
+    """Which of several optimizers that may run does; None where there is no choice."""
     compilation: Compilation | None = None
     """What compiled blocks gain, where they were asked for; None where it was not looked for, or cannot be told."""
     rounds: tuple[Round, ...] = ()
@@ -110,13 +112,15 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
         check_inputs(config.inputs, model)
 
     run = _searched(model, config, facts) if config.plan is None else _given(model, config, facts)
+    facts = _as_chosen(facts, run.optimizer)
     planning_s = time.perf_counter() - started
     return replace(run, planning_s=planning_s, findings=check_run(_known(run, config, facts), model))
 
 
 def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
     """Search on rank 0, and try the plan if that is asked for. Collective."""
-    found, as_they_are = find_plan(model, config, facts), replace(config, compile=False)
+    as_they_are = replace(config, compile=False)
+    found, optimizer = find_plan_and_optimizer(model, config, facts)
     if config.compile == "auto" and isinstance(found.outcome, InfeasibleError):
         return _searched(model, as_they_are, facts)
     plan, problem = found.plan, found.problem
@@ -146,10 +150,16 @@ def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedR
         search=estimated(problem, plan) if first else None,
         comparison=comparison,
         open_step_s=None if rounds or not first else _open_step_s(found),
+        optimizer=optimizer,
         compilation=compilation,
         rounds=rounds,
         meshes=meshes,
     )
+
+
+def _as_chosen(facts: RunFacts, choice: OptimizerChoice | None) -> RunFacts:
+    """Return the facts of the run with the optimizer that was chosen."""
+    return facts if choice is None else replace(facts, optimizer=dict(facts.optimizer_choices)[choice.name])
 
 
 def _weighed(found: FoundPlan, steps: int | None) -> Compilation | None:
@@ -277,6 +287,11 @@ def _check_options(config: OSDPConfig, facts: RunFacts) -> None:
     for name, value in (("recompute", False), ("split_vocabulary", True), ("offload_activations", True)):
         if facts.activation_checkpointing and getattr(config, name) is value:
             raise ValueError(f"{name}={value} has no effect beside activation checkpointing of all blocks; leave one of the two out.")
+    if config.other_optimizers and not facts.optimizer_choices:
+        raise ValueError(
+            f"other_optimizers={','.join(config.other_optimizers)!r} is for a Trainer that makes its optimizer from optim=...; here it is"
+            " made otherwise. Leave it out, or give the one that you want."
+        )
     if facts.cpu_offload and config.host_offload is False:
         raise ValueError("host_offload=False, but cpu_offload moves all states to the host; leave one of the two out.")
     if config.recalibrate and facts.loss is not None:

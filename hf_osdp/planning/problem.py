@@ -65,6 +65,8 @@ class RunFacts:
     precision: Precision
     """With `autocast` where one process can run without FSDP2."""
     optimizer: OptimizerSpec
+    optimizer_choices: tuple[tuple[str, OptimizerSpec], ...] = ()
+    """Names with what they hold, of which one may run, `optimizer` first; empty where there is no choice."""
     sequence_length: int | None
     """Tokens of one sample, 1 where samples have none; None only where a given plan runs without an estimate."""
     global_batch_size: int | None

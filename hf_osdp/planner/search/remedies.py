@@ -10,7 +10,7 @@ from ...errors import HardwareError, InfeasibleError
 from ...quantities import format_bytes
 from ..cost.memory import MemoryEstimate
 from ..description import ModelDescription, PhaseCost, Segment
-from ..job import Precision
+from ..job import LOW_BIT, Precision
 from ..plan import Plan
 from ..problem import PlanningProblem, Strategy
 from .candidates import all_candidates
@@ -82,6 +82,10 @@ def _settings(problem: PlanningProblem) -> Iterator[str]:
         open_: dict[str, Any] = {name: None}
         if getattr(job, name) is False and fits_by_estimate(replace(problem, job=replace(job, **open_))):
             yield f"{name} left to the planner"
+    low_bit = replace(job, optimizer=LOW_BIT["adamw8bit"], host_offload=False, offload_optimizer=False)
+    if job.optimizer.name == "adamw" and not (job.host_offload or job.offload_optimizer):
+        if fits_by_estimate(replace(problem, job=low_bit)):
+            yield "states of 8 bits (optim='adamw_torch_8bit')"
     early = replace(job, clips_gradients=False, step_in_backward=True)
     if job.clips_gradients and fits_by_estimate(replace(problem, job=early)):
         yield "step_in_backward without clipping (max_grad_norm=0)"

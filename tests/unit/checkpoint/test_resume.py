@@ -8,7 +8,14 @@ import shutil
 import pytest
 
 from hf_osdp.checkpoint.folders import MANIFEST_NAME, Manifest
-from hf_osdp.checkpoint.resume import check_checkpoint, checkpoint_to_resume, last_checkpoint, recorded_batch, start_fresh, warn_of_changes
+from hf_osdp.checkpoint.resume import (
+    check_checkpoint,
+    checkpoint_to_resume,
+    last_checkpoint,
+    recorded_manifest,
+    start_fresh,
+    warn_of_changes,
+)
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.errors import CheckpointError
 
@@ -95,7 +102,7 @@ def test_damaged_note_of_the_training_is_not_taken_for_none(tmp_path, restarted,
 def test_start_without_anything_to_note_writes_nothing(tmp_path):
     start_fresh(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    assert recorded_batch(tmp_path) is None
+    assert recorded_manifest(tmp_path) is None
 
 
 def test_changed_settings_are_named_with_value_before_and_now(tmp_path, caplog):

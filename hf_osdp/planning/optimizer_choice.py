@@ -1,0 +1,78 @@
+"""Choose among the optimizers that the user allows: each gets its own best plan, and the fastest of these runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from ..errors import InfeasibleError
+from ..planner.description import ModelDescription
+from ..planner.plan import Plan
+from ..quantities import format_seconds
+from ..tracing.describe import describe
+from .config import OSDPConfig
+from .problem import FoundPlan, RunFacts, find_plan
+
+_WORTH_CHANGING = 1.01
+"""How many times as fast a step must be for another optimizer than one that is named before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerChoice:
+    """Which of several optimizers runs, and why."""
+
+    name: str
+    """As `TrainingArguments.optim` has it."""
+    step_s: tuple[tuple[str, float | None], ...]
+    """Of each name, first what the arguments have, the seconds of a step by the estimate of its best plan; None where nothing fits."""
+
+    @property
+    def line(self) -> str:
+        """The choice with its reason, as it is printed."""
+        others = [f"{name} {'does not fit' if s is None else format_seconds(s)}" for name, s in self.step_s if name != self.name]
+        chosen = dict(self.step_s)[self.name]
+        assert chosen is not None
+        beside = f" ({', '.join(others)})" if others else ", as training began"
+        return f"Optimizer: {self.name}, with which a step takes {format_seconds(chosen)} by the estimate{beside}."
+
+
+def find_plan_and_optimizer(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> tuple[FoundPlan, OptimizerChoice | None]:
+    """Search as `find_plan`, where several optimizers are allowed with each. Collective.
+
+    The earlier of two is taken where the later is not faster by more than 1 %. Where nothing fits with any, the outcome is that of the
+    optimizer that needs least.
+    """
+    if not facts.optimizer_choices:
+        return find_plan(model, config, facts), None
+    trace, found = _once(), dict[str, FoundPlan]()
+    for name, spec in facts.optimizer_choices:
+        found[name] = find_plan(model, config, replace(facts, optimizer=spec), trace=trace)
+        if config.profile is None:  # one machine for all, measured once
+            config = replace(config, hardware=found[name].builder.hardware, nodes=None)
+    times = tuple((name, one.outcome.step_s if isinstance(one.outcome, Plan) else None) for name, one in found.items())
+    fastest = min((seconds for _, seconds in times if seconds is not None), default=None)
+    if fastest is None:
+        return min(found.values(), key=_least_bytes), None
+    name = next(name for name, seconds in times if seconds is not None and seconds <= _WORTH_CHANGING * fastest)
+    return found[name], OptimizerChoice(name=name, step_s=times)
+
+
+def _least_bytes(found: FoundPlan) -> int:
+    assert isinstance(found.outcome, InfeasibleError)
+    return found.outcome.least_peak_bytes
+
+
+def _once() -> Callable[..., ModelDescription]:
+    """Return `describe`, which describes the same model only once; batches and losses are told apart as objects."""
+    descriptions: dict[tuple[object, ...], ModelDescription] = {}
+
+    def describe_once(model: nn.Module, **options: Any) -> ModelDescription:
+        key = tuple((name, id(value) if callable(value) else value) for name, value in sorted(options.items()))
+        if key not in descriptions:
+            descriptions[key] = describe(model, **options)
+        return descriptions[key]
+
+    return describe_once
