@@ -129,16 +129,16 @@ def row_of(name: str, seed: int, places: dict[str, object]) -> Row:
     )  # fmt: skip
 
 
-def run(name: str, seed: int, places: dict[str, object], processes: int) -> Path:
-    """Train, unless that was done; the folder with the results."""
+def run(name: str, seed: int, places: dict[str, object], processes: int, *more: str) -> Path:
+    """Train, unless that was done, with `more` flags; the folder with the results."""
     recipe = RECIPES[name]
-    folder = Path(str(places["runs"])) / f"{name}, seed {seed}, {'planned' if processes == 2 else 'alone'}"
+    folder = Path(str(places["runs"])) / ", ".join([name, f"seed {seed}", "planned" if processes == 2 else "alone", *more[1::2]])
     if folder.is_dir():
         return folder
     script = [str(ROOT / "recipes" / f"{recipe.script}.py"), str(ROOT / "recipes" / recipe.arguments)]
     flags = [part.format(**places, seed=seed) for part in recipe.extra]
     unfinished = folder.with_name(f"{folder.name}, unfinished")
-    flags += ["--seed", str(seed), "--output_dir", str(unfinished), "--disable_tqdm", "true"]
+    flags += [*more, "--seed", str(seed), "--output_dir", str(unfinished), "--disable_tqdm", "true"]
     if processes == 2:
         command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIG), *script, *flags]
     else:

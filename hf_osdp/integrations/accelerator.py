@@ -46,7 +46,7 @@ from .checkpoints import AcceleratorCheckpoints
 from .launch import launch_request
 from .plugin import OSDPPlugin, offloads, plugin_for, precision_of
 from .samples import batches_of_loader
-from .sharding import apply_alone, check_bound, shard_model
+from .sharding import apply_alone, shard_model, take_later
 
 _REFUSED = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
 """Arguments of `Accelerator` that decide how the model is laid out."""
@@ -266,6 +266,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             if not self.is_fsdp2 and not any(known is model for known in self._models):
                 apply_alone(model, self._planned, optimizers)
                 self._explain_memory_of(model)
+            elif not self.is_fsdp2:
+                take_later(optimizers, model)
         if not models or not self.is_fsdp2 or optimizers:
             with self._without_dynamo():
                 result = super().prepare(*args, device_placement=device_placement)
@@ -340,7 +342,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     def _shard(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
         """Wrap blocks for checkpointing first, then apply the plan: a unit is the wrapped block."""
         if isinstance(model, FSDPModule):
-            check_bound(optimizers, model)
+            take_later(optimizers, model)
         else:
             if self.plugin.activation_checkpointing:
                 assert self._planned.inputs is not None

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..distributed.mesh import world_size
 from ..planning.plan_run import PlannedRun
 from ..sharding.apply import apply_plan, verify_applied
 from ..sharding.environment import move_to_device
@@ -17,6 +18,7 @@ from ..sharding.optimizer import (
     rebind_parameters,
     release_parameters,
     step_by_device,
+    step_on_shards,
     steps_shards,
     unwrapped,
 )
@@ -64,8 +66,11 @@ def apply_alone(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.op
             step_by_device(unwrapped(optimizer))
 
 
-def check_bound(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
-    """Refuse an optimizer that holds other parameters than the sharded model's: it would train nothing."""
+def take_later(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
+    """Prepare optimizers that were made after the plan was applied to their model, as after an evaluation.
+
+    Those that cannot work on shards are refused, and those that hold other parameters than the model's, which would train nothing.
+    """
     free_gathered(model)
     known = {id(parameter) for parameter in model.parameters()}
     unknown = sum(id(p) not in known for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
@@ -74,6 +79,10 @@ def check_bound(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -
             f"The optimizer holds {unknown} parameters that are not the sharded model's; make it before the first forward,"
             " or prepare model and optimizer together."
         )
+    for optimizer in optimizers:
+        if world_size() > 1:
+            check_optimizer(optimizer)
+        step_on_shards(optimizer, model)
 
 
 def _detach_weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -203,6 +203,12 @@ def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Pa
     inner = unwrapped(optimizer)  # Accelerate's wrapper has no hooks
     if type(inner) is torch.optim.Adagrad:
         inner.state = torch.optim.Adagrad([dict(group) for group in inner.param_groups], **inner.defaults).state
+    step_on_shards(inner, model)
+
+
+def step_on_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Let an optimizer of a model that a plan was applied to step by device, and keep the positions of what is split."""
+    inner = unwrapped(optimizer)
     step_by_device(inner, host_parameters(model))
     if split_names(model):
         keep_positions(inner, model)

@@ -9,15 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
 from hf_osdp.checkpoint.states import load_loop, save_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.errors import OSDPError
+from hf_osdp.integrations.accelerator import OSDPAccelerator
+from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.modeling.split.apply_split import split_operators
 from hf_osdp.modeling.split.names import is_split, keep_positions
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.job import Precision
+from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.presets import preset
 from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.problem import RunFacts, training_job
@@ -31,7 +37,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import mixed_plan, plan_of
 from tests.helpers.models import tiny_batch, tiny_loss
 
-from .test_integration_trainer import LENGTH, PlannedTrainer, StockTrainer, arguments, assert_close, history, tokens
+from .test_integration_trainer import GLOBAL_BATCH, LENGTH, PlannedTrainer, StockTrainer, arguments, assert_close, history, tokens
 
 torchao = pytest.importorskip("torchao.optim", reason="torchao is not installed; pip install 'hf_osdp[low-bit]'")
 
@@ -200,3 +206,36 @@ def test_trainer_name_states_and_host_are_known_before_a_run():
     assert training_job(OSDPConfig(), facts).host_offload is False
     with pytest.raises(ValueError, match=r"plain tensors, and adamw8bit's are quantized; leave the offload out, or use AdamW"):
         training_job(OSDPConfig(host_offload=True), facts)
+
+
+def evaluated_first(folder: str, plan: Plan | None, optim: str) -> Trainer:
+    samples = GLOBAL_BATCH // (plan.world_size if plan else 1)
+    args = arguments(folder, per_device_train_batch_size=samples, per_device_eval_batch_size=4, optim=optim)
+    cls, options = (StockTrainer, {}) if plan is None else (PlannedTrainer, {"osdp": OSDPConfig(plan=plan)})
+    trainer = cls(model=gpt2(WIDTH), args=args, train_dataset=tokens(), eval_dataset=tokens(8), **options)
+    trainer.evaluate()
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def stock_after_evaluation(tmp_path_factory) -> dict[str, list[float]]:
+    return history(evaluated_first(str(tmp_path_factory.mktemp("one")), None, "adamw_torch_8bit"))
+
+
+@pytest.mark.on_ranks(2, init=False)
+def test_an_optimizer_made_after_an_evaluation_steps_shards_as_well(tmp_path, stock_after_evaluation):
+    plan = mixed_plan(gpt2(WIDTH), 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
+    trainer = evaluated_first(str(tmp_path), plan, "adamw_torch_8bit")
+    assert_close(history(trainer), stock_after_evaluation, 1e-9)
+    assert not any(isinstance(value, DTensor) for states in trainer.optimizer.state.values() for value in states.values())
+
+
+@pytest.mark.on_ranks(2, init=False)
+def test_an_optimizer_made_after_an_evaluation_is_refused_where_shards_do_not_allow_it():
+    hardware = preset("cpu", devices_per_node=2)
+    accelerator = OSDPAccelerator(cpu=True, osdp=OSDPConfig(strategy="fsdp", sequence_length=LENGTH, hardware=hardware))
+    accelerator.plan(gpt2_model := gpt2(WIDTH), global_batch_size=GLOBAL_BATCH)
+    model = accelerator.prepare(gpt2_model)
+    with pytest.raises(OSDPError, match="Adafactor factors a parameter's second moment"):
+        accelerator.prepare(model, torch.optim.Adafactor(model.parameters()))

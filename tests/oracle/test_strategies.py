@@ -13,7 +13,7 @@ from hf_osdp.errors import InfeasibleError, OSDPError
 from hf_osdp.planner.affine import Envelope
 from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import Backend, Hardware
-from hf_osdp.planner.job import Precision, TrainingJob
+from hf_osdp.planner.job import LOW_BIT, Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import compare_strategies
@@ -220,6 +220,8 @@ def apply_remedy(remedy: str, limit: int, hardware: Hardware, strategy: Strategy
         return search(problem(MODEL, more, job, limit, strategy=strategy))
     if match := re.fullmatch(r"a memory limit of (.*)", remedy):
         return search(problem(MODEL, hardware, JOB, parse_bytes(match.group(1)), strategy=strategy))
+    if remedy == "states of 8 bits (optim='adamw_torch_8bit')":
+        return search(problem(MODEL, hardware, replace(JOB, optimizer=LOW_BIT["adamw8bit"]), limit, strategy=strategy))
     assert re.match(r"mixed_precision bf16|sequence length \d+", remedy), remedy
     return None
 

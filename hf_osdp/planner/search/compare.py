@@ -176,13 +176,14 @@ def choose_description(
     """
 
     def rank(description: ModelDescription) -> tuple[bool, float]:
-        """Rank what fits first, by its time; then what needs least, by a bound."""
-        found = search_or_floor(replace(problem, description=description))
+        """Rank what fits first, by its time, if it is faster than all before; then what needs least, by a bound."""
+        found = search_or_floor(replace(problem, description=description), cutoff_s=fastest_s)
         return (True, float(found)) if isinstance(found, int) else (False, found.time.step_s)
 
     plain = problem.description
     if problem.strategy is not Strategy.OSDP:
         return plain
+    fastest_s = math.inf
     ranked = [(rank(plain), plain)]
     (over, step_s), _ = ranked[0]
     if not over and not plain.compiled_classes and step_s <= _NEAR * fastest_without_limit(problem):
@@ -193,5 +194,6 @@ def choose_description(
         except DescriptionError as error:
             _log.debug("%s", error)
             continue
+        fastest_s = min((seconds for (over, seconds), _ in ranked if not over), default=math.inf)
         ranked.append((rank(description), description))
     return min(ranked, key=lambda pair: pair[0])[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -49,16 +50,19 @@ def search(problem: PlanningProblem) -> SearchResult:
         ValueError: a global batch that the world size does not divide.
     """
     problem = replace(problem, job=replace(problem.job, precision=problem.job.precision.on(problem.hardware.world_size)))
-    found = _found(problem)
+    found = _asked(problem).answer()
     if found is None:
         least = _least(_runnable(problem))
         raise infeasible_error(problem, least.plan, least.memory, _needed(least, problem))
     return found
 
 
-def search_or_floor(problem: PlanningProblem) -> SearchResult | int:
-    """Return what `search` finds, or where nothing fits a bound below every plan's peak, in bytes; it takes less time than the error."""
-    found, hardware = _found(problem), problem.hardware
+def search_or_floor(problem: PlanningProblem, *, cutoff_s: float = math.inf) -> SearchResult | int:
+    """Return what `search` finds, or where nothing fits a bound below every plan's peak, in bytes; it takes less time than the error.
+
+    A plan whose step takes `cutoff_s` or longer counts as none.
+    """
+    found, hardware = _asked(problem).answer(cutoff_s), problem.hardware
     if found is not None:
         return found
     return hardware.limit_for(min(candidate.floor_bytes for candidate in possible_candidates(problem)) + hardware.unavoidable_bytes)
@@ -77,17 +81,36 @@ def least_memory(problem: PlanningProblem) -> int:
     return problem.hardware.limit_for(_needed(_least(_runnable(problem)), problem))
 
 
-@functools.lru_cache(maxsize=2)
-def _found(problem: PlanningProblem) -> SearchResult | None:
-    """Return the best plan, as the allocator serves it where it can be replayed; None where none fits.
+class _Question:
+    """A problem, with what searching it has found."""
 
-    It is kept, as choosing how a model is split asks what planning asks again.
+    def __init__(self, problem: PlanningProblem) -> None:
+        self._problem = problem
+        self._found: SearchResult | None = None
+        self._searched_s = 0.0
+        """Nothing else is faster than this."""
+
+    def answer(self, cutoff_s: float = math.inf) -> SearchResult | None:
+        """Return the best plan; None where none fits, or none is faster than the cutoff."""
+        if self._found is None and cutoff_s > self._searched_s:
+            self._found, self._searched_s = _best(self._problem, cutoff_s), cutoff_s
+        return self._found if self._found is not None and self._found.time.step_s < cutoff_s else None
+
+
+@functools.lru_cache(maxsize=2)
+def _asked(problem: PlanningProblem) -> _Question:
+    """Return the question, which is kept, as choosing how a model is split asks what planning asks again."""
+    return _Question(problem)
+
+
+def _best(problem: PlanningProblem, cutoff_s: float) -> SearchResult | None:
+    """Return the best plan, as the allocator serves it where it can be replayed; None where none fits, or none is faster.
 
     Where the allocator does not serve the first plan, another is found by what that one missed; parts of the space may miss less: single
     strategies, every block recomputed, or none.
     """
     candidates = _runnable(problem)
-    first = _fastest(candidates, problem)
+    first = _fastest(candidates, problem, cutoff_s=cutoff_s)
     found = _served(first, candidates, problem)
     if problem.strategy is not Strategy.OSDP or first is None or (found is not None and found.time.step_s <= first.time.step_s):
         return found  # no other plan is quicker than the first
@@ -149,17 +172,19 @@ def _missing(found: SearchResult, problem: PlanningProblem, *, retries: bool) ->
     return capacity_needed(found.plan, problem.description, problem.job, retries=retries, enough_bytes=capacity) - capacity
 
 
-def _fastest(candidates: Sequence[Candidate], problem: PlanningProblem, *, less_bytes: int = 0) -> SearchResult | None:
-    """Return the best plan of all candidates under the limit, or under so many bytes less; None where none fits."""
+def _fastest(
+    candidates: Sequence[Candidate], problem: PlanningProblem, *, less_bytes: int = 0, cutoff_s: float = math.inf
+) -> SearchResult | None:
+    """Return the best plan of all candidates under the limit, or under so many bytes less; None where none fits, or none is faster."""
     limit = problem.hardware.tensor_bytes(problem.memory_limit_bytes) - less_bytes
     best: tuple[Candidate, Solution] | None = None
-    best_s, proven = float("inf"), True
+    best_s, proven = cutoff_s, True
     for candidate in sorted(candidates, key=lambda candidate: candidate.least_within_s(limit)):
         if candidate.least_within_s(limit) >= best_s:
             break  # bounds only rise from here
         if candidate.floor_bytes > limit:
             continue
-        cutoff = None if best is None else best_s
+        cutoff = None if best_s == math.inf else best_s
         solution = candidate.quickest(limit) or fastest(candidate.timeline, problem.job, limit, cutoff_s=cutoff)
         if solution is None:
             candidate.bounds_s[limit] = best_s

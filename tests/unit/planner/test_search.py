@@ -14,7 +14,7 @@ from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import StrategyResult, as_scripts_run, compare_strategies
-from hf_osdp.planner.search.search import fastest_without_limit, least_memory, search, search_or_floor
+from hf_osdp.planner.search.search import _asked, fastest_without_limit, least_memory, search, search_or_floor
 from hf_osdp.planner.search.solver import fastest
 from hf_osdp.quantities import format_bytes
 from tests.helpers.descriptions import at_random, transformer, ways
@@ -148,6 +148,17 @@ def test_search_or_floor_gives_a_bound_where_nothing_fits(reserved):
     assert isinstance(floor, int) and reserved < floor <= least
     assert floor - reserved == search_or_floor(problem(MODEL, machine(1, 4), JOB, 1))
     assert search_or_floor(problem(MODEL, hardware, JOB, least)) == search(problem(MODEL, hardware, JOB, least))
+
+
+@pytest.mark.parametrize("world", [(1, 4), (2, 2)])
+def test_a_cutoff_leaves_out_what_is_not_faster_and_is_not_remembered_as_an_answer(world):
+    asked = problem(MODEL, machine(*world), JOB, 2**33)
+    step_s = search(asked).time.step_s
+    _asked.cache_clear()
+    assert isinstance(search_or_floor(asked, cutoff_s=0.99 * step_s), int)
+    assert search_or_floor(asked, cutoff_s=1.01 * step_s).time.step_s == step_s
+    assert isinstance(search_or_floor(asked, cutoff_s=0.99 * step_s), int), "what was found is not faster"
+    assert search(asked).time.step_s == step_s
 
 
 def test_plan_states_what_it_was_made_for():
