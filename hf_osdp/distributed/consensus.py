@@ -224,10 +224,13 @@ class Heartbeat(threading.Thread):
             _log.warning("%s is heard from again, after %.0f s.", who, silent_s)
 
     def end(self) -> None:
-        """Tell the others that this rank has ended; a fork does not."""
+        """Tell the others that this rank has ended; a fork does not.
+
+        It waits as long as a store may be silent: Python aborts a process (SIGABRT) that ends while a thread is in torch's store.
+        """
         if os.getpid() == self._process:
             self._ends.set()
-            self.join(1.0)
+            self.join(SILENT_BEATS * BEAT_S)
 
 
 def start_heartbeat() -> None:

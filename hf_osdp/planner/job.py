@@ -109,6 +109,14 @@ class OptimizerSpec:
         """Whether states are held in blocks that are quantized together."""
         return any(form.block_size > 1 for form in self.formats)
 
+    def with_block_size(self, elements: int) -> OptimizerSpec:
+        """Return the same with quantized blocks of so many elements, each with a float32 scale."""
+        formats = (
+            replace(form, block_size=elements, bytes_per_element=form.bytes_per_element - 4 / form.block_size + 4 / elements)
+            for form in self.formats
+        )
+        return replace(self, formats=tuple(formats))
+
     def state_bytes(self, parameter: ParameterSpec, shard_size: int) -> int:
         """Return the bytes of a parameter's states on the rank that holds most of them.
 

@@ -61,6 +61,8 @@ _STATES = {"adamw": 2, "adam": 2, "adamax": 2, "nadam": 2, "radam": 2, "sgd": 0,
 _TRAINER_NAMES = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd", "adagrad": "adagrad", "rmsprop": "rmsprop"}
 """`TrainingArguments.optim` → the optimizer of `torch.optim` behind it."""
 _LOW_BIT_NAMES = {"adamw_torch_8bit": "adamw8bit", "adamw_torch_4bit": "adamw4bit"}
+_TRAINER_BLOCK = 256
+"""Elements of a quantized block in transformers 5; torchao's own AdamW4bit has 128."""
 
 
 def reason_against(name: str) -> str | None:
@@ -73,12 +75,13 @@ def _advice(name: str) -> str:
 
 
 def low_bit_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec | None:
-    """Return what one of torchao's optimizers with quantized states holds; None of others, and of other blocks than its default's."""
+    """Return what one of torchao's optimizers with quantized states holds; None of others, and with amsgrad's third state."""
     names = [cls.__name__.lower() for cls in type(optimizer).__mro__ if cls.__module__.startswith("torchao.")]
     spec = next(filter(None, (LOW_BIT.get(name.replace("adamw", "adam").replace("adam", "adamw")) for name in names)), None)
-    if spec is None or optimizer.block_size != spec.formats[0].block_size or optimizer.defaults["amsgrad"]:  # type: ignore[attr-defined]
+    block_size = getattr(optimizer, "block_size", None)  # transformers hands on text from `optim_args`, with which torchao fails
+    if spec is None or optimizer.defaults["amsgrad"] or not isinstance(block_size, int):
         return None
-    return spec
+    return spec.with_block_size(block_size)
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -400,7 +403,7 @@ def knows_trainer_name(name: str) -> bool:
 def spec_of_trainer_name(name: str, *, device_type: str) -> OptimizerSpec:
     """Return what the optimizer that `TrainingArguments(optim=...)` names will hold; ValueError for one that is not known by its name."""
     if name in _LOW_BIT_NAMES:
-        return LOW_BIT[_LOW_BIT_NAMES[name]]
+        return LOW_BIT[_LOW_BIT_NAMES[name]].with_block_size(_TRAINER_BLOCK)
     if name not in _TRAINER_NAMES:
         reason = reason_against(name)
         why = f"{reason}, which shards of a parameter do not allow" if reason else "is not known to work on sharded parameters"

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.distributed import ROOT, environment, free_port, run_program
+from tests.helpers.output import ends_of
 
 LOOP = """
 import json, os, sys, torch
@@ -91,7 +92,7 @@ def test_the_batch_file_trains(folder):
     batch = batch.replace("=ib0", "=lo").replace("% 10000", "% 50000")
     slurm = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": str(int(free_port()) - 20000)}
     done = run_program(["bash", "-c", batch], cwd=folder, PATH=path_of(folder), **slurm)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, ends_of(done.stderr)
     check_trained(folder)
 
 
@@ -108,7 +109,7 @@ def test_torchrun_trains(folder):
     finally:
         for machine in machines:
             machine.kill()
-    assert [machine.returncode for machine in machines] == [0, 0], errors[0][-3000:]
+    assert [machine.returncode for machine in machines] == [0, 0], ends_of(errors[0])
     check_trained(folder)
 
 

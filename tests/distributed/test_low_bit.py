@@ -200,6 +200,10 @@ def test_trainer_with_adamw_torch_8bit_equals_the_stock_one(tmp_path, stock):
 def test_trainer_name_states_and_host_are_known_before_a_run():
     eight = spec_of_trainer_name("adamw_torch_8bit", device_type="cuda")
     assert eight == spec_of_optimizer(torchao.AdamW8bit([nn.Parameter(torch.ones(2))]), device_type="cuda")
+    four = spec_of_trainer_name("adamw_torch_4bit", device_type="cuda")
+    made = torchao.AdamW4bit([nn.Parameter(torch.ones(2))], block_size=256)  # transformers' size, where torchao has 128
+    assert four == spec_of_optimizer(made, device_type="cuda") and four.formats[0].bytes_per_element == 0.5 + 4 / 256
+    check_optimizer(made)
     facts = RunFacts(
         world_size=2, device_type="cuda", precision=Precision(), optimizer=eight, sequence_length=8, global_batch_size=2,
     )  # fmt: skip
@@ -219,14 +223,19 @@ def evaluated_first(folder: str, plan: Plan | None, optim: str) -> Trainer:
 
 
 @pytest.fixture(scope="module")
-def stock_after_evaluation(tmp_path_factory) -> dict[str, list[float]]:
-    return history(evaluated_first(str(tmp_path_factory.mktemp("one")), None, "adamw_torch_8bit"))
+def stock_after_evaluation(request, tmp_path_factory) -> dict[str, list[float]]:
+    return history(evaluated_first(str(tmp_path_factory.mktemp("one")), None, request.param))
 
 
+@pytest.mark.parametrize(
+    ("stock_after_evaluation", "optim"),
+    [("adamw_torch_8bit",) * 2, pytest.param("adamw_torch_4bit", "adamw_torch_4bit", marks=pytest.mark.slow)],
+    indirect=["stock_after_evaluation"],
+)
 @pytest.mark.on_ranks(2, init=False)
-def test_an_optimizer_made_after_an_evaluation_steps_shards_as_well(tmp_path, stock_after_evaluation):
+def test_an_optimizer_made_after_an_evaluation_steps_shards_as_well(tmp_path, stock_after_evaluation, optim):
     plan = mixed_plan(gpt2(WIDTH), 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
-    trainer = evaluated_first(str(tmp_path), plan, "adamw_torch_8bit")
+    trainer = evaluated_first(str(tmp_path), plan, optim)
     assert_close(history(trainer), stock_after_evaluation, 1e-9)
     assert not any(isinstance(value, DTensor) for states in trainer.optimizer.state.values() for value in states.values())
 

@@ -18,6 +18,7 @@ from tests.helpers.distributed import TORCHRUN, run_program
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.no_memory import Fails, fail
+from tests.helpers.output import ends_of
 
 PLACES = {
     "forward": "forward of transformer.h.1",
@@ -129,7 +130,7 @@ def train(tmp_path: Path, name: str, *, on_oom: str, fails: bool, restarts: int 
 
 
 def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, ends_of(done.stderr)
     return json.loads(re.findall(r"LOSSES (\[.*\])", done.stdout)[-1])
 
 

@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.helpers.distributed import TORCHRUN, free_port, run_program, run_ranks
+from tests.helpers.output import ends_of
 
 from .pages import DOCS, page
 
@@ -96,7 +97,7 @@ def test_the_simulation_prints_what_the_page_says(tmp_path):
 
 def assert_ends_well(command: list[object], folder: Path) -> str:
     done = run_program(command, cwd=folder)
-    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.returncode == 0, ends_of(done.stderr)
     return done.stdout
 
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from tests.faults.kills import run, uninterrupted
 from tests.faults.training import FINAL, SAVE_EVERY, STEPS, Training, marks
+from tests.helpers.output import ends_of
 
 ROOT = Path(__file__).parents[2]
 ENDS_WITHIN_S = 150.0
@@ -53,7 +54,7 @@ def test_ranks_that_torchrun_starts_again_go_on(tmp_path, loop):
     done = subprocess.run(
         command(loop, folder, 6, restarts=1), cwd=ROOT, env=environment(**own_store), timeout=ENDS_WITHIN_S, capture_output=True, text=True
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, ends_of(done.stderr)
     assert "resume checkpoint-4" in marks(folder) and marks(folder)[-1] == "done"
     assert_as_uninterrupted(loop, folder, tmp_path)
 
@@ -71,7 +72,7 @@ def test_job_with_sigterm_saves_and_requeued_goes_on(tmp_path):
         errors = job.communicate(timeout=ENDS_WITHIN_S)[1]
     assert job.returncode != 0, "the launcher must know that the run is not over"
     saved = sorted(int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*"))
-    assert saved and saved[-1] < STEPS, errors[-2000:]
+    assert saved and saved[-1] < STEPS, ends_of(errors)
     assert "SIGTERM: training saves checkpoint-" in errors
     requeued = subprocess.run(command("trainer", folder), cwd=ROOT, env=environment(SLURM_RESTART_COUNT="1"), timeout=ENDS_WITHIN_S)
     assert requeued.returncode == 0 and f"resume checkpoint-{saved[-1]}" in marks(folder)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from transformers.integrations import is_tensorboard_available
 
+from tests.helpers.output import ends_of
 from tests.recipes.ranks import Run, run_together
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +74,7 @@ class Recipe:
             command = [*launch, "--num_processes", str(processes)]
         command += self.command(*positional, **changes)
         done = subprocess.run(command, cwd=self.folder, env=self.environment(), capture_output=True, text=True, timeout=200, check=False)
-        assert (done.returncode != 0) == fails, done.stderr[-3000:]
+        assert (done.returncode != 0) == fails, ends_of(done.stderr)
         return done.stderr if fails else done.stdout
 
     def job(self, output: str, *positional: str, **changes: object) -> Run:

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoTokenizer
 
 from hf_osdp import OSDPConfig
+from tests.helpers.output import ends_of
 from tests.helpers.shared_data import SHARED_DATA, needs_shared_data
 from tests.recipes.conftest import Recipe, load_saved, log_of, perplexities
 from tests.recipes.ranks import run_together
@@ -118,7 +119,7 @@ def test_infeasible_limit_ends_two_processes_with_one_line(recipe):
     """Every process fails; one of them says why."""
     printed = recipe.run(processes=2, fails=True, memory_limit="100KiB")
     lines = [line for line in printed.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and "No plan fits 100.0 KiB" in lines[0], printed[-3000:]
+    assert len(lines) == 1 and "No plan fits 100.0 KiB" in lines[0], ends_of(printed)
     assert not recipe.output.exists()
 
 

@@ -6,6 +6,8 @@ import logging
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -21,6 +23,7 @@ from hf_osdp.distributed.mesh import Topology, find_topology, topology_of
 from hf_osdp.distributed.process_group import RankReport, _collect, _report, check_ranks, differences, refusal
 from hf_osdp.distributed.stop import EXIT_CODE, StopSignal
 from hf_osdp.errors import HardwareError, LaunchError
+from tests.helpers.output import ends_of
 
 
 def report(rank: int, *, ranks: int = 2, host: str = "a", token: str = "", torch: str = "2.13") -> RankReport:
@@ -172,6 +175,34 @@ def test_watch_ends_in_silence_with_a_store_that_ends(caplog, monkeypatch):
     Heartbeat(store, 1, 2).start()
     time.sleep(0.4)
     assert not caplog.messages and not any(thread.name == "hf_osdp watch" for thread in threading.enumerate())
+
+
+ENDS_DURING_A_BEAT = """
+import atexit, time
+import torch.distributed as dist
+from hf_osdp.distributed.consensus import Heartbeat
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+class LoadedStore:
+    def set(self, key, value):
+        until = time.monotonic() + 3.0
+        while time.monotonic() < until:
+            store.set(key, value)
+
+    def check(self, keys):
+        return False
+
+dist.is_initialized = lambda: True
+heartbeat = Heartbeat(LoadedStore(), 1, 2)
+heartbeat.start()
+atexit.register(heartbeat.end)
+"""
+
+
+def test_process_that_ends_during_a_slow_beat_does_not_abort():
+    done = subprocess.run([sys.executable, "-c", ENDS_DURING_A_BEAT], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, ends_of(done.stderr)
 
 
 def test_thread_that_waits_in_a_collective_is_noticed_once_and_one_that_works_is_not():
