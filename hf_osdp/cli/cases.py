@@ -47,6 +47,7 @@ _OPTIONS = (
     "compile",
     "operator_splitting",
     "step_in_backward",
+    "communication",
 )
 _FACTS = ("sequence_length", "global_batch_size", "micro_batch_size", "activation_checkpointing")
 """Fields of a request that `OSDPConfig` and `RunFacts` have, too."""

@@ -96,6 +96,10 @@ class Request:
             help="Step each unit as soon as its gradients are reduced, which frees them; not for loops that clip, accumulate or scale.",
         ),
     ] = None
+    communication: Annotated[
+        Literal["exact", "bf16", "int8", "int4"],
+        option("NAME", "The coarsest form in which parameters and gradients may cross slow links; it changes the rounding of training."),
+    ] = "exact"
     compile: Annotated[bool, typer.Option("--compile", help="Compile each block with torch.compile before it is sharded.")] = False
     operator_splitting: Annotated[
         bool, typer.Option(help="Cut blocks into operator units, and operators into slices, where that pays.")

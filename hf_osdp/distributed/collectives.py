@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -71,8 +72,22 @@ class Works(dist.Work):
         return True
 
 
+class Transport(Protocol):
+    """How the bytes of a collective's stage travel, of flat and contiguous tensors."""
+
+    def all_gather(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool = False
+    ) -> dist.Work | None:
+        """Make each output the ranks' inputs one after the other; with `async_op` return the work to wait for."""
+
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: ReduceOp, group: dist.ProcessGroup
+    ) -> None:
+        """Make each output this rank's chunk of the reduced inputs, whose content is lost."""
+
+
 class BackendTransport:
-    """The process group's own collectives, of flat and contiguous tensors.
+    """The process group's own collectives.
 
     Several gathers or reductions run in one group at once, as one launch where it `coalesces`, as NCCL can; else one after the other.
     """
@@ -105,6 +120,10 @@ class BackendTransport:
         with _coalescing_manager(group=group) if coalesces else nullcontext():
             for output, given in zip(outputs, inputs, strict=True):
                 _reduce_scatter(output, given, op=op, group=group)
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Send each rank its row, and receive one from each."""
+        dist.all_to_all_single(received, sent, group=group)
 
 
 class PieceTransport:
@@ -147,6 +166,17 @@ class PieceTransport:
             for output in outputs:
                 output.div_(ranks)
 
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Send each rank its row, and receive one from each; this rank's own stays as it is."""
+        ranks, me = dist.get_world_size(group), dist.get_rank(group)
+        works: list[dist.Work] = []
+        for hop in range(1, ranks):
+            to, source = (me + hop) % ranks, (me - hop) % ranks
+            for leaving, arriving in zip(_pieces(sent[to]), _pieces(received[source]), strict=True):
+                works += [_receive(arriving, group, source), _send(leaving, group, to)]
+        for work in works:
+            work.wait()
+
 
 def _reduce_around(lanes: Sequence[tuple[torch.Tensor, ...]], group: dist.ProcessGroup) -> None:
     """Pass on, in step k, the partial sum of the chunk k + 1 ranks behind; a lane's next step starts as soon as its piece is there.
@@ -177,7 +207,13 @@ def _reduce_around(lanes: Sequence[tuple[torch.Tensor, ...]], group: dist.Proces
         send.wait()
 
 
-Transport = BackendTransport | PieceTransport
+PlainTransport = BackendTransport | PieceTransport
+
+
+def plain_transport(group: dist.ProcessGroup, device_type: str) -> PlainTransport:
+    """Return how tensors on `device_type` (`"cpu"` or `"cuda"`) travel in two stages, or encoded."""
+    backend = _backend(group, device_type)
+    return PieceTransport() if backend == "gloo" else BackendTransport(coalesces=backend == "nccl")
 
 
 def _backend(group: dist.ProcessGroup, device_type: str) -> str:
@@ -220,8 +256,8 @@ class TwoStageAllGather(DefaultAllocMixin, AllGather):
     which has no streams, has ended it.
     """
 
-    def __init__(self, stages: Stages, transport: Transport) -> None:
-        self.stages, self._transport = stages, transport
+    def __init__(self, stages: Stages, transport: Transport, between: Transport | None = None) -> None:
+        self.stages, self.between, self._within = stages, between or transport, transport
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -229,16 +265,16 @@ class TwoStageAllGather(DefaultAllocMixin, AllGather):
         with _announced(Collective.TWO_STAGE_ALL_GATHER, group, output_tensor):
             nodes = self.stages.between.size()
             of_my_place = input_tensor.new_empty(nodes * input_tensor.numel())
-            self._transport.all_gather([of_my_place], [input_tensor], self.stages.between)
+            self.between.all_gather([of_my_place], [input_tensor], self.stages.between)
             parts = output_tensor.chunk(nodes), of_my_place.chunk(nodes)
-            return self._transport.all_gather(*parts, self.stages.within, async_op=async_op)
+            return self._within.all_gather(*parts, self.stages.within, async_op=async_op)
 
 
 class TwoStageReduceScatter(DefaultAllocMixin, ReduceScatter):
     """Inside the node first, then between nodes what is left: the all-gather's way back."""
 
-    def __init__(self, stages: Stages, transport: Transport) -> None:
-        self.stages, self._transport = stages, transport
+    def __init__(self, stages: Stages, transport: Transport, between: Transport | None = None) -> None:
+        self.stages, self.between, self._within = stages, between or transport, transport
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool = False
@@ -247,29 +283,59 @@ class TwoStageReduceScatter(DefaultAllocMixin, ReduceScatter):
         with _announced(Collective.TWO_STAGE_REDUCE_SCATTER, group, input_tensor):
             nodes = self.stages.between.size()
             of_my_place = output_tensor.new_empty(nodes * output_tensor.numel())
-            self._transport.reduce_scatter(of_my_place.chunk(nodes), input_tensor.chunk(nodes), op, self.stages.within)
+            self._within.reduce_scatter(of_my_place.chunk(nodes), input_tensor.chunk(nodes), op, self.stages.within)
             # A mean of means is the mean; a factor (PREMUL_SUM) was applied in the first stage.
             second = op if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) else dist.ReduceOp.SUM
-            self._transport.reduce_scatter([output_tensor], [of_my_place], second, self.stages.between)
+            self.between.reduce_scatter([output_tensor], [of_my_place], second, self.stages.between)
 
 
-class RingReduceScatter(DefaultAllocMixin, ReduceScatter):
-    """For gloo, which sends a reduce-scatter as an all-reduce: half the bytes, and no memory. The input's content is lost."""
+class FlatAllGather(DefaultAllocMixin, AllGather):
+    """In one stage, by a transport."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        with _announced(Collective.ALL_GATHER, group, output_tensor):
+            return self.transport.all_gather([output_tensor], [input_tensor], group, async_op=async_op)
+
+
+class FlatReduceScatter(DefaultAllocMixin, ReduceScatter):
+    """In one stage, by a transport. gloo's own sends a reduce-scatter as an all-reduce: twice the bytes, and more memory than in pieces.
+
+    The input's content is lost.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool = False
     ) -> None:
         with _announced(Collective.REDUCE_SCATTER, group, input_tensor):
-            PieceTransport().reduce_scatter([output_tensor], [input_tensor], op, group)
+            self.transport.reduce_scatter([output_tensor], [input_tensor], op, group)
 
 
-def flat_collectives(group: dist.ProcessGroup, device_type: str) -> tuple[AllGather, ReduceScatter]:
-    """Return what a unit gathers and reduces with in one stage, in its shard group: FSDP2's own, but for gloo's reduce-scatter."""
-    return DefaultAllGather(), RingReduceScatter() if _backend(group, device_type) == "gloo" else DefaultReduceScatter()
+def flat_collectives(
+    group: dist.ProcessGroup, device_type: str, gather: Transport | None = None, reduce: Transport | None = None
+) -> tuple[AllGather, ReduceScatter]:
+    """Return what a unit gathers and reduces with in one stage, in its shard group: FSDP2's own, but for gloo's reduce-scatter.
+
+    `gather` and `reduce` are transports to take in their place.
+    """
+    if reduce is None and _backend(group, device_type) == "gloo":
+        reduce = PieceTransport()
+    return FlatAllGather(gather) if gather else DefaultAllGather(), FlatReduceScatter(reduce) if reduce else DefaultReduceScatter()
 
 
-def two_stage_collectives(stages: Stages, device_type: str) -> tuple[AllGather, ReduceScatter]:
-    """Return what a unit gathers and reduces with in two stages, over tensors on `device_type` (`"cpu"` or `"cuda"`)."""
-    backend = _backend(stages.within, device_type)
-    transport = PieceTransport() if backend == "gloo" else BackendTransport(coalesces=backend == "nccl")
-    return TwoStageAllGather(stages, transport), TwoStageReduceScatter(stages, transport)
+def two_stage_collectives(
+    stages: Stages, device_type: str, gather: Transport | None = None, reduce: Transport | None = None
+) -> tuple[AllGather, ReduceScatter]:
+    """Return what a unit gathers and reduces with in two stages, over tensors on `device_type` (`"cpu"` or `"cuda"`).
+
+    `gather` and `reduce` are transports to take between nodes in place of the plain one.
+    """
+    plain = plain_transport(stages.within, device_type)
+    return TwoStageAllGather(stages, plain, gather), TwoStageReduceScatter(stages, plain, reduce)

@@ -9,6 +9,7 @@ from enum import Enum
 
 from ..reading import problem_of_text
 from .description import Activations, GatherSpan
+from .wire import WireFormat
 
 
 class ShardMode(str, Enum):
@@ -39,6 +40,12 @@ class UnitLayout:
     """Optimizer states alone wait in the host's memory, and come to the device for the unit's step."""
     step_in_backward: bool = False
     """The optimizer steps the unit within backward, as soon as its gradients are reduced, and they are freed."""
+    gather_wire: WireFormat | None = None
+    """How parameters are sent, between nodes alone where there are two stages; None sends them as they are."""
+    reduce_wire: WireFormat | None = None
+    """The same of gradients in the reduce-scatter."""
+    replica_wire: WireFormat | None = None
+    """The same of gradients between replicas."""
 
     def __post_init__(self) -> None:
         if self.shard_size < 1:
@@ -47,6 +54,16 @@ class UnitLayout:
             raise ValueError("of on_host, states_on_host and step_in_backward, a unit can have one.")
         if self.stage_size != 1 and not (1 < self.stage_size < self.shard_size and self.shard_size % self.stage_size == 0):
             raise ValueError(f"stage_size={self.stage_size} must be 1, or divide shard_size={self.shard_size} and be less.")
+        if self.shard_size == 1 and (self.gather_wire or self.reduce_wire):
+            raise ValueError("gather_wire and reduce_wire need a unit that is sharded; shard_size=1 sends nothing but to replicas.")
+        if self.gather_wire is not None and not self.gather_wire.for_parameters:
+            raise ValueError(f"gather_wire={self.gather_wire.value} is for gradients alone; use int8 or bf16.")
+
+    @property
+    def wires(self) -> dict[str, WireFormat]:
+        """What is sent in fewer bits: `gather`, `reduce`, `replicas` → format."""
+        wires = {"gather": self.gather_wire, "reduce": self.reduce_wire, "replicas": self.replica_wire}
+        return {name: wire for name, wire in wires.items() if wire is not None}
 
     @property
     def two_stage(self) -> bool:
@@ -73,6 +90,7 @@ class UnitLayout:
         more = {"keep": not self.reshard_after_forward, "hold gradients": not self.reduce_every_micro_step}
         words = [*(word for word, said in more.items() if said), *self.activations.describe(), *(["on host"] if self.on_host else [])]
         words += ["optimizer on host"] if self.states_on_host else ["step in backward"] if self.step_in_backward else []
+        words += [f"{name} in {wire.value}" for name, wire in self.wires.items()]
         return ", ".join([text, *words])
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from .description import DType, ParameterSpec
+from .wire import WireFormat
 
 _MOST_SAMPLES = 2**40
 
@@ -183,6 +184,8 @@ class TrainingJob:
     """Gradients are clipped by their norm before each optimizer step."""
     step_in_backward: bool = False
     """Units may step in backward, in plans without accumulation: nothing reads gradients between backward and the step."""
+    communication: WireFormat | None = None
+    """The coarsest format in which parameters and gradients may cross a link, where that is faster; None sends them as they are."""
     expandable_segments: bool = True
     """As torch's allocator for CUDA is set; hf_osdp sets it where the user has set nothing. It bears on reserved memory alone."""
     correction_bytes: int = 0

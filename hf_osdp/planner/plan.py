@@ -24,7 +24,7 @@ _MOST_UNITS = 2**14
 _LAYER = re.compile(r"\.\d+(?=\.|$)")
 _ESTIMATES = {"memory_limit_bytes": None, "peak_bytes": None, "step_s": None, "proven_optimal": False}
 _NAMES = {"model_name": "", "hardware": "", "devices_per_node": None}
-_ADDED = {"states_on_host", "step_in_backward"}
+_ADDED = {"states_on_host", "step_in_backward", "gather_wire", "reduce_wire", "replica_wire"}
 """Fields of a unit that plans had without; where they are off, they leave a plan's fingerprint as it was."""
 
 
@@ -93,6 +93,8 @@ class Plan:
                 raise PlanError(
                     f"Unit {unit.label!r} steps in backward, which {self.accumulation_steps} accumulation steps do not allow; plan again."
                 )
+            if unit.replica_wire is not None and unit.shard_size == self.world_size:
+                raise PlanError(f"Unit {unit.label!r} has a replica_wire, but is sharded over all ranks, without replicas; plan again.")
             if unit.fqn in seen:
                 raise PlanError(f"Unit {unit.label!r} is listed twice in the plan.")
             seen.add(unit.fqn)
@@ -289,6 +291,8 @@ def _beyond_fsdp_plan(unit: UnitDecision, accumulation_steps: int) -> str:
         return "recomputes its activations" if unit.activations.recomputes else "offloads its activations"
     if unit.two_stage:
         return "has collectives in two stages"
+    if unit.wires:
+        return "is sent in fewer bits"
     if unit.step_in_backward or unit.states_on_host:
         return "steps in backward" if unit.step_in_backward else "has its optimizer states on the host"
     if accumulation_steps > 1 and not unit.reduce_every_micro_step:

@@ -11,10 +11,13 @@ from ..planner.hardware import Hardware, check_margin
 from ..planner.plan import Plan
 from ..planner.problem import Strategy
 from ..planner.profile import Profile
+from ..planner.wire import WireFormat
 from ..quantities import parse_limit
 
 STRATEGIES = tuple(strategy.value for strategy in Strategy)
-_KNOWN = {"strategy": STRATEGIES, "on_oom": ("raise", "replan")}
+EXACT = "exact"
+COMMUNICATIONS = (EXACT, *(wire.value for wire in WireFormat))
+_KNOWN = {"strategy": STRATEGIES, "on_oom": ("raise", "replan"), "communication": COMMUNICATIONS}
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "plan": ((Plan, str, Path), "a Plan or the path of a plan file"),
     "hardware": ((Hardware, str), "a Hardware or the name of a preset"),
@@ -69,6 +72,10 @@ class OSDPConfig:
     """Values of `TrainingArguments.optim`, as names or one comma-separated string, of which the Trainer may take one in the place of what
     its arguments say, where a step is then faster, or fits at all: `"adamw_torch_8bit"`. That trains with other arithmetic, so None takes
     none. Restarts keep the optimizer that training began with."""
+    communication: str = EXACT
+    """The coarsest form in which parameters and gradients may be sent where a link is slow: `bf16`, `int8` with a scale for each block, or
+    `int4`, of gradients alone, `exact` sends all as it is. The planner takes less than that where it pays, by unit and direction; sums are
+    made in float32. Training is then another in its rounding: docs/communication.md has what that did to the loss."""
     compile: bool | str = False
     """Compile the forward of each block, with Inductor, before it is sharded: elementwise operators run as one kernel, and less is saved
     for backward. The first steps take longer, seconds to minutes. Blocks that do not compile as one graph run as they are; blocks stay
@@ -104,6 +111,11 @@ class OSDPConfig:
     on_oom: str = "raise"
     """Out of device memory all the same: `raise` says where and which plan is safer; `replan` has the launcher (`torchrun
     --max-restarts 3`) start all ranks again by that plan, from the last complete checkpoint."""
+
+    @property
+    def wire(self) -> WireFormat | None:
+        """The coarsest format that may be sent; None where all is sent as it is."""
+        return None if self.communication == EXACT else WireFormat(self.communication)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_classes", _names("block_classes", self.block_classes, "class", "GPT2Block,BertLayer"))

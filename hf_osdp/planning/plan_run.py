@@ -39,6 +39,7 @@ from .problem import (
     ProblemBuilder,
     RunFacts,
     check_backward_step,
+    check_communication,
     plan_from_rank_zero,
     training_job,
 )  # fmt: skip
@@ -216,6 +217,7 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
             "The plan recomputes or offloads blocks, and activation checkpointing would recompute them too; switch it off, or plan again."
         )
     check_backward_step(plan, config, facts)
+    check_communication(plan, config)
     inputs = peak_bytes = None
     if facts.estimates_given_plan:
         if uses_host(plan):

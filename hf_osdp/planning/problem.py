@@ -28,6 +28,7 @@ from ..planner.profile import Profile, with_block_times
 from ..planner.search.compare import StrategyResult, choose_description, compare_strategies
 from ..planner.search.search import search
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
+from ..planner.wire import WireFormat, formats_up_to
 from ..quantities import format_bytes
 from ..tracing.describe import TRACED_MICRO_BATCH, describe, is_by_formula
 from .cache import measured_once
@@ -147,6 +148,16 @@ def check_backward_step(plan: Plan, config: OSDPConfig, facts: RunFacts) -> None
         raise ValueError("plan runs a given plan as it is, so step_in_backward=True would have no effect; leave one of the two out.")
 
 
+def check_communication(plan: Plan, config: OSDPConfig) -> None:
+    """Refuse a given plan that sends coarser formats than the user allows, which trains with other rounding."""
+    sent = {wire for unit in plan.units for wire in unit.wires.values()}
+    if beyond := [wire.value for wire in WireFormat if wire in sent and wire not in formats_up_to(config.wire)]:
+        raise PlanError(
+            f"The plan sends parameters or gradients in {beyond[-1]}, but communication={config.communication!r}; set"
+            f" communication={beyond[-1]!r} where that is meant, or plan again."
+        )
+
+
 def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
     """Return the job to search for, with what the user has fixed; raise ValueError where sizes do not fit together."""
     assert facts.global_batch_size is not None
@@ -176,6 +187,7 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
         host_offload=host_offload,
         offload_optimizer=offload_optimizer,
         offload_activations=config.offload_activations,
+        communication=config.wire,
         expandable_segments=facts.expandable_segments,
     )
     job.micro_batch_sizes(facts.world_size)

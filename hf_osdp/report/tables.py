@@ -164,6 +164,9 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
         lines.append(f"Gradients are reduced {every}.")
     if early := sum(unit.step_in_backward for unit in plan.units):
         lines.append(f"{early} of {len(plan.units)} units step in backward: before optimizer.step() their gradients are None.")
+    if wires := {wire.value for unit in plan.units for wire in unit.wires.values()}:
+        sent = sum(bool(unit.wires) for unit in plan.units)
+        lines.append(f"{sent} of {len(plan.units)} units send {' and '.join(sorted(wires))}: training rounds otherwise than exact runs.")
     if plan.strategy == "osdp" and plan.proven_optimal:
         lines.append(
             "Proven: no plan of the search space is faster under this limit, by the cost model (docs/planner.md has its equations)."

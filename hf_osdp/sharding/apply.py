@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 from graphlib import TopologicalSorter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from ..distributed.collectives import TwoStageAllGather, TwoStageReduceScatter, flat_collectives, two_stage_collectives
+from ..distributed.collectives import (
+    TwoStageAllGather,
+    TwoStageReduceScatter,
+    flat_collectives,
+    plain_transport,
+    two_stage_collectives,
+)
 from ..distributed.consensus import require_same
 from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, world_size
+from ..distributed.wire import WireReplicas, WireTransport
 from ..errors import OSDPError, PlanError, PlanMismatchError
 from ..modeling.activation_offload import is_offloaded, offload
 from ..modeling.loss_pieces import heads_in_pieces
@@ -24,6 +31,7 @@ from ..modeling.wrapping import compile_forward, has_running_statistics, is_comp
 from ..planner.decision import UnitDecision
 from ..planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription
 from ..planner.plan import Plan
+from ..planner.wire import WireFormat
 from .environment import form_process_group, parameter_groups, uses_host
 from .sharded_class import keep_class
 from .state import broadcast_parameters
@@ -142,12 +150,26 @@ def _fully_shard(
 
 def _set_collectives(module: nn.Module, decision: UnitDecision, meshes: Meshes) -> None:
     """Give a unit, by its first module, the collectives of its decision."""
-    if decision.shard_size == 1 or not isinstance(module, FSDPModule):  # a replicated one gathers and scatters nothing
+    if not isinstance(module, FSDPModule):
         return
+    device_type, world = meshes.device_type, dist.distributed_c10d._get_default_group()
+
+    def transport(wire: WireFormat | None) -> WireTransport | None:
+        return None if wire is None else WireTransport(plain_transport(world, device_type), wire)
+
+    if decision.replica_wire is not None:
+        for group in parameter_groups(module):
+            info: Any = group.mesh_info
+            info.replicate_process_group = WireReplicas(
+                info.replicate_process_group, WireTransport(plain_transport(world, device_type), decision.replica_wire)
+            )
+    if decision.shard_size == 1:  # a replicated one gathers and scatters nothing
+        return
+    transports = transport(decision.gather_wire), transport(decision.reduce_wire)
     if decision.two_stage:
-        gather, scatter = two_stage_collectives(meshes.stages(decision.shard_size, decision.stage_size), meshes.device_type)
+        gather, scatter = two_stage_collectives(meshes.stages(decision.shard_size, decision.stage_size), device_type, *transports)
     else:
-        gather, scatter = flat_collectives(meshes.mesh(decision.shard_size).get_group(SHARD_AXIS), meshes.device_type)
+        gather, scatter = flat_collectives(meshes.mesh(decision.shard_size).get_group(SHARD_AXIS), device_type, *transports)
     module.set_custom_all_gather(gather)
     module.set_custom_reduce_scatter(scatter)
 
@@ -270,7 +292,7 @@ def _read_unit(unit: UnitDescription, module: nn.Module, owners: dict[tuple[int,
         fqn=unit.fqn,
         shard_size=mesh.size(mesh.ndim - 1),
         reshard_after_forward=group.post_forward_mesh_info is not None,
-        stage_size=_stage_size(group),
+        **_read_collectives(group),
         activations=activations,
         on_host=isinstance(group.offload_policy, CPUOffloadPolicy),
     )
@@ -288,19 +310,26 @@ def _managed(unit: UnitDescription) -> set[str]:
     return {parameter.name for parameter in unit.parameters if parameter.shape}
 
 
-def _stage_size(group: FSDPParamGroup) -> int:
-    """Return the ranks of a node where a parameter group gathers and reduces in two stages, else 1."""
+def _read_collectives(group: FSDPParamGroup) -> dict[str, Any]:
+    """Return the ranks of a node where a parameter group gathers and reduces in two stages, else 1, and the formats that it sends."""
     mesh = group.mesh_info.mesh
-    shards = mesh.get_group(mesh.ndim - 1)
-    gather, scatter = group._all_gather_comm, group._reduce_scatter_comm
-    if isinstance(gather, TwoStageAllGather) and isinstance(scatter, TwoStageReduceScatter):
-        stages = gather.stages
-        if stages == scatter.stages and shards.size() == stages.between.size() * stages.within.size():
-            return stages.within.size()
-    flat = tuple(type(collective) for collective in flat_collectives(shards, mesh.device_type))
-    if shards.size() > 1 and (type(gather), type(scatter)) != flat:
+    shards, replicas = mesh.get_group(mesh.ndim - 1), getattr(group.mesh_info, "replicate_process_group", None)
+    gather: Any = group._all_gather_comm
+    scatter: Any = group._reduce_scatter_comm
+    stage_size, sent = 1, (getattr(gather, "transport", None), getattr(scatter, "transport", None))
+    if isinstance(gather, TwoStageAllGather) and isinstance(scatter, TwoStageReduceScatter) and gather.stages == scatter.stages:
+        stage_size, sent = gather.stages.within.size(), (gather.between, scatter.between)
+    wires = [transport if isinstance(transport, WireTransport) else None for transport in sent]
+    flat = tuple(type(collective) for collective in flat_collectives(shards, mesh.device_type, *wires))
+    is_staged = stage_size > 1 and shards.size() == gather.stages.between.size() * stage_size
+    if shards.size() > 1 and not is_staged and (type(gather), type(scatter)) != flat:
         raise PlanMismatchError(
             f"A unit gathers by {type(gather).__name__} and reduces by {type(scatter).__name__}, which no plan has;"
             " apply the plan to a fresh model and do not change its collectives afterwards."
         )
-    return 1
+    return {
+        "stage_size": stage_size,
+        "gather_wire": wires[0].wire if wires[0] else None,
+        "reduce_wire": wires[1].wire if wires[1] else None,
+        "replica_wire": replicas.transport.wire if isinstance(replicas, WireReplicas) else None,
+    }

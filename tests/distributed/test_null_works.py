@@ -79,7 +79,7 @@ def test_two_stages_gather_and_reduce_without_works(library):
     """By the backend's own collectives, coalesced or not, under the clock as in a step."""
     null_works.form(library)
     stages = Meshes("cpu").stages(4, 2)
-    assert isinstance(two_stage_collectives(stages, "cpu")[0]._transport, BackendTransport)
+    assert isinstance(two_stage_collectives(stages, "cpu")[0].between, BackendTransport)
     with CollectiveClock(torch.device("cpu")) as clock:
         for coalesces in (True, False):
             way = BackendTransport(coalesces=coalesces)

@@ -16,6 +16,7 @@ from hf_osdp.planner.description import Activations, GatherSpan, ModelDescriptio
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit
+from hf_osdp.planner.wire import WireFormat
 from hf_osdp.planning.simulate import Simulation, simulate
 from hf_osdp.tracing.describe import describe
 
@@ -107,6 +108,8 @@ class Trial:
     hold: tuple[bool, ...] = (False,)
     step_in_backward: bool = False
     states_on_host: tuple[bool, ...] = (False,)
+    wires: tuple[dict[str, WireFormat], ...] = ({},)
+    """What units send in fewer bits, as fields of `UnitLayout`; units that are replicated to all send to replicas alone."""
 
     def __str__(self) -> str:
         """Only what differs from the defaults, for the names of tests."""
@@ -142,6 +145,10 @@ class Trial:
             found[index] = replace(found[index], reduce_every_micro_step=not holds, on_host=away, step_in_backward=early)
             if self.states_on_host[index % len(self.states_on_host)] and unit.trainable_numel and not away:
                 found[index] = replace(found[index], states_on_host=True)
+            sends_to = {"replica_wire": self.world // found[index].shard_size}
+            wires = self.wires[index % len(self.wires)].items()
+            sent = {name: wire for name, wire in wires if sends_to.get(name, found[index].shard_size) > 1}
+            found[index] = replace(found[index], **sent)
         for turn, index in enumerate(sorted(description.recomputable)):
             found[index] = replace(found[index], activations=self.activations[turn % len(self.activations)])
         assert {layout.activations for layout in found} >= set(self.activations) - {Activations.SAVE}, "the case is what it is called"

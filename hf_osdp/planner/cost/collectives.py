@@ -45,19 +45,31 @@ def replicate_ring(hardware: Hardware, shard_size: int) -> Ring:
     return _ring(hardware.devices_per_node, hardware.world_size, shard_size, neighbours=False)
 
 
-def sharded_seconds(hardware: Hardware, collective: Collective, shard_size: int, stage_size: int, nbytes: int) -> float:
+def between_ring(hardware: Hardware, shard_size: int, stage_size: int) -> Ring:
+    """Return the groups between nodes of collectives in two stages: ranks of the same place in nodes of `stage_size`."""
+    return _ring(hardware.devices_per_node, shard_size, stage_size, neighbours=False)
+
+
+def sharded_seconds(
+    hardware: Hardware, collective: Collective, shard_size: int, stage_size: int, nbytes: int, sent_bytes: int | None = None
+) -> float:
     """Return the seconds of an all-gather or reduce-scatter of `nbytes` of whole tensor among `shard_size` ranks.
 
-    It runs in one stage (`stage_size=1`), or in two, one after the other: between nodes, and among `stage_size` ranks of a node.
+    It runs in one stage (`stage_size=1`), or in two, one after the other: between nodes, and among `stage_size` ranks of a node. What is
+    sent in fewer bits, of two stages between nodes alone, has `sent_bytes` there.
     """
     if stage_size == 1:
-        return collective_seconds(hardware, collective, shard_ring(hardware, shard_size), nbytes)
+        return collective_seconds(hardware, collective, shard_ring(hardware, shard_size), nbytes if sent_bytes is None else sent_bytes)
     if nbytes == 0:
         return 0.0
+    between, within = between_ring(hardware, shard_size, stage_size), shard_ring(hardware, stage_size)
+    within_s = _lap_seconds(hardware, within, nbytes)
+    exact_s = _lap_seconds(hardware, between, nbytes // stage_size)
     if (measured := hardware.timing(TWO_STAGE[collective], shard_size, crosses_nodes=True)) is not None:
-        return measured(nbytes)
-    between, within = _ring(hardware.devices_per_node, shard_size, stage_size, neighbours=False), shard_ring(hardware, stage_size)
-    return _lap_seconds(hardware, between, nbytes // stage_size) + _lap_seconds(hardware, within, nbytes)
+        if sent_bytes is None:
+            return measured(nbytes)
+        return max(within_s, measured(nbytes) - exact_s) + _lap_seconds(hardware, between, sent_bytes)
+    return within_s + (exact_s if sent_bytes is None else _lap_seconds(hardware, between, sent_bytes))
 
 
 def collective_seconds(hardware: Hardware, collective: Collective, ring: Ring, nbytes: int) -> float:

@@ -196,7 +196,7 @@ class UnitTimer:
 
     def __call__(self, index: int, layout: UnitLayout) -> UnitTime:
         """Return the seconds of a unit under a layout."""
-        placed = layout.on_host, layout.states_on_host
+        placed = layout.on_host, layout.states_on_host, layout.gather_wire, layout.reduce_wire, layout.replica_wire
         key = (self._shapes[index], layout.shard_size, layout.reshard_after_forward, layout.stage_size, *placed)
         terms = self._terms.get(key)
         if terms is None:

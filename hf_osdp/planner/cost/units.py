@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from ...errors import HardwareError
 from ..decision import Batch, UnitLayout
 from ..description import GatherSpan, ModelDescription, ParameterSpec, UnitDescription
-from ..hardware import Collective, Hardware, HostSpec
+from ..hardware import Hardware, HostSpec
 from ..job import OptimizerSpec, OptimizerStep, TrainingJob
-from .collectives import collective_seconds, replicate_ring, sharded_seconds
+from .wires import gather_message, gather_seconds, reduce_message, reduce_seconds, replica_message, replica_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class UnitBytes:
     reduce_input: int
     """Input buffer of the reduce-scatter."""
     reduce_stage: int
-    """What the first of two stages of the reduce-scatter leaves to the second; 0 where there is one."""
+    """What the first of two stages of the reduce-scatter leaves to the second, and codes of fewer bits, or those between replicas."""
     last_gradient: int
     """The last parameter's gradient as autograd made it, which a loop variable of FSDP2's `foreach_reduce` keeps alive until
     the reduce-scatter is done."""
@@ -154,7 +154,7 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
         unsharded_gradients=0 if joins_whole else unsharded,
         waiting_gradients=unsharded if unit.span is GatherSpan.CALLS else 0,
         reduce_input=scatter_input,
-        reduce_stage=g // layout.stage_size * reduced if layout.two_stage else 0,
+        reduce_stage=_reduce_stage(unit, layout, world_size, job, reduced),
         last_gradient=0 if g == 1 or joins_whole else _unsharded(trainable[-1:], job),
         reduce_tail=scatter_input,
         reduce_output=output,
@@ -205,8 +205,8 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
     g = layout.shard_size
     gathered, reduced = _gathered_bytes(unit, g, job), reduce_input(unit, g, job)
     shards = [p.sharded_bytes(g) for p in unit.trainable]
-    gather = sharded_seconds(hardware, Collective.ALL_GATHER, g, layout.stage_size, gathered)
-    scatter = sharded_seconds(hardware, Collective.REDUCE_SCATTER, g, layout.stage_size, reduced)
+    gather = gather_seconds(unit, layout, hardware, gathered)
+    scatter = reduce_seconds(unit, layout, hardware, reduced)
     copy_out, copy_in = 0.0, 0.0
     if hardware.world_size > 1 or layout.on_host:
         copy_out, copy_in = _copy_seconds(unit, g, gathered, reduced, hardware)
@@ -228,7 +228,7 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
         gather_forward=gather,
         gather_backward=gather if frees else 0.0,
         reduce_scatter=scatter,
-        all_reduce=collective_seconds(hardware, Collective.ALL_REDUCE, replicate_ring(hardware, g), reduced // g),
+        all_reduce=replica_seconds(unit, layout, hardware, reduced // g),
         copy_forward=copy_out,
         copy_backward=copy_in + (copy_out if frees else 0.0),
         optimizer=_update_seconds(shards, hardware, job, on_host=layout.on_host) + passing_s,
@@ -285,11 +285,12 @@ def _beside_gathered(unit: UnitDescription, layout: UnitLayout, job: TrainingJob
     """Return what parameters that are cast or come from the host take beyond the gathered ones and the gather's buffer.
 
     Shards are cast and brought over all at once, before anything of their unit is gathered: never more than what is there then.
-    What lies between two stages of a gather that runs ahead is there beside the parameters of the unit that backward met before; they
-    are taken for as large as the unit's own. Replicas are, one after the other, brought to the device, cast there, and copied.
+    What lies between two stages of a gather that runs ahead, and codes of fewer bits, are there beside the parameters of the unit that
+    backward met before; they are taken for as large as the unit's own. Replicas are, one after the other, brought to the device, cast there, and copied.
     """
     if (g := layout.shard_size) > 1:
-        return _gathered_bytes(unit, g, job) // layout.stage_size if layout.two_stage else 0
+        codes = gather_message(unit, layout).gather_buffers(layout.gather_wire)
+        return codes + (_gathered_bytes(unit, g, job) // layout.stage_size if layout.two_stage else 0)
     highest = done = 0
     for p in unit.parameters:
         whole, cast = p.numel * job.precision.gathered_dtype(p).itemsize, job.precision.gathered_dtype(p) is not p.dtype
@@ -298,6 +299,15 @@ def _beside_gathered(unit: UnitDescription, layout: UnitLayout, job: TrainingJob
         highest = max(highest, done + brought + (whole if cast else 0), done + source + whole)
         done += whole
     return highest - done
+
+
+def _reduce_stage(unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, reduced: int) -> int:
+    """Return what reducing takes beside its input and output, of which a rank's part has `reduced` bytes."""
+    stage = layout.shard_size // layout.stage_size * reduced if layout.two_stage else 0
+    apart = any(job.precision.reduced_dtype(p).itemsize < 4 for p in unit.trainable)
+    codes = reduce_message(unit, layout).reduce_buffers(layout.reduce_wire, sums_apart=apart)
+    replicas = replica_message(unit, layout, world_size).reduce_buffers(layout.replica_wire, sums_apart=apart)
+    return max(stage + codes, replicas)
 
 
 def _host_bytes(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) -> int:

@@ -52,17 +52,24 @@ def compare_strategies(
         other: the model whole with compiled blocks, or with eager ones where the problem's are compiled: for rows of that.
 
     Returns:
-        One row a strategy; a strategy that cannot run here has a reason instead of a result. Two stages have a row where
-        there are several nodes of several devices. FSDP has rows as scripts run it where recomputation is left open: as Accelerate's
-        FSDP2 comes, and with every block recomputed (`as_scripts_run`).
+        One row a strategy; a strategy that cannot run here has a reason instead of a result. Two stages have a row where there are several
+        nodes of several devices. FSDP has rows as scripts run it where recomputation is left open: as Accelerate's FSDP2 comes, and with
+        every block recomputed (`as_scripts_run`). Where fewer bits may be sent, OSDP and the strategy asked for do so, and have another
+        row without.
     """
     several = 1 < problem.hardware.devices_per_node < problem.hardware.world_size
     blocks = "eager" if problem.description.compiled_classes else "compiled"
     rows = []
+    exact = replace(problem, job=replace(problem.job, communication=None))
     for one in Strategy:
         if several or one is not Strategy.TWO_STAGE:
             description = split if split and one is Strategy.OSDP else problem.description
-            rows.append(_best_of(replace(problem, strategy=one, description=description)))
+            as_it_is = replace(exact, strategy=one, description=description)
+            if problem.job.communication is not None and one in (problem.strategy, Strategy.OSDP):
+                rows.append(_best_of(replace(as_it_is, job=problem.job)))
+                rows.append(_best_of(as_it_is, "exact"))
+            else:
+                rows.append(_best_of(as_it_is))
         if other is not None and one is problem.strategy:
             rows.append(_best_of(replace(problem, description=other), blocks))
         if one is Strategy.FSDP and problem.job.recompute is None:
@@ -83,7 +90,7 @@ def as_scripts_run(problem: PlanningProblem, *, recompute: bool) -> PlanningProb
     fixed = replace(
         job, recompute=recompute, host_offload=bool(job.host_offload), offload_optimizer=bool(job.offload_optimizer),
         offload_activations=bool(job.offload_activations),
-        step_in_backward=False, precision=precision if recompute else replace(precision, reduce=None),
+        step_in_backward=False, communication=None, precision=precision if recompute else replace(precision, reduce=None),
     )  # fmt: skip
     return replace(problem, job=fixed)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ...errors import HardwareError
 from ..affine import Affine
 from ..cost.units import shape_ids
+from ..cost.wires import with_wires
 from ..decision import Batch, UnitLayout, layouts_for
 from ..description import Activations, GatherSpan, ModelDescription, Recomputation, UnitDescription
 from ..hardware import Hardware
@@ -72,7 +74,19 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
         tuple(_layouts(unit, ways[i], i in offloadable, choice, alone=alone[i]) for i, unit in enumerate(description.units))
         for choice in choices
     ]
+    if problem.job.communication is not None:
+        spaces = _in_wire_formats(spaces, problem, shapes)
     return tuple({tuple(map(id, space)): space for space in spaces}.values())  # equal layouts are the same object, see `_product`
+
+
+def _in_wire_formats(spaces: list[Space], problem: PlanningProblem, shapes: Sequence[int]) -> list[Space]:
+    """Return the spaces with the fastest format of each layout; the same object for units of one shape, as `_product` gives it."""
+    units, made = problem.description.units, {}
+    for space in spaces:
+        for unit, shape, layouts in zip(units, shapes, space, strict=True):
+            if (shape, id(layouts)) not in made:
+                made[shape, id(layouts)] = tuple(with_wires(unit, layout, problem.hardware, problem.job) for layout in layouts)
+    return [tuple(made[shape, id(layouts)] for shape, layouts in zip(shapes, space, strict=True)) for space in spaces]
 
 
 def _check_activations(description: ModelDescription, job: TrainingJob) -> None:
@@ -199,7 +213,7 @@ def _product(span: GatherSpan, free: _Open) -> tuple[UnitLayout, ...]:
     return tuple(replace(layout, reduce_every_micro_step=reduces, activations=kept, **place) for layout, reduces, kept, place in decided)
 
 
-def _places(free: _Open) -> list[dict[str, bool]]:
+def _places(free: _Open) -> list[dict[str, Any]]:
     """Return where parameters and optimizer states may lie, and when the optimizer steps them."""
     return [
         {"on_host": host, "states_on_host": states and not host, "step_in_backward": early}

@@ -1,0 +1,179 @@
+"""Encode and decode tensors in the formats of `planner/wire.py`, and send them: collectives of fewer bits, whose sums are float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+
+from ..errors import OSDPError
+from ..planner.wire import PIECE_ELEMENTS, TURNED, WireFormat
+from .collectives import PlainTransport, ReduceOp, Works
+
+_LARGEST = {WireFormat.INT8: 127, WireFormat.INT4: 7}
+"""Of the codes, which are symmetric around 0."""
+
+
+def encode(values: torch.Tensor, codes: torch.Tensor, wire: WireFormat) -> None:
+    """Write values into the first bytes of `codes`.
+
+    A block with an infinity or NaN decodes to values none of which is finite but for zeros of a block's padding, so that a gradient scaler
+    sees it.
+
+    Args:
+        values: floating point, of one dimension and contiguous.
+        codes: uint8, of one dimension, at least `wire.nbytes(values.numel())` long; its storage begins at a multiple of 4 bytes.
+        wire: the format.
+    """
+    turn = _hadamard(values.device) if wire is WireFormat.INT4 else None
+    for piece, packed, scales in _pieces(values, codes, wire):
+        _encode_piece(piece, packed, scales, wire, turn)
+
+
+def decode(codes: torch.Tensor, values: torch.Tensor, wire: WireFormat, *, add: bool = False) -> None:
+    """Replace values by those that `encode` wrote, or `add` them; arguments are as for it."""
+    turn = _hadamard(values.device) if wire is WireFormat.INT4 else None
+    for piece, packed, scales in _pieces(values, codes, wire):
+        decoded = _decoded(packed, scales, wire, turn)[: piece.numel()]
+        piece.add_(decoded) if add else piece.copy_(decoded)
+        del decoded
+
+
+def _encode_piece(piece: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, wire: WireFormat, turn: torch.Tensor | None) -> None:
+    if wire is WireFormat.BF16:
+        packed.view(torch.bfloat16).copy_(piece)
+        return
+    blocks = _whole_blocks(piece.float(), wire.block_size)
+    if turn is not None:
+        blocks = (blocks.view(-1, TURNED) @ turn).view_as(blocks)
+    scales.copy_(blocks.abs().amax(dim=1).div_(_LARGEST[wire]))
+    scaled = blocks.div(torch.where(scales == 0, 1.0, scales).unsqueeze(1)).round_()
+    del blocks
+    if turn is None:
+        packed.view(torch.int8).copy_(scaled.view(-1))
+        return
+    low, high = scaled.add_(8).to(torch.uint8).chunk(2, dim=1)
+    torch.bitwise_or(low, high << 4, out=packed.view(-1, wire.block_size // 2))
+
+
+def _decoded(packed: torch.Tensor, scales: torch.Tensor, wire: WireFormat, turn: torch.Tensor | None) -> torch.Tensor:
+    if wire is WireFormat.BF16:
+        return packed.view(torch.bfloat16).float()
+    if turn is None:
+        return packed.view(torch.int8).view(-1, wire.block_size).float().mul_(scales.unsqueeze(1)).view(-1)
+    both = packed.view(-1, wire.block_size // 2)
+    turned = torch.cat((both & 15, both >> 4), dim=1).float().sub_(8).mul_(scales.unsqueeze(1))
+    return (turned.view(-1, TURNED) @ turn).view(-1)  # symmetric and orthogonal: its own inverse
+
+
+def _pieces(values: torch.Tensor, codes: torch.Tensor, wire: WireFormat) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield parts of the values with the codes and scales of each; bf16 has no scales."""
+    size, end = wire.block_size, wire.code_bytes(values.numel())
+    scales = codes[end : wire.nbytes(values.numel())]
+    scales = scales if wire is WireFormat.BF16 else scales.view(torch.float32)
+    for start in range(0, values.numel(), PIECE_ELEMENTS):
+        piece = values[start : start + PIECE_ELEMENTS]
+        blocks = -(-piece.numel() // size)
+        first = wire.code_bytes(start)
+        yield piece, codes[first : first + wire.code_bytes(piece.numel())], scales[start // size : start // size + blocks]
+
+
+def _whole_blocks(values: torch.Tensor, size: int) -> torch.Tensor:
+    if missing := -values.numel() % size:
+        values = pad(values, (0, missing))
+    return values.view(-1, size)
+
+
+def _hadamard(device: torch.device) -> torch.Tensor:
+    """Return Sylvester's Hadamard matrix, orthonormal; it is made each time, as a cached one might be a simulation's fake tensor."""
+    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=device) / 2**0.5
+    matrix = two
+    while len(matrix) < TURNED:
+        matrix = torch.kron(matrix, two)
+    return matrix
+
+
+class WireTransport:
+    """Collectives of flat and contiguous tensors that send a format of fewer bits, over another transport.
+
+    All ranks of a group decode the same bytes, their own part of a gather too, so that replicas stay equal to the bit. Each collective has
+    ended on the current stream when it returns.
+    """
+
+    def __init__(self, transport: PlainTransport, wire: WireFormat) -> None:
+        self._transport, self.wire = transport, wire
+
+    def all_gather(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool = False
+    ) -> dist.Work | None:
+        """Make each output the ranks' inputs one after the other, as they are decoded."""
+        for output, given in zip(outputs, inputs, strict=True):
+            if not given.is_floating_point():
+                raise OSDPError("Parameters of several dtypes are gathered as bytes, which no wire format can round; plan again.")
+            self._gather(given, output.view(group.size(), -1).unbind(), group)
+        return Works((), held=()) if async_op else None
+
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: ReduceOp, group: dist.ProcessGroup
+    ) -> None:
+        """Make each output this rank's chunk of the reduced inputs. The inputs' content is lost."""
+        for output, given in zip(outputs, inputs, strict=True):
+            output.copy_(self._reduce(given.view(group.size(), -1).unbind(), op, group))
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, group: dist.ProcessGroup) -> None:
+        """Reduce a tensor in place: each rank sums a part, and sends the sum around."""
+        parts = tensor.view(-1).tensor_split(group.size())
+        self._gather(self._reduce(parts, op, group), parts, group)
+
+    def _gather(self, mine: torch.Tensor, parts: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+        codes = self._new_codes(mine, parts)
+        own = codes[group.rank()]
+        encode(mine.view(-1), own, self.wire)
+        self._transport.all_gather([codes.view(-1)], [own], group)
+        for part, row in zip(parts, codes, strict=True):
+            decode(row, part, self.wire)
+
+    def _reduce(self, parts: Sequence[torch.Tensor], op: ReduceOp, group: dist.ProcessGroup) -> torch.Tensor:
+        """Return the sum or mean of all ranks' part of this rank; this rank's own is added as it is."""
+        means = op == dist.ReduceOp.AVG  # a ReduceOp knows that it equals a RedOpType, but not the other way round
+        if not (means or op == dist.ReduceOp.SUM):
+            raise ValueError(f"A wire format reduces gradients by SUM or AVG, not {op}; leave set_gradient_divide_factor alone.")
+        me = group.rank()
+        sent, received = self._new_codes(parts[0], parts), self._new_codes(parts[0], parts)
+        for rank, part in enumerate(parts):
+            if rank != me:
+                encode(part, sent[rank], self.wire)
+        self._transport.exchange(received, sent, group)
+        total = parts[me].to(torch.promote_types(parts[me].dtype, torch.float32))
+        for rank, row in enumerate(received):
+            if rank != me:
+                decode(row, total, self.wire, add=True)
+        return total.div_(len(parts)) if means else total
+
+    def _new_codes(self, like: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a row for each part, as long as the longest needs."""
+        nbytes = self.wire.nbytes(max(part.numel() for part in parts))
+        return torch.empty(len(parts), nbytes, dtype=torch.uint8, device=like.device)
+
+
+class WireReplicas:
+    """Stands in for the group of a unit's replicas, in which FSDP2 all-reduces what the unit's shard group has reduced."""
+
+    def __init__(self, group: dist.ProcessGroup, transport: WireTransport) -> None:
+        self.group, self.transport = group, transport
+
+    def size(self) -> int:
+        """Return the number of replicas."""
+        return self.group.size()
+
+    def rank(self) -> int:
+        """Return this rank's place among the replicas."""
+        return self.group.rank()
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], options: dist.AllreduceOptions) -> dist.Work:
+        """Reduce in place, as `dist.all_reduce` asks a process group to."""
+        for tensor in tensors:
+            self.transport.all_reduce(tensor, options.reduceOp, self.group)
+        return Works((), held=())

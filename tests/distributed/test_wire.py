@@ -1,0 +1,194 @@
+"""Fewer bits on the wire: what is sent and decoded, that ranks never drift apart, and that the same code path is exact without rounding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_osdp.distributed import wire as wire_module
+from hf_osdp.distributed.collectives import BackendTransport, PieceTransport
+from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.distributed.wire import WireTransport, decode, encode
+from hf_osdp.errors import OSDPError, PlanMismatchError
+from hf_osdp.modeling.units import find_units
+from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.wire import PIECE_ELEMENTS, WireFormat, formats_up_to
+from hf_osdp.sharding.apply import apply_plan, read_back, verify_applied
+from tests.helpers.layouts import plan_of
+from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.training import Trained, assert_trained_alike, train_alone, train_sharded
+
+BF16, INT8, INT4 = WireFormat
+LARGEST_ERROR = {BF16: 2**-8, INT8: 0.5 / 127, INT4: 0.5 / 7 * 32**0.5}
+"""Of a value, as a share of its block's largest; one that was turned is a sum of 32 errors over the root of 32."""
+
+
+def sent(values: torch.Tensor, wire: WireFormat) -> torch.Tensor:
+    codes = torch.full((wire.nbytes(values.numel()),), 255, dtype=torch.uint8)
+    encode(values, codes, wire)
+    decoded = torch.full_like(values, 9.0)
+    decode(codes, decoded, wire)
+    return decoded
+
+
+@pytest.mark.parametrize("wire", WireFormat)
+@pytest.mark.parametrize("elements", [0, 1, 127, 256, 1000, PIECE_ELEMENTS + 5])
+def test_each_value_is_within_its_block_s_precision(wire, elements):
+    values = torch.randn(elements, generator=torch.Generator().manual_seed(0)) * 1e-4
+    decoded = sent(values, wire)
+    blocks = zip(values.split(wire.block_size), decoded.split(wire.block_size), strict=True)
+    pairs = [(values, decoded)] if wire is BF16 else list(blocks)[-3:]
+    for before, after in pairs if elements else ():
+        assert (before - after).abs().max() <= LARGEST_ERROR[wire] * before.abs().max() * (32**0.5 if wire is INT4 else 1)
+    total = torch.ones(elements)
+    codes = torch.empty(wire.nbytes(elements), dtype=torch.uint8)
+    encode(values, codes, wire)
+    decode(codes, total, wire, add=True)
+    assert torch.equal(total, 1 + decoded)
+
+
+def test_one_large_value_takes_less_precision_from_others_where_they_are_turned():
+    """A gradient with outliers: 4 bits with the Hadamard matrix beat 4 bits without."""
+    values = torch.randn(2**14, generator=torch.Generator().manual_seed(1))
+    values[::100] *= 50
+    scales = values.view(-1, 128)[: 2**14 // 128].abs().amax(dim=1, keepdim=True) / 7
+    plain = (values.view(-1, 128) / scales).round() * scales
+    small = values.abs() < 4
+    error = (sent(values, INT4) - values)[small].norm() / values[small].norm()
+    assert error < 0.8 * (plain.view(-1) - values)[small].norm() / values[small].norm()
+
+
+@pytest.mark.parametrize("wire", WireFormat)
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_stays_so_for_a_gradient_scaler(wire, bad):
+    values = torch.ones(600)
+    values[300] = bad
+    decoded = sent(values, wire)
+    assert not decoded.isfinite().all() and decoded[:128].isfinite().all()
+
+
+def test_zeros_stay_zeros():
+    assert all(torch.equal(sent(torch.zeros(300), wire), torch.zeros(300)) for wire in WireFormat)
+
+
+def test_allowed_formats_are_no_coarser_than_asked():
+    assert formats_up_to(None) == () and formats_up_to(INT8) == (BF16, INT8) and formats_up_to(INT4) == tuple(WireFormat)
+
+
+@pytest.mark.on_ranks(3)
+@pytest.mark.parametrize("transport", [PieceTransport(), BackendTransport(coalesces=False)])
+def test_collectives_give_every_rank_the_same_bits_near_the_exact_result(transport):
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for wire in WireFormat:
+        within = {BF16: 0.01, INT8: 0.02, INT4: 0.2}[wire]
+        sends = WireTransport(transport, wire)
+        for elements in (1, 2, 700, 3000):
+            mine = [torch.randn(elements, generator=torch.Generator().manual_seed(10 * elements + r)) for r in range(world)]
+            mean, reduced = sum(mine) / world, mine[rank].clone()
+            sends.all_reduce(reduced, dist.ReduceOp.AVG, dist.group.WORLD)
+            everyone = [torch.empty_like(reduced) for _ in range(world)]
+            dist.all_gather(everyone, reduced)
+            assert all(torch.equal(reduced, other) for other in everyone)
+            assert (reduced - mean).norm() <= within * sum(one.norm() for one in mine)
+            output = torch.empty(world * elements)
+            assert (sends.all_gather([output], [mine[rank]], dist.group.WORLD, async_op=True)).wait()
+            assert (output - torch.cat(mine)).norm() <= within * torch.cat(mine).norm()
+            whole = [torch.cat([one * (part + 1) for part in range(world)]) for one in mine]
+            part = torch.empty(elements)
+            sends.reduce_scatter([part], [whole[rank].clone()], dist.ReduceOp.SUM, dist.group.WORLD)
+            assert (part - world * mean * (rank + 1)).norm() <= within * (rank + 1) * sum(one.norm() for one in mine)
+
+
+def test_bytes_of_several_dtypes_and_other_operations_are_refused():
+    sends = WireTransport(PieceTransport(), INT8)
+    with pytest.raises(OSDPError, match="gathered as bytes, which no wire format can round"):
+        sends.all_gather([torch.empty(2, dtype=torch.uint8)], [torch.empty(1, dtype=torch.uint8)], None)
+    with pytest.raises(ValueError, match=r"by SUM or AVG, not .*"):
+        sends._reduce([torch.ones(1)], dist.ReduceOp.MAX, None)
+
+
+# ---------------------------------------------------------------------------------------------------------------- in training
+
+
+def wired(plan: Plan, wire: WireFormat) -> Plan:
+    """Two nodes of two: what goes between them is sent so; whole shards over all of them are gathered in two stages."""
+    units = []
+    for unit in plan.units:
+        staged = replace(unit, shard_size=4, stage_size=2) if unit.shard_size == 4 else unit
+        if staged.two_stage:
+            staged = replace(staged, gather_wire=wire if wire.for_parameters else INT8, reduce_wire=wire)
+        units.append(replace(staged, replica_wire=wire) if staged.shard_size == 2 else staged)
+    return replace(plan, units=tuple(units))
+
+
+def applied(layout: str, wire: WireFormat, model_name: str = "gpt2", steps: int = 1) -> tuple[torch.nn.Module, Plan]:
+    model = tiny_model(model_name)
+    units = find_units(model)
+    plan = wired(plan_of(units, dist.get_world_size(), layout, accumulation_steps=steps, reduce_every_micro_step=None), wire)
+    apply_plan(model, plan, units, meshes=Meshes("cpu"))
+    verify_applied(model, plan, units)
+    return model, plan
+
+
+def as_it_is(values: torch.Tensor, codes: torch.Tensor, wire: WireFormat) -> None:
+    codes[: 8 * values.numel()].view(torch.float64).copy_(values)
+
+
+def back(codes: torch.Tensor, values: torch.Tensor, wire: WireFormat, *, add: bool = False) -> None:
+    found = codes[: 8 * values.numel()].view(torch.float64)
+    values.add_(found) if add else values.copy_(found)
+
+
+def exactly(layout: str, steps: int = 1) -> Trained:
+    """Train through the code path of codes, with float64 in their place."""
+    wire_module.encode, wire_module.decode = as_it_is, back
+    WireFormat.nbytes = lambda wire, elements: 8 * elements
+    model, plan = applied(layout, INT8, steps=steps)
+    assert any(unit.wires for unit in plan.units)
+    return train_sharded(model, plan)
+
+
+@pytest.mark.on_ranks(4, nodes=2)
+@pytest.mark.parametrize(("layout", "steps"), [("hsdp", 1), ("two_stage", 2), ("mixed", 2)])
+def test_without_rounding_the_same_code_path_trains_as_one_process(layout, steps):
+    assert_trained_alike(exactly(layout, steps), lambda: train_alone("gpt2", accumulation_steps=steps))
+
+
+@pytest.mark.on_ranks(4, nodes=2)
+@pytest.mark.parametrize("wire", WireFormat)
+def test_replicas_and_gathered_parameters_stay_equal_to_the_bit_over_fifty_steps(wire):
+    torch.set_default_dtype(torch.float32)
+    model, _ = applied("mixed", wire)
+    sgd = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    first = last = None
+    for step in range(50):
+        loss = tiny_loss(model, tiny_batch(step % 4, part=dist.get_rank(), parts=4))
+        loss.backward()
+        sgd.step()
+        sgd.zero_grad()
+        first, last = (loss.item() if first is None else first), loss.item()
+    assert last < first
+    for name, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.data
+        everyone = [torch.empty_like(whole) for _ in range(4)]
+        dist.all_gather(everyone, whole.contiguous())
+        assert all(torch.equal(whole, other) for other in everyone), name
+    model.unshard()
+    for name, parameter in model.named_parameters():
+        if not hasattr(parameter, "full_tensor"):
+            everyone = [torch.empty_like(parameter.data) for _ in range(4)]
+            dist.all_gather(everyone, parameter.data.contiguous())
+            assert all(torch.equal(parameter.data, other) for other in everyone), name
+
+
+@pytest.mark.on_ranks(4, nodes=2)
+def test_a_format_that_was_changed_after_the_plan_is_named():
+    model, plan = applied("two_stage", INT8)
+    units = find_units(tiny_model("gpt2"))
+    assert {one.gather_wire for one in read_back(model, units)} == {INT8}
+    exact = replace(plan, units=tuple(replace(unit, reduce_wire=BF16) for unit in plan.units))
+    with pytest.raises(PlanMismatchError, match=r"gather in int8, reduce in int8'.*reduce in bf16"):
+        verify_applied(model, exact, units)

@@ -1,0 +1,119 @@
+"""Which formats a plan sends: the fastest of those that the user allows, where one is faster than sending all as it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from hf_osdp.errors import PlanError
+from hf_osdp.planner.cost.units import unit_seconds
+from hf_osdp.planner.cost.wires import with_wires
+from hf_osdp.planner.decision import Batch, UnitLayout
+from hf_osdp.planner.description import GatherSpan
+from hf_osdp.planner.hardware import Collective, CollectiveTiming
+from hf_osdp.planner.job import Precision, TrainingJob
+from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.search.compare import compare_strategies
+from hf_osdp.planner.search.search import search
+from hf_osdp.planner.wire import WireFormat, formats_up_to
+from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.planning.problem import check_communication
+from tests.helpers.descriptions import transformer
+from tests.helpers.hardware import bare_preset, toy_hardware
+from tests.helpers.problems import problem
+
+BF16, INT8, INT4 = WireFormat
+SLOW = toy_hardware(2, 2, inter=(1e-4, 1e6))
+JOB = TrainingJob(global_batch_size=8, communication=INT4)
+LAYOUTS = [UnitLayout(shard_size=size, stage_size=stage, reshard_after_forward=True) for size, stage in ((1, 1), (2, 1), (4, 1), (4, 2))]
+
+
+def seconds(unit, layout, hardware, job) -> float:
+    terms = unit_seconds(unit, layout, hardware, job)
+    return terms.gather_forward + terms.reduce_scatter + terms.all_reduce
+
+
+@pytest.mark.parametrize("allowed", [None, *WireFormat])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("rate", [1e5, 2e7, 1e8, 1e10])
+def test_formats_are_the_fastest_of_all_combinations(allowed, precision, rate):
+    hardware = toy_hardware(2, 2, inter=(1e-4, rate))
+    job = replace(JOB, communication=allowed, precision=Precision.named(precision))
+    unit = next(unit for unit in transformer().units if unit.span is GatherSpan.USE)
+    formats = (None, *formats_up_to(allowed))
+    for layout in LAYOUTS:
+        between = layout.two_stage
+        replicas = formats if layout.shard_size == 2 else (None,)
+        sharded = formats if between or layout.shard_size == 2 else (None,)
+        fastest = min(
+            seconds(unit, replace(layout, gather_wire=gather, reduce_wire=reduce, replica_wire=replica), hardware, job)
+            for gather, reduce, replica in product([f for f in sharded if f is None or f.for_parameters], sharded, replicas)
+        )
+        chosen = with_wires(unit, layout, hardware, job)
+        assert seconds(unit, chosen, hardware, job) == pytest.approx(fastest)
+        assert replace(chosen, gather_wire=None, reduce_wire=None, replica_wire=None) == layout
+        assert set(chosen.wires.values()) <= set(formats)
+
+
+def test_among_several_ranks_of_several_nodes_all_is_sent_as_it_is():
+    unit = transformer().units[0]
+    for size in (1, 4):
+        layout = UnitLayout(shard_size=size, reshard_after_forward=True)
+        assert with_wires(unit, layout, SLOW, JOB) is layout
+
+
+def test_parameters_are_never_sent_in_four_bits_and_bf16_not_in_bf16():
+    unit = transformer().units[0]
+    layout = with_wires(unit, LAYOUTS[3], SLOW, JOB)
+    assert layout.gather_wire is INT8 and layout.reduce_wire is INT4
+    only_bf16 = replace(JOB, communication=BF16, precision=Precision.named("bf16"))
+    assert with_wires(unit, LAYOUTS[3], SLOW, only_bf16).wires == {"reduce": BF16}
+    with pytest.raises(ValueError, match="gather_wire=int4 is for gradients alone"):
+        UnitLayout(shard_size=2, reshard_after_forward=True, gather_wire=INT4)
+    with pytest.raises(ValueError, match="need a unit that is sharded"):
+        UnitLayout(shard_size=1, reshard_after_forward=True, reduce_wire=INT8)
+
+
+def test_two_measured_stages_are_shorter_by_what_is_not_sent_between_nodes():
+    unit, layout = transformer().units[0], LAYOUTS[3]
+    timings = tuple(
+        CollectiveTiming(collective=kind, group_size=4, latency_s=0.1, seconds_per_byte=2e-6, crosses_nodes=True)
+        for kind in (Collective.TWO_STAGE_ALL_GATHER, Collective.TWO_STAGE_REDUCE_SCATTER)
+    )
+    measured = replace(SLOW, timings=timings)
+    exact, coded = (unit_seconds(unit, one, measured, JOB) for one in (layout, replace(layout, gather_wire=INT8)))
+    whole = sum(p.numel for p in unit.parameters)
+    saved = (4 * whole // 2 - INT8.gathered_bytes(whole // 2, 2)) / 2 / (1e6 / 2)
+    assert exact.gather_forward - coded.gather_forward == pytest.approx(saved, rel=0.05)
+
+
+def test_search_takes_them_where_the_link_is_slow_and_compare_shows_what_they_gain():
+    description = transformer()
+    slow = problem(description, SLOW, JOB)
+    exact = replace(slow, job=replace(JOB, communication=None))
+    found = search(slow)
+    assert found.plan.step_s < search(exact).plan.step_s and any(unit.wires for unit in found.plan.units)
+    assert Plan.from_json(found.plan.to_json()) == found.plan and "int4" in found.plan.units[0].describe(4)
+    rows = {row.label: row.result.plan for row in compare_strategies(slow)}
+    assert rows["osdp"] == found.plan and rows["osdp, exact"].step_s == search(exact).plan.step_s
+    assert not any(unit.wires for label, plan in rows.items() if label != "osdp" for unit in plan.units)
+    fast = problem(description, bare_preset("h100", devices_per_node=8), JOB)
+    assert not any(unit.wires for unit in search(fast).plan.units)
+
+
+def test_given_plan_of_coarser_formats_than_allowed_is_refused():
+    layout = UnitLayout(shard_size=2, reshard_after_forward=True, replica_wire=INT8)
+    description = transformer()
+    plan = Plan.of(description, [layout] * len(description.units), Batch(micro_batch_size=1, accumulation_steps=1), world_size=4)
+    for allowed in ("exact", "bf16"):
+        with pytest.raises(PlanError, match=f"in int8, but communication='{allowed}'; set communication='int8'"):
+            check_communication(plan, OSDPConfig(plan=plan, communication=allowed))
+    check_communication(plan, OSDPConfig(plan=plan, communication="int4"))
+    with pytest.raises(ValueError, match="communication='fp8' is not known; use one of exact, bf16, int8, int4"):
+        OSDPConfig(communication="fp8")
+    with pytest.raises(PlanError, match="has a replica_wire, but is sharded over all ranks"):
+        replace(plan, units=tuple(replace(unit, shard_size=4) for unit in plan.units))
+    with pytest.raises(PlanError, match="is sent in fewer bits"):
+        plan.to_fsdp_plan()
