@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -36,13 +37,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, default=Path("runs/optimizer_seeds"), metavar="DIR", help="where runs are written")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table there")
     options = parser.parse_args(arguments)
+    found = over_seeds("optimizer", {optim: ("--optim", optim) for optim in options.optim}, options)
+    return is_outside(found, EIGHT_BITS, EXACT)
+
+
+def over_seeds(kind: str, flags: Mapping[str, Sequence[str]], options: argparse.Namespace) -> dict[str, list[float]]:
+    """Perplexities of each kind of run, by its name, over `options.seeds`; print the table, and write it to `options.markdown`."""
     places = {"data": options.data.resolve(), "runs": options.output.resolve()}
-    cases = [(optim, seed) for seed in options.seeds for optim in options.optim]
-    found: dict[str, list[float]] = {optim: [] for optim in options.optim}
-    for optim, seed in track(cases, description="Training", console=Console(stderr=True)):
-        folder = run(RECIPE, seed, places, 2, "--optim", optim)
-        found[optim].append(json.loads((folder / "eval_results.json").read_text(encoding="utf-8"))["perplexity"])
-    rows = [("optimizer", *(f"seed {seed}" for seed in options.seeds), "mean", "spread"), *map(cells, found, found.values())]
+    cases = [(name, seed) for seed in options.seeds for name in flags]
+    found: dict[str, list[float]] = {name: [] for name in flags}
+    for name, seed in track(cases, description="Training", console=Console(stderr=True)):
+        folder = run(RECIPE, seed, places, 2, *flags[name])
+        found[name].append(json.loads((folder / "eval_results.json").read_text(encoding="utf-8"))["perplexity"])
+    rows = [(kind, *(f"seed {seed}" for seed in options.seeds), "mean", "spread"), *map(cells, found, found.values())]
     shown = Table(*rows[0])
     for row in rows[1:]:
         shown.add_row(*row)
@@ -50,8 +57,13 @@ def main(arguments: list[str] | None = None) -> int:
     if options.markdown is not None:
         lines = (rows[0], ("---",) * len(rows[0]), *rows[1:])
         options.markdown.write_text("".join(f"| {' | '.join(row)} |\n" for row in lines), encoding="utf-8")
-    exact, quantized = found.get(EXACT), found.get(EIGHT_BITS)
-    return 0 if not (exact and quantized) else int(not min(exact) <= statistics.mean(quantized) <= max(exact))
+    return found
+
+
+def is_outside(found: Mapping[str, Sequence[float]], name: str, exact: str) -> int:
+    """1 where the mean of `name` lies outside the seeds of `exact`; 0 where it does not, or one of the two did not run."""
+    values, seeds = found.get(name), found.get(exact)
+    return 0 if not (values and seeds) else int(not min(seeds) <= statistics.mean(values) <= max(seeds))
 
 
 def cells(optim: str, values: list[float]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from benchmarks.two_machines.counters import sent_bytes
@@ -57,9 +57,10 @@ class Contender:
         self._plan, self._job = entrant.plan, job
         self._batch = training_batch(model, self._plan.sequence_length)(self._plan.micro_batch_size)
         if entrant.sends is not Sends.NOTHING:
-            apply_plan(model, self._plan, description.units, meshes=meshes, broadcast=False)
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16) if entrant.sends is Sends.STOCK_BF16 else None
+            apply_plan(model, self._plan, description.units, meshes=meshes, mp_policy=policy, broadcast=False)
         self._model = model
-        if entrant.sends is Sends.STOCK:
+        if entrant.sends in (Sends.STOCK, Sends.STOCK_BF16):
             put_stock_collectives_back(self._model)
         self._optimizer = make_optimizer(self._model, job.optimizer, self._plan, description.units)
 

@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hf_osdp.planning.config import EXACT
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
@@ -27,6 +29,8 @@ class Experiment:
     vocabulary: int = 50257
     sequence_length: int = 128
     micro_batch_size: int = 4
+    communication: str = EXACT
+    """The coarsest form in which the planner may send, as `OSDPConfig` has it."""
 
     def config(self) -> Any:
         """The model's configuration."""

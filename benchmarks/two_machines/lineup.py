@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from hf_osdp.planner.cost.evaluate import estimate_plan
-from hf_osdp.planner.description import ModelDescription
+from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import Collective, Hardware
-from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import StrategyResult
 from hf_osdp.quantities import format_bytes
 
-STOCK, ALONE = "stock", "alone"
+STOCK, STOCK_BF16, ALONE, EXACT_PLAN = "stock", "stock, bf16", "alone", "osdp, exact"
 TERMS = ("compute_s", "exposed_s", "copy_s", "optimizer_s")
 
 
@@ -26,6 +26,8 @@ class Sends(str, Enum):
     """What `apply_plan` makes it send."""
     STOCK = "stock"
     """The same with FSDP2's own reduce-scatter."""
+    STOCK_BF16 = "stock, bf16"
+    """The same with gradients in bf16, as Accelerate has FSDP2 reduce them."""
     NOTHING = "nothing"
     """Nothing: each rank trains the plain model by itself, to see what the machine does meanwhile."""
 
@@ -45,8 +47,10 @@ class Entrant:
             job: batch and optimizer.
             hardware: measured; gloo's own reduce-scatter takes an all-reduce's time, which is what it sends.
         """
-        if self.sends is Sends.STOCK:
+        if self.sends in (Sends.STOCK, Sends.STOCK_BF16):
             hardware = with_stock_reduce_scatter(hardware)
+        if self.sends is Sends.STOCK_BF16:
+            job = replace(job, precision=Precision(reduce=DType.BFLOAT16))
         estimate = estimate_plan(self.plan, description, job, hardware)
         assert estimate.time is not None and estimate.collectives is not None, "the hardware is known"
         terms = {term: estimate.time.total(term) for term in TERMS}
@@ -79,11 +83,12 @@ def line_up(results: Sequence[Sequence[StrategyResult]], limits: Sequence[int]) 
     cells = []
     for limit, rows in zip(limits, results, strict=True):
         cell: dict[str, dict] = {}
-        for row in sorted(rows, key=lambda row: row.strategy is Strategy.OSDP):  # last, so that an equal plan has its usual name
+        shown = [row for row in rows if not row.variant or row.label == EXACT_PLAN]
+        for row in sorted(shown, key=lambda row: row.strategy is Strategy.OSDP):  # last, so that an equal plan has its usual name
             if row.result is None:
-                cell[row.strategy.value] = {"needs": row.least_peak_bytes, "reason": row.reason}
+                cell[row.label] = {"needs": row.least_peak_bytes, "reason": row.reason}
             else:
-                cell[row.strategy.value] = {"entrant": _entered(entrants, row.strategy, row.result.plan, limit)}
+                cell[row.label] = {"entrant": _entered(entrants, row.label, row.result.plan, limit)}
         cells.append(cell)
     full = next((cell["fsdp"]["entrant"] for cell in cells if "entrant" in cell["fsdp"]), None)
     if full is None:
@@ -91,17 +96,21 @@ def line_up(results: Sequence[Sequence[StrategyResult]], limits: Sequence[int]) 
         raise ValueError(f"No limit leaves room for a full shard, which needs {format_bytes(needs)}; give --limits above that.")
     entrants[STOCK] = replace(entrants[full], sends=Sends.STOCK)
     entrants[ALONE] = Entrant(plan=replicated(entrants[full].plan), sends=Sends.NOTHING)
+    stocks = [STOCK]
+    if any(EXACT_PLAN in cell for cell in cells):
+        entrants[STOCK_BF16] = replace(entrants[full], sends=Sends.STOCK_BF16)
+        stocks.append(STOCK_BF16)
     for cell in cells:
-        cell[STOCK] = {**cell["fsdp"]} if "needs" in cell["fsdp"] else {"entrant": STOCK}
+        cell.update({stock: {**cell["fsdp"]} if "needs" in cell["fsdp"] else {"entrant": stock} for stock in stocks})
     return Lineup(entrants=entrants, cells=tuple(cells))
 
 
-def _entered(entrants: dict[str, Entrant], strategy: Strategy, plan: Plan, limit: int) -> str:
+def _entered(entrants: dict[str, Entrant], label: str, plan: Plan, limit: int) -> str:
     """The name of the entrant that runs as this plan does; a new one where there is none."""
     for name, other in entrants.items():
         if (plan.units, plan.accumulation_steps) == (other.plan.units, other.plan.accumulation_steps):
             return name
-    name = strategy.value if strategy.value not in entrants else f"{strategy.value} in {format_bytes(limit)}"
+    name = label if label not in entrants else f"{label} in {format_bytes(limit)}"
     entrants[name] = Entrant(plan=plan)
     return name
 

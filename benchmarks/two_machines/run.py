@@ -1,19 +1,20 @@
 """Training across two emulated machines: bytes over the slow link, step times, and whether the planner chose well.
 
-    python benchmarks/two_machines/run.py [--quick] [--json FILE]
+    python benchmarks/two_machines/run.py [--quick] [--communication bf16|int8|int4] [--json FILE]
 
 At each rate of the link between two machines of two gloo ranks each (network namespaces, `emulate.py`), rank by rank as on real
 machines, every strategy trains a GPT-2 under FSDP2: torch's own full shard, ours with a ring for gloo's reduce-scatter,
 communication with groups (two stages), HSDP, DDP-like, ZeRO-2, and what the planner chooses, under each memory limit. One that
 does not fit a limit is marked so and beats nobody. Rounds are interleaved, one step of each, so that all meet the same machine;
-a step without communication stands beside them as a load check.
+a step without communication stands beside them as a load check. With `--communication` the planner may send fewer bits; its exact
+plan and torch's full shard with gradients reduced in bf16 stand beside.
 
 Bytes are those that the kernel counts on the interface between the machines, theory those of `theory.py`. Estimates come from
 `hf-osdp profile`'s measurements in the emulated cluster: links once, before anything is planned, blocks again in the rounds.
 
 The aims: the planner's choice is the fastest that fits, or within 5 %, in every cell; at 100 Mbit/s it trains twice as many tokens a
-second as torch's own full shard; bytes are within 1.5 % of theory; estimates within 10 % on average. Exit code 1 where one is
-missed, 77 where namespaces are not permitted (nothing was measured then).
+second as torch's own full shard (bf16: 3 times, int8: 4, int4: 4.8); bytes are within 1.5 % of theory; estimates within 10 % on
+average. Exit code 1 where one is missed, 77 where namespaces are not permitted (nothing was measured then).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from rich.console import Console  # noqa: E402
 from benchmarks.two_machines.emulate import NOT_PERMITTED, UNLIMITED, link_rate  # noqa: E402
 from benchmarks.two_machines.experiment import Experiment  # noqa: E402
 from benchmarks.two_machines.tables import Cell, cell_table, cells_of, remarks, verdicts  # noqa: E402
+from hf_osdp.planning.config import COMMUNICATIONS, EXACT  # noqa: E402
 from hf_osdp.quantities import parse_bytes  # noqa: E402
 
 RATES = ("100mbit", "250mbit", UNLIMITED)
@@ -57,7 +59,7 @@ def main() -> int:
     experiment = Experiment(
         rate=RATES[0], limits=options.limits, rounds=options.rounds, links_s=LINKS_S, profile_s=PROFILE_S,
         layers=options.layers, width=options.width, heads=options.heads, vocabulary=options.vocabulary,
-        sequence_length=options.sequence_length, micro_batch_size=options.micro_batch_size,
+        sequence_length=options.sequence_length, micro_batch_size=options.micro_batch_size, communication=options.communication,
     )  # fmt: skip
     console, began = Console(width=100), time.monotonic()
     found: list[dict] = []
@@ -87,6 +89,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rates", type=listed(link_rate), help=f"with commas (default {','.join(RATES)})")
     parser.add_argument("--limits", type=listed(limit), default=tuple(map(limit, LIMITS)), help=f"a rank (default {','.join(LIMITS)})")
     parser.add_argument("--rounds", type=positive, help=f"steps of each strategy (default {ROUNDS})")
+    parser.add_argument("--communication", choices=COMMUNICATIONS, default=EXACT, help="coarsest form that may be sent (default exact)")
     parser.add_argument("--json", type=Path, help="also write all that was measured here")
     parser.add_argument("--nodes", type=positive, default=2)
     parser.add_argument("--ranks", type=positive, default=2, help="on each node (default 2)")

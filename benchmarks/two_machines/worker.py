@@ -34,6 +34,7 @@ from hf_osdp.planner.job import TrainingJob, divisors
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.profile import Profile, with_block_times
 from hf_osdp.planner.search.compare import compare_strategies
+from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.tracing.describe import describe
 
 ROUNDS_A_PROFILE = 2
@@ -59,7 +60,8 @@ def measure(experiment: Experiment) -> dict:
     """All that is found at one rate, as plain values. Collective."""
     description = describe(experiment.config(), sequence_length=experiment.sequence_length)
     samples = experiment.micro_batch_size
-    job = TrainingJob(global_batch_size=dist.get_world_size() * samples, micro_batch_size=samples)
+    wire = OSDPConfig(communication=experiment.communication).wire
+    job = TrainingJob(global_batch_size=dist.get_world_size() * samples, micro_batch_size=samples, communication=wire)
     began = time.monotonic()
     timings = measure_collectives(torch.device("cpu"), experiment.links_s, local=ranks_per_node(), sizes=divisors(dist.get_world_size()))
     profile = with_timings(profiled(experiment), timings)
@@ -108,7 +110,9 @@ def about(entrant: Entrant, description: ModelDescription) -> dict:
     """What is known of an entrant before it takes steps."""
     sent = 0
     if entrant.sends is not Sends.NOTHING:
-        sent = bytes_sent(entrant.plan, description, ranks_per_node(), stock_reduce_scatter=entrant.sends is Sends.STOCK)
+        stock = entrant.sends in (Sends.STOCK, Sends.STOCK_BF16)
+        itemsize = 2 if entrant.sends is Sends.STOCK_BF16 else 4
+        sent = bytes_sent(entrant.plan, description, ranks_per_node(), stock_reduce_scatter=stock, reduced_itemsize=itemsize)
     return {
         "layout": layout(entrant.plan), "peak_bytes": entrant.plan.peak_bytes, "payload_bytes": sent,
         "theory_bytes": with_headers(sent, mtu=MTU, packet_bytes=GSO_BYTES),

@@ -286,7 +286,8 @@ def _beside_gathered(unit: UnitDescription, layout: UnitLayout, job: TrainingJob
 
     Shards are cast and brought over all at once, before anything of their unit is gathered: never more than what is there then.
     What lies between two stages of a gather that runs ahead, and codes of fewer bits, are there beside the parameters of the unit that
-    backward met before; they are taken for as large as the unit's own. Replicas are, one after the other, brought to the device, cast there, and copied.
+    backward met before; they are taken for as large as the unit's own. Replicas are, one after the other, brought to the device, cast
+    there, and copied.
     """
     if (g := layout.shard_size) > 1:
         codes = gather_message(unit, layout).gather_buffers(layout.gather_wire)
