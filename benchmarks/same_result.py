@@ -132,7 +132,9 @@ def row_of(name: str, seed: int, places: dict[str, object]) -> Row:
 def run(name: str, seed: int, places: dict[str, object], processes: int, *more: str) -> Path:
     """Train, unless that was done, with `more` flags; the folder with the results."""
     recipe = RECIPES[name]
-    folder = Path(str(places["runs"])) / ", ".join([name, f"seed {seed}", "planned" if processes == 2 else "alone", *more[1::2]])
+    folder = Path(str(places["runs"])) / ", ".join(
+        [name, f"seed {seed}", "planned" if processes == 2 else "alone", *(Path(value).name for value in more[1::2])]
+    )
     if folder.is_dir():
         return folder
     script = [str(ROOT / "recipes" / f"{recipe.script}.py"), str(ROOT / "recipes" / recipe.arguments)]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp.distributed import wire as wire_module
 from hf_osdp.distributed.collectives import BackendTransport, PieceTransport
@@ -14,14 +15,20 @@ from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.distributed.wire import WireTransport, decode, encode
 from hf_osdp.errors import OSDPError, PlanMismatchError
 from hf_osdp.modeling.units import find_units
+from hf_osdp.planner.hardware import Link
 from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.presets import preset
 from hf_osdp.planner.wire import PIECE_ELEMENTS, WireFormat, formats_up_to
+from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.sharding.apply import apply_plan, read_back, verify_applied
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.training import Trained, assert_trained_alike, train_alone, train_sharded
 
+from .test_integration_trainer import PlannedTrainer, StockTrainer, arguments, assert_close, history, tokens
+
 BF16, INT8, INT4 = WireFormat
+WIDTH = 64
 LARGEST_ERROR = {BF16: 2**-8, INT8: 0.5 / 127, INT4: 0.5 / 7 * 32**0.5}
 """Of a value, as a share of its block's largest; one that was turned is a sum of 32 errors over the root of 32."""
 
@@ -192,3 +199,44 @@ def test_a_format_that_was_changed_after_the_plan_is_named():
     exact = replace(plan, units=tuple(replace(unit, reduce_wire=BF16) for unit in plan.units))
     with pytest.raises(PlanMismatchError, match=r"gather in int8, reduce in int8'.*reduce in bf16"):
         verify_applied(model, exact, units)
+
+
+# ------------------------------------------------------------------------------------------------------- under the Trainer
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_embd=WIDTH, n_head=4, vocab_size=61, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    return GPT2LMHeadModel(config).double().train()
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory) -> dict[str, list[float]]:
+    trainer = StockTrainer(
+        model=gpt2(), args=arguments(str(tmp_path_factory.mktemp("one")), per_device_train_batch_size=8), train_dataset=tokens()
+    )
+    trainer.train()
+    return history(trainer)
+
+
+@pytest.mark.on_ranks(2, nodes=2, init=False)
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_trainer_sends_what_the_planner_chose_saves_masters_and_resumes(tmp_path, stock, strategy):
+    """Two machines of one rank: near the stock run, as far as rounding allows; the resumed half sends what the whole run sent."""
+    args = arguments(str(tmp_path), per_device_train_batch_size=4, save_strategy="steps", save_steps=2)
+    slow = replace(preset("cpu", nodes=2), inter_node=Link(latency_s=1e-4, bytes_per_s=1e6, source="made up"))
+    options = {"hardware": slow, "memory_limit": "1GiB", "strategy": strategy}
+    trainer = PlannedTrainer(model=gpt2(), args=args, train_dataset=tokens(), osdp=OSDPConfig(**options, communication="int4"))
+    trainer.train()
+    wires = {wire for unit in trainer._run.plan.units for wire in unit.wires.items()}
+    assert wires == ({("replicas", INT4)} if strategy == "ddp" else {("gather", INT8), ("reduce", INT4)})
+    assert_close(history(trainer), stock, 0.03)
+    with pytest.raises(AssertionError):
+        assert_close(history(trainer), stock, 1e-9)  # it did round
+    again = PlannedTrainer(model=gpt2(), args=args, train_dataset=tokens(), osdp=OSDPConfig(**options, communication="int4"))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert_close(history(again), {"loss": history(trainer)["loss"][2:]}, 1e-12)
+    exact = PlannedTrainer(model=gpt2(), args=args, train_dataset=tokens(), osdp=OSDPConfig(**options))
+    exact.train()
+    assert not any(unit.wires for unit in exact._run.plan.units)
+    assert_close(history(exact), stock, 1e-9)

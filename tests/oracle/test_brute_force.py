@@ -17,6 +17,7 @@ from hf_osdp.planner.hardware import Backend, Hardware, HostSpec
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import batches, search_spaces
+from hf_osdp.planner.wire import WireFormat
 from tests.helpers.descriptions import at_random
 from tests.helpers.hardware import toy_hardware
 from tests.helpers.problems import problem
@@ -136,4 +137,16 @@ def test_search_equals_brute_force_where_units_may_step_in_backward(seed):
     optimizer = OptimizerSpec(states=dice.choice([0, 2]), step=OptimizerStep.FOR_LOOP, loop_scratch=dice.choice([0.0, 2.0, 6.5]))
     job = TrainingJob(global_batch_size=hardware.world_size, optimizer=optimizer, step_in_backward=True, recompute=False)
     description = at_random(seed, kinds=1, blocks=2, tied=dice.random() < 0.5)
+    check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
+
+
+@pytest.mark.parametrize("seed", slow_but(range(80), daily=range(12)))
+def test_search_equals_brute_force_where_fewer_bits_may_be_sent(seed):
+    """Formats come with what they cost: a plan may be the fastest with some, and the only one that fits without."""
+    dice = random.Random(seed)
+    nodes, per_node = dice.choice([(1, 2), (2, 1), (2, 2), (3, 1)])
+    hardware = replace(small_hardware(dice), nodes=nodes, devices_per_node=per_node, host=None)
+    job = TrainingJob(global_batch_size=hardware.world_size, recompute=False, communication=dice.choice(list(WireFormat)))
+    job = replace(job, precision=Precision.named(dice.choice(["no", "bf16"])))
+    description = at_random(seed, kinds=1, blocks=2 if nodes * per_node < 4 else 1, tied=dice.random() < 0.5)
     check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)

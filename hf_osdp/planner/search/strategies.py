@@ -80,12 +80,16 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
 
 
 def _in_wire_formats(spaces: list[Space], problem: PlanningProblem, shapes: Sequence[int]) -> list[Space]:
-    """Return the spaces with the fastest format of each layout; the same object for units of one shape, as `_product` gives it."""
+    """Return the spaces with each layout in its fastest formats beside it; the same object for units of one shape, as `_product` gives it.
+
+    Codes take memory, so that a plan may fit only without.
+    """
     units, made = problem.description.units, {}
     for space in spaces:
         for unit, shape, layouts in zip(units, shapes, space, strict=True):
             if (shape, id(layouts)) not in made:
-                made[shape, id(layouts)] = tuple(with_wires(unit, layout, problem.hardware, problem.job) for layout in layouts)
+                coded = (with_wires(unit, layout, problem.hardware, problem.job) for layout in layouts)
+                made[shape, id(layouts)] = tuple(dict.fromkeys([*coded, *layouts]))
     return [tuple(made[shape, id(layouts)] for shape, layouts in zip(shapes, space, strict=True)) for space in spaces]
 
 

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from hf_osdp.errors import PlanError
+from hf_osdp.errors import InfeasibleError, PlanError
 from hf_osdp.planner.cost.units import unit_seconds
 from hf_osdp.planner.cost.wires import with_wires
 from hf_osdp.planner.decision import Batch, UnitLayout
@@ -117,3 +117,11 @@ def test_given_plan_of_coarser_formats_than_allowed_is_refused():
         replace(plan, units=tuple(replace(unit, shard_size=4) for unit in plan.units))
     with pytest.raises(PlanError, match="is sent in fewer bits"):
         plan.to_fsdp_plan()
+
+
+def test_plan_that_fits_only_without_codes_is_found():
+    exact = problem(transformer(), SLOW, replace(JOB, communication=None))
+    with pytest.raises(InfeasibleError) as caught:
+        search(replace(exact, memory_limit_bytes=1000))
+    tight = replace(exact, memory_limit_bytes=caught.value.least_peak_bytes)
+    assert search(replace(tight, job=JOB)).plan.peak_bytes == search(tight).plan.peak_bytes
