@@ -129,4 +129,5 @@ def test_fsdp2_counts_shards_between_steps_and_whole_parameters_within():
     for whole, ((before, backward, after, peak), second) in run_ranks(_levels_of_fsdp2_steps, 2):
         assert (before, backward, after) == (whole // 2, whole, whole)  # shards, their gradients, momenta in their place
         assert second[:3] == (whole, 3 * whole // 2, whole)
-        assert peak > whole and second[3] == pytest.approx(peak + whole // 2, rel=0.01)
+        # momenta of half the parameters; gloo's thread may hold a layer's gradient, a quarter of them, for a moment longer
+        assert peak > whole and second[3] == pytest.approx(peak + whole // 2, abs=whole // 4)
