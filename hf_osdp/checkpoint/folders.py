@@ -85,7 +85,7 @@ class Manifest:
     training: str | None = None
     """Which training wrote it, see `resume.py`; None for the first in its folder."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """What continues the same training only if it stays: seed, dataset, precision, optimizer."""
+    """What continues the same training only if it stays: seed, dataset, precision, optimizer, what the plan sends."""
 
     def to_json(self) -> str:
         return json.dumps({"format": VERSION, **asdict(self)}, indent=1)

@@ -21,6 +21,7 @@ from ..distributed.process_group import all_gather_objects
 from ..errors import CheckpointError
 from ..planner.files import write_whole
 from ..planner.plan import Plan
+from ..planner.wire import EXACT
 from ..reading import read_json
 from .folders import (
     MANIFEST_NAME,
@@ -120,8 +121,8 @@ def warn_of_changes(folder: Path, settings: Mapping[str, str], plan: Plan | None
     """Log on rank 0, in one line, what is set otherwise than when a checkpoint was saved."""
     if rank() or (manifest := Manifest.load(folder)) is None:
         return
-    saved = {"global batch": manifest.global_batch_size, **manifest.settings}
-    now = {"global batch": plan.global_batch_size if plan else None, **settings}
+    saved = {"global batch": manifest.global_batch_size, "communication": EXACT, **manifest.settings}
+    now = {**({"global batch": plan.global_batch_size, "communication": plan.communication} if plan else {}), **settings}
     changed = [name for name in now if name in saved and None not in (saved[name], now[name]) and saved[name] != now[name]]
     if changed:
         texts = [", ".join(f"{name} {values[name]}" for name in changed) for values in (saved, now)]

@@ -17,6 +17,7 @@ from .description import Activations, GatherSpan, ModelDescription
 from .files import validated, write_whole
 from .hardware import MOST_RANKS
 from .split import WHOLE_BLOCKS, ModelSplit
+from .wire import EXACT, WireFormat
 
 PLAN_VERSION = 7
 _MOST = {"world_size": MOST_RANKS, "micro_batch_size": 2**20, "accumulation_steps": 2**20, "sequence_length": 2**30}
@@ -151,6 +152,12 @@ class Plan:
     def global_batch_size(self) -> int:
         """Samples of one optimizer step, over all ranks."""
         return self.world_size * self.micro_batch_size * self.accumulation_steps
+
+    @property
+    def communication(self) -> str:
+        """The coarsest format in which a unit sends, or `exact`."""
+        sent = {wire for unit in self.units for wire in unit.wires.values()}
+        return next((wire.value for wire in reversed(WireFormat) if wire in sent), EXACT)
 
     @property
     def communicators(self) -> int:

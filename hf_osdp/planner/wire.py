@@ -14,6 +14,8 @@ from enum import Enum
 
 PIECE_ELEMENTS = 2**20
 """Elements that are encoded or decoded at once, which bounds the temporaries."""
+EXACT = "exact"
+"""The name of sending all as it is."""
 TURNED = 32
 """Values that `int4` turns together."""
 

@@ -11,11 +11,10 @@ from ..planner.hardware import Hardware, check_margin
 from ..planner.plan import Plan
 from ..planner.problem import Strategy
 from ..planner.profile import Profile
-from ..planner.wire import WireFormat
+from ..planner.wire import EXACT, WireFormat
 from ..quantities import parse_limit
 
 STRATEGIES = tuple(strategy.value for strategy in Strategy)
-EXACT = "exact"
 COMMUNICATIONS = (EXACT, *(wire.value for wire in WireFormat))
 _KNOWN = {"strategy": STRATEGIES, "on_oom": ("raise", "replan"), "communication": COMMUNICATIONS}
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {

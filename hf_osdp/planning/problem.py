@@ -28,7 +28,7 @@ from ..planner.profile import Profile, with_block_times
 from ..planner.search.compare import StrategyResult, choose_description, compare_strategies
 from ..planner.search.search import search
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
-from ..planner.wire import WireFormat, formats_up_to
+from ..planner.wire import EXACT, formats_up_to
 from ..quantities import format_bytes
 from ..tracing.describe import TRACED_MICRO_BATCH, describe, is_by_formula
 from .cache import measured_once
@@ -150,11 +150,11 @@ def check_backward_step(plan: Plan, config: OSDPConfig, facts: RunFacts) -> None
 
 def check_communication(plan: Plan, config: OSDPConfig) -> None:
     """Refuse a given plan that sends coarser formats than the user allows, which trains with other rounding."""
-    sent = {wire for unit in plan.units for wire in unit.wires.values()}
-    if beyond := [wire.value for wire in WireFormat if wire in sent and wire not in formats_up_to(config.wire)]:
+    sent = plan.communication
+    if sent not in (EXACT, *formats_up_to(config.wire)):
         raise PlanError(
-            f"The plan sends parameters or gradients in {beyond[-1]}, but communication={config.communication!r}; set"
-            f" communication={beyond[-1]!r} where that is meant, or plan again."
+            f"The plan sends parameters or gradients in {sent}, but communication={config.communication!r}; set"
+            f" communication={sent!r} where that is meant, or plan again."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +19,8 @@ from hf_osdp.checkpoint.resume import (
 )
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.errors import CheckpointError
+from hf_osdp.planner.plan import Plan, UnitDecision
+from hf_osdp.planner.wire import WireFormat
 
 from .checkpoints import saved
 from .test_folders import small
@@ -118,6 +121,20 @@ def test_changed_settings_are_named_with_value_before_and_now(tmp_path, caplog):
         "checkpoint-1 was saved with seed 1, precision bf16, dataset of 80 rows (1234abcd), optimizer AdamW; this run has seed 2,"
         " precision no, dataset of 80 rows (00000000), optimizer SGD: it does not continue the same training."
     ) in caplog.text
+
+
+def test_plan_that_sends_otherwise_than_before_is_named(tmp_path, caplog):
+    unit = UnitDecision(fqn="a", shard_size=2, reshard_after_forward=True, gather_wire=WireFormat.INT8, reduce_wire=WireFormat.INT4)
+    plan = Plan(world_size=2, strategy="osdp", units=(unit,), micro_batch_size=1, accumulation_steps=1, model_fingerprint="")
+    exact = replace(plan, units=(replace(unit, gather_wire=None, reduce_wire=None),))
+    folder = tmp_path / "checkpoint-1"
+    with CheckpointWriter(plan=exact).new(folder):
+        pass
+    warn_of_changes(folder, {}, exact)
+    warn_of_changes(folder, {}, None)
+    assert not caplog.text
+    warn_of_changes(folder, {}, plan)
+    assert "was saved with communication exact; this run has communication int4" in caplog.text
 
 
 def test_files_of_earlier_versions_are_read(tmp_path, restarted):
