@@ -133,6 +133,7 @@ def _inputs(plan: Plan, flags: dict[str, Any]) -> PlanInputs:
         sequence_length=plan.sequence_length, global_batch_size=plan.global_batch_size, num_nodes=nodes,
         devices_per_node=plan.world_size // nodes if nodes else None,
         host_offload=None if any(unit.on_host for unit in plan.units) else False,
+        communication=plan.communication,  # type: ignore[arg-type]  # one of its names
         offload_optimizer=None if any(unit.states_on_host for unit in plan.units) else False,
         **(flags | {"compile": bool(plan.compiled_classes)}),
     )  # fmt: skip

@@ -36,6 +36,7 @@ from ..planning.preflight import (
     findings_of,
     split_ties,
 )
+from ..planning.problem import check_communication
 from ..planning.recalibrate import estimated
 from ..quantities import format_bytes, format_count, format_seconds
 from ..report.content import package_versions
@@ -153,6 +154,7 @@ def _best(problem: PlanningProblem) -> tuple[StrategyResult, ...]:
 def _checked(problem: PlanningProblem, plan: Plan) -> SearchResult:
     """Check a given plan against the problem."""
     plan.check(problem.description, problem.hardware.world_size)
+    check_communication(plan, problem.job.communication)
     found = estimated(problem, plan)
     peak = found.memory.on(problem.hardware)
     check_given_plan(

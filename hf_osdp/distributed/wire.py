@@ -45,10 +45,10 @@ def _encode_piece(piece: torch.Tensor, packed: torch.Tensor, scales: torch.Tenso
     if wire is WireFormat.BF16:
         packed.view(torch.bfloat16).copy_(piece)
         return
-    blocks = _whole_blocks(piece.float(), wire.block_size)
+    blocks = _whole_blocks(piece, wire.block_size)
     if turn is not None:
-        blocks = (blocks.view(-1, TURNED) @ turn).view_as(blocks)
-    scales.copy_(blocks.abs().amax(dim=1).div_(_LARGEST[wire]))
+        blocks = (blocks.float().view(-1, TURNED) @ turn).view_as(blocks)
+    scales.copy_(blocks.abs().amax(dim=1).float().div_(_LARGEST[wire]))
     scaled = blocks.div(torch.where(scales == 0, 1.0, scales).unsqueeze(1)).round_()
     del blocks
     if turn is None:
@@ -73,8 +73,10 @@ def _pieces(values: torch.Tensor, codes: torch.Tensor, wire: WireFormat) -> Iter
     size, end = wire.block_size, wire.code_bytes(values.numel())
     scales = codes[end : wire.nbytes(values.numel())]
     scales = scales if wire is WireFormat.BF16 else scales.view(torch.float32)
-    for start in range(0, values.numel(), PIECE_ELEMENTS):
-        piece = values[start : start + PIECE_ELEMENTS]
+    whole = values.numel() // size * size  # what fills no block is a piece of its own: padding copies it
+    starts = [*range(0, whole, PIECE_ELEMENTS), *([whole] if whole < values.numel() else [])]
+    for start in starts:
+        piece = values[start : min(start + PIECE_ELEMENTS, whole) if start < whole else None]
         blocks = -(-piece.numel() // size)
         first = wire.code_bytes(start)
         yield piece, codes[first : first + wire.code_bytes(piece.numel())], scales[start // size : start // size + blocks]
@@ -88,7 +90,8 @@ def _whole_blocks(values: torch.Tensor, size: int) -> torch.Tensor:
 
 def _hadamard(device: torch.device) -> torch.Tensor:
     """Return Sylvester's Hadamard matrix, orthonormal; it is made each time, as a cached one might be a simulation's fake tensor."""
-    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=device) / 2**0.5
+    two = torch.full((2, 2), 0.5**0.5, device=device, dtype=torch.float32)  # on the device: a copy from the host would wait for its stream
+    two[1, 1].neg_()
     matrix = two
     while len(matrix) < TURNED:
         matrix = torch.kron(matrix, two)
@@ -163,6 +166,13 @@ class WireReplicas:
 
     def __init__(self, group: dist.ProcessGroup, transport: WireTransport) -> None:
         self.group, self.transport = group, transport
+
+    def __eq__(self, other: object) -> bool:
+        """Equal the group itself, which torch looks up to log what a collective raised."""
+        return other is self or other is self.group
+
+    def __hash__(self) -> int:
+        return hash(self.group)
 
     def size(self) -> int:
         """Return the number of replicas."""

@@ -156,6 +156,8 @@ class OSDPConfig:
         elif self.profile is not None and (self.hardware is not None or self.nodes is not None):
             beside = self._shown("hardware" if self.hardware is not None else "nodes")
             problem = f"profile already says what the hardware is, so {beside} would have no effect"
+        elif self.recalibrate and self.communication != EXACT:
+            problem = f"recalibrate=True learns the links' speed from what is sent as it is, beside {self._shown('communication')}"
         elif self.split_vocabulary and (not self.operator_splitting or self.strategy != "osdp"):
             beside = self._shown("strategy" if self.operator_splitting else "operator_splitting")
             problem = f"split_vocabulary=True has no effect beside {beside}"

@@ -217,7 +217,7 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
             "The plan recomputes or offloads blocks, and activation checkpointing would recompute them too; switch it off, or plan again."
         )
     check_backward_step(plan, config, facts)
-    check_communication(plan, config)
+    check_communication(plan, config.wire)
     inputs = peak_bytes = None
     if facts.estimates_given_plan:
         if uses_host(plan):

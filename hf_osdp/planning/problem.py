@@ -28,7 +28,7 @@ from ..planner.profile import Profile, with_block_times
 from ..planner.search.compare import StrategyResult, choose_description, compare_strategies
 from ..planner.search.search import search
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
-from ..planner.wire import EXACT, formats_up_to
+from ..planner.wire import EXACT, WireFormat, formats_up_to
 from ..quantities import format_bytes
 from ..tracing.describe import TRACED_MICRO_BATCH, describe, is_by_formula
 from .cache import measured_once
@@ -148,12 +148,13 @@ def check_backward_step(plan: Plan, config: OSDPConfig, facts: RunFacts) -> None
         raise ValueError("plan runs a given plan as it is, so step_in_backward=True would have no effect; leave one of the two out.")
 
 
-def check_communication(plan: Plan, config: OSDPConfig) -> None:
+def check_communication(plan: Plan, allowed: WireFormat | None) -> None:
     """Refuse a given plan that sends coarser formats than the user allows, which trains with other rounding."""
     sent = plan.communication
-    if sent not in (EXACT, *formats_up_to(config.wire)):
+    if sent not in (EXACT, *formats_up_to(allowed)):
+        asked = EXACT if allowed is None else allowed.value
         raise PlanError(
-            f"The plan sends parameters or gradients in {sent}, but communication={config.communication!r}; set"
+            f"The plan sends parameters or gradients in {sent}, but communication={asked!r}; set"
             f" communication={sent!r} where that is meant, or plan again."
         )
 

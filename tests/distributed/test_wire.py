@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hf_osdp.distributed import wire as wire_module
 from hf_osdp.distributed.collectives import BackendTransport, PieceTransport
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.distributed.wire import WireTransport, decode, encode
+from hf_osdp.distributed.wire import WireReplicas, WireTransport, decode, encode
 from hf_osdp.errors import OSDPError, PlanMismatchError
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.hardware import Link
@@ -20,6 +20,7 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.wire import PIECE_ELEMENTS, WireFormat, formats_up_to
 from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.planning.simulate import fake_process_group
 from hf_osdp.sharding.apply import apply_plan, read_back, verify_applied
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
@@ -55,6 +56,17 @@ def test_each_value_is_within_its_block_s_precision(wire, elements):
     encode(values, codes, wire)
     decode(codes, total, wire, add=True)
     assert torch.equal(total, 1 + decoded)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("wire", [INT8, INT4])
+def test_values_of_other_dtypes_are_coded_as_their_float32(wire, dtype):
+    values = torch.randn(256 * 64 + 3, generator=torch.Generator().manual_seed(2)).to(dtype)
+    codes, same = (torch.empty(wire.nbytes(values.numel()), dtype=torch.uint8) for _ in range(2))
+    encode(values, codes, wire)
+    encode(values.float(), same, wire)
+    assert dtype is torch.float64 or torch.equal(codes, same)
+    assert (sent(values, wire) - values).abs().max() < {INT8: 0.03, INT4: 1.0}[wire]
 
 
 def test_one_large_value_takes_less_precision_from_others_where_they_are_turned():
@@ -115,6 +127,28 @@ def test_bytes_of_several_dtypes_and_other_operations_are_refused():
         sends.all_gather([torch.empty(2, dtype=torch.uint8)], [torch.empty(1, dtype=torch.uint8)], None)
     with pytest.raises(ValueError, match=r"by SUM or AVG, not .*"):
         sends._reduce([torch.ones(1)], dist.ReduceOp.MAX, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_default_dtype_of_the_script_makes_no_difference(dtype):
+    values = torch.randn(300, dtype=torch.float32)
+    expected = sent(values, INT4)
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(sent(values, INT4), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_error_in_an_all_reduce_between_replicas_comes_through():
+    """Such as out of memory: torch looks the group up to log it."""
+
+    class Full:
+        def all_reduce(self, *args: object) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with fake_process_group(2), pytest.raises(torch.OutOfMemoryError):
+        dist.all_reduce(torch.ones(1), group=WireReplicas(dist.group.WORLD, Full()))
 
 
 # ---------------------------------------------------------------------------------------------------------------- in training

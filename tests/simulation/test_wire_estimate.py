@@ -31,4 +31,4 @@ CASES = [
 
 @pytest.mark.parametrize("trial", slow_but(CASES, DAILY), ids=str)
 def test_estimate_is_that_of_the_simulated_step(trial):
-    trial.check(under=0.001, over=0.07)  # codes of a gather count beside what it is copied to
+    trial.check(under=0.001, over=0.09)  # codes of a gather count beside what it is copied to

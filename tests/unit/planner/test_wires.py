@@ -109,8 +109,10 @@ def test_given_plan_of_coarser_formats_than_allowed_is_refused():
     plan = Plan.of(description, [layout] * len(description.units), Batch(micro_batch_size=1, accumulation_steps=1), world_size=4)
     for allowed in ("exact", "bf16"):
         with pytest.raises(PlanError, match=f"in int8, but communication='{allowed}'; set communication='int8'"):
-            check_communication(plan, OSDPConfig(plan=plan, communication=allowed))
-    check_communication(plan, OSDPConfig(plan=plan, communication="int4"))
+            check_communication(plan, OSDPConfig(plan=plan, communication=allowed).wire)
+    check_communication(plan, OSDPConfig(plan=plan, communication="int4").wire)
+    with pytest.raises(ValueError, match="learns the links' speed from what is sent as it is, beside communication='int8'"):
+        OSDPConfig(recalibrate=True, communication="int8")
     with pytest.raises(ValueError, match="communication='fp8' is not known; use one of exact, bf16, int8, int4"):
         OSDPConfig(communication="fp8")
     with pytest.raises(PlanError, match="has a replica_wire, but is sharded over all ranks"):
