@@ -47,7 +47,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 @contextmanager
-def _announced(collective: Collective, group: dist.ProcessGroup, whole: torch.Tensor) -> Iterator[None]:
+def announced(collective: Collective, group: dist.ProcessGroup, whole: torch.Tensor) -> Iterator[None]:
     """Inside the context one collective is issued, of the tensor `whole`."""
     with ExitStack() as stack:
         for listener in _listeners:
@@ -262,7 +262,7 @@ class TwoStageAllGather(DefaultAllocMixin, AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        with _announced(Collective.TWO_STAGE_ALL_GATHER, group, output_tensor):
+        with announced(Collective.TWO_STAGE_ALL_GATHER, group, output_tensor):
             nodes = self.stages.between.size()
             of_my_place = input_tensor.new_empty(nodes * input_tensor.numel())
             self.between.all_gather([of_my_place], [input_tensor], self.stages.between)
@@ -280,7 +280,7 @@ class TwoStageReduceScatter(DefaultAllocMixin, ReduceScatter):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool = False
     ) -> None:
         """Done on the current stream when it returns: FSDP2 waits for nothing else."""
-        with _announced(Collective.TWO_STAGE_REDUCE_SCATTER, group, input_tensor):
+        with announced(Collective.TWO_STAGE_REDUCE_SCATTER, group, input_tensor):
             nodes = self.stages.between.size()
             of_my_place = output_tensor.new_empty(nodes * output_tensor.numel())
             self._within.reduce_scatter(of_my_place.chunk(nodes), input_tensor.chunk(nodes), op, self.stages.within)
@@ -298,7 +298,7 @@ class FlatAllGather(DefaultAllocMixin, AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        with _announced(Collective.ALL_GATHER, group, output_tensor):
+        with announced(Collective.ALL_GATHER, group, output_tensor):
             return self.transport.all_gather([output_tensor], [input_tensor], group, async_op=async_op)
 
 
@@ -314,7 +314,7 @@ class FlatReduceScatter(DefaultAllocMixin, ReduceScatter):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool = False
     ) -> None:
-        with _announced(Collective.REDUCE_SCATTER, group, input_tensor):
+        with announced(Collective.REDUCE_SCATTER, group, input_tensor):
             self.transport.reduce_scatter([output_tensor], [input_tensor], op, group)
 
 

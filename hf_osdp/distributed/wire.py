@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from ..errors import OSDPError
+from ..planner.hardware import Collective
 from ..planner.wire import PIECE_ELEMENTS, TURNED, WireFormat
-from .collectives import PlainTransport, ReduceOp, Works
+from .collectives import PlainTransport, ReduceOp, Works, announced
 
 _LARGEST = {WireFormat.INT8: 127, WireFormat.INT4: 7}
 """Of the codes, which are symmetric around 0."""
@@ -185,5 +186,6 @@ class WireReplicas:
     def allreduce(self, tensors: Sequence[torch.Tensor], options: dist.AllreduceOptions) -> dist.Work:
         """Reduce in place, as `dist.all_reduce` asks a process group to."""
         for tensor in tensors:
-            self.transport.all_reduce(tensor, options.reduceOp, self.group)
+            with announced(Collective.ALL_REDUCE, self.group, tensor):
+                self.transport.all_reduce(tensor, options.reduceOp, self.group)
         return Works((), held=())

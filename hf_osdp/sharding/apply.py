@@ -31,7 +31,6 @@ from ..modeling.wrapping import compile_forward, has_running_statistics, is_comp
 from ..planner.decision import UnitDecision
 from ..planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription
 from ..planner.plan import Plan
-from ..planner.wire import WireFormat
 from .environment import form_process_group, parameter_groups, uses_host
 from .sharded_class import keep_class
 from .state import broadcast_parameters
@@ -152,20 +151,16 @@ def _set_collectives(module: nn.Module, decision: UnitDecision, meshes: Meshes) 
     """Give a unit, by its first module, the collectives of its decision."""
     if not isinstance(module, FSDPModule):
         return
-    device_type, world = meshes.device_type, dist.distributed_c10d._get_default_group()
-
-    def transport(wire: WireFormat | None) -> WireTransport | None:
-        return None if wire is None else WireTransport(plain_transport(world, device_type), wire)
-
+    device_type = meshes.device_type
+    plain = plain_transport(dist.distributed_c10d._get_default_group(), device_type)
     if decision.replica_wire is not None:
         for group in parameter_groups(module):
             info: Any = group.mesh_info
-            info.replicate_process_group = WireReplicas(
-                info.replicate_process_group, WireTransport(plain_transport(world, device_type), decision.replica_wire)
-            )
+            info.replicate_process_group = WireReplicas(info.replicate_process_group, WireTransport(plain, decision.replica_wire))
     if decision.shard_size == 1:  # a replicated one gathers and scatters nothing
         return
-    transports = transport(decision.gather_wire), transport(decision.reduce_wire)
+    wires = decision.gather_wire, decision.reduce_wire
+    transports = [None if wire is None else WireTransport(plain, wire) for wire in wires]
     if decision.two_stage:
         gather, scatter = two_stage_collectives(meshes.stages(decision.shard_size, decision.stage_size), device_type, *transports)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp.distributed import wire as wire_module
-from hf_osdp.distributed.collectives import BackendTransport, PieceTransport
+from hf_osdp.distributed.collectives import BackendTransport, PieceTransport, listening
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.distributed.wire import WireReplicas, WireTransport, decode, encode
 from hf_osdp.errors import OSDPError, PlanMismatchError
@@ -149,6 +150,22 @@ def test_error_in_an_all_reduce_between_replicas_comes_through():
 
     with fake_process_group(2), pytest.raises(torch.OutOfMemoryError):
         dist.all_reduce(torch.ones(1), group=WireReplicas(dist.group.WORLD, Full()))
+
+
+def test_all_reduce_between_replicas_is_announced_to_who_measures():
+    heard = []
+
+    class Silent:
+        def all_reduce(self, *args: object) -> None:
+            assert heard
+
+    def listener(collective, group, nbytes):
+        heard.append((collective.value, group.size(), nbytes))
+        return nullcontext()
+
+    with fake_process_group(2), listening(listener):
+        dist.all_reduce(torch.ones(3), group=WireReplicas(dist.group.WORLD, Silent()))
+    assert heard == [("all_reduce", 2, 12)]
 
 
 # ---------------------------------------------------------------------------------------------------------------- in training

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import HardwareError
 from ..affine import Affine
 from ..cost.units import shape_ids
-from ..cost.wires import with_wires
 from ..decision import Batch, UnitLayout, layouts_for
 from ..description import Activations, GatherSpan, ModelDescription, Recomputation, UnitDescription
 from ..hardware import Hardware
 from ..job import OptimizerStep, TrainingJob, divisors
 from ..problem import PlanningProblem, Strategy
+from .wire_choice import WireChoice
 
 Space = tuple[tuple[UnitLayout, ...], ...]
 """For each unit, the layouts that it may take."""
@@ -75,22 +75,9 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
         for choice in choices
     ]
     if problem.job.communication is not None:
-        spaces = _in_wire_formats(spaces, problem, shapes)
+        choice_of = WireChoice(problem, shapes)
+        spaces = [tuple(choice_of(i, layouts) for i, layouts in enumerate(space)) for space in spaces]
     return tuple({tuple(map(id, space)): space for space in spaces}.values())  # equal layouts are the same object, see `_product`
-
-
-def _in_wire_formats(spaces: list[Space], problem: PlanningProblem, shapes: Sequence[int]) -> list[Space]:
-    """Return the spaces with each layout in its fastest formats beside it; the same object for units of one shape, as `_product` gives it.
-
-    Codes take memory, so that a plan may fit only without.
-    """
-    units, made = problem.description.units, {}
-    for space in spaces:
-        for unit, shape, layouts in zip(units, shapes, space, strict=True):
-            if (shape, id(layouts)) not in made:
-                coded = (with_wires(unit, layout, problem.hardware, problem.job) for layout in layouts)
-                made[shape, id(layouts)] = tuple(dict.fromkeys([*coded, *layouts]))
-    return [tuple(made[shape, id(layouts)] for shape, layouts in zip(shapes, space, strict=True)) for space in spaces]
 
 
 def _check_activations(description: ModelDescription, job: TrainingJob) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from hf_osdp.errors import InfeasibleError, PlanError
 from hf_osdp.planner.cost.units import unit_seconds
-from hf_osdp.planner.cost.wires import with_wires
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import GatherSpan
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
@@ -17,6 +16,7 @@ from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.planner.search.search import search
+from hf_osdp.planner.search.wire_choice import fastest_wires
 from hf_osdp.planner.wire import WireFormat, formats_up_to
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.problem import check_communication
@@ -28,6 +28,10 @@ BF16, INT8, INT4 = WireFormat
 SLOW = toy_hardware(2, 2, inter=(1e-4, 1e6))
 JOB = TrainingJob(global_batch_size=8, communication=INT4)
 LAYOUTS = [UnitLayout(shard_size=size, stage_size=stage, reshard_after_forward=True) for size, stage in ((1, 1), (2, 1), (4, 1), (4, 2))]
+
+
+def with_wires(unit, layout, hardware, job) -> UnitLayout:
+    return replace(layout, **fastest_wires(unit, layout, hardware, job))
 
 
 def seconds(unit, layout, hardware, job) -> float:
@@ -61,7 +65,7 @@ def test_among_several_ranks_of_several_nodes_all_is_sent_as_it_is():
     unit = transformer().units[0]
     for size in (1, 4):
         layout = UnitLayout(shard_size=size, reshard_after_forward=True)
-        assert with_wires(unit, layout, SLOW, JOB) is layout
+        assert with_wires(unit, layout, SLOW, JOB) == layout
 
 
 def test_parameters_are_never_sent_in_four_bits_and_bf16_not_in_bf16():

@@ -1,0 +1,79 @@
+"""Which wire format each direction of a unit's communication takes: the one with which its collective is fastest by the estimate.
+
+Formats are offered in groups that lie inside a node, or have one rank of each node (those between the nodes of two stages, replicas of
+whole nodes): among several ranks of several nodes, an exchange of codes would send more over the slow link than a ring's partial sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ..cost.collectives import Ring, between_ring, replicate_ring, shard_ring
+from ..cost.units import unit_seconds
+from ..decision import UnitLayout
+from ..description import DType, UnitDescription
+from ..hardware import Hardware
+from ..job import TrainingJob
+from ..problem import PlanningProblem
+from ..wire import WireFormat, formats_up_to
+
+_TERMS = {"gather_wire": "gather_forward", "reduce_wire": "reduce_scatter", "replica_wire": "all_reduce"}
+"""Fields of a layout, and the terms of `UnitSeconds` that they bear on."""
+Wires = dict[str, Any]
+"""Fields of a layout → format, or None."""
+
+
+class WireChoice:
+    """The formats of a problem's units, found once for each shape, shard size and stage size: nothing else bears on them."""
+
+    def __init__(self, problem: PlanningProblem, shapes: Sequence[int]) -> None:
+        self._problem, self._shapes = problem, shapes
+        self._wires: dict[tuple[int, int, int], Wires] = {}
+        self._made: dict[tuple[int, int], tuple[UnitLayout, ...]] = {}
+
+    def __call__(self, index: int, layouts: tuple[UnitLayout, ...]) -> tuple[UnitLayout, ...]:
+        """Return a unit's layouts, each also with its formats, since codes take memory and a plan may fit only without.
+
+        The same layouts give the same object for all units of one shape.
+        """
+        key = self._shapes[index], id(layouts)
+        if key not in self._made:
+            self._made[key] = tuple(dict.fromkeys([*(self._with_wires(index, layout) for layout in layouts), *layouts]))
+        return self._made[key]
+
+    def _with_wires(self, index: int, layout: UnitLayout) -> UnitLayout:
+        key = self._shapes[index], layout.shard_size, layout.stage_size
+        if key not in self._wires:
+            self._wires[key] = fastest_wires(self._problem.description.units[index], layout, self._problem.hardware, self._problem.job)
+        return replace(layout, **self._wires[key])
+
+
+def fastest_wires(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, job: TrainingJob) -> Wires:
+    """Return the fastest format that the job allows, by field of the layout; None where that is to send all as it is."""
+    formats, g = formats_up_to(job.communication), layout.shard_size
+    sharded = between_ring(hardware, g, layout.stage_size) if layout.two_stage else shard_ring(hardware, g)
+    gathered = {job.precision.gathered_dtype(p) for p in unit.parameters}
+    reduced = {job.precision.reduced_dtype(p) for p in unit.trainable}
+    offered = {
+        "gather_wire": _offered((wire for wire in formats if wire.for_parameters), gathered, sharded),
+        "reduce_wire": _offered(formats, reduced, sharded),
+        "replica_wire": _offered(formats, reduced, replicate_ring(hardware, g)),
+    }
+
+    def seconds(name: str, wire: WireFormat | None) -> float:
+        changed: Wires = {name: wire}
+        taken: float = getattr(unit_seconds(unit, replace(layout, **changed), hardware, job), _TERMS[name])
+        return taken
+
+    return {name: min((None, *wires), key=partial(seconds, name)) for name, wires in offered.items()}
+
+
+def _offered(formats: Iterable[WireFormat], dtypes: set[DType], ring: Ring) -> list[WireFormat]:
+    """Return the formats that save something in a group: tensors of several dtypes are sent as they are."""
+    if ring.size == 1 or ring.node_crossings not in (0, ring.size) or len(dtypes) != 1:
+        return []
+    (dtype,) = dtypes
+    return [wire for wire in formats if wire.bits < 8 * dtype.itemsize]
