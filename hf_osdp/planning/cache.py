@@ -97,7 +97,7 @@ def warnings_of_package() -> Iterator[list[str]]:
 def cache_folder() -> Path | None:
     """Return where results are kept; None for nowhere."""
     asked = variables().get("OSDP_CACHE")
-    if asked is not None:
+    if asked is not None and asked != "1":  # 1 as in other switches, and no folder of that name
         return None if asked in ("", "0") else Path(asked)
     return Path(variable("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hf_osdp"
 

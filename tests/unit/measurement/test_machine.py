@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
+import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,14 +88,14 @@ def test_profile_keeps_and_shows_the_host():
 
 
 def test_operator_seconds_of_a_gpu_are_the_cpus_and_not_the_gpus(monkeypatch):
-    waits = []
+    waits, clock = [], itertools.count()  # each reading of the clock is a second after the one before
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     step = rates._tiny_step(CPU)
-    monkeypatch.setattr(rates, "_tiny_step", lambda device: lambda: (step(), time.sleep(2e-3))[0])
-    monkeypatch.setattr(timing, "synchronize", lambda device: (waits.append(device), time.sleep(0.1)))
+    monkeypatch.setattr(rates, "_tiny_step", lambda device: step)
+    monkeypatch.setattr(timing, "synchronize", lambda device: (waits.append(device), [next(clock) for _ in range(100)]))
     with rates._Counter() as counter:
         step()
-    found = rates.operator_seconds(CUDA, 0.01)
-    assert 2e-3 < found * counter.operators < 0.1
+    assert rates.operator_seconds(CUDA, 0.01) * counter.operators == pytest.approx(1)  # the wait would add 100
     assert set(waits) == {CUDA}
 
 

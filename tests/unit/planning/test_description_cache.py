@@ -100,3 +100,10 @@ def test_what_was_warned_of_is_said_again(described, caplog):
         describe_once(model(), sequence_length=16, device_type="cuda", capability=(7, 5), compute_dtype=DType.BFLOAT16)
         assert "math kernel" in caplog.text
     assert len(described) == 1
+
+
+def test_cache_folder_of_one_is_the_usual_one(monkeypatch):
+    monkeypatch.delenv("OSDP_CACHE")
+    usual = cache.cache_folder()
+    monkeypatch.setenv("OSDP_CACHE", "1")
+    assert cache.cache_folder() == usual is not None
