@@ -55,6 +55,11 @@ def announced(collective: Collective, group: dist.ProcessGroup, whole: torch.Ten
         yield
 
 
+def is_listened() -> bool:
+    """Return whether collectives are being observed, one after the other."""
+    return bool(_listeners)
+
+
 # ------------------------------------------------------------------------------------- how a stage's bytes travel
 
 
@@ -216,6 +221,11 @@ def plain_transport(group: dist.ProcessGroup, device_type: str) -> PlainTranspor
     return PieceTransport() if backend == "gloo" else BackendTransport(coalesces=backend == "nccl")
 
 
+def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Return whether gloo sends tensors on `device_type` (`"cpu"` or `"cuda"`) in this group."""
+    return _backend(group, device_type) == "gloo"
+
+
 def _backend(group: dist.ProcessGroup, device_type: str) -> str:
     return group._get_backend(torch.device(device_type)).name()
 
@@ -325,7 +335,7 @@ def flat_collectives(
 
     `gather` and `reduce` are transports to take in their place.
     """
-    if reduce is None and _backend(group, device_type) == "gloo":
+    if reduce is None and is_gloo(group, device_type):
         reduce = PieceTransport()
     return FlatAllGather(gather) if gather else DefaultAllGather(), FlatReduceScatter(reduce) if reduce else DefaultReduceScatter()
 

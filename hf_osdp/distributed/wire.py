@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from ..errors import OSDPError
-from ..planner.hardware import Collective
 from ..planner.wire import PIECE_ELEMENTS, TURNED, WireFormat
-from .collectives import PlainTransport, ReduceOp, Works, announced
+from .collectives import PlainTransport, ReduceOp, Works
 
 _LARGEST = {WireFormat.INT8: 127, WireFormat.INT4: 7}
 """Of the codes, which are symmetric around 0."""
@@ -160,32 +159,3 @@ class WireTransport:
         """Return a row for each part, as long as the longest needs."""
         nbytes = self.wire.nbytes(max(part.numel() for part in parts))
         return torch.empty(len(parts), nbytes, dtype=torch.uint8, device=like.device)
-
-
-class WireReplicas:
-    """Stands in for the group of a unit's replicas, in which FSDP2 all-reduces what the unit's shard group has reduced."""
-
-    def __init__(self, group: dist.ProcessGroup, transport: WireTransport) -> None:
-        self.group, self.transport = group, transport
-
-    def __eq__(self, other: object) -> bool:
-        """Equal the group itself, which torch looks up to log what a collective raised."""
-        return other is self or other is self.group
-
-    def __hash__(self) -> int:
-        return hash(self.group)
-
-    def size(self) -> int:
-        """Return the number of replicas."""
-        return self.group.size()
-
-    def rank(self) -> int:
-        """Return this rank's place among the replicas."""
-        return self.group.rank()
-
-    def allreduce(self, tensors: Sequence[torch.Tensor], options: dist.AllreduceOptions) -> dist.Work:
-        """Reduce in place, as `dist.all_reduce` asks a process group to."""
-        for tensor in tensors:
-            with announced(Collective.ALL_REDUCE, self.group, tensor):
-                self.transport.all_reduce(tensor, options.reduceOp, self.group)
-        return Works((), held=())

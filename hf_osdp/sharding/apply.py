@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -21,7 +22,8 @@ from ..distributed.collectives import (
 )
 from ..distributed.consensus import require_same
 from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, world_size
-from ..distributed.wire import WireReplicas, WireTransport
+from ..distributed.replicas import Background, Replicas
+from ..distributed.wire import WireTransport
 from ..errors import OSDPError, PlanError, PlanMismatchError
 from ..modeling.activation_offload import is_offloaded, offload
 from ..modeling.loss_pieces import heads_in_pieces
@@ -100,8 +102,9 @@ def apply_plan(
         named = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
         ignored |= {named[p.name] for unit in units if not plan.decision(unit.fqn).on_host for p in unit.parameters}
     managed = [unit for unit in found if unit.decision.on_host or not alone]
-    _fully_shard(model, managed, ignored, meshes=meshes, mp_policy=mp_policy, pin_memory=pin_memory)
-    WeightReads(model, units, scalars)
+    background = Background() if meshes.reduces_beside else None
+    _fully_shard(model, managed, ignored, meshes=meshes, mp_policy=mp_policy, pin_memory=pin_memory, background=background)
+    WeightReads(model, units, scalars, background)
     return model
 
 
@@ -124,6 +127,7 @@ def _fully_shard(
     meshes: Meshes,
     mp_policy: MixedPrecisionPolicy | None,
     pin_memory: bool | None,
+    background: Background | None,
 ) -> None:
     policy = mp_policy or MixedPrecisionPolicy()
     # Copies beside compute need page-locked memory; on the CPU FSDP2 fails with it.
@@ -137,7 +141,7 @@ def _fully_shard(
             mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False) if unit.description.keeps_dtype else policy,
             ignored_params=ignored,
         )
-        _set_collectives(unit.modules[0], unit.decision, meshes)
+        _set_collectives(unit.modules[0], unit.decision, meshes, background)
     if not isinstance(model, FSDPModule):
         # Without a root, each unit would be a root of its own: no prefetch, no common streams.
         root_mesh = meshes.mesh(meshes.world_size)
@@ -147,16 +151,26 @@ def _fully_shard(
             keep_class(module)
 
 
-def _set_collectives(module: nn.Module, decision: UnitDecision, meshes: Meshes) -> None:
+def _is_read(group: FSDPParamGroup, reduced: Tensor) -> bool:
+    """Return whether FSDP2 casts or adds a unit's reduced gradients, or a hook steps by them, before backward ends."""
+    shards = [parameter.sharded_param for parameter in group.fsdp_params]
+    return reduced.dtype != group._orig_dtype or any(p.grad is not None or p._post_accumulate_grad_hooks for p in shards)
+
+
+def _set_collectives(module: nn.Module, decision: UnitDecision, meshes: Meshes, background: Background | None) -> None:
     """Give a unit, by its first module, the collectives of its decision."""
     if not isinstance(module, FSDPModule):
         return
     device_type = meshes.device_type
     plain = plain_transport(dist.distributed_c10d._get_default_group(), device_type)
-    if decision.replica_wire is not None:
+    if decision.shard_size < meshes.world_size and (decision.replica_wire is not None or background is not None):
+        transport = None if decision.replica_wire is None else WireTransport(plain, decision.replica_wire)
         for group in parameter_groups(module):
             info: Any = group.mesh_info
-            info.replicate_process_group = WireReplicas(info.replicate_process_group, WireTransport(plain, decision.replica_wire))
+            replicas = info.replicate_process_group if background is None else meshes.replicas_beside(decision.shard_size)
+            info.replicate_process_group = Replicas(
+                group=replicas, transport=transport, background=background, is_read=partial(_is_read, group)
+            )
     if decision.shard_size == 1:  # a replicated one gathers and scatters nothing
         return
     wires = decision.gather_wire, decision.reduce_wire
@@ -326,5 +340,5 @@ def _read_collectives(group: FSDPParamGroup) -> dict[str, Any]:
         "stage_size": stage_size,
         "gather_wire": wires[0].wire if wires[0] else None,
         "reduce_wire": wires[1].wire if wires[1] else None,
-        "replica_wire": replicas.transport.wire if isinstance(replicas, WireReplicas) else None,
+        "replica_wire": replicas.transport.wire if isinstance(replicas, Replicas) and replicas.transport else None,
     }

@@ -26,6 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from ..distributed.mesh import collective_device, world_size
 from ..distributed.process_group import require_all
+from ..distributed.replicas import Background
 from ..errors import OSDPError, UnreducedGradientError
 from ..modeling.units import modules_by_name
 from ..planner.description import UnitDescription
@@ -47,13 +48,15 @@ class WeightReads:
     It lives in hooks of the root module, and around FSDP2's own end of backward.
     """
 
-    def __init__(self, root: nn.Module, units: Sequence[UnitDescription], scalars: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self, root: nn.Module, units: Sequence[UnitDescription], scalars: Iterable[nn.Parameter], background: Background | None = None
+    ) -> None:
         """Watch a model after `fully_shard`, and average the gradients of `scalars`, parameters without dimensions that it ignores."""
         self.active = False
         """Between the first forward of the root or a unit and the end of backward."""
         self._after_evaluation = False
         """The root's forward without gradients has ended; a loss may follow."""
-        self._scalars = tuple(scalars)
+        self._scalars, self._background = tuple(scalars), background
         modules = modules_by_name(root)
         self._labels = {group: unit.label for unit in units for group in parameter_groups(modules[unit.module_names[0]])}
         self._pinned: list[FSDPParamGroup] = []
@@ -135,6 +138,8 @@ class WeightReads:
         """Run FSDP2's end of backward for the units of `state`'s root, when all gradients are there; then check them."""
         self._unpin()
         type(state)._root_post_backward_final_callback(state)
+        if self._background is not None:
+            self._background.wait()
         self._gathered.clear()
         self.active = False
         ended = [group for one in state._state_ctx.all_states for group in parameter_groups(one._modules[0])]

@@ -13,7 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hf_osdp.distributed import wire as wire_module
 from hf_osdp.distributed.collectives import BackendTransport, PieceTransport, listening
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.distributed.wire import WireReplicas, WireTransport, decode, encode
+from hf_osdp.distributed.replicas import Replicas
+from hf_osdp.distributed.wire import WireTransport, decode, encode
 from hf_osdp.errors import OSDPError, PlanMismatchError
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.hardware import Link
@@ -149,7 +150,7 @@ def test_error_in_an_all_reduce_between_replicas_comes_through():
             raise torch.OutOfMemoryError("CUDA out of memory")
 
     with fake_process_group(2), pytest.raises(torch.OutOfMemoryError):
-        dist.all_reduce(torch.ones(1), group=WireReplicas(dist.group.WORLD, Full()))
+        dist.all_reduce(torch.ones(1), group=Replicas(group=dist.group.WORLD, transport=Full()))
 
 
 def test_all_reduce_between_replicas_is_announced_to_who_measures():
@@ -164,7 +165,7 @@ def test_all_reduce_between_replicas_is_announced_to_who_measures():
         return nullcontext()
 
     with fake_process_group(2), listening(listener):
-        dist.all_reduce(torch.ones(3), group=WireReplicas(dist.group.WORLD, Silent()))
+        dist.all_reduce(torch.ones(3), group=Replicas(group=dist.group.WORLD, transport=Silent()))
     assert heard == [("all_reduce", 2, 12)]
 
 

@@ -13,7 +13,9 @@ stands for it), and come back beside the unit's own backward; the input of a rec
 recomputation begins with it. Both ways take of the device's memory bandwidth, however well they are hidden.
 
 The second takes the steady state of a run of equal units: while one computes, the next is gathered and the one before is
-reduced, and the two share the links. Under gloo nothing overlaps, so F = B = 0. What is gathered first and reduced last
+reduced, and the two share the links. Under gloo F = B = 0: nothing overlaps but, between machines,
+the all-reduce between replicas, which a thread runs beside the backward of the next unit (of equal units, the unit's own stands
+for it), unless its result is cast or stepped with at once. What is gathered first and reduced last
 (root, shared embedding) is exposed as a whole. Compute is what was measured; without a measurement it is a roofline:
 matrix products at the device's rate for the compute dtype, everything else at its memory bandwidth, and on the CPU the
 cost of dispatching each operator. A GPU works while the CPU issues what comes next, and
@@ -45,6 +47,8 @@ class Windows:
 
     forward: float = 0.0
     backward: float = 0.0
+    replicas: float = 0.0
+    """Beside which the all-reduce between replicas alone can hide, once a step."""
     later: tuple[Windows, ...] = ()
     """Of the unit's further calls (`GatherSpan.CALLS`), in which it is gathered again, but not reduced."""
 
@@ -130,13 +134,13 @@ def unit_work(
     """
     compute_s = [0.0] * len(description.units)
     calls: list[list[Windows]] = [[] for _ in description.units]
-    before, overlaps = 0.0, hardware.backend.overlaps
+    before, overlaps, beside = 0.0, hardware.backend.overlaps, hardware.nodes > 1
     own = passes(description, hardware, samples, activations)
     plain = passes(description, hardware, samples) if activations.recomputes else own
     for segment, (forward, backward), (saved, _) in zip(description.segments, own, plain, strict=True):
         compute_s[segment.unit] += forward + backward
         if description.units[segment.unit].span is not GatherSpan.STEP:
-            calls[segment.unit].append(Windows(forward=before, backward=backward) if overlaps else Windows())
+            calls[segment.unit].append(Windows(forward=before, backward=backward) if overlaps else Windows(replicas=backward * beside))
         before = saved
     windows = tuple(replace(first, later=tuple(later)) for first, *later in (made or [Windows()] for made in calls))
     return tuple(compute_s), windows
@@ -185,7 +189,10 @@ class UnitTimer:
         way = activations.recomputation
         if way not in self._work:
             kept = Activations(recomputation=way)
-            self._work[way] = unit_work(self._description, self._hardware, self._batch.micro_batch_size, kept)
+            compute_s, windows = unit_work(self._description, self._hardware, self._batch.micro_batch_size, kept)
+            recast = [any(self._job.precision.reduced_dtype(p) is not p.dtype for p in u.trainable) for u in self._description.units]
+            windows = tuple(replace(w, replicas=0.0) if casts else w for w, casts in zip(windows, recast, strict=True))
+            self._work[way] = compute_s, windows
         return self._work[way]
 
     def trips(self, activations: Activations) -> tuple[HostTrip, ...]:
@@ -212,7 +219,8 @@ def unit_time(
     micro_steps, scatters = batch.accumulation_steps, batch.reduce_scatters(layout)
     forward = max(0.0, terms.gather_forward + trip.out - windows.forward) + trip.back_before
     back = terms.gather_backward + trip.back_beside
-    last = max(0.0, back + terms.reduce_scatter + terms.all_reduce - windows.backward)
+    all_reduce = max(0.0, terms.all_reduce - (0.0 if layout.step_in_backward else windows.replicas))
+    last = max(0.0, back + terms.reduce_scatter + all_reduce - windows.backward)
     earlier = max(0.0, back + (terms.reduce_scatter if scatters > 1 else 0.0) - windows.backward)
     for call in windows.later:
         forward += max(0.0, terms.gather_forward - call.forward) + max(0.0, terms.gather_backward - call.backward)
