@@ -49,15 +49,20 @@ def over_seeds(kind: str, flags: Mapping[str, Sequence[str]], options: argparse.
     for name, seed in track(cases, description="Training", console=Console(stderr=True)):
         folder = run(RECIPE, seed, places, 2, *flags[name])
         found[name].append(json.loads((folder / "eval_results.json").read_text(encoding="utf-8"))["perplexity"])
-    rows = [(kind, *(f"seed {seed}" for seed in options.seeds), "mean", "spread"), *map(cells, found, found.values())]
+    show(kind, found, options.seeds, options.markdown)
+    return found
+
+
+def show(kind: str, found: Mapping[str, Sequence[float]], seeds: Sequence[int], markdown: Path | None) -> None:
+    """Print a table of perplexities by kind and seed, and write it to `markdown`."""
+    rows = [(kind, *(f"seed {seed}" for seed in seeds), "mean", "spread"), *map(cells, found, found.values())]
     shown = Table(*rows[0])
     for row in rows[1:]:
         shown.add_row(*row)
     Console().print(shown)
-    if options.markdown is not None:
+    if markdown is not None:
         lines = (rows[0], ("---",) * len(rows[0]), *rows[1:])
-        options.markdown.write_text("".join(f"| {' | '.join(row)} |\n" for row in lines), encoding="utf-8")
-    return found
+        markdown.write_text("".join(f"| {' | '.join(row)} |\n" for row in lines), encoding="utf-8")
 
 
 def is_outside(found: Mapping[str, Sequence[float]], name: str, exact: str) -> int:
@@ -66,7 +71,7 @@ def is_outside(found: Mapping[str, Sequence[float]], name: str, exact: str) -> i
     return 0 if not (values and seeds) else int(not min(seeds) <= statistics.mean(values) <= max(seeds))
 
 
-def cells(optim: str, values: list[float]) -> tuple[str, ...]:
+def cells(optim: str, values: Sequence[float]) -> tuple[str, ...]:
     """Perplexities with their mean, and from the lowest to the highest."""
     return optim, *(f"{value:.2f}" for value in values), f"{statistics.mean(values):.2f}", f"{max(values) - min(values):.2f}"
 
