@@ -23,7 +23,16 @@ from ..planner.profile import HostLink, Profile, SegmentTimes
 from .block_times import TimedModel, measure_block_times
 from .links import links_of, measure_collectives
 from .memory_limits import memory_of_rank
-from .rates import copy_rate, matmul_rates, measure_fsdp_overhead, measure_hooks, measure_host, measure_host_link, operator_seconds
+from .rates import (
+    copy_rate,
+    matmul_rates,
+    measure_codecs,
+    measure_fsdp_overhead,
+    measure_hooks,
+    measure_host,
+    measure_host_link,
+    operator_seconds,
+)
 from .timing import barrier, over_ranks
 
 SECONDS_AT_START = 0.7
@@ -64,6 +73,7 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Seq
         backend=Backend.NCCL if device_type == "cuda" else Backend.GLOO,
         timings=timings,
         fsdp_overhead=measure_fsdp_overhead(device, 0.3 * seconds),
+        codecs=measure_codecs(device, 0.1 * seconds),
         host=measure_host(device, 0.2 * seconds),
     )
 

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..distributed.mesh import world_size
+from ..distributed.wire import decode, encode
 from ..planner.description import DType
-from ..planner.hardware import FsdpOverhead, HostSpec, WorkTime
+from ..planner.hardware import CodecTime, FsdpOverhead, HostSpec, WorkTime
 from ..planner.job import OptimizerSpec, OptimizerStep
 from ..planner.profile import HostLink
+from ..planner.wire import WireFormat
 from .memory_limits import memory_of_rank
 from .timing import barrier, call_seconds, median_seconds, over_ranks, rounds, trimmed_mean, work_clock
 
@@ -37,6 +40,7 @@ _LEAST_MATMULS = 3
 _COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 _LINK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
 _UPDATE_ELEMENTS = 2**25
+_CODEC_ELEMENTS = 2**21
 _UNITS = 4
 _WIDTH = 64
 _KINDS = ((1, 128), (16, 128), (16, 2**16))
@@ -168,6 +172,24 @@ def measure_fsdp_overhead(device: torch.device, seconds: float) -> FsdpOverhead 
         reduce=reduce,
         updates={step: replace(one, call_s=0.0, seconds_per_byte=one.seconds_per_byte * world) for step, one in updates.items()},
     )
+
+
+def measure_codecs(device: torch.device, seconds: float) -> tuple[CodecTime, ...]:
+    """Measure to encode and to decode and add an element in each wire format, on all ranks at once, for the slowest. Collective.
+
+    Nothing with a single process, which sends nothing.
+    """
+    if world_size() == 1:
+        return ()
+    values, codes = torch.ones(_CODEC_ELEMENTS, device=device), torch.empty(2 * _CODEC_ELEMENTS, dtype=torch.uint8, device=device)
+    times = []
+    for wire in WireFormat:
+        barrier(device)
+        for run in (partial(encode, values, codes, wire), partial(decode, codes, values, wire, add=True)):
+            times.append(median_seconds(run, device, seconds / (2 * len(WireFormat))) / _CODEC_ELEMENTS)
+    slowest = over_ranks(times)
+    pairs = zip(slowest[::2], slowest[1::2], strict=True)
+    return tuple(CodecTime(wire=wire, encode_s=there, decode_s=back) for wire, (there, back) in zip(WireFormat, pairs, strict=True))
 
 
 def measure_hooks(device: torch.device, seconds: float) -> float:

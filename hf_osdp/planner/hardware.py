@@ -12,6 +12,7 @@ from types import MappingProxyType
 from ..errors import HardwareError
 from .description import DType
 from .job import OptimizerStep
+from .wire import WireFormat
 
 GB = 10**9
 GIB = 2**30
@@ -193,6 +194,19 @@ class FsdpOverhead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CodecTime:
+    """Measured seconds of one float32 element in a wire format."""
+
+    wire: WireFormat
+    encode_s: float
+    decode_s: float
+
+    def __post_init__(self) -> None:
+        if not _finite(self.encode_s, self.decode_s):
+            raise ValueError(f"Times must be finite and at least 0: {self.encode_s}, {self.decode_s}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """Nodes of equal devices; ranks are numbered node by node."""
 
@@ -210,6 +224,8 @@ class Hardware:
     """Where states can be moved to; None where there is no memory but the device's."""
     fsdp_overhead: FsdpOverhead | None = None
     """Measured work of FSDP2 and the optimizer; None takes their copies and updates at the speed of memory."""
+    codecs: tuple[CodecTime, ...] = ()
+    """Measured wire formats; others take the bytes that their operators move at the speed of memory."""
     margin: float | None = None
     """Share of a memory limit that plans leave free; None takes `CACHING_MARGIN` under NCCL and nothing under gloo."""
 
@@ -285,6 +301,12 @@ class Hardware:
     def timing(self, collective: Collective, group_size: int, *, crosses_nodes: bool = False) -> CollectiveTiming | None:
         """Return the measured timing of a collective in groups of `group_size`, inside a node or across nodes, or None."""
         return next((timing for timing in self.timings if timing.key == (collective, group_size, crosses_nodes)), None)
+
+    def codec(self, wire: WireFormat) -> CodecTime:
+        """Return what an element takes in a wire format: as measured, else by the bytes that are read and written."""
+        measured = next((codec for codec in self.codecs if codec.wire is wire), None)
+        rate = self.device.memory_bytes_per_s
+        return measured or CodecTime(wire=wire, encode_s=wire.encode_traffic / rate, decode_s=wire.decode_traffic / rate)
 
 
 def check_margin(value: object, *, name: str = "memory_margin") -> float:

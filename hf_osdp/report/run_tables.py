@@ -77,6 +77,9 @@ def profile_tables(profile: Profile) -> list[str | Table]:
             f"FSDP2's own work: {format_seconds(own.gather.call_s)} to gather a unit, {format_seconds(own.reduce.call_s)} to"
             f" reduce it, and copies. AdamW, each tensor: {updates}."
         )
+    if hardware.codecs:
+        rates = ", ".join(f"{codec.wire.value} {1e-6 / codec.encode_s:,.0f} and {1e-6 / codec.decode_s:,.0f}" for codec in hardware.codecs)
+        parts.append(f"Fewer bits on the wire, million values a second to encode and decode: {rates}.")
     if profile.segments:
         parts.append(_segments(profile))
     return parts

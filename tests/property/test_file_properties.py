@@ -19,12 +19,24 @@ from hypothesis import strategies as st
 from hf_osdp.errors import OSDPError, PlanError, ProfileError
 from hf_osdp.planner.decision import UnitDecision
 from hf_osdp.planner.description import Activations, DType
-from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, DeviceSpec, FsdpOverhead, Hardware, HostSpec, Link, WorkTime
+from hf_osdp.planner.hardware import (
+    Backend,
+    CodecTime,
+    Collective,
+    CollectiveTiming,
+    DeviceSpec,
+    FsdpOverhead,
+    Hardware,
+    HostSpec,
+    Link,
+    WorkTime,
+)
 from hf_osdp.planner.job import OptimizerStep, TrainingJob, divisors
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.profile import HostLink, Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.split import ModelSplit, OperatorSplit
+from hf_osdp.planner.wire import WireFormat
 from hf_osdp.report.explain import explain
 from hf_osdp.report.explain_tables import peak_table, unit_bytes_table
 from hf_osdp.report.plan_file import PlanInputs, plan_file_content, read_plan_file
@@ -59,6 +71,7 @@ hardwares = st.builds(
     Hardware, device=devices, nodes=st.integers(1, 256), devices_per_node=st.integers(1, 256), intra_node=links, inter_node=links,
     backend=st.sampled_from(Backend), timings=st.lists(timings, max_size=2).map(tuple), host=st.none() | hosts,
     fsdp_overhead=st.none() | handlings,
+    codecs=st.lists(st.builds(CodecTime, wire=st.sampled_from(WireFormat), encode_s=seconds, decode_s=seconds), max_size=2).map(tuple),
 )  # fmt: skip
 segments = st.builds(
     SegmentTimes, class_name=texts, sequence_length=counts, compute_dtype=st.sampled_from(DType),

@@ -39,15 +39,15 @@ class Message:
         """Return the time to encode a rank's part and to decode all."""
         if wire is None:
             return 0.0
-        traffic = wire.encode_traffic / self.ranks + wire.decode_traffic
-        return self.elements * traffic / hardware.device.memory_bytes_per_s
+        codec = hardware.codec(wire)
+        return self.elements * (codec.encode_s / self.ranks + codec.decode_s)
 
     def reduce_seconds(self, wire: WireFormat | None, hardware: Hardware) -> float:
         """Return the time to encode the other ranks' parts, and to add theirs up."""
         if wire is None:
             return 0.0
-        traffic = (wire.encode_traffic + wire.decode_traffic) * (self.ranks - 1) / self.ranks
-        return self.elements * traffic / hardware.device.memory_bytes_per_s
+        codec = hardware.codec(wire)
+        return self.elements * (codec.encode_s + codec.decode_s) * (self.ranks - 1) / self.ranks
 
 
 def gather_message(unit: UnitDescription, layout: UnitLayout) -> Message:

@@ -11,7 +11,7 @@ from hf_osdp.errors import InfeasibleError, PlanError
 from hf_osdp.planner.cost.units import unit_seconds
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import GatherSpan
-from hf_osdp.planner.hardware import Collective, CollectiveTiming
+from hf_osdp.planner.hardware import CodecTime, Collective, CollectiveTiming
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.search.compare import compare_strategies
@@ -59,6 +59,20 @@ def test_formats_are_the_fastest_of_all_combinations(allowed, precision, rate):
         assert seconds(unit, chosen, hardware, job) == pytest.approx(fastest)
         assert replace(chosen, gather_wire=None, reduce_wire=None, replica_wire=None) == layout
         assert set(chosen.wires.values()) <= set(formats)
+
+
+def test_a_format_that_is_measured_to_be_slow_is_not_taken():
+    hardware = toy_hardware(2, 2, inter=(1e-4, 2e7))
+    unit = next(unit for unit in transformer().units if unit.span is GatherSpan.USE)
+    assert with_wires(unit, LAYOUTS[1], hardware, JOB).replica_wire is INT4
+    slow = CodecTime(wire=INT4, encode_s=1e-6, decode_s=1e-6)
+    measured = replace(hardware, codecs=(slow,))
+    assert with_wires(unit, LAYOUTS[1], measured, JOB).replica_wire is INT8
+    elements = sum(p.sharded_numel(2) for p in unit.trainable)
+    times = [unit_seconds(unit, replace(LAYOUTS[1], replica_wire=INT4), machine, JOB).all_reduce for machine in (hardware, measured)]
+    per_element = [machine.codec(INT4) for machine in (hardware, measured)]
+    coded = [elements * ((c.encode_s + c.decode_s) / 2 + c.encode_s / 2 + c.decode_s) for c in per_element]
+    assert times[1] - times[0] == pytest.approx(coded[1] - coded[0])
 
 
 def test_among_several_ranks_of_several_nodes_all_is_sent_as_it_is():
