@@ -109,6 +109,10 @@ def explain(
         useless = [*(["--model"] if model else []), *stated(flags)]
         if inputs is not None and useless:
             raise ValueError(f"{plan_file} holds what its plan was made from, so {', '.join(useless)} would have no effect; leave it out.")
+        if inputs is None and plan.local_steps is not None:
+            raise ValueError(
+                f"{plan_file} holds a plan of local steps alone; explain what `hf-osdp plan --local-steps ... --output` writes."
+            )
         if inputs is None and model is None:
             raise ValueError(f"{plan_file} holds a plan alone; add --model, --device and the options that it was made with.")
         inputs = inputs or _inputs(plan, {**flags, "model": model})
@@ -182,6 +186,7 @@ def doctor(
 ) -> None:
     """Look for what would go wrong in a run, with the remedy. Exit code 1 where a run would be stopped."""
     screen = Output(json_file)
+    request.refuse_local_steps("doctor")
     if save_total_limit is not None and output_dir is None:
         raise ValueError(f"--save-total-limit {save_total_limit} has no effect without --output-dir; give both, or neither.")
     with screen.working("Looking at model, devices, plan and folder"):

@@ -36,6 +36,7 @@ from ..planning.preflight import (
     findings_of,
     split_ties,
 )
+from ..planning.local_steps import check_local_steps
 from ..planning.problem import check_communication
 from ..planning.recalibrate import estimated
 from ..quantities import format_bytes, format_count, format_seconds
@@ -153,7 +154,8 @@ def _best(problem: PlanningProblem) -> tuple[StrategyResult, ...]:
 
 def _checked(problem: PlanningProblem, plan: Plan) -> SearchResult:
     """Check a given plan against the problem."""
-    plan.check(problem.description, problem.hardware.world_size)
+    plan.check(problem.description, plan.ranks_of_machine(problem.hardware.world_size))
+    check_local_steps(plan)
     check_communication(plan, problem.job.communication)
     found = estimated(problem, plan)
     peak = found.memory.on(problem.hardware)

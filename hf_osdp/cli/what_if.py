@@ -36,6 +36,7 @@ _WIDTHS = (
 def what_if(request: Request, json_file: JsonFile = None) -> None:
     """Answer what-if questions: one more device, twice the memory, half the sequence, the longest sequence, the widest model."""
     screen = Output(json_file)
+    request.refuse_local_steps("what-if")
     with screen.working("Describing the model", steps=7) as next_step:
         case = Case(request)
         problem = case.found.problem

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..planner.hardware import Hardware, check_margin
+from ..planner.local_steps import OUTER_LEARNING_RATE, OUTER_MOMENTUM, check_outer
 from ..planner.plan import Plan
 from ..planner.problem import Strategy
 from ..planner.profile import Profile
@@ -75,6 +76,13 @@ class OSDPConfig:
     """The coarsest form in which parameters and gradients may be sent where a link is slow: `bf16`, `int8` with a scale for each block, or
     `int4`, of gradients alone, `exact` sends all as it is. The planner takes less than that where it pays, by unit and direction; sums are
     made in float32. Training is then another in its rounding: docs/communication.md has what that did to the loss."""
+    local_steps: int | None = None
+    """Optimizer steps that each machine takes by itself before the machines average how far they went; None averages gradients in every
+    step. This is another algorithm, DiLoCo, for links between machines that are very slow: docs/local_steps.md."""
+    outer_learning_rate: float = OUTER_LEARNING_RATE
+    """Of the outer step of `local_steps`."""
+    outer_momentum: float = OUTER_MOMENTUM
+    """Of the outer step of `local_steps`, in Nesterov's form."""
     compile: bool | str = False
     """Compile the forward of each block, with Inductor, before it is sharded: elementwise operators run as one kernel, and less is saved
     for backward. The first steps take longer, seconds to minutes. Blocks that do not compile as one graph run as they are; blocks stay
@@ -120,6 +128,7 @@ class OSDPConfig:
         object.__setattr__(self, "block_classes", _names("block_classes", self.block_classes, "class", "GPT2Block,BertLayer"))
         object.__setattr__(self, "other_optimizers", _names("other_optimizers", self.other_optimizers, "optimizer", "adamw_torch_8bit"))
         self._check_values()
+        self._check_local_steps()
         self._check_combinations()
 
     def _check_values(self) -> None:
@@ -145,6 +154,18 @@ class OSDPConfig:
                 f"inputs={self.inputs!r} is of type {type(self.inputs).__name__}; give a function from a number of samples to forward's"
                 " keyword arguments, which a file cannot hold: OSDPConfig(inputs=...) in the script."
             )
+
+    def _check_local_steps(self) -> None:
+        """Refuse local steps beside what they are not made for, and options of theirs without them."""
+        check_outer(self.outer_learning_rate, self.outer_momentum)
+        outer = {"outer_learning_rate": OUTER_LEARNING_RATE, "outer_momentum": OUTER_MOMENTUM}
+        if self.local_steps is None:
+            if name := next((name for name, default in outer.items() if getattr(self, name) != default), None):
+                raise ValueError(f"{self._shown(name)} has no effect without local_steps; give both, or neither.")
+            return
+        for name, asked in {"recalibrate": True, "host_offload": True, "offload_optimizer": True, "on_oom": "replan"}.items():
+            if getattr(self, name) == asked:
+                raise ValueError(f"local_steps={self.local_steps} cannot run beside {self._shown(name)}; leave one of the two out.")
 
     def _check_combinations(self) -> None:
         """Refuse options that others leave without effect."""

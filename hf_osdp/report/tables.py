@@ -116,8 +116,9 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
     label, name = (max(len(getattr(row, part)) for row in rows) for part in ("label", "class_name"))
     room = _NAMES_WIDTH - _HOST_WIDTH * any(on_host)
     wide = {"units": label <= room - _LEAST_CLASS, "class": label + name <= room}
+    apart = f"{plan.machines} machines x " if plan.local_steps is not None else ""
     title = (
-        f"OSDP plan {plan.fingerprint}: {plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps"
+        f"OSDP plan {plan.fingerprint}: {apart}{plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps"
         f" = {plan.global_batch_size} a step"
     )
     names = [Column(head, no_wrap=fits, overflow="fold") for head, fits in wide.items()]
@@ -167,6 +168,8 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
     if wires := {wire.value for unit in plan.units for wire in unit.wires.values()}:
         sent = sum(bool(unit.wires) for unit in plan.units)
         lines.append(f"{sent} of {len(plan.units)} units send {' and '.join(sorted(wires))}: training rounds otherwise than exact runs.")
+    if plan.local_steps is not None:
+        lines.append(f"Local steps (DiLoCo, another algorithm than data parallel training): {plan.local_steps.describe()}.")
     if plan.strategy == "osdp" and plan.proven_optimal:
         lines.append(
             "Proven: no plan of the search space is faster under this limit, by the cost model (docs/planner.md has its equations)."
