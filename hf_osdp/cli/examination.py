@@ -22,6 +22,7 @@ from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult, search
 from ..planner.split import WHOLE_BLOCKS
+from ..planning.local_steps import check_local_steps
 from ..planning.plan_run import check_given_plan
 from ..planning.preflight import (
     Check,
@@ -36,7 +37,6 @@ from ..planning.preflight import (
     findings_of,
     split_ties,
 )
-from ..planning.local_steps import check_local_steps
 from ..planning.problem import check_communication
 from ..planning.recalibrate import estimated
 from ..quantities import format_bytes, format_count, format_seconds

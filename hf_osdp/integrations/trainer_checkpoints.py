@@ -23,8 +23,8 @@ from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
 from ..planning.plan_run import PlannedRun
 from ..sharding.optimizer import unwrapped
-from .local_steps import LocalStepsCallback
 from .checkpoints import dataset_text, is_adapted, keep_whole_positions, own_states, replaced
+from .local_steps import LocalStepsCallback
 from .plugin import writes_shards
 
 _log = logging.getLogger(__name__)

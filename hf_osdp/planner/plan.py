@@ -117,10 +117,8 @@ class Plan:
         sizes = {unit.shard_size for unit in self.units}
         if len(sizes) > 1:
             raise _no_fsdp_plan(f"units have {len(sizes)} group sizes ({', '.join(map(str, sorted(sizes)))})", "one mesh for all")
-        if self.local_steps is not None:
-            raise _no_fsdp_plan("machines take local steps", "what is sharded")
-        if self.compiled_classes:
-            raise _no_fsdp_plan("blocks are compiled", "what is sharded")
+        if self.compiled_classes or self.local_steps is not None:
+            raise _no_fsdp_plan("blocks are compiled" if self.compiled_classes else "machines take local steps", "what is sharded")
         if not self.split.is_none:
             raise _no_fsdp_plan(f"the model is split into {self.split.describe()}", "whole modules")
         if 0 < (on_host := sum(unit.on_host for unit in self.units)) < len(self.units):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
@@ -165,16 +165,30 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
         lines.append(f"Gradients are reduced {every}.")
     if early := sum(unit.step_in_backward for unit in plan.units):
         lines.append(f"{early} of {len(plan.units)} units step in backward: before optimizer.step() their gradients are None.")
-    if wires := {wire.value for unit in plan.units for wire in unit.wires.values()}:
-        sent = sum(bool(unit.wires) for unit in plan.units)
-        lines.append(f"{sent} of {len(plan.units)} units send {' and '.join(sorted(wires))}: training rounds otherwise than exact runs.")
-    if plan.local_steps is not None:
-        lines.append(f"Local steps (DiLoCo, another algorithm than data parallel training): {plan.local_steps.describe()}.")
+    lines += _other_arithmetic(plan)
     if plan.strategy == "osdp" and plan.proven_optimal:
         lines.append(
             "Proven: no plan of the search space is faster under this limit, by the cost model (docs/planner.md has its equations)."
         )
     return tuple(lines)
+
+
+def _other_arithmetic(plan: Plan) -> Iterator[str]:
+    """Yield a line for each way in which the plan trains otherwise than exact data parallel training."""
+    if wires := {wire.value for unit in plan.units for wire in unit.wires.values()}:
+        sent = sum(bool(unit.wires) for unit in plan.units)
+        yield f"{sent} of {len(plan.units)} units send {' and '.join(sorted(wires))}: training rounds otherwise than exact runs."
+    if plan.local_steps is not None:
+        yield f"Local steps (DiLoCo, another algorithm than data parallel training): {plan.local_steps.describe()}."
+
+
+def gain_of_local_steps(plan: Plan, comparison: Sequence[StrategyResult]) -> list[str]:
+    """Return a line on what a plan of local steps gains, and an empty one, as before tables; of other plans the latter alone."""
+    together = None if plan.local_steps is None else comparison[1].result
+    if together is None:
+        return [""]
+    texts = [format_seconds(seconds) for seconds in (plan.step_s or 0.0, together.time.step_s)]
+    return [f"A step takes {texts[0]} with local steps, and {texts[1]} with a synchronisation in every step, by the estimate.", ""]
 
 
 def _peak_line(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None) -> str:

@@ -17,8 +17,9 @@ from ..distributed.mesh import apart, collective_device, sharing_ranks, world_si
 def total_norm(
     grads: Iterable[torch.Tensor], norm_type: float = 2.0, *, before: tuple[torch.Tensor, torch.dtype] | None = None
 ) -> torch.Tensor:
-    """Return the norm of all gradients as one vector, each element counted once. Collective: one all-reduce over the ranks that share the model,
-    which are all ranks, or under local steps those of a machine.
+    """Return the norm of all gradients as one vector, each element counted once.
+
+    Collective: one all-reduce over the ranks that share the model, which are all, or under local steps those of a machine.
 
     A gradient in s shards on W ranks is held W/s times, so
 

@@ -4,8 +4,8 @@ With p0 the parameters of the last synchronisation, p those of a machine now, le
 
     d = mean over machines of (p0 - p)      m ← µ m + d      p0 ← p0 - a (d + µ m)      p ← p0
 
-Each rank does this for its shards, laid end to end and cut into messages. Where ranks of a machine hold the same shard, each takes its share
-of a message, and they gather the result from each other: an element crosses the link between machines once.
+Each rank does this for its shards, laid end to end and cut into messages. Where ranks of a machine hold the same shard, each takes its
+share of a message, and they gather the result from each other: an element crosses the link between machines once.
 """
 
 from __future__ import annotations

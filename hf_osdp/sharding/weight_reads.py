@@ -153,7 +153,7 @@ class WeightReads:
 
     @torch.no_grad()
     def _average_scalars(self) -> None:
-        """Average gradients of parameters without dimensions over the ranks that share the model, in the micro-step that reduces. Collective."""
+        """Average gradients of parameters without dimensions over the ranks that share a model, in the last micro-step. Collective."""
         scalars = [parameter for parameter in self._scalars if parameter.requires_grad]
         if not scalars or sharing_ranks() == 1 or not all(group.all_reduce_grads for group in self._labels):
             return

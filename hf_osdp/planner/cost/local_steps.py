@@ -25,13 +25,13 @@ _PASSES = 14
 
 
 def outer_tensors(parameter: ParameterSpec, shard_size: int, world_size: int, job: TrainingJob) -> tuple[int, ...]:
-    """Return the bytes of each tensor of a parameter's outer state on a rank, one of `world_size` of a machine; none without local steps."""
+    """Return the bytes of each tensor of a parameter's outer state on one of a machine's ranks; none without local steps."""
     own = -(-parameter.sharded_numel(shard_size) * shard_size // world_size)
     return () if job.local_steps is None else (own * max(4, parameter.dtype.itemsize),) * 2
 
 
 def outer_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, local: LocalSteps) -> float:
-    """Return the seconds of a unit's synchronisation that fall to one optimizer step; `hardware` is one machine, with the link to others."""
+    """Return an optimizer step's share of a unit's synchronisation in seconds; `hardware` is one machine, with the link to others."""
     elements = sum(layout.shard_size * p.sharded_numel(layout.shard_size) for p in unit.trainable)
     nbytes = sum(layout.shard_size * p.sharded_numel(layout.shard_size) * max(4, p.dtype.itemsize) for p in unit.trainable)
     sent_s = between_seconds(elements, nbytes, hardware, local, local.wire)
@@ -51,6 +51,6 @@ def between_seconds(elements: int, nbytes: int, hardware: Hardware, local: Local
 
 
 def fastest_wire(hardware: Hardware, local: LocalSteps, coarsest: WireFormat | None) -> WireFormat | None:
-    """Return the allowed format in which float32 differences are averaged in the least time; None where that is to send them as they are."""
+    """Return the allowed format in which float32 differences take the least time; None where that is to send them as they are."""
     formats = (None, *formats_up_to(coarsest))
     return min(formats, key=lambda wire: between_seconds(2**24, 2**26, hardware, local, wire))

@@ -117,9 +117,8 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
     shards = [p.sharded_bytes(g) for p in trainable]
     gradients = 0 if layout.on_host else sum(shards)
     casts = any(precision.gathered_dtype(p) is not p.dtype for p in unit.parameters)
-    copies = (
-        world_size > 1 or casts or layout.on_host or job.local_steps is not None
-    )  # one process in its own precision trains the plain module
+    # one process in its own precision trains the plain module
+    copies = world_size > 1 or casts or layout.on_host or job.local_steps is not None
     gathered = _gathered_bytes(unit, g, job) if copies else 0
     reduced = sum(p.sharded_numel(g) * precision.reduced_dtype(p).itemsize for p in trainable)
     recast = any(precision.reduced_dtype(p) is not p.dtype for p in trainable)

@@ -1,0 +1,268 @@
+"""Local steps between two machines of two ranks: the algorithm is DiLoCo's, machines are equal to the bit, and the Trainer resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_osdp.distributed.mesh import apart, sharing_ranks
+from hf_osdp.errors import OSDPError, PlanError
+from hf_osdp.modeling.units import find_units
+from hf_osdp.planner.local_steps import LocalSteps
+from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.wire import WireFormat
+from hf_osdp.sharding.apply import apply_plan, verify_applied
+from hf_osdp.sharding.gradients import clip_grad_norm_, local
+from hf_osdp.sharding.local_steps import OuterOptimizer
+from hf_osdp.sharding.state import full_state_dict
+from tests.helpers.layouts import plan_of
+from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.training import train_alone, train_sharded
+
+WORLD, MACHINES, H, STEPS = 4, 2, 3, 11
+LOCAL = LocalSteps(steps=H, machines=MACHINES)
+MAX_NORM = 0.5
+"""Below the norms that occur."""
+Optimizer = Callable[..., torch.optim.Optimizer]
+
+
+def adamw(parameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def sgd(parameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def local_plan(units, layout: str = "mixed", local: LocalSteps = LOCAL) -> Plan:
+    return replace(plan_of(units, WORLD // MACHINES, layout), local_steps=local)
+
+
+def sharded(name: str, layout: str = "mixed", local: LocalSteps = LOCAL) -> nn.Module:
+    model = tiny_model(name)
+    units = find_units(model)
+    plan = local_plan(units, layout, local)
+    apply_plan(model, plan, units)
+    verify_applied(model, plan, units)
+    return model
+
+
+def train(
+    model: nn.Module, *, local: LocalSteps = LOCAL, steps: int = STEPS, make: Optimizer = adamw, max_norm: float | None = None
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Whole weights on rank 0, and the norms that were clipped."""
+    outer, optimizer, norms, rank = OuterOptimizer(model, local), make(model.parameters()), [], dist.get_rank()
+    for step in range(1, steps + 1):
+        tiny_loss(model, tiny_batch(step, part=rank, parts=WORLD)).backward()
+        if max_norm is not None:
+            norms.append(clip_grad_norm_(model.parameters(), max_norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % local.steps == 0:
+            outer.step()
+            assert are_equal_between_machines(model)
+    return full_state_dict(model), norms
+
+
+def are_equal_between_machines(model: nn.Module) -> bool:
+    """Whether ranks of the same place hold the same bits."""
+    mine = torch.cat([local(parameter).detach().flatten() for parameter in model.parameters()])
+    groups = apart()
+    others = [torch.empty_like(mine) for _ in range(MACHINES)]
+    dist.all_gather(others, mine, group=groups.between)
+    return all(torch.equal(other, others[0]) for other in others)
+
+
+def diloco(
+    name: str, *, local: LocalSteps = LOCAL, steps: int = STEPS, make: Optimizer = adamw, max_norm: float | None = None
+) -> tuple[dict[str, torch.Tensor], list[list[float]]]:
+    """The algorithm in one process, machine by machine. After the last step the first machine's weights, and all norms."""
+    models = [tiny_model(name) for _ in range(local.machines)]
+    optimizers = [make(model.parameters()) for model in models]
+    norms: list[list[float]] = [[] for _ in models]
+    before = [parameter.detach().clone() for parameter in models[0].parameters()]
+    outer = torch.optim.SGD(before, lr=local.learning_rate, momentum=local.momentum, nesterov=local.momentum > 0)
+    for step in range(1, steps + 1):
+        for machine, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            tiny_loss(model, tiny_batch(step, part=machine, parts=local.machines)).backward()
+            if max_norm is not None:
+                norms[machine].append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % local.steps == 0:
+            with torch.no_grad():
+                for start, *ended in zip(before, *(model.parameters() for model in models), strict=True):
+                    start.grad = sum(start - parameter for parameter in ended) / len(ended)
+                outer.step()
+                for start, *ended in zip(before, *(model.parameters() for model in models), strict=True):
+                    for parameter in ended:
+                        parameter.copy_(start)
+    return models[0].state_dict(), norms
+
+
+def assert_close(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor], tolerance: float = 1e-12) -> None:
+    if dist.get_rank() == 0:
+        assert found.keys() == reference.keys()
+        errors = {name: (found[name] - reference[name]).abs().max().item() for name in found}
+        assert max(errors.values()) < tolerance, errors
+
+
+@pytest.mark.parametrize("layout", ["mixed", "replicate", "zero3"])
+@pytest.mark.on_ranks(WORLD, nodes=MACHINES)
+def test_three_outer_rounds_are_those_of_diloco(layout):
+    """Eleven steps: three synchronisations, and two steps apart after them."""
+    for name in ("gpt2", "bert") if layout == "mixed" else ("llama",):
+        found, _ = train(sharded(name, layout))
+        assert_close(found, diloco(name)[0])
+
+
+@pytest.mark.on_ranks(WORLD, nodes=MACHINES)
+def test_each_machine_clips_by_the_norm_of_its_own_gradients():
+    found, norms = train(sharded("gpt2"), max_norm=MAX_NORM)
+    expected, of_machines = diloco("gpt2", max_norm=MAX_NORM)
+    assert norms == pytest.approx(of_machines[dist.get_rank() // 2], abs=1e-12) and min(norms) > MAX_NORM
+    assert of_machines[0] != pytest.approx(of_machines[1], abs=1e-6)
+    assert_close(found, expected)
+
+
+@pytest.mark.on_ranks(WORLD, nodes=MACHINES)
+def test_one_local_step_of_plain_sgd_is_data_parallel_training():
+    local = LocalSteps(steps=1, machines=MACHINES, learning_rate=1.0, momentum=0.0)
+    found, _ = train(sharded("gpt2", local=local), local=local, make=sgd)
+    alone = tiny_model("gpt2")
+    optimizer = sgd(alone.parameters())
+    for step in range(1, STEPS + 1):
+        tiny_loss(alone, tiny_batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(found, alone.state_dict())
+
+
+@pytest.mark.parametrize("wire", [None, *WireFormat])
+@pytest.mark.on_ranks(WORLD, nodes=MACHINES)
+def test_machines_are_equal_to_the_bit_at_each_synchronisation_over_50_steps(wire):
+    """`train` compares at each; in float32, where sums round."""
+    local = replace(LOCAL, wire=wire, steps=2)
+    model = tiny_model("gpt2", dtype=torch.float32)
+    units = find_units(model)
+    apply_plan(model, local_plan(units, local=local), units)
+    start = full_state_dict(model)
+    found, _ = train(model, local=local, steps=50)
+    if dist.get_rank() == 0:
+        exact = diloco("gpt2", local=replace(local, wire=None), steps=50)[0]
+        moved = sum((found[name] - start[name]).norm() for name in found)
+        error = sum((found[name] - exact[name]).norm() for name in found)
+        assert error < {None: 0.001, WireFormat.BF16: 0.02, WireFormat.INT8: 0.05, WireFormat.INT4: 0.6}[wire] * moved
+
+
+@pytest.mark.on_ranks(2, nodes=2)
+def test_machines_of_one_rank_take_local_steps():
+    model = tiny_model("gpt2")
+    units = find_units(model)
+    plan = replace(plan_of(units, 1, "replicate"), local_steps=LOCAL)
+    apply_plan(model, plan, units)
+    verify_applied(model, plan, units)
+    outer, optimizer = OuterOptimizer(model, LOCAL), adamw(model.parameters())
+    for step in range(1, STEPS + 1):
+        tiny_loss(model, tiny_batch(step, part=dist.get_rank(), parts=2)).backward()
+        clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % H == 0:
+            outer.step()
+    assert_close(full_state_dict(model), diloco("gpt2", max_norm=MAX_NORM)[0])
+
+
+class WithScalar(nn.Module):
+    """A model with a parameter without dimensions, which FSDP2 does not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(6, 6, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return (self.linear(rows) * self.scale).square().mean()
+
+
+@pytest.mark.on_ranks(WORLD, nodes=MACHINES)
+def test_parameters_without_dimensions_are_averaged_in_a_machine_and_synchronised():
+    def rows(step: int) -> torch.Tensor:
+        return torch.randn(WORLD, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+    model = WithScalar()
+    units = find_units(model, block_classes=("Linear",))
+    apply_plan(model, local_plan(units, "zero3"), units)
+    outer, optimizer, rank = OuterOptimizer(model, LOCAL), sgd(model.parameters()), dist.get_rank()
+    replicas = [WithScalar() for _ in range(MACHINES)]
+    optimizers, scale, momentum = [sgd(one.parameters()) for one in replicas], torch.tensor(1.5, dtype=torch.float64), 0.0
+    for step in range(1, STEPS + 1):
+        model(rows(step)[rank : rank + 1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for machine, (one, own) in enumerate(zip(replicas, optimizers, strict=True)):
+            one(rows(step)[2 * machine : 2 * machine + 2]).backward()
+            one.linear.requires_grad_(True)
+            own.step()
+            own.zero_grad()
+        assert model.scale.item() == pytest.approx(replicas[rank // 2].scale.item(), abs=1e-12) or step > H
+        if step == H:
+            outer.step()
+            difference = scale - sum(one.scale.detach() for one in replicas) / MACHINES
+            momentum = momentum * LOCAL.momentum + difference
+            expected = scale - LOCAL.learning_rate * (difference + LOCAL.momentum * momentum)
+            assert model.scale.item() == pytest.approx(expected.item(), abs=1e-12)
+
+
+@pytest.mark.on_ranks(WORLD, nodes=MACHINES)
+def test_a_plan_after_one_of_local_steps_trains_all_ranks_together():
+    train(sharded("gpt2"), steps=1)
+    assert sharing_ranks() == 2
+    model = tiny_model("gpt2")
+    units = find_units(model)
+    plan = plan_of(units, WORLD, "mixed")
+    apply_plan(model, plan, units)
+    assert sharing_ranks() == WORLD
+    with pytest.raises(OSDPError, match="Local steps need a model"):
+        OuterOptimizer(model, LOCAL)
+    trained = train_sharded(model, plan)
+    if dist.get_rank() == 0:
+        assert max(trained.worst_error(train_alone("gpt2")).values()) < 1e-12
+
+
+@pytest.mark.on_ranks(2)
+def test_a_plan_of_other_machines_is_refused():
+    model = tiny_model("gpt2")
+    units = find_units(model)
+    with pytest.raises(PlanError, match=r"2 machines of 2 processes that take local steps, but 2 processes are running. Start 4"):
+        apply_plan(model, local_plan(units), units)
+
+
+@pytest.mark.on_ranks(WORLD, nodes=MACHINES)
+def test_the_outer_state_goes_on():
+    """Momentum and each machine's own states, over a second optimizer."""
+    model = sharded("gpt2")
+    outer, optimizer, rank = OuterOptimizer(model, LOCAL), adamw(model.parameters()), dist.get_rank()
+    for step in range(1, 3 * H + 1):
+        if step == H + 1:
+            state = {name: [*map(torch.clone, value)] if name == "momentum" else value for name, value in outer.state(optimizer).items()}
+            state["states"] = [{name: value.clone() for name, value in one.items()} for one in state["states"]]
+            groups = optimizer.state_dict()
+            optimizer = adamw(model.parameters())
+            optimizer.load_state_dict(groups)
+            for one in optimizer.state.values():  # as if they were the first machine's
+                local(one["exp_avg"]).fill_(7)
+            outer = OuterOptimizer(model, LOCAL)
+            outer.load(state, optimizer)
+        tiny_loss(model, tiny_batch(step, part=rank, parts=WORLD)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % H == 0:
+            outer.step()
+    assert_close(full_state_dict(model), diloco("gpt2", steps=3 * H)[0])
