@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import TrainerCallback
 
+from hf_osdp.distributed.launcher import launched_rank
 from hf_osdp.distributed.mesh import apart, sharing_ranks
 from hf_osdp.errors import OSDPError, PlanError
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.local_steps import LocalSteps
 from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.presets import preset
 from hf_osdp.planner.wire import WireFormat
+from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.sharding.apply import apply_plan, verify_applied
 from hf_osdp.sharding.gradients import clip_grad_norm_, local
 from hf_osdp.sharding.local_steps import OuterOptimizer
@@ -23,6 +29,8 @@ from hf_osdp.sharding.state import full_state_dict
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.training import train_alone, train_sharded
+
+from . import test_integration_trainer as trainers
 
 WORLD, MACHINES, H, STEPS = 4, 2, 3, 11
 LOCAL = LocalSteps(steps=H, machines=MACHINES)
@@ -196,28 +204,25 @@ def test_parameters_without_dimensions_are_averaged_in_a_machine_and_synchronise
     def rows(step: int) -> torch.Tensor:
         return torch.randn(WORLD, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
 
-    model = WithScalar()
+    model, replicas = WithScalar(), [WithScalar() for _ in range(MACHINES)]
     units = find_units(model, block_classes=("Linear",))
     apply_plan(model, local_plan(units, "zero3"), units)
     outer, optimizer, rank = OuterOptimizer(model, LOCAL), sgd(model.parameters()), dist.get_rank()
-    replicas = [WithScalar() for _ in range(MACHINES)]
-    optimizers, scale, momentum = [sgd(one.parameters()) for one in replicas], torch.tensor(1.5, dtype=torch.float64), 0.0
-    for step in range(1, STEPS + 1):
+    start = replicas[0].scale.detach().clone()
+    optimizers = [sgd(one.parameters()) for one in replicas]
+    for step in range(H):
         model(rows(step)[rank : rank + 1]).backward()
         optimizer.step()
         optimizer.zero_grad()
         for machine, (one, own) in enumerate(zip(replicas, optimizers, strict=True)):
             one(rows(step)[2 * machine : 2 * machine + 2]).backward()
-            one.linear.requires_grad_(True)
             own.step()
             own.zero_grad()
-        assert model.scale.item() == pytest.approx(replicas[rank // 2].scale.item(), abs=1e-12) or step > H
-        if step == H:
-            outer.step()
-            difference = scale - sum(one.scale.detach() for one in replicas) / MACHINES
-            momentum = momentum * LOCAL.momentum + difference
-            expected = scale - LOCAL.learning_rate * (difference + LOCAL.momentum * momentum)
-            assert model.scale.item() == pytest.approx(expected.item(), abs=1e-12)
+    assert model.scale.item() == pytest.approx(replicas[rank // 2].scale.item(), abs=1e-12)
+    outer.step()
+    difference = start - sum(one.scale.detach() for one in replicas) / MACHINES
+    expected = start - LOCAL.learning_rate * (1 + LOCAL.momentum) * difference
+    assert model.scale.item() == pytest.approx(expected.item(), abs=1e-12)
 
 
 @pytest.mark.on_ranks(WORLD, nodes=MACHINES)
@@ -266,3 +271,171 @@ def test_the_outer_state_goes_on():
         if step % H == 0:
             outer.step()
     assert_close(full_state_dict(model), diloco("gpt2", steps=3 * H)[0])
+
+
+def uneven_tokens() -> list[dict[str, torch.Tensor]]:
+    """Samples of which some count few tokens, so that machines have different numbers of them."""
+    rows = trainers.tokens()
+    return [{**row, "labels": row["labels"].where(torch.arange(trainers.LENGTH) < 3 + 2 * (i % 5), -100)} for i, row in enumerate(rows)]
+
+
+def trainer_of(folder: Path, *, config: dict[str, object], kind: type = trainers.PlannedTrainer, **options: object):
+    """A Trainer of two machines, planned for a slow link between them."""
+    hardware = preset("cpu", nodes=MACHINES, devices_per_node=2)
+    osdp = OSDPConfig(hardware=hardware, **config)
+    model = trainers.tiny_model(seed=launched_rank())
+    trainers.set_seed(0)
+    args = trainers.arguments(str(folder), per_device_train_batch_size=2, **options)
+    return kind(model=model, args=args, train_dataset=uneven_tokens(), eval_dataset=uneven_tokens()[:8], osdp=osdp)
+
+
+def weights_of(trainer) -> dict[str, torch.Tensor]:
+    return trainer.accelerator.get_state_dict(trainer.model)
+
+
+@pytest.mark.on_ranks(WORLD, init=False, nodes=MACHINES)
+def test_the_trainer_with_one_local_step_of_plain_sgd_is_one_process(tmp_path):
+    """Each token counts the same, whichever machine has it."""
+    plain = {"optim": "sgd", "max_grad_norm": 0.0, "weight_decay": 0.0, "learning_rate": 0.1}
+    config = {"local_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
+    trainer = trainer_of(tmp_path, config=config, **plain)
+    assert trainer.plan.local_steps == LocalSteps(steps=1, machines=2, learning_rate=1.0, momentum=0.0)
+    assert (trainer.plan.world_size, trainer.plan.global_batch_size) == (2, 8)
+    trainer.train()
+    found = weights_of(trainer)
+    if dist.get_rank() == 0:
+        model = trainers.tiny_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = [batch_of(trainer, step) for step in range(trainers.STEPS)]
+        for step, batch in enumerate(loader):
+            optimizer.param_groups[0]["lr"] = 0.1 * (1 - step / trainers.STEPS)
+            items = (batch["labels"][:, 1:] != -100).sum()
+            trainers.exact_loss(model(input_ids=batch["input_ids"]), batch["labels"], items).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert trainers.worst(found, model.state_dict()) < 1e-12
+
+
+def batch_of(trainer, step: int) -> dict[str, torch.Tensor]:
+    """The samples of a step over all processes, in the order of the seed."""
+    generator = torch.Generator().manual_seed(trainer.args.seed)
+    seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(seed)).tolist()
+    rows = [uneven_tokens()[index] for index in order[8 * step : 8 * step + 8]]
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+class Recorded(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+class Saves(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save = control.should_save or state.global_step == 3
+
+
+@pytest.mark.on_ranks(WORLD, init=False, nodes=MACHINES)
+def test_the_trainer_resumes_exactly_at_a_synchronisation_and_saves_elsewhere_after_one(tmp_path):
+    log = Recorded()
+    logging.getLogger("hf_osdp").addHandler(log)
+    config, options = {"local_steps": 2}, {"max_steps": 6, "save_strategy": "steps", "save_steps": 4}
+    whole = trainer_of(tmp_path / "whole", config=config, **options)
+    whole.train()
+    expected = weights_of(whole)
+    assert not [line for line in log.lines if "synchronise first" in line]
+    again = trainer_of(tmp_path / "again", config=config, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    assert not [line for line in log.lines if "first machine" in line]
+    found = weights_of(again)
+    assert dist.get_rank() or all(torch.equal(found[name], expected[name]) for name in expected)
+
+    saves = trainer_of(tmp_path / "saves", config=config, **options)
+    saves.add_callback(Saves())
+    saves.train()
+    lines = [line for line in log.lines if "synchronise first" in line]
+    assert lines == ([] if dist.get_rank() else ["A save at step 3: the machines synchronise first, between their local steps."])
+    other = trainer_of(tmp_path / "other", config={"local_steps": 1}, **options)
+    other.train(resume_from_checkpoint=str(tmp_path / "saves" / "checkpoint-3"))
+    if dist.get_rank() == 0:
+        told = [line for line in log.lines if "first machine's optimizer states" in line]
+        assert len(told) == 1 and "the outer momentum begins at zero" in told[0]
+        assert any("local steps 2 machines synchronise every 2 steps; this run has" in line for line in log.lines)
+
+
+@pytest.mark.on_ranks(WORLD, init=False, nodes=MACHINES)
+def test_sigterm_synchronises_before_the_last_save(tmp_path):
+    class Terminates(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1 and launched_rank() == 3:
+                trainer._stop.received = True
+
+    trainer = trainer_of(tmp_path, config={"local_steps": 100}, max_steps=50)
+    trainer.add_callback(Terminates())
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert are_equal_between_machines(trainer.model) and 2 <= trainer.state.global_step <= 4
+    assert (tmp_path / f"checkpoint-{trainer.state.global_step}" / "local_steps_3.pt").is_file()
+
+
+@pytest.mark.on_ranks(WORLD, init=False, nodes=MACHINES)
+def test_evaluations_and_the_end_see_equal_machines(tmp_path):
+    seen = []
+
+    class Evaluates(trainers.PlannedTrainer):
+        def prediction_step(self, model, *args, **kwargs):
+            seen.append(are_equal_between_machines(self.model))
+            return super().prediction_step(model, *args, **kwargs)
+
+    trainer = trainer_of(tmp_path, config={"local_steps": 2}, kind=Evaluates, max_steps=3, eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    assert are_equal_between_machines(trainer.model)
+    trainer.evaluate()
+    assert seen and all(seen)
+
+
+@pytest.mark.on_ranks(WORLD, init=False, nodes=MACHINES)
+def test_what_local_steps_cannot_run_beside_is_refused_in_one_line(tmp_path):
+    def refused(error: type[Exception], text: str, config: dict[str, object], **options: object) -> None:
+        with pytest.raises(error, match=text) as caught:
+            trainer_of(tmp_path, config={"local_steps": 10, **config}, **options)
+        assert "\n" not in str(caught.value)
+
+    refused(ValueError, "save_steps=25 is no multiple of it.*use 20", {}, save_strategy="steps", save_steps=25)
+    refused(ValueError, "eval_steps=4 is no multiple of it.*use 10", {}, eval_strategy="steps", eval_steps=4)
+    refused(ValueError, "would mix the machines' optimizer states", {}, fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"})
+    refused(ValueError, "cpu_offload moves states to the host", {}, fsdp_config={"cpu_offload": True})
+    model = trainers.tiny_model()
+    plan = replace(local_plan(find_units(model), "zero3"), micro_batch_size=2, sequence_length=trainers.LENGTH)
+    for config, text in (
+        ({"local_steps": 10}, "The plan has local_steps=3, which trains otherwise than the local_steps=10"),
+        ({}, "The plan has local_steps=3, .* local_steps=None"),
+        ({"local_steps": 3, "outer_momentum": 0.5}, "outer_momentum=0.9, .* outer_momentum=0.5"),
+    ):
+        args = trainers.arguments(str(tmp_path), per_device_train_batch_size=2)
+        with pytest.raises(PlanError, match=text):
+            trainers.PlannedTrainer(model=model, args=args, train_dataset=trainers.tokens(), osdp=OSDPConfig(plan=plan, **config))
+    args = trainers.arguments(str(tmp_path), per_device_train_batch_size=2, max_steps=4)
+    given = trainers.PlannedTrainer(model=model, args=args, train_dataset=trainers.tokens(), osdp=OSDPConfig(plan=plan, local_steps=3))
+    given.train()
+    assert are_equal_between_machines(given.model)
+
+
+@pytest.mark.on_ranks(2, nodes=1)
+def test_one_machine_and_other_loops_are_refused(tmp_path):
+    from hf_osdp import OptimalShardedDataParallel, OSDPAccelerator
+
+    hardware = preset("cpu", devices_per_node=2)
+    args = trainers.arguments(str(tmp_path), per_device_train_batch_size=2)
+    with pytest.raises(ValueError, match="local_steps=5 is for several machines, and the processes are on one"):
+        osdp = OSDPConfig(hardware=hardware, local_steps=5)
+        trainers.PlannedTrainer(model=trainers.tiny_model(), args=args, train_dataset=trainers.tokens(), osdp=osdp)
+    osdp = OSDPConfig(hardware=hardware, local_steps=5, sequence_length=12, global_batch_size=4)
+    with pytest.raises(ValueError, match=r"local_steps=5 is for the Trainer.* a plain loop"):
+        OptimalShardedDataParallel(trainers.tiny_model(), osdp)
+    with pytest.raises(ValueError, match=r"local_steps=5 is for the Trainer.* Accelerate's loop"):
+        OSDPAccelerator(osdp=osdp, cpu=True).plan(trainers.tiny_model())
