@@ -48,8 +48,10 @@ def check_local_steps(plan: Plan, config: OSDPConfig | None = None) -> None:
                 f"The plan has {name}={has}, which trains otherwise than the {name}={wanted} that is asked for; set {name}={has} where that"
                 " is meant, or plan again."
             )
-    if local is not None and local.wire not in (None, *formats_up_to(asked.wire)):
-        raise PlanError(f"The plan's machines synchronise in {local.wire}; set communication to that where it is meant, or plan again.")
+    if local is not None and local.wire is not None and local.wire not in formats_up_to(asked.wire):
+        raise PlanError(
+            f"The plan's machines synchronise in {local.wire.value}; set communication to that where it is meant, or plan again."
+        )
 
 
 def refuse_local_steps(config: OSDPConfig, loop: str) -> None:

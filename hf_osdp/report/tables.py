@@ -116,11 +116,7 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
     label, name = (max(len(getattr(row, part)) for row in rows) for part in ("label", "class_name"))
     room = _NAMES_WIDTH - _HOST_WIDTH * any(on_host)
     wide = {"units": label <= room - _LEAST_CLASS, "class": label + name <= room}
-    apart = f"{plan.machines} machines x " if plan.local_steps is not None else ""
-    title = (
-        f"OSDP plan {plan.fingerprint}: {apart}{plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps"
-        f" = {plan.global_batch_size} a step"
-    )
+    title = f"OSDP plan {plan.fingerprint}: {batch_text(plan)}"
     names = [Column(head, no_wrap=fits, overflow="fold") for head, fits in wide.items()]
     layout = Column("layout", min_width=len("replicate,"))
     figures = ["params", "held", *(["host"] if any(on_host) else []), "compute", "exposed"]
@@ -180,6 +176,13 @@ def _other_arithmetic(plan: Plan) -> Iterator[str]:
         yield f"{sent} of {len(plan.units)} units send {' and '.join(sorted(wires))}: training rounds otherwise than exact runs."
     if plan.local_steps is not None:
         yield f"Local steps (DiLoCo, another algorithm than data parallel training): {plan.local_steps.describe()}."
+
+
+def batch_text(plan: Plan) -> str:
+    """Return the samples of an optimizer step as a product: `4 x 2 samples x 1 micro-steps = 8 a step`."""
+    apart = f"{plan.machines} machines x " if plan.local_steps is not None else ""
+    product = f"{plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps"
+    return f"{apart}{product} = {plan.global_batch_size} a step"
 
 
 def gain_of_local_steps(plan: Plan, comparison: Sequence[StrategyResult]) -> list[str]:
