@@ -185,7 +185,6 @@ def doctor(
 ) -> None:
     """Look for what would go wrong in a run, with the remedy. Exit code 1 where a run would be stopped."""
     screen = Output(json_file)
-    request.refuse_local_steps("doctor")
     if save_total_limit is not None and output_dir is None:
         raise ValueError(f"--save-total-limit {save_total_limit} has no effect without --output-dir; give both, or neither.")
     with screen.working("Looking at model, devices, plan and folder"):

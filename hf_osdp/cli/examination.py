@@ -154,8 +154,8 @@ def _best(problem: PlanningProblem) -> tuple[StrategyResult, ...]:
 
 def _checked(problem: PlanningProblem, plan: Plan) -> SearchResult:
     """Check a given plan against the problem."""
-    plan.check(problem.description, plan.ranks_of_machine(problem.hardware.world_size))
-    check_local_steps(plan)
+    plan.check(problem.description, problem.hardware.world_size)
+    check_local_steps(plan, problem.job.local_steps)
     check_communication(plan, problem.job.communication)
     found = estimated(problem, plan)
     peak = found.memory.on(problem.hardware)

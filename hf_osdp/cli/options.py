@@ -123,11 +123,6 @@ class Request:
         str | None, option("CLASS", "Class to build, such as AutoModelForCausalLM; else found from the configuration.")
     ] = None
 
-    def refuse_local_steps(self, command: str) -> None:
-        """Refuse local steps in a command that does not know them."""
-        if self.local_steps is not None:
-            raise ValueError(f"--local-steps is for plan and compare, not for {command}; leave it out.")
-
 
 def with_flags(command: Callable[..., None], *names: str, make: Callable[..., object] = dict, leave_out: str = "") -> Callable[..., None]:
     """Return a command for typer that has shared flags beside its own options; its first parameter takes `make(**flags)`.

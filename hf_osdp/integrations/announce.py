@@ -23,7 +23,7 @@ from ..quantities import format_seconds
 from ..report.content import report_content, write_report
 from ..report.plan_file import PlanInputs
 from ..report.run_tables import Outcome, outcome_table, trials_table
-from ..report.tables import comparison_table, gain_of_local_steps, plan_caption, plan_table
+from ..report.tables import comparison_table, plan_caption, plan_table
 
 _WORTH_SAYING = 1.02
 """How many times as fast a plan must be by its estimate."""
@@ -57,7 +57,7 @@ def announce_plan(run: PlannedRun) -> None:
     for line in plan_caption(run.plan, estimate, run.hardware):
         console.print(line, highlight=False)
     if run.comparison is not None and run.plan.memory_limit_bytes is not None:
-        console.print(*gain_of_local_steps(run.plan, run.comparison), sep="\n", highlight=False)
+        console.print()
         console.print(comparison_table(run.comparison, run.plan.memory_limit_bytes))
     if run.open_step_s is not None and run.plan.step_s and run.plan.step_s > _WORTH_SAYING * run.open_step_s:
         console.print(

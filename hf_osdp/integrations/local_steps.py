@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
@@ -44,29 +43,33 @@ class LocalStepsCallback(TrainerCallback):
     """Has machines synchronise after every step whose number the local steps divide, and after the last."""
 
     def __init__(self, plan: Plan, steps: LocalSteps) -> None:
-        self._plan, self._steps = plan, steps
+        self._steps, self._layout = steps, f"{plan.fingerprint}, rank {rank()}"
         self._outer: OuterOptimizer | None = None
+        self._loaded: dict[str, Any] | None = None
         self._synchronised = 0
         """The number of the step after which machines were equal."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._of(kwargs["model"]).restart()
-        self._synchronised = state.global_step
+        self._outer, self._synchronised = OuterOptimizer(kwargs["model"], self._steps), state.global_step
+        if self._loaded is not None:
+            self._outer.load(self._loaded, kwargs["optimizer"])
+            self._loaded = None
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.global_step % self._steps.steps == 0 or state.global_step >= state.max_steps:
-            self._synchronise(state)
+            self.synchronise(state)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._outer = None
 
-    def synchronise_for(self, what: str, state: TrainerState) -> None:
-        """Make the machines equal before `what`, where they are not, and say so. Collective."""
+    def synchronise(self, state: TrainerState, before: str = "") -> None:
+        """Make the machines equal where they are not, and say so where it is done `before` something. Collective."""
         if self._outer is None or self._synchronised == state.global_step:
             return
-        if rank() == 0:
-            _log.warning("%s at step %d: the machines synchronise first, between their local steps.", what, state.global_step)
-        self._synchronise(state)
+        if before and rank() == 0:
+            _log.warning("%s at step %d: the machines synchronise first, between their local steps.", before, state.global_step)
+        self._outer.step()
+        self._synchronised = state.global_step
 
     def save(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         """Write this rank's outer momentum and its part of its machine's optimizer states. Collective."""
@@ -74,8 +77,8 @@ class LocalStepsCallback(TrainerCallback):
             state = {"layout": self._layout, **self._outer.state(optimizer)}
             on_every_rank(lambda: torch.save(state, _path(folder)))
 
-    def load(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Load what `save` wrote, after the first machine's optimizer states, which stay where it is of another plan. Collective."""
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote, to go on with it; where it is of another plan, the first machine's states stay. Collective."""
         state: dict[str, Any] = {}
 
         def fits_here() -> bool:
@@ -83,24 +86,10 @@ class LocalStepsCallback(TrainerCallback):
             return state.get("layout") == self._layout
 
         fits = all(on_every_rank(fits_here))
-        if fits:
-            self._of(model).load(state, optimizer)
+        self._loaded = state if fits else None
         if rank() == 0 and not (fits and state["states"]):
             momentum = "" if fits else "; the outer momentum begins at zero, as the checkpoint is not of this plan's local steps"
             _log.warning("%s: all machines go on with the first machine's optimizer states%s.", folder, momentum)
-
-    @property
-    def _layout(self) -> str:
-        return f"{self._plan.fingerprint}, rank {rank()}"
-
-    def _synchronise(self, state: TrainerState) -> None:
-        if self._outer is not None and self._synchronised != state.global_step:
-            self._outer.step()
-            self._synchronised = state.global_step
-
-    def _of(self, model: nn.Module) -> OuterOptimizer:
-        self._outer = self._outer or OuterOptimizer(model, self._steps)
-        return self._outer
 
 
 def _path(folder: Path) -> Path:

@@ -126,7 +126,7 @@ class TrainerCheckpoints(transformers.Trainer):
         folder = Path(checkpoint)
         load_optimizer(folder, self.model, self.optimizer)
         if self._local_steps is not None:
-            self._local_steps.load(folder, self.model, self.optimizer)
+            self._local_steps.load(folder)
         self.lr_scheduler.load_state_dict(load_file(folder / transformers.trainer.SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:  # noqa: ANN401
@@ -163,7 +163,7 @@ class TrainerCheckpoints(transformers.Trainer):
     def _synchronise(self, what: str) -> None:
         """Have machines that take local steps synchronise before `what`, where they are between two synchronisations. Collective."""
         if self._local_steps is not None:
-            self._local_steps.synchronise_for(what, self.state)
+            self._local_steps.synchronise(self.state, what)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
         """Start as the stock Trainer, which warns of changed arguments: the user's batch size counts, not the plan's."""

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from .wire import WireFormat
 
-OUTER_LEARNING_RATE, OUTER_MOMENTUM = 0.7, 0.9
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSteps:
@@ -15,28 +13,19 @@ class LocalSteps:
 
     steps: int
     machines: int
-    learning_rate: float = OUTER_LEARNING_RATE
+    outer_learning_rate: float = 0.7
     """Of the outer step, by SGD with Nesterov's momentum on the mean difference of parameters."""
-    momentum: float = OUTER_MOMENTUM
+    outer_momentum: float = 0.9
     wire: WireFormat | None = None
     """The format in which differences are sent; None sends them as they are."""
 
     def __post_init__(self) -> None:
         if self.steps < 1 or self.machines < 2:
             raise ValueError(f"Local steps need steps of at least 1 and 2 machines, not {self.steps} and {self.machines}.")
-        check_outer(self.learning_rate, self.momentum)
+        rate, momentum = self.outer_learning_rate, self.outer_momentum
+        if not all(isinstance(value, int | float) for value in (rate, momentum)) or not (0 < rate < float("inf") and 0 <= momentum < 1):
+            raise ValueError(f"outer_learning_rate={rate!r} must be above 0, and outer_momentum={momentum!r} at least 0 and below 1.")
 
-    def describe(self) -> str:
-        """Return what the algorithm is: `2 machines synchronise every 50 steps`."""
-        sent = "" if self.wire is None else f" in {self.wire.value}"
-        return f"{self.machines} machines synchronise every {self.steps} steps{sent}"
-
-
-def check_outer(learning_rate: float, momentum: float) -> None:
-    """Refuse what the outer step cannot use, with a ValueError."""
-    for name, value, fits, range_ in (
-        ("outer_learning_rate", learning_rate, lambda x: 0 < x < float("inf"), "above 0"),
-        ("outer_momentum", momentum, lambda x: 0 <= x < 1, "at least 0 and below 1"),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not fits(value):
-            raise ValueError(f"{name}={value!r} must be a number {range_}.")
+    def __str__(self) -> str:
+        """Return what the algorithm is, such as `2 machines synchronise every 50 steps`."""
+        return f"{self.machines} machines synchronise every {self.steps} steps{f' in {self.wire.value}' if self.wire else ''}"

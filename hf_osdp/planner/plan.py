@@ -163,14 +163,9 @@ class Plan:
         return 1 if self.local_steps is None else self.local_steps.machines
 
     @property
-    def algorithm(self) -> str:
-        """What local steps make of the training, or `none`."""
-        return "none" if self.local_steps is None else self.local_steps.describe()
-
-    @property
     def communication(self) -> str:
-        """The coarsest format in which a unit sends, or `exact`."""
-        sent = {wire for unit in self.units for wire in unit.wires.values()}
+        """The coarsest format in which a unit sends, or machines between local steps, or `exact`."""
+        sent = {wire for unit in self.units for wire in unit.wires.values()} | ({self.local_steps.wire} if self.local_steps else set())
         return next((wire.value for wire in reversed(WireFormat) if wire in sent), EXACT)
 
     @property

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..planner.hardware import Hardware, check_margin
-from ..planner.local_steps import OUTER_LEARNING_RATE, OUTER_MOMENTUM, check_outer
+from ..planner.local_steps import LocalSteps
 from ..planner.plan import Plan
 from ..planner.problem import Strategy
 from ..planner.profile import Profile
@@ -79,9 +79,9 @@ class OSDPConfig:
     local_steps: int | None = None
     """Optimizer steps that each machine takes by itself before the machines average how far they went; None averages gradients in every
     step. This is another algorithm, DiLoCo, for links between machines that are very slow: docs/local_steps.md."""
-    outer_learning_rate: float = OUTER_LEARNING_RATE
+    outer_learning_rate: float = 0.7
     """Of the outer step of `local_steps`."""
-    outer_momentum: float = OUTER_MOMENTUM
+    outer_momentum: float = 0.9
     """Of the outer step of `local_steps`, in Nesterov's form."""
     compile: bool | str = False
     """Compile the forward of each block, with Inductor, before it is sharded: elementwise operators run as one kernel, and less is saved
@@ -124,6 +124,13 @@ class OSDPConfig:
         """The coarsest format that may be sent; None where all is sent as it is."""
         return None if self.communication == EXACT else WireFormat(self.communication)
 
+    def outer(self, machines: int = 2) -> LocalSteps | None:
+        """Return the local steps that are asked for, on so many machines; None where there are none."""
+        if self.local_steps is None:
+            return None
+        outer = {name: getattr(self, name) for name in ("outer_learning_rate", "outer_momentum")}
+        return LocalSteps(steps=self.local_steps, machines=machines, **outer)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_classes", _names("block_classes", self.block_classes, "class", "GPT2Block,BertLayer"))
         object.__setattr__(self, "other_optimizers", _names("other_optimizers", self.other_optimizers, "optimizer", "adamw_torch_8bit"))
@@ -157,11 +164,9 @@ class OSDPConfig:
 
     def _check_local_steps(self) -> None:
         """Refuse local steps beside what they are not made for, and options of theirs without them."""
-        check_outer(self.outer_learning_rate, self.outer_momentum)
-        outer = {"outer_learning_rate": OUTER_LEARNING_RATE, "outer_momentum": OUTER_MOMENTUM}
-        if self.local_steps is None:
-            if name := next((name for name, default in outer.items() if getattr(self, name) != default), None):
-                raise ValueError(f"{self._shown(name)} has no effect without local_steps; give both, or neither.")
+        if self.outer() is None:
+            if (self.outer_learning_rate, self.outer_momentum) != (0.7, 0.9):
+                raise ValueError("outer_learning_rate and outer_momentum have no effect without local_steps; leave them out.")
             return
         for name, asked in {"recalibrate": True, "host_offload": True, "offload_optimizer": True, "on_oom": "replan"}.items():
             if getattr(self, name) == asked:

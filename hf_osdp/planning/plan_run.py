@@ -219,7 +219,7 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
         )
     check_backward_step(plan, config, facts)
     check_communication(plan, config.wire)
-    check_local_steps(plan, config)
+    check_local_steps(plan, config.outer())
     inputs = peak_bytes = None
     if facts.estimates_given_plan:
         if uses_host(plan):

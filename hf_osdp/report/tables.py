@@ -175,7 +175,7 @@ def _other_arithmetic(plan: Plan) -> Iterator[str]:
         sent = sum(bool(unit.wires) for unit in plan.units)
         yield f"{sent} of {len(plan.units)} units send {' and '.join(sorted(wires))}: training rounds otherwise than exact runs."
     if plan.local_steps is not None:
-        yield f"Local steps (DiLoCo, another algorithm than data parallel training): {plan.local_steps.describe()}."
+        yield f"Local steps (DiLoCo, another algorithm than data parallel training): {plan.local_steps}."
 
 
 def batch_text(plan: Plan) -> str:
@@ -183,15 +183,6 @@ def batch_text(plan: Plan) -> str:
     apart = f"{plan.machines} machines x " if plan.local_steps is not None else ""
     product = f"{plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps"
     return f"{apart}{product} = {plan.global_batch_size} a step"
-
-
-def gain_of_local_steps(plan: Plan, comparison: Sequence[StrategyResult]) -> list[str]:
-    """Return a line on what a plan of local steps gains, and an empty one, as before tables; of other plans the latter alone."""
-    together = None if plan.local_steps is None else comparison[1].result
-    if together is None:
-        return [""]
-    texts = [format_seconds(seconds) for seconds in (plan.step_s or 0.0, together.time.step_s)]
-    return [f"A step takes {texts[0]} with local steps, and {texts[1]} with a synchronisation in every step, by the estimate.", ""]
 
 
 def _peak_line(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None) -> str:

@@ -53,12 +53,6 @@ class OuterOptimizer:
         self._messages = list(_messages(model, groups))
 
     @torch.no_grad()
-    def restart(self) -> None:
-        """Take the parameters as they are for those of the last synchronisation, as after a checkpoint was loaded."""
-        for message in self._messages:
-            message.before.copy_(_own(_flat(message.parts, message.replicas), message.replicas))
-
-    @torch.no_grad()
     def step(self) -> None:
         """Average the machines' differences and take the outer step, after which all have the same parameters. Collective."""
         for message in self._messages:
@@ -66,8 +60,8 @@ class OuterOptimizer:
             flat = _flat(message.parts, message.replicas)
             difference = before - _own(flat, message.replicas)
             self._average(difference)
-            momentum.mul_(self.steps.momentum).add_(difference)
-            before.sub_(difference.add_(momentum, alpha=self.steps.momentum), alpha=self.steps.learning_rate)
+            momentum.mul_(self.steps.outer_momentum).add_(difference)
+            before.sub_(difference.add_(momentum, alpha=self.steps.outer_momentum), alpha=self.steps.outer_learning_rate)
             if message.replicas is None:
                 flat = before
             else:

@@ -18,6 +18,7 @@ from hf_osdp.planner.search.search import search
 from hf_osdp.planner.wire import PIECE_ELEMENTS, WireFormat
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.local_steps import check_local_steps, of_one_machine
+from hf_osdp.planning.problem import check_communication
 from hf_osdp.report.tables import plan_caption
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import toy_hardware
@@ -39,7 +40,7 @@ def test_the_search_sees_one_machine_and_its_share_of_the_batch():
     plan = search(problem(MODEL, MACHINE, JOB)).plan
     assert (plan.world_size, plan.machines, plan.local_steps, plan.global_batch_size) == (2, 2, JOB.local_steps, 8)
     with pytest.raises(ValueError, match="does not divide by 4 processes; use 4 or 8"):
-        of_one_machine(BOTH, replace(TOGETHER, global_batch_size=6), CONFIG)
+        replace(JOB, global_batch_size=6).micro_batch_sizes(2)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -87,7 +88,7 @@ def test_a_plan_holds_its_algorithm():
     plan = search(problem(MODEL, MACHINE, JOB)).plan
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.fingerprint != replace(plan, local_steps=None).fingerprint
-    assert plan.diff(replace(plan, local_steps=None))[0].startswith("local steps: LocalSteps(steps=20")
+    assert plan.diff(replace(plan, local_steps=None))[0].startswith("local steps: 2 machines synchronise every 20 steps -> None")
     caption = plan_caption(plan, estimate_plan(plan, MODEL, JOB, MACHINE), MACHINE)
     assert "Local steps (DiLoCo, another algorithm than data parallel training): 2 machines synchronise every 20 steps." in caption
     with pytest.raises(PlanError, match="machines take local steps"):
@@ -99,26 +100,30 @@ def test_a_plan_holds_its_algorithm():
 
 def test_a_given_plan_trains_as_asked_or_not_at_all():
     plan = search(problem(MODEL, MACHINE, JOB)).plan
-    check_local_steps(plan, CONFIG)
-    check_local_steps(replace(plan, local_steps=None), OSDPConfig())
-    for one, config in ((plan, None), (plan, OSDPConfig(local_steps=21)), (replace(plan, local_steps=None), CONFIG)):
-        with pytest.raises(PlanError, match=r"which trains otherwise than the local_steps="):
-            check_local_steps(one, config)
-    with pytest.raises(PlanError, match=r"outer_learning_rate=0.7, which trains otherwise than the outer_learning_rate=0.5"):
-        check_local_steps(plan, OSDPConfig(local_steps=H, outer_learning_rate=0.5))
+    together = replace(plan, local_steps=None)
+    check_local_steps(plan, CONFIG.outer())
+    check_local_steps(together, None)
+    for one, asked, text in (
+        (plan, None, "local_steps=20, but local_steps=None"),
+        (plan, OSDPConfig(local_steps=21).outer(), "local_steps=20, but local_steps=21"),
+        (together, CONFIG.outer(), "local_steps=None, but local_steps=20"),
+        (plan, OSDPConfig(local_steps=H, outer_momentum=0).outer(), "outer_momentum=0.9, but outer_momentum=0"),
+    ):
+        with pytest.raises(PlanError, match=f"The plan trains with {text} is asked for; make them agree, or plan again."):
+            check_local_steps(one, asked)
     coded = replace(plan, local_steps=replace(plan.local_steps, wire=WireFormat.INT8))
-    with pytest.raises(PlanError, match=r"synchronise in int8; set communication"):
-        check_local_steps(coded, CONFIG)
-    check_local_steps(coded, replace(CONFIG, communication="int4"))
+    with pytest.raises(PlanError, match="in int8, but communication='bf16'"):
+        check_communication(coded, WireFormat.BF16)
+    check_communication(coded, WireFormat.INT4)
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"local_steps": 0}, "local_steps=0 must be a whole number of at least 1"),
-        ({"outer_momentum": 0.5}, "outer_momentum=0.5 has no effect without local_steps"),
-        ({"local_steps": 5, "outer_momentum": 1.0}, "outer_momentum=1.0 must be a number at least 0 and below 1"),
-        ({"local_steps": 5, "outer_learning_rate": "0.7"}, "outer_learning_rate='0.7' must be a number above 0"),
+        ({"outer_momentum": 0.5}, "outer_momentum have no effect without local_steps"),
+        ({"local_steps": 5, "outer_momentum": 1.0}, "outer_momentum=1.0 at least 0 and below 1"),
+        ({"local_steps": 5, "outer_learning_rate": "0.7"}, "outer_learning_rate='0.7' must be above 0"),
         ({"local_steps": 5, "recalibrate": True}, "local_steps=5 cannot run beside recalibrate=True"),
         ({"local_steps": 5, "on_oom": "replan"}, "local_steps=5 cannot run beside on_oom='replan'"),
         ({"local_steps": 5, "host_offload": True}, "local_steps=5 cannot run beside host_offload=True"),
