@@ -293,36 +293,40 @@ def weights_of(trainer) -> dict[str, torch.Tensor]:
     return trainer.accelerator.get_state_dict(trainer.model)
 
 
+class Records(trainers.PlannedTrainer):
+    """Keeps each micro-batch, and the tokens that its loss is divided by."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        kept = {name: value.clone() for name, value in inputs.items()}
+        self.__dict__.setdefault("seen", []).append((self.state.global_step, kept, int(num_items_in_batch)))
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
 @pytest.mark.on_ranks(WORLD, init=False, nodes=MACHINES)
 def test_the_trainer_with_one_local_step_of_plain_sgd_is_one_process(tmp_path):
     """Each token counts the same, whichever machine has it."""
     plain = {"optim": "sgd", "max_grad_norm": 0.0, "weight_decay": 0.0, "learning_rate": 0.1}
     config = {"local_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
-    trainer = trainer_of(tmp_path, config=config, **plain)
+    trainer = trainer_of(tmp_path, config=config, kind=Records, **plain)
     assert trainer.plan.local_steps == LocalSteps(steps=1, machines=2, outer_learning_rate=1.0, outer_momentum=0.0)
     assert (trainer.plan.world_size, trainer.plan.global_batch_size) == (2, 8)
     trainer.train()
-    found = weights_of(trainer)
-    if dist.get_rank() == 0:
-        model = trainers.tiny_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loader = [batch_of(trainer, step) for step in range(trainers.STEPS)]
-        for step, batch in enumerate(loader):
-            optimizer.param_groups[0]["lr"] = 0.1 * (1 - step / trainers.STEPS)
-            items = (batch["labels"][:, 1:] != -100).sum()
+    found, seen = weights_of(trainer), [None] * WORLD
+    dist.all_gather_object(seen, trainer.seen)
+    model = trainers.tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(trainers.STEPS):
+        batches = [(batch, items) for rank in seen for number, batch, items in rank if number == step]
+        rows = [row.tolist() for batch, _ in batches for row in batch["input_ids"]]
+        assert len({items for _, items in batches}) == 1 and len(rows) == 8 and len({*map(tuple, rows)}) == 8
+        tokens = [sum((batch["labels"] != -100).sum().item() for batch, _ in batches[: len(batches) // 2 * half]) for half in (1, 2)]
+        assert 2 * tokens[0] != tokens[1], "the machines have as many tokens"
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 - step / trainers.STEPS)
+        for batch, items in batches:
             trainers.exact_loss(model(input_ids=batch["input_ids"]), batch["labels"], items).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert trainers.worst(found, model.state_dict()) < 1e-12
-
-
-def batch_of(trainer, step: int) -> dict[str, torch.Tensor]:
-    """The samples of a step over all processes, in the order of the seed."""
-    generator = torch.Generator().manual_seed(trainer.args.seed)
-    seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
-    order = torch.randperm(64, generator=torch.Generator().manual_seed(seed)).tolist()
-    rows = [uneven_tokens()[index] for index in order[8 * step : 8 * step + 8]]
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        optimizer.step()
+        optimizer.zero_grad()
+    assert dist.get_rank() or trainers.worst(found, model.state_dict()) < 1e-12
 
 
 class Recorded(logging.Handler):
@@ -389,7 +393,7 @@ def test_evaluations_and_the_end_see_equal_machines(tmp_path):
     class Evaluates(trainers.PlannedTrainer):
         def prediction_step(self, model, *args, **kwargs):
             seen.append(are_equal_between_machines(self.model))
-            return super().prediction_step(model, *args, **kwargs)
+            return torch.zeros(()), None, None
 
     trainer = trainer_of(tmp_path, config={"local_steps": 2}, kind=Evaluates, max_steps=3, eval_strategy="steps", eval_steps=2)
     trainer.train()
@@ -425,7 +429,7 @@ def test_what_local_steps_cannot_run_beside_is_refused_in_one_line(tmp_path):
     assert are_equal_between_machines(given.model)
 
 
-@pytest.mark.on_ranks(2, nodes=1)
+@pytest.mark.on_ranks(2, init=False)
 def test_one_machine_and_other_loops_are_refused(tmp_path):
     from hf_osdp import OptimalShardedDataParallel, OSDPAccelerator
 
