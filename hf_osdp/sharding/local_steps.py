@@ -11,8 +11,7 @@ share of a message, and they gather the result from each other: an element cross
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,8 +29,7 @@ from .gradients import local
 from .optimizer import low_bit_spec, unwrapped
 
 
-@dataclass(slots=True)
-class _Message:
+class _Message(NamedTuple):
     parts: list[torch.Tensor]
     """Flat views of this rank's shards."""
     replicas: dist.ProcessGroup | None
@@ -49,25 +47,24 @@ class OuterOptimizer:
         groups = apart()
         if groups is None:
             raise OSDPError("Local steps need a model that a plan with local steps was applied to; prepare it again.")
-        self.steps, self._groups = steps, groups
+        self.steps, self._between = steps, groups.between
         self._messages = list(_messages(model, groups))
 
     @torch.no_grad()
     def step(self) -> None:
         """Average the machines' differences and take the outer step, after which all have the same parameters. Collective."""
-        for message in self._messages:
-            before, momentum = message.before, message.momentum
-            flat = _flat(message.parts, message.replicas)
-            difference = before - _own(flat, message.replicas)
+        for parts, replicas, before, momentum in self._messages:
+            flat = _flat(parts, replicas)
+            difference = before - _own(flat, replicas)
             self._average(difference)
             momentum.mul_(self.steps.outer_momentum).add_(difference)
             before.sub_(difference.add_(momentum, alpha=self.steps.outer_momentum), alpha=self.steps.outer_learning_rate)
-            if message.replicas is None:
+            if replicas is None:
                 flat = before
             else:
-                all_gather_single(flat, before, group=message.replicas)
-            sizes = [*map(torch.numel, message.parts)]
-            for part, updated in zip(message.parts, flat[: sum(sizes)].split(sizes), strict=True):
+                all_gather_single(flat, before, group=replicas)
+            sizes = [part.numel() for part in parts]
+            for part, updated in zip(parts, flat[: sum(sizes)].split(sizes), strict=True):
                 part.copy_(updated)
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -85,15 +82,14 @@ class OuterOptimizer:
                 own[name].copy_(saved[name])
 
     def _average(self, difference: torch.Tensor) -> None:
-        group = self._groups.between
-        if self.steps.wire is None:
-            with announced(Collective.ALL_REDUCE, group, difference):
-                dist.all_reduce(difference, group=group)
-            difference.div_(self.steps.machines)
-            return
-        transport = WireTransport(plain_transport(group, difference.device.type), self.steps.wire)
-        with announced(Collective.ALL_REDUCE, group, difference):
-            transport.all_reduce(difference, dist.ReduceOp.AVG, group)
+        """Replace a difference by the machines' mean; all get the same bits."""
+        with announced(Collective.ALL_REDUCE, self._between, difference):
+            if self.steps.wire is None:
+                dist.all_reduce(difference, group=self._between)
+                difference.div_(self.steps.machines)
+            else:
+                transport = plain_transport(self._between, difference.device.type)
+                WireTransport(transport, self.steps.wire).all_reduce(difference, dist.ReduceOp.AVG, self._between)
 
 
 def _messages(model: nn.Module, groups: Apart) -> Iterator[_Message]:
@@ -108,36 +104,28 @@ def _messages(model: nn.Module, groups: Apart) -> Iterator[_Message]:
             kinds.setdefault((_replicas(parameter, groups), shard.dtype, shard.device), []).append(shard.view(-1))
     most = max(1, min(PIECE_ELEMENTS, sum(shard.numel() for shards in kinds.values() for shard in shards) // 4))
     for (replicas, _, _), shards in kinds.items():
-        parts: list[torch.Tensor] = []
-        for piece in (piece for shard in shards for piece in shard.split(most) if piece.numel()):
-            if parts and _elements(parts) + piece.numel() > most:
-                yield _message(parts, replicas)
-                parts = []
-            parts.append(piece)
-        if parts:
-            yield _message(parts, replicas)
-
-
-def _message(parts: list[torch.Tensor], replicas: dist.ProcessGroup | None) -> _Message:
-    before = _own(_flat(parts, replicas), replicas).clone()
-    return _Message(parts=parts, replicas=replicas, before=before, momentum=torch.zeros_like(before))
+        pieces = [piece for shard in shards for piece in shard.split(most) if piece.numel()]
+        while pieces:
+            parts = [pieces.pop(0)]
+            while pieces and sum(part.numel() for part in (*parts, pieces[0])) <= most:
+                parts.append(pieces.pop(0))
+            before = _own(_flat(parts, replicas), replicas).clone()
+            yield _Message(parts, replicas, before, torch.zeros_like(before))
 
 
 def _replicas(parameter: torch.Tensor, groups: Apart) -> dist.ProcessGroup | None:
     """Return the ranks of this machine that hold the same shard, or the same whole parameter without dimensions."""
-    if not isinstance(parameter, DTensor):
-        group = groups.machine
-    elif parameter.device_mesh.ndim == 1:
-        return None
-    else:
-        group = parameter.device_mesh.get_group(REPLICATE_AXIS)
-    return group if group.size() > 1 else None
+    group: dist.ProcessGroup | None = groups.machine
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        group = mesh.get_group(REPLICATE_AXIS) if mesh.ndim > 1 else None
+    return group if group is not None and group.size() > 1 else None
 
 
 def _flat(parts: list[torch.Tensor], replicas: dist.ProcessGroup | None) -> torch.Tensor:
     """Return parts end to end, in float32 at least, filled up to equal shares for replicas."""
     dtype = torch.promote_types(parts[0].dtype, torch.float32)
-    padding = 0 if replicas is None else -_elements(parts) % replicas.size()
+    padding = 0 if replicas is None else -sum(part.numel() for part in parts) % replicas.size()
     return torch.cat([*(part.to(dtype) for part in parts), parts[0].new_zeros(padding, dtype=dtype)])
 
 
@@ -146,13 +134,8 @@ def _own(flat: torch.Tensor, replicas: dist.ProcessGroup | None) -> torch.Tensor
     return flat if replicas is None else flat.view(replicas.size(), -1)[replicas.rank()]
 
 
-def _elements(parts: list[torch.Tensor]) -> int:
-    return sum(map(torch.numel, parts))
-
-
 def _local_states(optimizer: torch.optim.Optimizer) -> list[dict[str, torch.Tensor]]:
     """Return the tensors of each parameter's state on this rank, in the optimizer's order."""
     inner = unwrapped(optimizer)
-    parameters = (parameter for group in inner.param_groups for parameter in group["params"])
-    states = (inner.state.get(parameter, {}) for parameter in parameters)
+    states = (inner.state.get(parameter, {}) for group in inner.param_groups for parameter in group["params"])
     return [{name: local(value) for name, value in state.items() if isinstance(value, torch.Tensor)} for state in states]
