@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from transformers import TrainerCallback
 
+from hf_osdp.distributed.collectives import listening
 from hf_osdp.distributed.launcher import launched_rank
 from hf_osdp.distributed.mesh import apart, sharing_ranks
 from hf_osdp.errors import OSDPError, PlanError
 from hf_osdp.modeling.units import find_units
+from hf_osdp.planner.cost.local_steps import outer_tensors
+from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.local_steps import LocalSteps
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
@@ -184,6 +188,34 @@ def test_machines_of_one_rank_take_local_steps():
         if step % H == 0:
             outer.step()
     assert_close(full_state_dict(model), diloco("gpt2", max_norm=MAX_NORM)[0])
+
+
+@pytest.mark.on_ranks(WORLD, nodes=MACHINES)
+def test_outer_state_is_as_estimated_and_each_element_crosses_the_link_once():
+    job = TrainingJob(global_batch_size=WORLD, local_steps=LOCAL)
+    for layout in ("mixed", "replicate", "zero3"):
+        model = tiny_model("gpt2")
+        units = find_units(model)
+        plan = local_plan(units, layout)
+        apply_plan(model, plan, units)
+        outer, groups = OuterOptimizer(model, LOCAL), apart()
+        sizes = {unit.fqn: plan.decision(unit.fqn).shard_size for unit in units}
+        estimated = sum(sum(outer_tensors(p, sizes[unit.fqn], 2, job)) for unit in units for p in unit.trainable)
+        held = torch.tensor([sum(message.before.nbytes + message.momentum.nbytes for message in outer._messages), 0])
+        with listening(lambda kind, group, nbytes: counted(held, nbytes if group is groups.between else 0)):
+            outer.step()
+        fullest = held.clone()
+        dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
+        assert 0.97 * estimated <= fullest[0] <= 1.01 * estimated, layout
+        dist.all_reduce(held, group=groups.machine)
+        numel = sum(unit.numel for unit in units)
+        assert 8 * numel <= held[1] <= 1.01 * 8 * numel, layout
+
+
+@contextmanager
+def counted(held: torch.Tensor, nbytes: int) -> Iterator[None]:
+    held[1] += nbytes
+    yield
 
 
 class WithScalar(nn.Module):
