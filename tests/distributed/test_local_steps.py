@@ -190,32 +190,30 @@ def test_machines_of_one_rank_take_local_steps():
     assert_close(full_state_dict(model), diloco("gpt2", max_norm=MAX_NORM)[0])
 
 
+@pytest.mark.parametrize("layout", ["mixed", "replicate", "zero3"])
 @pytest.mark.on_ranks(WORLD, nodes=MACHINES)
-def test_outer_state_is_as_estimated_and_each_element_crosses_the_link_once():
-    job = TrainingJob(global_batch_size=WORLD, local_steps=LOCAL)
-    for layout in ("mixed", "replicate", "zero3"):
-        model = tiny_model("gpt2")
-        units = find_units(model)
-        plan = local_plan(units, layout)
-        apply_plan(model, plan, units)
-        outer, groups = OuterOptimizer(model, LOCAL), apart()
-        sizes = {unit.fqn: plan.decision(unit.fqn).shard_size for unit in units}
-        estimated = sum(sum(outer_tensors(p, sizes[unit.fqn], 2, job)) for unit in units for p in unit.trainable)
-        held = torch.tensor([sum(message.before.nbytes + message.momentum.nbytes for message in outer._messages), 0])
-        with listening(lambda kind, group, nbytes: counted(held, nbytes if group is groups.between else 0)):
-            outer.step()
-        fullest = held.clone()
-        dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
-        assert 0.97 * estimated <= fullest[0] <= 1.01 * estimated, layout
-        dist.all_reduce(held, group=groups.machine)
-        numel = sum(unit.numel for unit in units)
-        assert 8 * numel <= held[1] <= 1.01 * 8 * numel, layout
+def test_outer_state_is_as_estimated_and_each_element_crosses_the_link_once(layout):
+    model, job = tiny_model("gpt2"), TrainingJob(global_batch_size=WORLD, local_steps=LOCAL)
+    units = find_units(model)
+    plan = local_plan(units, layout)
+    apply_plan(model, plan, units)
+    outer, groups, sent = OuterOptimizer(model, LOCAL), apart(), []
 
+    @contextmanager
+    def counted(kind, group, nbytes: int) -> Iterator[None]:
+        sent.append(nbytes if group is groups.between else 0)
+        yield
 
-@contextmanager
-def counted(held: torch.Tensor, nbytes: int) -> Iterator[None]:
-    held[1] += nbytes
-    yield
+    with listening(counted):
+        outer.step()
+    sizes = {unit.fqn: plan.decision(unit.fqn).shard_size for unit in units}
+    estimated = sum(sum(outer_tensors(p, sizes[unit.fqn], 2, job)) for unit in units for p in unit.trainable)
+    fullest = torch.tensor(sum(message.before.nbytes + message.momentum.nbytes for message in outer._messages))
+    dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
+    assert 0.97 * estimated <= fullest <= 1.01 * estimated
+    crossed, numel = torch.tensor(sum(sent)), sum(unit.numel for unit in units)
+    dist.all_reduce(crossed, group=groups.machine)
+    assert 8 * numel <= crossed <= 1.01 * 8 * numel
 
 
 class WithScalar(nn.Module):
