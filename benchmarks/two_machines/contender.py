@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from hf_osdp.modeling.batch import training_batch
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.sharding.apply import apply_plan
+from hf_osdp.sharding.local_steps import OuterOptimizer
 from hf_osdp.sharding.steps import make_optimizer, train_step
 
 SETTLED_S = 0.2
@@ -63,22 +64,30 @@ class Contender:
         if entrant.sends in (Sends.STOCK, Sends.STOCK_BF16):
             put_stock_collectives_back(self._model)
         self._optimizer = make_optimizer(self._model, job.optimizer, self._plan, description.units)
+        self._outer = None if self._plan.local_steps is None else OuterOptimizer(model, self._plan.local_steps)
 
     def measure(self, ranks_per_node: int, *, clocked: bool = False) -> StepMeasured:
-        """Take one step, and time its collectives where `clocked`. Collective."""
+        """Take one step, and time its collectives where `clocked`; of local steps with a part of a synchronisation. Collective."""
         clock = CollectiveClock(torch.device("cpu")) if clocked else None
+        with clock or nullcontext():
+            step = self._measured(self._step, ranks_per_node)
+        if self._outer is not None:
+            synchronised, part = self._measured(self._outer.step, ranks_per_node), 1 / self._outer.steps.steps
+            sent = (round(a + part * b) for a, b in zip(step.sent_bytes, synchronised.sent_bytes, strict=True))
+            step = StepMeasured(step_s=step.step_s + part * synchronised.step_s, sent_bytes=tuple(sent))
+        return replace(step, collectives=None if clock is None else seconds_of(clock))
+
+    def _measured(self, act: Callable[[], None], ranks_per_node: int) -> StepMeasured:
         before = counted()
         dist.barrier()
         began = time.perf_counter()
-        with clock or nullcontext():
-            self._step()
+        act()
         seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
         sent = torch.zeros(dist.get_world_size(), dtype=torch.int64)
         sent[dist.get_rank()] = counted() - before
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         dist.all_reduce(sent)
-        collectives = None if clock is None else seconds_of(clock)
-        return StepMeasured(step_s=seconds.item(), sent_bytes=tuple(sent.tolist()[::ranks_per_node]), collectives=collectives)
+        return StepMeasured(step_s=seconds.item(), sent_bytes=tuple(sent.tolist()[::ranks_per_node]))
 
     def _step(self) -> None:
         train_step(self._model, self._optimizer, self._batch, self._plan, self._job)

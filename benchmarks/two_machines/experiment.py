@@ -31,6 +31,8 @@ class Experiment:
     micro_batch_size: int = 4
     communication: str = EXACT
     """The coarsest form in which the planner may send, as `OSDPConfig` has it."""
+    local_steps: int | None = None
+    """A plan with so many local steps between the machines takes part, too."""
 
     def config(self) -> Any:
         """The model's configuration."""

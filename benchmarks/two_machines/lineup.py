@@ -15,7 +15,7 @@ from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import StrategyResult
 from hf_osdp.quantities import format_bytes
 
-STOCK, STOCK_BF16, ALONE, EXACT_PLAN = "stock", "stock, bf16", "alone", "osdp, exact"
+STOCK, STOCK_BF16, ALONE, EXACT_PLAN, APART = "stock", "stock, bf16", "alone", "osdp, exact", "osdp, local steps"
 TERMS = ("compute_s", "exposed_s", "copy_s", "optimizer_s")
 
 
@@ -49,6 +49,9 @@ class Entrant:
         """
         if self.sends in (Sends.STOCK, Sends.STOCK_BF16):
             hardware = with_stock_reduce_scatter(hardware)
+        if self.plan.local_steps is not None:
+            inside = tuple(timing for timing in hardware.timings if not timing.crosses_nodes)
+            hardware, job = replace(hardware, nodes=1, timings=inside), replace(job, local_steps=self.plan.local_steps)
         if self.sends is Sends.STOCK_BF16:
             job = replace(job, precision=Precision(reduce=DType.BFLOAT16))
         estimate = estimate_plan(self.plan, description, job, hardware)
@@ -83,7 +86,7 @@ def line_up(results: Sequence[Sequence[StrategyResult]], limits: Sequence[int]) 
     cells = []
     for limit, rows in zip(limits, results, strict=True):
         cell: dict[str, dict] = {}
-        shown = [row for row in rows if not row.variant or row.label == EXACT_PLAN]
+        shown = [row for row in rows if not row.variant or row.label in (EXACT_PLAN, APART)]
         for row in sorted(shown, key=lambda row: row.strategy is Strategy.OSDP):  # last, so that an equal plan has its usual name
             if row.result is None:
                 cell[row.label] = {"needs": row.least_peak_bytes, "reason": row.reason}
@@ -108,11 +111,15 @@ def line_up(results: Sequence[Sequence[StrategyResult]], limits: Sequence[int]) 
 def _entered(entrants: dict[str, Entrant], label: str, plan: Plan, limit: int) -> str:
     """The name of the entrant that runs as this plan does; a new one where there is none."""
     for name, other in entrants.items():
-        if (plan.units, plan.accumulation_steps) == (other.plan.units, other.plan.accumulation_steps):
+        if _runs(plan) == _runs(other.plan):
             return name
     name = label if label not in entrants else f"{label} in {format_bytes(limit)}"
     entrants[name] = Entrant(plan=plan)
     return name
+
+
+def _runs(plan: Plan) -> tuple[object, ...]:
+    return plan.units, plan.accumulation_steps, plan.local_steps
 
 
 def replicated(plan: Plan) -> Plan:

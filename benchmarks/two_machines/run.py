@@ -1,13 +1,14 @@
 """Training across two emulated machines: bytes over the slow link, step times, and whether the planner chose well.
 
-    python benchmarks/two_machines/run.py [--quick] [--communication bf16|int8|int4] [--json FILE]
+    python benchmarks/two_machines/run.py [--quick] [--communication bf16|int8|int4] [--local-steps H] [--json FILE]
 
 At each rate of the link between two machines of two gloo ranks each (network namespaces, `emulate.py`), rank by rank as on real
 machines, every strategy trains a GPT-2 under FSDP2: torch's own full shard, ours with a ring for gloo's reduce-scatter,
 communication with groups (two stages), HSDP, DDP-like, ZeRO-2, and what the planner chooses, under each memory limit. One that
 does not fit a limit is marked so and beats nobody. Rounds are interleaved, one step of each, so that all meet the same machine;
 a step without communication stands beside them as a load check. With `--communication` the planner may send fewer bits; its exact
-plan and torch's full shard with gradients reduced in bf16 stand beside.
+plan and torch's full shard with gradients reduced in bf16 stand beside. With `--local-steps` so does a plan of local steps, another
+algorithm: a synchronisation follows each of its steps, is measured by itself, and counts with its H-th part, bytes and seconds.
 
 Bytes are those that the kernel counts on the interface between the machines, theory those of `theory.py`. Estimates come from
 `hf-osdp profile`'s measurements in the emulated cluster: links once, before anything is planned, blocks again in the rounds.
@@ -60,6 +61,7 @@ def main() -> int:
         rate=RATES[0], limits=options.limits, rounds=options.rounds, links_s=LINKS_S, profile_s=PROFILE_S,
         layers=options.layers, width=options.width, heads=options.heads, vocabulary=options.vocabulary,
         sequence_length=options.sequence_length, micro_batch_size=options.micro_batch_size, communication=options.communication,
+        local_steps=options.local_steps,
     )  # fmt: skip
     console, began = Console(width=100), time.monotonic()
     found: list[dict] = []
@@ -90,6 +92,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limits", type=listed(limit), default=tuple(map(limit, LIMITS)), help=f"a rank (default {','.join(LIMITS)})")
     parser.add_argument("--rounds", type=positive, help=f"steps of each strategy (default {ROUNDS})")
     parser.add_argument("--communication", choices=COMMUNICATIONS, default=EXACT, help="coarsest form that may be sent (default exact)")
+    parser.add_argument("--local-steps", type=positive, metavar="H", help="also a plan whose machines synchronise every H steps")
     parser.add_argument("--json", type=Path, help="also write all that was measured here")
     parser.add_argument("--nodes", type=positive, default=2)
     parser.add_argument("--ranks", type=positive, default=2, help="on each node (default 2)")

@@ -8,6 +8,8 @@ One unit sends, with its G gathers, S reduce-scatters and, where it is replicate
     two stages:  the same in rings of the same place in each node, of B / L bytes; the stages inside nodes send none
     all-reduce:  2 (r - 1)/r · B / g a hop, in rings of the r ranks that hold the same shard
 
+A plan of local steps sends 2 (M - 1)/M · B a machine in each synchronisation of M machines, and of that the H-th part a step.
+
 What is sent in fewer bits has the bytes of its codes and scales in place of B. G is 2 a micro-step where parameters are freed after
 forward, else 1: FSDP2 keeps what the root holds until backward. gloo's own reduce-scatter is an all-reduce of which it drops the rest:
 2 (g - 1)/g · B a hop.
@@ -39,6 +41,10 @@ def bytes_sent(
         stock_reduce_scatter: gradients are reduced by gloo's own reduce-scatter.
         reduced_itemsize: bytes of an element of a gradient that is sent as it is.
     """
+    if (local := plan.local_steps) is not None:  # each machine has the whole model, and sends it in a ring's two laps
+        elements = sum(p.numel for unit in description.units for p in unit.trainable)
+        nbytes = _sent(local.wire, elements // plan.world_size, local.machines, 4) * plan.world_size
+        return round(2 * (local.machines - 1) / local.machines * nbytes / local.steps)
     batch = plan.batch
     total: Counter[int] = Counter()
     for unit in description.units:

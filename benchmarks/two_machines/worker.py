@@ -33,8 +33,9 @@ from hf_osdp.planner.hardware import CollectiveTiming
 from hf_osdp.planner.job import TrainingJob, divisors
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.profile import Profile, with_block_times
-from hf_osdp.planner.search.compare import compare_strategies
+from hf_osdp.planner.search.compare import LOCAL_STEPS, best_of, compare_strategies
 from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.planning.local_steps import of_one_machine
 from hf_osdp.tracing.describe import describe
 
 ROUNDS_A_PROFILE = 2
@@ -86,13 +87,15 @@ def measure(experiment: Experiment) -> dict:
 
 def planned(experiment: Experiment, timed: ModelDescription, profile: Profile, job: TrainingJob) -> Lineup:
     """Every strategy's best plan under every limit, from the profile."""
-    return line_up(
-        [
-            compare_strategies(PlanningProblem(description=timed, hardware=profile.hardware, job=job, memory_limit_bytes=limit))
-            for limit in experiment.limits
-        ],
-        experiment.limits,
-    )
+    rows = []
+    for limit in experiment.limits:
+        problem = PlanningProblem(description=timed, hardware=profile.hardware, job=job, memory_limit_bytes=limit)
+        rows.append(compare_strategies(problem))
+        if experiment.local_steps is not None:
+            config = OSDPConfig(local_steps=experiment.local_steps, communication=experiment.communication)
+            machine, apart = of_one_machine(profile.hardware, job, config)
+            rows[-1] = (*rows[-1], best_of(replace(problem, hardware=machine, job=apart), LOCAL_STEPS))
+    return line_up(rows, experiment.limits)
 
 
 def built(experiment: Experiment, lineup: Lineup, description: ModelDescription, job: TrainingJob) -> dict[str, Contender]:

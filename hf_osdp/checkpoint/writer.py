@@ -108,7 +108,7 @@ class CheckpointWriter:
             if rank() == 0:
                 discard_staging(staged)
             raise
-        sends = {"communication": self.plan.communication} if self.plan else {}
+        sends = {"communication": self.plan.communication, "local steps": str(self.plan.local_steps)} if self.plan else {}
         manifest = Manifest(
             files={}, world_size=world_size(), settings={**self.settings, **settings, **sends},
             plan=self.plan.fingerprint if self.plan else None, global_batch_size=self.plan.global_batch_size if self.plan else None,

@@ -48,6 +48,7 @@ _OPTIONS = (
     "operator_splitting",
     "step_in_backward",
     "communication",
+    "local_steps",
 )
 _FACTS = ("sequence_length", "global_batch_size", "micro_batch_size", "activation_checkpointing")
 """Fields of a request that `OSDPConfig` and `RunFacts` have, too."""

@@ -21,7 +21,7 @@ from ..report.explain import explain as explain_plan
 from ..report.explain_tables import explanation_tables
 from ..report.plan_file import PlanInputs, plan_file_content, read_plan_file, write_json
 from ..report.run_tables import checks_table, simulation_table
-from ..report.tables import comparison_table, frontier_table, plan_caption, plan_table
+from ..report.tables import batch_text, comparison_table, frontier_table, plan_caption, plan_table
 from .cases import Case
 from .options import JsonFile, PlotFile, Request, count, option, stated
 from .output import Output
@@ -109,6 +109,10 @@ def explain(
         useless = [*(["--model"] if model else []), *stated(flags)]
         if inputs is not None and useless:
             raise ValueError(f"{plan_file} holds what its plan was made from, so {', '.join(useless)} would have no effect; leave it out.")
+        if inputs is None and plan.local_steps is not None:
+            raise ValueError(
+                f"{plan_file} holds a plan of local steps alone; explain what `hf-osdp plan --local-steps ... --output` writes."
+            )
         if inputs is None and model is None:
             raise ValueError(f"{plan_file} holds a plan alone; add --model, --device and the options that it was made with.")
         inputs = inputs or _inputs(plan, {**flags, "model": model})
@@ -116,8 +120,7 @@ def explain(
     where = "" if inputs.hardware is None else f" on {inputs.hardware.summary}"
     screen.print(
         f"Plan {plan.fingerprint} ({plan.strategy}) for {plan.model_name or inputs.description.model_class}{where}, {plan.sequence_length}"
-        f" tokens a sample: {plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps ="
-        f" {plan.global_batch_size} a step.",
+        f" tokens a sample: {batch_text(plan)}.",
         *plan_caption(plan, explanation.estimate)[1:], f"Activations: {inputs.description.trace}.", "", *explanation_tables(explanation),
     )  # fmt: skip
     _draw(screen, plot, lambda plots: plots.plan_chart(plan, inputs, explanation.estimate))

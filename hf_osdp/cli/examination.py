@@ -22,6 +22,7 @@ from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult, search
 from ..planner.split import WHOLE_BLOCKS
+from ..planning.local_steps import check_local_steps
 from ..planning.plan_run import check_given_plan
 from ..planning.preflight import (
     Check,
@@ -154,6 +155,7 @@ def _best(problem: PlanningProblem) -> tuple[StrategyResult, ...]:
 def _checked(problem: PlanningProblem, plan: Plan) -> SearchResult:
     """Check a given plan against the problem."""
     plan.check(problem.description, problem.hardware.world_size)
+    check_local_steps(plan, problem.job.local_steps)
     check_communication(plan, problem.job.communication)
     found = estimated(problem, plan)
     peak = found.memory.on(problem.hardware)

@@ -100,6 +100,9 @@ class Request:
         Literal["exact", "bf16", "int8", "int4"],
         option("NAME", "The coarsest form in which parameters and gradients may cross slow links; it changes the rounding of training."),
     ] = "exact"
+    local_steps: Annotated[
+        int | None, count("Steps that each machine takes by itself between synchronisations: another algorithm (DiLoCo), for slow links.")
+    ] = None
     compile: Annotated[bool, typer.Option("--compile", help="Compile each block with torch.compile before it is sharded.")] = False
     operator_splitting: Annotated[
         bool, typer.Option(help="Cut blocks into operator units, and operators into slices, where that pays.")

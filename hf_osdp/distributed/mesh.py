@@ -24,8 +24,11 @@ from .process_group import all_gather_objects
 REPLICATE_AXIS = "replicate"
 SHARD_AXIS = "shard"
 NODES_AXIS = "nodes"
+MACHINES_AXIS = "machines"
 Layout = tuple[int, int]
 """Stage size, 1 for a single stage, 0 for the replicas of `Meshes.replicas_beside`; and shard size."""
+_apart: WeakKeyDictionary[dist.ProcessGroup, Apart] = WeakKeyDictionary()
+"""Of the model that a plan was applied to last, by the process group of all ranks."""
 _topologies: WeakKeyDictionary[dist.ProcessGroup, Topology] = WeakKeyDictionary()
 
 
@@ -37,20 +40,31 @@ class Topology:
     ranks_per_node: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """A rank's groups where machines train apart, under local steps."""
+
+    machine: dist.ProcessGroup
+    """The ranks of its machine, which share a model."""
+    between: dist.ProcessGroup
+    """The ranks of its place in each machine, which hold the same part of their models."""
+
+
 class Meshes:
-    """The meshes of one process group, each made when first asked for.
+    """The meshes of one process group, each made when first asked for; those of its own machine where `machines` train apart.
 
     Making a mesh forms process groups, which is collective: every rank must ask for the same sizes in the same order
     (`prepare` does). Shard groups are neighbouring ranks, so that they stay inside a node where the size allows it. Groups of
     two stages are those of meshes that plans have anyway, where the shard group is the world.
     """
 
-    def __init__(self, device_type: str) -> None:
-        """Find the world size; `device_type` is `"cuda"` or `"cpu"`, as `init_device_mesh` takes it."""
+    def __init__(self, device_type: str, *, machines: int = 1) -> None:
+        """Find the ranks that share a model; `device_type` is `"cuda"` or `"cpu"`, as `init_device_mesh` takes it."""
         if not dist.is_initialized():
             raise ValueError("Meshes need a process group; start the program with torchrun, or call torch.distributed.init_process_group.")
-        self.device_type = device_type
-        self.world_size = dist.get_world_size()
+        self.device_type, self.machines = device_type, machines
+        self.world_size = dist.get_world_size() // machines
+        self._between: dist.ProcessGroup | None = None
         self._formed: dict[Layout, DeviceMesh] = {}
 
     def mesh(self, shard_size: int) -> DeviceMesh:
@@ -64,7 +78,7 @@ class Meshes:
     @cached_property
     def reduces_beside(self) -> bool:
         """Whether replicas are reduced beside backward in a thread: over gloo nothing else hides a slow link. Collective the first time."""
-        return is_gloo(dist.distributed_c10d._get_default_group(), self.device_type) and find_topology().nodes > 1
+        return self.machines == 1 and is_gloo(dist.distributed_c10d._get_default_group(), self.device_type) and find_topology().nodes > 1
 
     def replicas_beside(self, shard_size: int) -> dist.ProcessGroup:
         """Return a group of a unit's replicas in which nothing else is sent: what a thread sends must not meet other collectives."""
@@ -80,7 +94,20 @@ class Meshes:
 
     def form(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """Make one mesh, real or in a subclass without communication. Collective."""
-        return init_device_mesh(self.device_type, shape, mesh_dim_names=names)
+        if self.machines == 1:
+            return init_device_mesh(self.device_type, shape, mesh_dim_names=names)
+        whole = init_device_mesh(self.device_type, (self.machines, *shape), mesh_dim_names=(MACHINES_AXIS, *names))
+        self._between = self._between or whole.get_group(MACHINES_AXIS)
+        return whole[names]
+
+    def train_apart(self) -> None:
+        """Have what looks at all gradients of a model look at those of this machine, where machines train apart. Collective."""
+        world = dist.distributed_c10d._get_default_group()
+        _apart.pop(world, None)
+        if self.machines > 1:
+            machine = self.mesh(self.world_size).get_group(SHARD_AXIS)
+            assert self._between is not None
+            _apart[world] = Apart(machine=machine, between=self._between)
 
     def prepare(self, plan: Plan) -> None:
         """Make all that the plan needs, in the same order on every rank. Collective."""
@@ -162,6 +189,17 @@ def world_size() -> int:
 def rank() -> int:
     """Return this process's rank in the default process group; 0 where there is none."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def apart() -> Apart | None:
+    """Return this rank's groups where machines train apart; None where all ranks share the model."""
+    return _apart.get(dist.group.WORLD) if dist.group.WORLD is not None else None
+
+
+def sharing_ranks() -> int:
+    """Return the number of ranks that share a model with this one, itself included."""
+    groups = apart()
+    return world_size() if groups is None else groups.machine.size()
 
 
 def collective_device() -> torch.device:

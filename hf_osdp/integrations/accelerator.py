@@ -32,6 +32,7 @@ from ..modeling.batch import Inputs
 from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
+from ..planning.local_steps import refuse_local_steps
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun
 from ..planning.problem import RunFacts, RunFolder
@@ -219,6 +220,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             raise ValueError("The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...).")
         if config.global_batch_size is None:
             raise ValueError("The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...).")
+        refuse_local_steps(config, "Accelerate's loop")
         device_type, checkpointing = self.device.type, bool(self.plugin.activation_checkpointing)
         sync_each_batch = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         facts = RunFacts(

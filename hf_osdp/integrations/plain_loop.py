@@ -23,6 +23,7 @@ from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
 from ..planner.search.search import SearchResult
 from ..planning.config import OSDPConfig, merged_config
+from ..planning.local_steps import refuse_local_steps
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun, plan_run
 from ..planning.preflight import Severity
@@ -101,6 +102,7 @@ class OptimalShardedDataParallel(nn.Module):
         super().__init__()
         config = merged_config(config)
         _check(config, optimizer)
+        refuse_local_steps(config, "a plain loop")
         self._precision = Precision.named(mixed_precision)
         form_process_group(needed=self._precision.compute is not None)
         device = training_device()

@@ -39,7 +39,7 @@ def shard_model(
     names = parameter_names(model)
     for optimizer in optimizers:
         release_parameters(optimizer, names)
-    weights = _detach_weights(model) if plugin.cpu_ram_efficient_loading and run.plan.world_size > 1 else None
+    weights = _detach_weights(model) if plugin.cpu_ram_efficient_loading and world_size() > 1 else None
     apply_plan(
         model, run.plan, run.units, meshes=run.meshes,
         mp_policy=plugin.mixed_precision_policy, pin_memory=plugin.cpu_offload.pin_memory if offloads(plugin) else None,

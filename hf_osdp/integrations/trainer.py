@@ -28,6 +28,7 @@ from ..sharding.weight_reads import mixing_explained
 from .accelerator import OSDPAccelerator
 from .announce import announce_result, plan_and_announce
 from .checkpoints import replaced
+from .local_steps import LocalStepsCallback, check_arguments
 from .plugin import OSDPPlugin
 from .subclasses import check_order, ignores_item_count, planning_at_the_end, with_whole_weights
 from .trainer_checkpoints import StopCallback, TrainerCheckpoints
@@ -67,6 +68,7 @@ class Trainer(TrainerCheckpoints):
         given = call.arguments
         self._run: PlannedRun | None = None
         self._staging: Staging | None = None
+        self._local_steps = None
         asked = self.__dict__.pop("_asked_osdp", None) if osdp is None else osdp
         self._osdp = requested_config(asked, given.get("args"), unasked=self.plans_unasked)
         if self._osdp is not None:
@@ -88,6 +90,8 @@ class Trainer(TrainerCheckpoints):
         assert isinstance(self.accelerator.plugin.osdp, OSDPConfig)
         self._osdp = replace(self._osdp, compile=self._osdp.compile or self.accelerator.plugin.osdp.compile)  # the launcher's dynamo
         try:
+            if self._osdp.local_steps is not None:
+                check_arguments(args, self.accelerator.plugin, self._osdp.local_steps)
             facts = facts_of_trainer(self, self._osdp)
             hold_master_weights(self.model, facts.precision)
             self._run = plan_and_announce(self.model, self._osdp, facts)
@@ -105,6 +109,9 @@ class Trainer(TrainerCheckpoints):
         if self.place_model_on_device and not self.is_fsdp_enabled:
             super()._move_model_to_device(self.model, args.device)
         self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and not ignores_item_count(self.model)
+        if (local_steps := self._run.plan.local_steps) is not None:
+            self._local_steps = LocalStepsCallback(self._run.plan, local_steps)
+            self.add_callback(self._local_steps)
         self._meter = StepMeter(args.device, compiled=bool(self._run.plan.compiled_classes))
         self.add_callback(_StepCallback(self._meter))
         self._writer = CheckpointWriter(in_background=self._osdp.async_save)
@@ -152,6 +159,7 @@ class Trainer(TrainerCheckpoints):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As stock, which writes no loadable model where checkpoints are sharded; here a user's call always does."""
+        self._synchronise("A save")
         sharded = self._osdp is not None and self._writes_shards()
         if not sharded or _internal_call:
             super().save_model(output_dir, _internal_call)

@@ -24,6 +24,7 @@ from ..planning.config import OSDPConfig
 from ..planning.plan_run import PlannedRun
 from ..sharding.optimizer import unwrapped
 from .checkpoints import dataset_text, is_adapted, keep_whole_positions, own_states, replaced
+from .local_steps import LocalStepsCallback
 from .plugin import writes_shards
 
 _log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class TrainerCheckpoints(transformers.Trainer):
     _staging: Staging | None
     _stop: StopSignal
     _asked_batch: int
+    _local_steps: LocalStepsCallback | None
 
     @property
     def plan(self) -> Plan | None:
@@ -112,6 +114,8 @@ class TrainerCheckpoints(transformers.Trainer):
         files = None if self._staging is None else self._staging.file_system
         with nullcontext() if self._osdp is None else own_states(files):
             super()._save_optimizer_and_scheduler(output_dir)
+        if self._local_steps is not None:
+            self._local_steps.save(Path(output_dir), self.optimizer)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load as the stock Trainer, the optimizer's state from any layout."""
@@ -121,6 +125,8 @@ class TrainerCheckpoints(transformers.Trainer):
             return
         folder = Path(checkpoint)
         load_optimizer(folder, self.model, self.optimizer)
+        if self._local_steps is not None:
+            self._local_steps.load(folder)
         self.lr_scheduler.load_state_dict(load_file(folder / transformers.trainer.SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:  # noqa: ANN401
@@ -141,12 +147,23 @@ class TrainerCheckpoints(transformers.Trainer):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
         """Finalize as the stock Trainer; after SIGTERM, with seconds left, the last checkpoint stays and the best is not loaded."""
+        self._synchronise("The end of training")
         if self._osdp is not None:
             self._writer.wait()  # stock looks for the best one, which may be the last
         if self._osdp is None or not self._stop.stopped:
             return super()._finalize_training(*args, **kwargs)
         with replaced(self.args, load_best_model_at_end=False, save_total_limit=None):
             return super()._finalize_training(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
+        """Evaluate as the stock Trainer; machines that take local steps have the same model first."""
+        self._synchronise("An evaluation")
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _synchronise(self, what: str) -> None:
+        """Have machines that take local steps synchronise before `what`, where they are between two synchronisations. Collective."""
+        if self._local_steps is not None:
+            self._local_steps.synchronise(self.state, what)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
         """Start as the stock Trainer, which warns of changed arguments: the user's batch size counts, not the plan's."""

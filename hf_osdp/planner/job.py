@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from .description import DType, ParameterSpec
+from .local_steps import LocalSteps
 from .wire import WireFormat
 
 _MOST_SAMPLES = 2**40
@@ -186,6 +187,8 @@ class TrainingJob:
     """Units may step in backward, in plans without accumulation: nothing reads gradients between backward and the step."""
     communication: WireFormat | None = None
     """The coarsest format in which parameters and gradients may cross a link, where that is faster; None sends them as they are."""
+    local_steps: LocalSteps | None = None
+    """Machines train apart between synchronisations; the hardware is then one machine with the link to others. None: they do not."""
     expandable_segments: bool = True
     """As torch's allocator for CUDA is set; hf_osdp sets it where the user has set nothing. It bears on reserved memory alone."""
     correction_bytes: int = 0
@@ -203,8 +206,13 @@ class TrainingJob:
         if self.micro_batch_size is not None and self.micro_batch_size < 1:
             raise ValueError(f"micro_batch_size={self.micro_batch_size} must be at least 1.")
 
+    def all_ranks(self, world_size: int) -> int:
+        """Return the ranks that share the global batch, where so many share the model: those of all machines under local steps."""
+        return world_size * (1 if self.local_steps is None else self.local_steps.machines)
+
     def micro_batch_sizes(self, world_size: int) -> tuple[int, ...]:
         """Return the sizes that fill the global batch in whole micro-steps on `world_size` ranks, the largest first; ValueError if none."""
+        world_size = self.all_ranks(world_size)
         per_rank, rest = divmod(self.global_batch_size, world_size)
         if rest:
             nearest = [str(count * world_size) for count in (per_rank, per_rank + 1) if count]

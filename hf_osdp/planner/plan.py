@@ -16,6 +16,7 @@ from .decision import Batch, UnitDecision, UnitLayout, communicators_of
 from .description import Activations, GatherSpan, ModelDescription
 from .files import validated, write_whole
 from .hardware import MOST_RANKS
+from .local_steps import LocalSteps
 from .split import WHOLE_BLOCKS, ModelSplit
 from .wire import EXACT, WireFormat
 
@@ -37,6 +38,7 @@ class Plan:
     """
 
     world_size: int
+    """Ranks that share the model: all, or under `local_steps` those of a machine."""
     strategy: str
     """`osdp` where it was searched for, else the single strategy that was asked for."""
     units: tuple[UnitDecision, ...]
@@ -50,6 +52,8 @@ class Plan:
     """What is done to the model before its units are found: the units are those of the model that was split so."""
     compiled_classes: tuple[str, ...] = ()
     """Classes of the blocks whose forward is compiled before they are sharded."""
+    local_steps: LocalSteps | None = None
+    """Machines train apart, each by this plan, and synchronise now and then: another algorithm. None: all ranks train together."""
     model_name: str = ""
     sequence_length: int = 1
     memory_limit_bytes: int | None = None
@@ -113,8 +117,8 @@ class Plan:
         sizes = {unit.shard_size for unit in self.units}
         if len(sizes) > 1:
             raise _no_fsdp_plan(f"units have {len(sizes)} group sizes ({', '.join(map(str, sorted(sizes)))})", "one mesh for all")
-        if self.compiled_classes:
-            raise _no_fsdp_plan("blocks are compiled", "what is sharded")
+        if self.compiled_classes or self.local_steps is not None:
+            raise _no_fsdp_plan("blocks are compiled" if self.compiled_classes else "machines take local steps", "what is sharded")
         if not self.split.is_none:
             raise _no_fsdp_plan(f"the model is split into {self.split.describe()}", "whole modules")
         if 0 < (on_host := sum(unit.on_host for unit in self.units)) < len(self.units):
@@ -151,12 +155,17 @@ class Plan:
     @property
     def global_batch_size(self) -> int:
         """Samples of one optimizer step, over all ranks."""
-        return self.world_size * self.micro_batch_size * self.accumulation_steps
+        return self.machines * self.world_size * self.micro_batch_size * self.accumulation_steps
+
+    @property
+    def machines(self) -> int:
+        """Machines that train apart; 1 where all ranks train together."""
+        return 1 if self.local_steps is None else self.local_steps.machines
 
     @property
     def communication(self) -> str:
-        """The coarsest format in which a unit sends, or `exact`."""
-        sent = {wire for unit in self.units for wire in unit.wires.values()}
+        """The coarsest format in which a unit sends, or machines between local steps, or `exact`."""
+        sent = {wire for unit in self.units for wire in unit.wires.values()} | ({self.local_steps.wire} if self.local_steps else set())
         return next((wire.value for wire in reversed(WireFormat) if wire in sent), EXACT)
 
     @property
@@ -174,6 +183,8 @@ class Plan:
         """Hash of all that decides how the plan runs; estimates and names are left out."""
         units = [{name: value for name, value in asdict(unit).items() if value or name not in _ADDED} for unit in self.units]
         run = {**asdict(self), **_ESTIMATES, **_NAMES, "units": units}
+        if self.local_steps is None:  # plans had no such field
+            del run["local_steps"]
         return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -205,6 +216,8 @@ class Plan:
             for name in ("world_size", "micro_batch_size", "accumulation_steps", "model_fingerprint", "compiled_classes")
             if getattr(self, name) != getattr(other, name)
         ]
+        if self.local_steps != other.local_steps:
+            lines.append(f"local steps: {self.local_steps} -> {other.local_steps}")
         if self.split != other.split:
             lines.append(f"split: {self.split.describe()} -> {other.split.describe()}")
         mine, theirs = ({u.fqn: u for u in plan.units} for plan in (self, other))
@@ -214,6 +227,15 @@ class Plan:
             if before != after:
                 lines.append(f"{fqn or '(root)'}: {before} -> {after}")
         return tuple(lines)
+
+    def ranks_of_machine(self, world_size: int) -> int:
+        """Return how many of so many ranks share the model; PlanError where machines take local steps and these are not as many."""
+        if self.local_steps is not None and world_size != self.machines * self.world_size:
+            raise PlanError(
+                f"The plan is for {self.machines} machines of {self.world_size} processes that take local steps, but {world_size} processes"
+                f" are running. Start {self.machines * self.world_size}, or plan again."
+            )
+        return world_size // self.machines
 
     def check(self, description: ModelDescription, world_size: int) -> None:
         """Refuse to run on another model or world.

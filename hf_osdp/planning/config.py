@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..planner.hardware import Hardware, check_margin
+from ..planner.local_steps import LocalSteps
 from ..planner.plan import Plan
 from ..planner.problem import Strategy
 from ..planner.profile import Profile
@@ -75,6 +76,13 @@ class OSDPConfig:
     """The coarsest form in which parameters and gradients may be sent where a link is slow: `bf16`, `int8` with a scale for each block, or
     `int4`, of gradients alone, `exact` sends all as it is. The planner takes less than that where it pays, by unit and direction; sums are
     made in float32. Training is then another in its rounding: docs/communication.md has what that did to the loss."""
+    local_steps: int | None = None
+    """Optimizer steps that each machine takes by itself before the machines average how far they went; None averages gradients in every
+    step. This is another algorithm, DiLoCo, for links between machines that are very slow: docs/local_steps.md."""
+    outer_learning_rate: float = 0.7
+    """Of the outer step of `local_steps`."""
+    outer_momentum: float = 0.9
+    """Of the outer step of `local_steps`, in Nesterov's form."""
     compile: bool | str = False
     """Compile the forward of each block, with Inductor, before it is sharded: elementwise operators run as one kernel, and less is saved
     for backward. The first steps take longer, seconds to minutes. Blocks that do not compile as one graph run as they are; blocks stay
@@ -116,10 +124,18 @@ class OSDPConfig:
         """The coarsest format that may be sent; None where all is sent as it is."""
         return None if self.communication == EXACT else WireFormat(self.communication)
 
+    def outer(self, machines: int = 2) -> LocalSteps | None:
+        """Return the local steps that are asked for, on so many machines; None where there are none."""
+        if self.local_steps is None:
+            return None
+        outer = {name: getattr(self, name) for name in ("outer_learning_rate", "outer_momentum")}
+        return LocalSteps(steps=self.local_steps, machines=machines, **outer)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_classes", _names("block_classes", self.block_classes, "class", "GPT2Block,BertLayer"))
         object.__setattr__(self, "other_optimizers", _names("other_optimizers", self.other_optimizers, "optimizer", "adamw_torch_8bit"))
         self._check_values()
+        self._check_local_steps()
         self._check_combinations()
 
     def _check_values(self) -> None:
@@ -145,6 +161,16 @@ class OSDPConfig:
                 f"inputs={self.inputs!r} is of type {type(self.inputs).__name__}; give a function from a number of samples to forward's"
                 " keyword arguments, which a file cannot hold: OSDPConfig(inputs=...) in the script."
             )
+
+    def _check_local_steps(self) -> None:
+        """Refuse local steps beside what they are not made for, and options of theirs without them."""
+        if self.outer() is None:
+            if (self.outer_learning_rate, self.outer_momentum) != (0.7, 0.9):
+                raise ValueError("outer_learning_rate and outer_momentum have no effect without local_steps; leave them out.")
+            return
+        for name, asked in {"recalibrate": True, "host_offload": True, "offload_optimizer": True, "on_oom": "replan"}.items():
+            if getattr(self, name) == asked:
+                raise ValueError(f"local_steps={self.local_steps} cannot run beside {self._shown(name)}; leave one of the two out.")
 
     def _check_combinations(self) -> None:
         """Refuse options that others leave without effect."""

@@ -25,7 +25,7 @@ from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.profile import Profile, with_block_times
-from ..planner.search.compare import StrategyResult, choose_description, compare_strategies
+from ..planner.search.compare import LOCAL_STEPS, StrategyResult, best_of, choose_description, compare_strategies
 from ..planner.search.search import search
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..planner.wire import EXACT, WireFormat, formats_up_to
@@ -33,6 +33,7 @@ from ..quantities import format_bytes
 from ..tracing.describe import TRACED_MICRO_BATCH, describe, is_by_formula
 from .cache import measured_once
 from .config import OSDPConfig
+from .local_steps import of_one_machine
 
 Trace: TypeAlias = Callable[..., ModelDescription]
 """`describe`, or what is called as it is."""
@@ -233,7 +234,9 @@ class FoundPlan:
     def compared(self, *, compiles: bool = False) -> tuple[StrategyResult, ...]:
         """Return every strategy at its own best batch, OSDP first; `compiles` also describes eager blocks as compiled, in seconds."""
         other = self.builder.compiled if compiles and not self.whole.compiled_classes else self.eager
-        return compare_strategies(replace(self.problem, description=self.whole), split=self.problem.description, other=other)
+        (hardware, job), problem = self.builder.together, replace(self.problem, description=self.whole)
+        rows = compare_strategies(replace(problem, hardware=hardware, job=job), split=self.problem.description, other=other)
+        return (best_of(self.problem, LOCAL_STEPS), *rows) if self.builder.config.local_steps is not None else rows
 
 
 def find_plan(
@@ -277,6 +280,10 @@ class ProblemBuilder:
             hardware = hardware_of_run(named, device_type=facts.device_type, nodes=config.nodes, measure=measured_once)
             hardware = hardware.with_margin(config.memory_margin)
         _check_host(hardware, config, facts)
+        self.together = hardware, self.job
+        """Hardware and job where all machines train together in every step."""
+        if config.local_steps is not None:
+            hardware, self.job = of_one_machine(hardware, self.job, config)
         self.hardware = hardware
         limit = hardware.device.memory_bytes if config.memory_limit_bytes is None else config.memory_limit_bytes
         limit = check_limit(limit, hardware.device, given=f"memory_limit={config.memory_limit!r}")

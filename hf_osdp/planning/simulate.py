@@ -83,8 +83,10 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
         TypeError: another of `describe`'s options.
         ValueError: `device_type` is neither of the two, or the optimizer has more than three states.
         PlanError: the plan is for another model.
-        OSDPError: this process has a process group.
+        OSDPError: this process has a process group, or the plan is one of local steps.
     """
+    if plan.local_steps is not None:
+        raise OSDPError("A simulation does not synchronise machines; leave local_steps out, or do not simulate.")
     if unknown := options.keys() - _OPTIONS:
         raise TypeError(f"simulate() takes no {min(unknown)}; of describe's options it takes {', '.join(sorted(_OPTIONS))}.")
     chosen = DescribeOptions(sequence_length=description.sequence_length, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 
@@ -116,10 +116,7 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
     label, name = (max(len(getattr(row, part)) for row in rows) for part in ("label", "class_name"))
     room = _NAMES_WIDTH - _HOST_WIDTH * any(on_host)
     wide = {"units": label <= room - _LEAST_CLASS, "class": label + name <= room}
-    title = (
-        f"OSDP plan {plan.fingerprint}: {plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps"
-        f" = {plan.global_batch_size} a step"
-    )
+    title = f"OSDP plan {plan.fingerprint}: {batch_text(plan)}"
     names = [Column(head, no_wrap=fits, overflow="fold") for head, fits in wide.items()]
     layout = Column("layout", min_width=len("replicate,"))
     figures = ["params", "held", *(["host"] if any(on_host) else []), "compute", "exposed"]
@@ -164,14 +161,28 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
         lines.append(f"Gradients are reduced {every}.")
     if early := sum(unit.step_in_backward for unit in plan.units):
         lines.append(f"{early} of {len(plan.units)} units step in backward: before optimizer.step() their gradients are None.")
-    if wires := {wire.value for unit in plan.units for wire in unit.wires.values()}:
-        sent = sum(bool(unit.wires) for unit in plan.units)
-        lines.append(f"{sent} of {len(plan.units)} units send {' and '.join(sorted(wires))}: training rounds otherwise than exact runs.")
+    lines += _other_arithmetic(plan)
     if plan.strategy == "osdp" and plan.proven_optimal:
         lines.append(
             "Proven: no plan of the search space is faster under this limit, by the cost model (docs/planner.md has its equations)."
         )
     return tuple(lines)
+
+
+def _other_arithmetic(plan: Plan) -> Iterator[str]:
+    """Yield a line for each way in which the plan trains otherwise than exact data parallel training."""
+    if wires := {wire.value for unit in plan.units for wire in unit.wires.values()}:
+        sent = sum(bool(unit.wires) for unit in plan.units)
+        yield f"{sent} of {len(plan.units)} units send {' and '.join(sorted(wires))}: training rounds otherwise than exact runs."
+    if plan.local_steps is not None:
+        yield f"Local steps (DiLoCo, another algorithm than data parallel training): {plan.local_steps}."
+
+
+def batch_text(plan: Plan) -> str:
+    """Return the samples of an optimizer step as a product: `4 x 2 samples x 1 micro-steps = 8 a step`."""
+    apart = f"{plan.machines} machines x " if plan.local_steps is not None else ""
+    product = f"{plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps"
+    return f"{apart}{product} = {plan.global_batch_size} a step"
 
 
 def _peak_line(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None) -> str:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from ..distributed.mesh import collective_device, world_size
+from ..distributed.mesh import apart, collective_device, sharing_ranks
 from ..distributed.process_group import require_all
 from ..distributed.replicas import Background
 from ..errors import OSDPError, UnreducedGradientError
@@ -158,16 +158,16 @@ class WeightReads:
 
     @torch.no_grad()
     def _average_scalars(self) -> None:
-        """Average gradients of parameters without dimensions over all ranks, in the micro-step that reduces. Collective."""
+        """Average gradients of parameters without dimensions over the ranks that share a model, in the last micro-step. Collective."""
         scalars = [parameter for parameter in self._scalars if parameter.requires_grad]
-        if not scalars or world_size() == 1 or not all(group.all_reduce_grads for group in self._labels):
+        if not scalars or sharing_ranks() == 1 or not all(group.all_reduce_grads for group in self._labels):
             return
         own = [(0.0, 0.0) if p.grad is None else (p.grad.item(), 1.0) for p in scalars]
         sums = torch.tensor(own, dtype=torch.float64, device=collective_device())
-        dist.all_reduce(sums)
+        dist.all_reduce(sums, group=None if (groups := apart()) is None else groups.machine)
         for parameter, (total, used) in zip(scalars, sums.tolist(), strict=True):
             if used:  # on some rank
-                parameter.grad = torch.full_like(parameter, total / world_size())
+                parameter.grad = torch.full_like(parameter, total / sharing_ranks())
 
     def _check(self, ended: Iterable[FSDPParamGroup]) -> None:
         for group in ended:

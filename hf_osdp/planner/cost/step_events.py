@@ -13,6 +13,7 @@ from ..decision import Batch, UnitLayout
 from ..description import GatherSpan, ModelDescription, UnitDescription
 from ..job import OptimizerStep, TrainingJob
 from .activation_events import ActivationEvents
+from .local_steps import outer_tensors
 from .memory import first_uses, gathered_ahead, merging_segments
 from .units import unit_bytes
 
@@ -78,6 +79,9 @@ class _Unit:
         self.states = [nbytes for p in trainable for nbytes in job.optimizer.state_tensors(p, g)] if layout.states_on_host else []
         """Those that come from the host for the step."""
         self.states_here = [] if layout.on_host or layout.states_on_host else [job.optimizer.state_tensors(p, g) for p in trainable]
+        if job.local_steps is not None:  # which leave all states here
+            states = zip(self.states_here, trainable, strict=True)
+            self.states_here = [(*held, *outer_tensors(p, g, world_size, job)) for held, p in states]
         self.handled = self.terms.gathered > 0  # else one process trains the plain module
         self.sources = [
             (p.sharded_bytes(g), g * p.sharded_numel(g) * precision.gathered_dtype(p).itemsize, precision.gathered_dtype(p) is not p.dtype)

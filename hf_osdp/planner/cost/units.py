@@ -15,6 +15,7 @@ from ..decision import Batch, UnitLayout
 from ..description import GatherSpan, ModelDescription, ParameterSpec, UnitDescription
 from ..hardware import Hardware, HostSpec
 from ..job import OptimizerSpec, OptimizerStep, TrainingJob
+from .local_steps import outer_seconds, outer_tensors
 from .wires import gather_message, gather_seconds, reduce_message, reduce_seconds, replica_message, replica_seconds
 
 
@@ -25,7 +26,7 @@ class UnitBytes:
     parameters: int
     """Sharded parameters, held throughout."""
     optimizer: int
-    """Optimizer states, held throughout."""
+    """Optimizer states, and the outer state of local steps, held throughout."""
     gradients_held: int
     """Gradients held throughout, because earlier micro-steps left them."""
     gradients_after: int
@@ -100,7 +101,7 @@ class UnitSeconds:
     copy_backward: float
     """The same in backward, with its work to reduce the gradients."""
     optimizer: float
-    """Clipping and optimizer step on the unit's shard."""
+    """Clipping and optimizer step on the unit's shard, and of local steps a synchronisation's share."""
 
 
 def shape_ids(units: Sequence[UnitDescription]) -> tuple[int, ...]:
@@ -116,7 +117,8 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
     shards = [p.sharded_bytes(g) for p in trainable]
     gradients = 0 if layout.on_host else sum(shards)
     casts = any(precision.gathered_dtype(p) is not p.dtype for p in unit.parameters)
-    copies = world_size > 1 or casts or layout.on_host  # one process in its own precision trains the plain module
+    # one process in its own precision trains the plain module
+    copies = world_size > 1 or casts or layout.on_host or job.local_steps is not None
     gathered = _gathered_bytes(unit, g, job) if copies else 0
     reduced = sum(p.sharded_numel(g) * precision.reduced_dtype(p).itemsize for p in trainable)
     recast = any(precision.reduced_dtype(p) is not p.dtype for p in trainable)
@@ -133,6 +135,7 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
         output = max(0, reduced + (gradients if recast else 0) + last - whole)
     kept_back = reduced if g < world_size and (recast or layout.on_host or layout.step_in_backward) else 0
     states = sum(job.optimizer.state_bytes(p, g) for p in trainable)
+    outer = sum(sum(outer_tensors(p, g, world_size, job)) for p in trainable)
     scratch = 0 if layout.on_host else _step_scratch(shards, job)
     if layout.step_in_backward:  # gradients pass
         output = max((reduced if recast else 0) + gradients, gradients + scratch)
@@ -143,7 +146,7 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
     scatter_input = reduce_input(unit, g, job) if copies else 0
     return UnitBytes(
         parameters=0 if layout.on_host else sum(p.sharded_bytes(g) for p in unit.parameters),
-        optimizer=0 if layout.on_host or layout.states_on_host else states,
+        optimizer=outer + (0 if layout.on_host or layout.states_on_host else states),
         gradients_held=held,
         gradients_after=0 if holds or layout.step_in_backward else gradients - held,
         gradients_settled=gradients - whole + kept_back - beside if holds else 0,
@@ -208,7 +211,8 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
     gather = gather_seconds(unit, layout, hardware, gathered)
     scatter = reduce_seconds(unit, layout, hardware, reduced)
     copy_out, copy_in = 0.0, 0.0
-    if hardware.world_size > 1 or layout.on_host:
+    outer_s = 0.0 if job.local_steps is None else outer_seconds(unit, layout, hardware, job.local_steps)
+    if hardware.world_size > 1 or layout.on_host or job.local_steps is not None:
         copy_out, copy_in = _copy_seconds(unit, g, gathered, reduced, hardware)
     if layout.on_host:
         host = host_of(hardware)
@@ -231,7 +235,7 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
         all_reduce=replica_seconds(unit, layout, hardware, reduced // g),
         copy_forward=copy_out,
         copy_backward=copy_in + (copy_out if frees else 0.0),
-        optimizer=_update_seconds(shards, hardware, job, on_host=layout.on_host) + passing_s,
+        optimizer=_update_seconds(shards, hardware, job, on_host=layout.on_host) + passing_s + outer_s,
     )
 
 

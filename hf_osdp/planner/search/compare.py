@@ -19,6 +19,8 @@ _log = logging.getLogger(__name__)
 
 POINTS = 16
 """Searches of one front, unless the caller wants another number: enough for a curve, and a few seconds at most."""
+LOCAL_STEPS = "local steps"
+"""The variant of a plan with which machines train apart."""
 _NEAR = 1.01
 """Plans nearer than this ratio of memory or time are the same to a person."""
 
@@ -66,18 +68,18 @@ def compare_strategies(
             description = split if split and one is Strategy.OSDP else problem.description
             as_it_is = replace(exact, strategy=one, description=description)
             if problem.job.communication is not None and one in (problem.strategy, Strategy.OSDP):
-                rows.append(_best_of(replace(as_it_is, job=problem.job)))
-                rows.append(_best_of(as_it_is, "exact"))
+                rows.append(best_of(replace(as_it_is, job=problem.job)))
+                rows.append(best_of(as_it_is, "exact"))
             else:
-                rows.append(_best_of(as_it_is))
+                rows.append(best_of(as_it_is))
         if other is not None and one is problem.strategy:
-            rows.append(_best_of(replace(problem, description=other), blocks))
+            rows.append(best_of(replace(problem, description=other), blocks))
         if one is Strategy.FSDP and problem.job.recompute is None:
             for model, kind in ((problem.description, ""), (other, f"{blocks}, ")):
                 if model is not None and model.recomputable:
                     run = replace(problem, strategy=one, description=model)
-                    rows.append(_best_of(as_scripts_run(run, recompute=False), f"{kind}as it comes"))
-                    rows.append(_best_of(as_scripts_run(run, recompute=True), f"{kind}all recomputed"))
+                    rows.append(best_of(as_scripts_run(run, recompute=False), f"{kind}as it comes"))
+                    rows.append(best_of(as_scripts_run(run, recompute=True), f"{kind}all recomputed"))
     return tuple(rows)
 
 
@@ -95,7 +97,8 @@ def as_scripts_run(problem: PlanningProblem, *, recompute: bool) -> PlanningProb
     return replace(problem, job=fixed)
 
 
-def _best_of(problem: PlanningProblem, variant: str = "") -> StrategyResult:
+def best_of(problem: PlanningProblem, variant: str = "") -> StrategyResult:
+    """Return the row of the problem's strategy at its best batch, or the reason why there is none."""
     strategy = problem.strategy
     try:
         return StrategyResult(strategy=strategy, result=search(problem), variant=variant)

@@ -18,9 +18,11 @@ from benchmarks.two_machines.theory import bytes_sent
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, Hardware, Link
 from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.local_steps import LocalSteps
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.planner.search.search import least_memory
+from hf_osdp.planner.wire import WireFormat
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem
@@ -54,6 +56,13 @@ def plan_of(shard_size: int, *, world: int = 4, steps: int = 1, **choice) -> Pla
 )
 def test_bytes_of_two_nodes_of_two_are_those_of_the_table(plan, root, blocks):
     assert bytes_sent(plan, MODEL, 2) == pytest.approx(root * ROOT + blocks * BLOCKS, rel=1e-3)
+
+
+def test_a_plan_of_local_steps_sends_its_part_of_a_synchronisation():
+    plan = replace(plan_of(2, world=2), local_steps=LocalSteps(steps=10, machines=2))
+    assert bytes_sent(plan, MODEL, 2) == pytest.approx((ROOT + BLOCKS) / 10, rel=1e-3)
+    machines = replace(plan, local_steps=LocalSteps(steps=10, machines=4, wire=WireFormat.INT8))
+    assert bytes_sent(machines, MODEL, 2) == pytest.approx(1.5 * (ROOT + BLOCKS) / 10 * (1 + 4 / 256) / 4, rel=2e-2)
 
 
 def test_a_stock_reduce_scatter_sends_twice():

@@ -44,14 +44,15 @@ def world(monkeypatch, size):
 
     def run(fn):
         told: list[tuple[torch.Tensor, object]] = []
-        monkeypatch.setattr(clip, "world_size", lambda: size)
-        monkeypatch.setattr(clip.dist, "all_reduce", lambda value, op: told.append((value.clone(), op)))
+        for name in ("world_size", "sharing_ranks"):
+            monkeypatch.setattr(clip, name, lambda: size)
+        monkeypatch.setattr(clip.dist, "all_reduce", lambda value, op, group=None: told.append((value.clone(), op)))
         for rank in range(size):
             fn(rank)
         given, ops = zip(*told, strict=True)
         assert len(given) == size and len(set(ops)) == 1, "every rank asks for the same, once"
         reduced = torch.stack(given).amax(0) if ops[0] is torch.distributed.ReduceOp.MAX else torch.stack(given).sum(0)
-        monkeypatch.setattr(clip.dist, "all_reduce", lambda value, op: value.copy_(reduced))
+        monkeypatch.setattr(clip.dist, "all_reduce", lambda value, op, group=None: value.copy_(reduced))
         return [fn(rank) for rank in range(size)]
 
     return run
@@ -103,9 +104,10 @@ def test_total_norm_is_sent_where_collectives_run(monkeypatch):
         alone.setattr(clip.dist, "all_reduce", None)
         alone.setattr(clip, "collective_device", None)
         assert total_norm([torch.tensor([3.0]), torch.tensor([[-4.0]])]).item() == 5.0
-    monkeypatch.setattr(clip, "world_size", lambda: 2)
+    for name in ("world_size", "sharing_ranks"):
+        monkeypatch.setattr(clip, name, lambda: 2)
     monkeypatch.setattr(clip, "collective_device", lambda: torch.device("meta"))
-    monkeypatch.setattr(clip.dist, "all_reduce", lambda value, op: sent.append(value.device.type))
+    monkeypatch.setattr(clip.dist, "all_reduce", lambda value, op, group=None: sent.append(value.device.type))
     assert total_norm([torch.ones(3)]).device.type == "meta" and sent == ["meta"]
 
 
