@@ -3,7 +3,8 @@
     python benchmarks/wire_loss.py --data DIR [--steps N] [--seeds 1 2 3] [--models gpt2 bert] [--communication NAME ...] [--plot FILE]
 
 DIR holds `wikitext-2/`. Two processes train each twin as `OptimalShardedDataParallel` does, planned for a slow link, so that each
-parameter is gathered twice and each gradient reduced in the coarsest format that is allowed. Runs that stand in --output are read
+parameter is gathered twice and each gradient reduced in the coarsest format that is allowed; with `local` each process is a machine of
+its own, and the two synchronise every 50 steps. Runs that stand in --output are read
 from there. BERT's perplexity is that of masked tokens. Exit code 1 where the mean perplexity with int8 lies outside the seeds of
 exact runs, or that with int4 more than 1 % above their mean.
 """
@@ -20,6 +21,7 @@ import sys
 import time
 import warnings
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -36,6 +38,8 @@ from hf_osdp.planner.presets import preset  # noqa: E402
 from hf_osdp.planning.config import COMMUNICATIONS, EXACT  # noqa: E402
 
 MODELS = ("gpt2", "bert")
+LOCAL, LOCAL_STEPS = "local", 50
+"""Local steps between the two processes, in place of a communication."""
 WORSE = 1.01
 """Of int4 against exact runs, at most."""
 LINK = Link(latency_s=1e-4, bytes_per_s=1.25e6, source="10 Mbit/s, so that the planner takes the coarsest format")
@@ -75,7 +79,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000, metavar="N", help="of each run (default 1000)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, metavar="NAME")
-    parser.add_argument("--communication", nargs="+", choices=COMMUNICATIONS, default=COMMUNICATIONS, metavar="NAME")
+    parser.add_argument("--communication", nargs="+", choices=(*COMMUNICATIONS, LOCAL), default=(*COMMUNICATIONS, LOCAL), metavar="NAME")
     parser.add_argument("--output", type=Path, default=Path("runs/wire_loss"), metavar="DIR", help="where results are kept")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables there, each with its model's name")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw losses in training there, as .png or .svg")
@@ -128,10 +132,15 @@ def train(model_name: str, communication: str, seed: int, steps: int, ids: dict[
     torch.manual_seed(seed)
     rank = int(os.environ["RANK"])
     config = OSDPConfig(
-        communication=communication, strategy="fsdp", hardware=slow_link(), memory_limit="2GiB", sequence_length=LENGTH,
+        communication=EXACT if communication == LOCAL else communication,
+        strategy="fsdp", hardware=slow_link(), memory_limit="2GiB", sequence_length=LENGTH,
         global_batch_size=SAMPLES, micro_batch_size=SAMPLES // 2, recompute=False,
     )  # fmt: skip
-    model = OptimalShardedDataParallel(build(model_name), config)
+    if communication == LOCAL:
+        model, clip, outer = trains_apart(build(model_name))
+    else:
+        model = OptimalShardedDataParallel(build(model_name), config)
+        clip, outer = model.clip_grad_norm_, None
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / WARM_UP, (steps - step) / max(1, steps - WARM_UP))
@@ -142,16 +151,35 @@ def train(model_name: str, communication: str, seed: int, steps: int, ids: dict[
         batch = torch.stack([next(rows) for _ in range(SAMPLES)])[rank::2]
         loss = model(**inputs(model_name, batch, seed=1000 * step + rank)).loss
         loss.backward()
-        model.clip_grad_norm_(1.0)
+        clip(1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
+        if outer is not None and ((step + 1) % LOCAL_STEPS == 0 or step + 1 == steps):
+            outer.step()
         losses.append(loss.detach())
     found = math.exp(evaluate(model, model_name, ids["validation"], rank))
     mean = torch.stack(losses)
     dist.all_reduce(mean, op=dist.ReduceOp.AVG)
     smooth = [chunk.mean().item() for chunk in mean.split(max(1, steps // 50))]
-    return {"perplexity": found, "losses": smooth, "plan": model.plan.communication}
+    return {"perplexity": found, "losses": smooth}
+
+
+def trains_apart(model: torch.nn.Module):
+    """The model on two machines of one process with local steps; how gradients are clipped, and the outer step."""
+    from hf_osdp.modeling.units import find_units
+    from hf_osdp.planner.local_steps import LocalSteps
+    from hf_osdp.planner.plan import Plan, UnitDecision
+    from hf_osdp.sharding.apply import apply_plan
+    from hf_osdp.sharding.gradients import clip_grad_norm_
+    from hf_osdp.sharding.local_steps import OuterOptimizer
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    units, local = find_units(model), LocalSteps(steps=LOCAL_STEPS, machines=2)
+    decisions = tuple(UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=True) for unit in units)
+    apply_plan(model, Plan(world_size=1, strategy="osdp", units=decisions, local_steps=local), units)
+    return model, partial(clip_grad_norm_, model.parameters()), OuterOptimizer(model, local)
 
 
 def slow_link() -> Hardware:
