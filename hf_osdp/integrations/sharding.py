@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..distributed.mesh import world_size
 from ..planning.plan_run import PlannedRun
 from ..sharding.apply import apply_plan, verify_applied
 from ..sharding.environment import move_to_device
@@ -80,8 +79,6 @@ def take_later(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) ->
             " or prepare model and optimizer together."
         )
     for optimizer in optimizers:
-        if world_size() > 1:
-            check_optimizer(optimizer)
         step_on_shards(optimizer, model)
 
 

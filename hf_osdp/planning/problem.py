@@ -148,6 +148,17 @@ def check_backward_step(plan: Plan, config: OSDPConfig, facts: RunFacts) -> None
         raise ValueError("plan runs a given plan as it is, so step_in_backward=True would have no effect; leave one of the two out.")
 
 
+def check_whole(plan: Plan, description: ModelDescription, optimizer: OptimizerSpec) -> None:
+    """Refuse a given plan that shards, cuts or offloads what the optimizer needs whole."""
+    if not optimizer.needs_whole:
+        return
+    decisions = [plan.decision(unit.fqn) for unit in description.units if unit.trainable_numel]
+    parted = next((f"has {d.label} sharded or on the host" for d in decisions if d.shard_size > 1 or d.on_host), None)
+    if parted or plan.split.sliced:
+        what = parted or "cuts operators in slices"
+        raise PlanError(f"{optimizer.name} needs whole parameters, and the plan {what}; plan again for it, or use AdamW.")
+
+
 def check_communication(plan: Plan, allowed: WireFormat | None) -> None:
     """Refuse a given plan that sends coarser formats than the user allows, which trains with other rounding."""
     sent = plan.communication
@@ -163,11 +174,11 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
     """Return the job to search for, with what the user has fixed; raise ValueError where sizes do not fit together."""
     assert facts.global_batch_size is not None
     host_offload, offload_optimizer = True if facts.offloads_all else config.host_offload, config.offload_optimizer
-    if facts.optimizer.is_quantized:
+    if facts.optimizer.is_quantized or facts.optimizer.needs_whole:
         if host_offload or offload_optimizer:
-            raise ValueError(
-                f"States on the host are plain tensors, and {facts.optimizer.name}'s are quantized; leave the offload out, or use AdamW."
-            )
+            held = "are plain tensors, and" if facts.optimizer.is_quantized else "step by themselves, and"
+            why = "'s are quantized" if facts.optimizer.is_quantized else " looks at more than they hold"
+            raise ValueError(f"States on the host {held} {facts.optimizer.name}{why}; leave the offload out, or use AdamW.")
         host_offload = offload_optimizer = False
     if facts.against_unit_steps:
         if offload_optimizer:
@@ -337,7 +348,10 @@ class ProblemBuilder:
             return whole.description.split
         vocabulary = facts.reads_loss_alone if config.split_vocabulary is None else config.split_vocabulary
         operators = not (facts.activation_checkpointing or whole.description.compiled_classes)
-        splits = partial(possible_splits, self.model, whole.description, vocabulary=vocabulary, operators=operators)
+        splits = partial(
+            possible_splits, self.model, whole.description, vocabulary=vocabulary, operators=operators,
+            slices=not facts.optimizer.needs_whole,
+        )  # fmt: skip
         return choose_description(whole, splits, partial(self._describe, micro_batch_size=micro_batch_size)).split
 
     @cached_property

@@ -25,13 +25,13 @@ from ..modeling.units import canonical_name
 from ..planner.description import UnitDescription
 from ..planner.plan import Plan
 from .gradients import local, local_power, total_norm
-from .optimizer import low_bit_spec, step_parts, steps_element_wise, unwrapped
+from .optimizer import low_bit_spec, step_parts, unwrapped
 
 
 def reason_against_unit_steps(optimizer: torch.optim.Optimizer) -> str | None:
     """Return why an optimizer cannot step unit by unit; None where it can: all it counts, it counts for each parameter."""
     optimizer = unwrapped(optimizer)
-    if steps_element_wise(optimizer) or low_bit_spec(optimizer):
+    if type(optimizer).__module__.startswith(("torch.optim.", "transformers.")) or low_bit_spec(optimizer):
         return None
     return f"{type(optimizer).__name__} may keep what all its parameters share"
 
