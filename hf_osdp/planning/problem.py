@@ -174,12 +174,19 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
     """Return the job to search for, with what the user has fixed; raise ValueError where sizes do not fit together."""
     assert facts.global_batch_size is not None
     host_offload, offload_optimizer = True if facts.offloads_all else config.host_offload, config.offload_optimizer
-    if facts.optimizer.is_quantized or facts.optimizer.needs_whole:
+    if facts.optimizer.is_quantized:
         if host_offload or offload_optimizer:
-            held = "are plain tensors, and" if facts.optimizer.is_quantized else "step by themselves, and"
-            why = "'s are quantized" if facts.optimizer.is_quantized else " looks at more than they hold"
-            raise ValueError(f"States on the host {held} {facts.optimizer.name}{why}; leave the offload out, or use AdamW.")
+            raise ValueError(
+                f"States on the host are plain tensors, and {facts.optimizer.name}'s are quantized; leave the offload out, or use AdamW."
+            )
         host_offload = offload_optimizer = False
+    if facts.optimizer.needs_whole:
+        if host_offload:
+            raise ValueError(
+                f"{facts.optimizer.name} needs whole parameters at once, which host and device do not have; leave host_offload out, or use"
+                " AdamW."
+            )
+        host_offload = False
     if facts.against_unit_steps:
         if offload_optimizer:
             raise ValueError(f"offload_optimizer=True, but {facts.against_unit_steps}; leave it out, or use AdamW.")

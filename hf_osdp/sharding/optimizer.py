@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -406,6 +407,12 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer | None, *, device_type: s
         raise ValueError(str(error)) from error
     except Exception as error:  # an optimizer may be made for anything
         raise ValueError(f"The memory of {cls.__name__} cannot be found out ({_first_line(error)}); {_ADVICE}.") from error
+
+
+def spec_of_optimizers(optimizers: Sequence[torch.optim.Optimizer], *, device_type: str) -> OptimizerSpec:
+    """Return what several optimizers of one model hold at most, as if the one that holds most had all parameters."""
+    specs = [spec_of_optimizer(optimizer, device_type=device_type) for optimizer in optimizers]
+    return replace(max(specs, key=OptimizerSpec.traffic_per_element), needs_whole=any(spec.needs_whole for spec in specs))
 
 
 def _counted_spec(optimizer: torch.optim.Optimizer, device_type: str) -> OptimizerSpec:
