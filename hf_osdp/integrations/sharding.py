@@ -12,7 +12,7 @@ from ..planning.plan_run import PlannedRun
 from ..sharding.apply import apply_plan, verify_applied
 from ..sharding.environment import move_to_device
 from ..sharding.optimizer import (
-    check_optimizer,
+    needs_whole,
     parameter_names,
     rebind_parameters,
     release_parameters,
@@ -34,7 +34,7 @@ def shard_model(
     was not made from this model, is refused.
     """
     for optimizer in optimizers:
-        check_optimizer(optimizer)
+        needs_whole(unwrapped(optimizer))
     names = parameter_names(model)
     for optimizer in optimizers:
         release_parameters(optimizer, names)

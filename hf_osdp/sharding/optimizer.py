@@ -98,13 +98,18 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, apart: Iterable[nn.Parameter] = ()) -> None:
-    """Refuse an optimizer that cannot run under a plan, and one that needs whole parameters where what it trains is sharded or `apart`.
+    """Refuse an optimizer that cannot run under a plan as it was applied to what it trains.
 
-    The class and its bases are looked up by name, so that the versions of different packages are found. One that is neither refused by
-    name nor known to be element-wise is tried on a matrix and on its shards.
+    One that needs whole parameters cannot where they are sharded or `apart`, one that rounds at random where there are replicas. Those that
+    are neither refused by the names of their classes nor known to be element-wise are tried on a matrix and on its shards.
     """
     optimizer = unwrapped(optimizer)
     trained = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, torch.Tensor) and p.requires_grad]
+    if getattr(optimizer, "bf16_stochastic_round", False) and any(p.dtype is torch.bfloat16 and _is_replicated(p) for p in trained):
+        raise OSDPError(
+            f"{type(optimizer).__name__} rounds parameters in bf16 at random (bf16_stochastic_round=True), and replicas would drift apart;"
+            " use strategy='fsdp', which has none, or hold parameters in float32 (mixed_precision='bf16')."
+        )
     if not trained or not needs_whole(optimizer):
         return
     away = {id(parameter) for parameter in apart}
@@ -142,29 +147,43 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
     return any(not way.is_replicate() and parameter.device_mesh.size(axis) > 1 for axis, way in enumerate(parameter.placements))
 
 
+def _is_replicated(parameter: torch.Tensor) -> bool:
+    if not isinstance(parameter, DTensor):
+        return world_size() > 1
+    return any(way.is_replicate() and parameter.device_mesh.size(axis) > 1 for axis, way in enumerate(parameter.placements))
+
+
 def difference_on_shards(optimizer: torch.optim.Optimizer) -> float | None:
     """Take two steps on a matrix for each group, whole and in three shards of rows. The optimizer itself stays as it is.
 
     Return the largest difference between the two, as a part of the largest update; NaN where nothing was updated, None where the whole
-    gives another result when it is repeated. An element-wise optimizer gives the same but for rounding. One that takes norms, factors or
-    products of a whole parameter does not.
+    gives another result when it is repeated, in the parameters' own dtype. An element-wise optimizer gives the same but for rounding. One
+    that takes norms, factors or products of a whole parameter does not.
     """
     generator = torch.Generator().manual_seed(0)
     rows = torch.arange(1, _ROWS + 1).unsqueeze(1)  # so that no two shards have one norm
     before = [torch.randn(_ROWS, _COLUMNS, generator=generator) for _ in optimizer.param_groups]
     gradients = [[rows * torch.randn(_ROWS, _COLUMNS, generator=generator) for _ in before] for _ in range(_STEPS)]
-    whole, again, parts = (_after_steps(optimizer, before, gradients, shards) for shards in (1, 1, _SHARDS))
-    if not all(torch.equal(one, other) for one, other in zip(whole, again, strict=True)):
+    own = torch.float32 if hasattr(optimizer, "bf16_stochastic_round") else _first_parameter(optimizer).dtype
+    before_own, gradients_own = [matrix.to(own) for matrix in before], [[gradient.to(own) for gradient in step] for step in gradients]
+    once, again = (_after_steps(optimizer, before_own, gradients_own, 1) for _ in range(2))
+    if not all(torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True) for one, other in zip(once, again, strict=True)):
         return None
+    whole, parts = (_after_steps(optimizer, before, gradients, shards) for shards in (1, _SHARDS))
     update = max(float((after - start).abs().max()) for after, start in zip(whole, before, strict=True))
     difference = max(float((one - other).abs().max()) for one, other in zip(whole, parts, strict=True))
     return difference / update if update else float("nan")
 
 
+def _first_parameter(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    return next(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
 def _after_steps(
     optimizer: torch.optim.Optimizer, before: Sequence[torch.Tensor], gradients: Sequence[Sequence[torch.Tensor]], shards: int
 ) -> list[torch.Tensor]:
-    device = next(iter(optimizer.param_groups[0]["params"])).device
+    device = _first_parameter(optimizer).device
+    device = torch.device("cpu") if device.type == "meta" else device
     parameters = [[torch.nn.Parameter(shard.to(device, copy=True)) for shard in matrix.chunk(shards)] for matrix in before]
     trial = _trial(optimizer, parameters)
     for of_step in gradients:

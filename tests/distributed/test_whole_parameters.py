@@ -25,7 +25,14 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.sharding.optimizer import check_optimizer, prepare_new_optimizers, spec_of_optimizer, spec_of_trainer_name, step_on_shards
+from hf_osdp.sharding.optimizer import (
+    check_optimizer,
+    needs_whole,
+    prepare_new_optimizers,
+    spec_of_optimizer,
+    spec_of_trainer_name,
+    step_on_shards,
+)
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step
 from hf_osdp.sharding.unit_steps import bind_optimizer
@@ -230,3 +237,35 @@ def test_what_is_counted_is_what_the_name_says():
     made = Adafactor([nn.Parameter(torch.zeros(2, 2))], scale_parameter=False, relative_step=False, lr=1e-3)
     counted, named = spec_of_optimizer(made, device_type="cuda"), spec_of_trainer_name("adafactor", device_type="cuda")
     assert replace(counted, loop_scratch=2.0) == named and abs(counted.loop_scratch - 2) < 0.05
+
+
+@pytest.mark.on_ranks(2)
+def test_rounding_at_random_is_refused_where_there_are_replicas_alone():
+    torchao = pytest.importorskip("torchao.optim", reason="torchao is not installed; pip install 'hf_osdp[low-bit]'")
+    for layout, dtype, refused in (
+        ("replicate", torch.bfloat16, True),
+        ("zero3", torch.bfloat16, False),
+        ("replicate", torch.float32, False),
+    ):
+        model = tiny_model("gpt2", dtype=dtype)
+        apply_plan(model, plan_of(find_units(model), 2, layout), find_units(model), meshes=Meshes("cpu"))
+        optimizer = torchao.AdamW8bit(model.parameters(), bf16_stochastic_round=True)
+        if refused:
+            with pytest.raises(OSDPError, match=r"^AdamW8bit rounds parameters in bf16 at random .* use strategy='fsdp', which has none"):
+                step_on_shards(optimizer, model)
+        else:
+            step_on_shards(optimizer, model)
+
+
+class RoundsAtRandom(GlobalNorm):
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            noise = torch.rand_like(parameter) / 100 if parameter.dtype is torch.bfloat16 else 0
+            parameter.add_(parameter.grad + noise, alpha=-0.1)
+
+
+def test_randomness_is_looked_for_in_the_parameters_own_dtype():
+    assert not needs_whole(RoundsAtRandom([nn.Parameter(torch.ones(2, 2))]))
+    with pytest.raises(OSDPError, match="updates at random"):
+        needs_whole(RoundsAtRandom([nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))]))
