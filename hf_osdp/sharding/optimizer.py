@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,18 +58,19 @@ _FUSED_ON_HOST = (torch.optim.Adam, torch.optim.AdamW)
 _KERNELS = {"foreach", "fused"}
 _STATES = {"adamw": 2, "adam": 2, "adamax": 2, "nadam": 2, "radam": 2, "sgd": 0, "adagrad": 1, "rmsprop": 1, "adadelta": 2}
 """State tensors for each parameter, as `torch.optim` keeps them by default."""
-_TRAINER_NAMES = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd", "adagrad": "adagrad", "rmsprop": "rmsprop"}
-"""`TrainingArguments.optim` → the optimizer of `torch.optim` behind it."""
+_OF_TRAINER = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+"""Values of `TrainingArguments.optim` that stand for optimizers of torch."""
 _TRAINER_SPECS = {
+    **{name: OptimizerSpec(name=name.partition("_")[0], states=_STATES[name.partition("_")[0]]) for name in _OF_TRAINER},
     "adamw_torch_8bit": LOW_BIT["adamw8bit"].with_block_size(256),
     "adamw_torch_4bit": LOW_BIT["adamw4bit"].with_block_size(256),
     "adafactor": ADAFACTOR,
 }
-"""Others that it makes; transformers 5 has blocks of 256 elements, where torchao's own AdamW4bit has 128."""
+"""What optimizers hold by their names in `TrainingArguments.optim`. transformers has blocks of 256 elements, torchao's own AdamW4bit 128."""
 
 
 def reason_against(*names: str) -> str | None:
-    """Return why an optimizer with one of these names, of classes or of `optim`, cannot run, and the remedy; None where none says it."""
+    """Return why an optimizer with these names, of classes or of `optim`, cannot run, and the remedy; None where none says it."""
     found = next(((name, reason) for name in names for part, reason in _REFUSED.items() if part in name.lower()), None)
     if found is None:
         return None
@@ -105,7 +107,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, apart: Iterable[nn.Paramet
     """
     optimizer = unwrapped(optimizer)
     trained = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, torch.Tensor) and p.requires_grad]
-    if getattr(optimizer, "bf16_stochastic_round", False) and any(p.dtype is torch.bfloat16 and _is_replicated(p) for p in trained):
+    if getattr(optimizer, "bf16_stochastic_round", False) and any(p.dtype is torch.bfloat16 and _spread(p)[1] > 1 for p in trained):
         raise OSDPError(
             f"{type(optimizer).__name__} rounds parameters in bf16 at random (bf16_stochastic_round=True), and replicas would drift apart;"
             " use strategy='fsdp', which has none, or hold parameters in float32 (mixed_precision='bf16')."
@@ -113,7 +115,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, apart: Iterable[nn.Paramet
     if not trained or not needs_whole(optimizer):
         return
     away = {id(parameter) for parameter in apart}
-    if parted := sum(_is_sharded(p) or id(p) in away for p in trained):
+    if parted := sum(_spread(p)[0] > 1 or id(p) in away for p in trained):
         raise OSDPError(
             f"{type(optimizer).__name__} is not element-wise: it needs whole parameters, and {parted} of {len(trained)} are sharded, in"
             f" slices or on the host; plan for this optimizer, which replicates them, or {_ADVICE}."
@@ -141,16 +143,13 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0].rstrip('.')}"
 
 
-def _is_sharded(parameter: torch.Tensor) -> bool:
+def _spread(parameter: torch.Tensor) -> tuple[int, int]:
+    """Return over how many ranks a parameter is sharded, and how many hold each shard."""
     if not isinstance(parameter, DTensor):
-        return False
-    return any(not way.is_replicate() and parameter.device_mesh.size(axis) > 1 for axis, way in enumerate(parameter.placements))
-
-
-def _is_replicated(parameter: torch.Tensor) -> bool:
-    if not isinstance(parameter, DTensor):
-        return world_size() > 1
-    return any(way.is_replicate() and parameter.device_mesh.size(axis) > 1 for axis, way in enumerate(parameter.placements))
+        return 1, world_size()
+    mesh = parameter.device_mesh
+    replicas = math.prod(mesh.size(axis) for axis, placement in enumerate(parameter.placements) if placement.is_replicate())
+    return mesh.size() // replicas, replicas
 
 
 def difference_on_shards(optimizer: torch.optim.Optimizer) -> float | None:
@@ -475,18 +474,16 @@ def _after_step(optimizer: torch.optim.Optimizer, *shape: int) -> tuple[list[Any
 
 def knows_trainer_name(name: str) -> bool:
     """Return whether the name alone tells what an optimizer holds, or that it is refused."""
-    return name in _TRAINER_NAMES or name in _TRAINER_SPECS or reason_against(name) is not None
+    return name in _TRAINER_SPECS or reason_against(name) is not None
 
 
 def spec_of_trainer_name(name: str, *, device_type: str) -> OptimizerSpec:
     """Return what the optimizer that `TrainingArguments(optim=...)` names will hold; ValueError for one that is not known by its name."""
-    if spec := _TRAINER_SPECS.get(name):
-        return spec
-    if name not in _TRAINER_NAMES:
-        reason = reason_against(name) or f"is not known to work under a plan; use one of {', '.join((*_TRAINER_NAMES, *_TRAINER_SPECS))}"
+    if name not in _TRAINER_SPECS:
+        reason = reason_against(name) or f"is not known to work under a plan; use one of {', '.join(_TRAINER_SPECS)}"
         raise ValueError(f"optim={name!r} {reason}.")
-    optimizer = _TRAINER_NAMES[name]
-    return OptimizerSpec(name=optimizer, states=_STATES[optimizer], step=_step(name.endswith("_fused") or None, None, device_type))
+    spec = _TRAINER_SPECS[name]
+    return replace(spec, step=_step(name.endswith("_fused") or None, None, device_type)) if name in _OF_TRAINER else spec
 
 
 def _step(fused: bool | None, foreach: bool | None, device_type: str) -> OptimizerStep:
