@@ -66,7 +66,7 @@ _TRAINER_SPECS = {
     "adamw_torch_4bit": LOW_BIT["adamw4bit"].with_block_size(256),
     "adafactor": ADAFACTOR,
 }
-"""What optimizers hold by their names in `TrainingArguments.optim`. transformers has blocks of 256 elements, torchao's own AdamW4bit 128."""
+"""What optimizers hold by their names in `TrainingArguments.optim`. transformers has blocks of 256 elements, torchao's AdamW4bit 128."""
 
 
 def reason_against(*names: str) -> str | None:
