@@ -54,7 +54,7 @@ class GlobalNorm(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, closure=None) -> None:
         for group in self.param_groups:
             held = [p for p in group["params"] if p.grad is not None]
             norm = torch.stack([p.grad.norm() for p in held]).norm()
@@ -64,7 +64,7 @@ class GlobalNorm(torch.optim.Optimizer):
 
 
 KINDS = {
-    "adafactor": lambda parameters: Adafactor(parameters),
+    "adafactor": lambda parameters: Adafactor(parameters, weight_decay=0.1),
     "adafactor with a first moment": lambda parameters: Adafactor(
         parameters, lr=1e-2, beta1=0.9, relative_step=False, scale_parameter=False, weight_decay=0.1
     ),
@@ -259,7 +259,7 @@ def test_rounding_at_random_is_refused_where_there_are_replicas_alone():
 
 class RoundsAtRandom(GlobalNorm):
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, closure=None) -> None:
         for parameter in self.param_groups[0]["params"]:
             noise = torch.rand_like(parameter) / 100 if parameter.dtype is torch.bfloat16 else 0
             parameter.add_(parameter.grad + noise, alpha=-0.1)
