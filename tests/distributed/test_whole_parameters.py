@@ -44,6 +44,8 @@ from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from .test_integration_trainer import LENGTH, PlannedTrainer, StockTrainer, arguments, assert_close, history, tokens
 from .test_optimizers import TrustRatio
 
+EPS = (1e-6, 1e-3)
+"""Above the rounding of gradients that are 0, as those of keys' biases: Adafactor would scale it up to updates."""
 FROZEN = ("transformer.h.1.", "transformer.h.2.")
 
 
@@ -64,13 +66,13 @@ class GlobalNorm(torch.optim.Optimizer):
 
 
 KINDS = {
-    "adafactor": lambda parameters: Adafactor(parameters, weight_decay=0.1),
+    "adafactor": lambda parameters: Adafactor(parameters, weight_decay=0.1, eps=EPS),
     "adafactor with a first moment": lambda parameters: Adafactor(
-        parameters, lr=1e-2, beta1=0.9, relative_step=False, scale_parameter=False, weight_decay=0.1
+        parameters, lr=1e-2, beta1=0.9, relative_step=False, scale_parameter=False, weight_decay=0.1, eps=EPS
     ),
-    "torch's adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2, weight_decay=0.1),
+    "torch's adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2, weight_decay=0.1, eps=EPS),
     "muon": lambda parameters: torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=1e-2),
-    "trust ratio": lambda parameters: TrustRatio(parameters, lr=1e-2),
+    "trust ratio": lambda parameters: TrustRatio([p for p in parameters if p.requires_grad], lr=1e-2),
     "global norm": GlobalNorm,
 }
 
@@ -122,7 +124,7 @@ def on_ranks(kind: str, folder: str = "", start: int = 0, steps: int = 3, *, ear
     planned = [sum(spec.state_bytes(p, 1) for unit in units for p in unit.trainable if p.name in stepped)]
     states = [v for p in stepped.values() for v in optimizer.state[p].values() if torch.is_tensor(v) and v.dim()]
     assert not any(isinstance(value, DTensor) for value in states)
-    replicas = [p.to_local().detach() for p in stepped.values()]
+    replicas = [p.to_local().detach() for p in model.parameters() if p.requires_grad]
     return full_state_dict(model), {"planned": planned, "held": [sum(v.nbytes for v in states)]}, replicas, states
 
 
@@ -196,10 +198,10 @@ def test_trainer_plans_for_adafactor_resumes_and_equals_the_stock_one(tmp_path, 
     assert all(unit.shard_size == 1 for unit in trainer.plan.units if unit.fqn in trained_units)
     trainer.train()
     assert isinstance(getattr(trainer.optimizer, "optimizer", trainer.optimizer), Adafactor)
-    assert_close(history(trainer), stock)
+    assert_close(history(trainer), stock, 1e-6)
     again = PlannedTrainer(model=partly_frozen(seed=1), args=args, train_dataset=tokens(), osdp=small_devices(memory_limit="1GiB"))
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert_close(history(again), {"loss": stock["loss"][2:]})
+    assert_close(history(again), {"loss": stock["loss"][2:]}, 1e-6)
     with pytest.raises(InfeasibleError, match="an element-wise optimizer, which may be sharded"):
         limit = least_bytes(tmp_path, "adamw_torch") + 2**10
         PlannedTrainer(model=partly_frozen(), args=args, train_dataset=tokens(), osdp=small_devices(memory_limit=limit))
