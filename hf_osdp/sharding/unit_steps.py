@@ -31,7 +31,7 @@ from .optimizer import low_bit_spec, step_parts, unwrapped
 def reason_against_unit_steps(optimizer: torch.optim.Optimizer) -> str | None:
     """Return why an optimizer cannot step unit by unit; None where it can: all it counts, it counts for each parameter."""
     optimizer = unwrapped(optimizer)
-    if type(optimizer).__module__.startswith(("torch.optim.", "transformers.")) or low_bit_spec(optimizer):
+    if f"{type(optimizer).__module__}.".startswith(("torch.optim.", "transformers.")) or low_bit_spec(optimizer):
         return None
     return f"{type(optimizer).__name__} may keep what all its parameters share"
 
@@ -160,9 +160,8 @@ class _HostStates:
         copies = _Copies()
         for key, state in _tensors(optimizer.state.get(parameter, {})).items():
             here = local(state)
-            if not out:
-                there = torch.empty(here.shape, dtype=here.dtype, device=local(parameter).device)
-            elif (there := self._host.get((parameter, key))) is None:  # type: ignore[assignment]
+            there = self._host.get((parameter, key)) if out else torch.empty_like(here, device=local(parameter).device)
+            if there is None:
                 there = self._host[parameter, key] = host_tensor(here)
             copies.add(there, here)
             optimizer.state[parameter][key] = _like(state, there)
