@@ -142,12 +142,12 @@ class Ours(Side):
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Every plan that a search finds gets several layouts."""
+        """Every plan that a search finds gets several layouts, replicated ones alone where the optimizer needs them."""
         stock = planning_problem.search
 
         def mixed(problem: PlanningProblem) -> SearchResult:
             found = stock(problem)
-            return replace(found, plan=with_mixed_layouts(found.plan, self.shift))
+            return replace(found, plan=with_mixed_layouts(found.plan, self.shift, whole=problem.job.optimizer.needs_whole))
 
         planning_problem.search = mixed
         try:
@@ -156,11 +156,11 @@ class Ours(Side):
             planning_problem.search = stock
 
 
-def with_mixed_layouts(plan: Plan, shift: int) -> Plan:
-    """The plan with layouts in turn, the first unit's being number `shift`."""
+def with_mixed_layouts(plan: Plan, shift: int, *, whole: bool = False) -> Plan:
+    """The plan with layouts in turn, the first unit's being number `shift`; none is sharded where parameters stay `whole`."""
     layouts = islice(cycle(_LAYOUTS), shift, None)
     units = [
-        replace(unit, shard_size=size, reshard_after_forward=frees, stage_size=1)
+        replace(unit, shard_size=1 if whole else size, reshard_after_forward=frees, stage_size=1)
         for unit, (size, frees) in zip(plan.units, layouts, strict=False)
     ]
     return replace(plan, units=tuple(units))

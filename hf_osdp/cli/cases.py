@@ -19,7 +19,7 @@ from ..errors import nearest
 from ..modeling.catalogue import find_shape, shape_names
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware, check_margin
-from ..planner.job import LOW_BIT, OptimizerSpec, Precision, TrainingJob
+from ..planner.job import ADAFACTOR, LOW_BIT, OptimizerSpec, Precision, TrainingJob
 from ..planner.plan import Plan
 from ..planner.presets import preset, preset_names
 from ..planner.problem import PlanningProblem, Strategy
@@ -32,10 +32,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from ..planning.config import OSDPConfig
+    from ..planning.optimizer_choice import OptimizerChoice
     from ..planning.problem import Describer, FoundPlan, RunFacts
 
 OPTIMIZERS = {
     "adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum", states=1), "sgd": OptimizerSpec(name="sgd", states=0), **LOW_BIT,
+    "adafactor": ADAFACTOR,
 }  # fmt: skip
 """Optimizers by the names of `--optimizer`."""
 _OPTIONS = (
@@ -64,9 +66,14 @@ class Case:
         ValueError: an option cannot be used.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, other_optimizers: str | None = None) -> None:
+        """Take the request, and the names of optimizers of which one may take the place of the request's, between commas."""
         self.request = request
+        self.choice: OptimizerChoice | None = None
         self.optimizer = OPTIMIZERS[request.optimizer]
+        self._others = names_in(other_optimizers)
+        if unknown := [name for name in self._others if name not in OPTIMIZERS]:
+            raise ValueError(f"--other-optimizers {unknown[0]} is not known; use some of {', '.join(OPTIMIZERS)}.")
 
     @cached_property
     def profile(self) -> Profile | None:
@@ -138,6 +145,7 @@ class Case:
             device_type=self.device_type,
             precision=Precision.named(self.precision, autocast=world_size == 1),
             optimizer=self.optimizer,
+            optimizer_choices=tuple((name, OPTIMIZERS[name]) for name in dict.fromkeys((request.optimizer, *self._others)) if self._others),
             capability=self.hardware.device.capability,
             expandable_segments=True,
             **{name: getattr(request, name) for name in _FACTS},
@@ -190,14 +198,15 @@ class Case:
 
     @cached_property
     def found(self) -> FoundPlan:
-        """The plan that a run would find, and what it was searched in."""
-        from ..planning.problem import find_plan
+        """The plan that a run would find, and what it was searched in; with a `choice` where several optimizers may run."""
+        from ..planning.optimizer_choice import find_plan_and_optimizer
 
         request = self.request
         _ = self.job, self.limit_bytes, self.model_config
         if request.split_vocabulary and not request.operator_splitting:
             raise ValueError("--split-vocabulary has no effect beside --no-operator-splitting; leave one of the two out.")
-        return find_plan(self.model, self._limited, self.facts, hardware=self.hardware, trace=self._trace)
+        found, self.choice = find_plan_and_optimizer(self.model, self._limited, self.facts, hardware=self.hardware, trace=self._trace)
+        return found
 
     def problem_of(self, plan: Plan) -> PlanningProblem:
         """Return the problem that a plan is of, if it is of this model."""

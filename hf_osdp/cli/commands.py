@@ -39,6 +39,10 @@ def plan(
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Run FSDP2's real step on fake tensors; plan again where it passes the limit.")
     ] = False,
+    other_optimizers: Annotated[
+        str | None,
+        option("NAMES", "Optimizers, by commas, of which one may take the place of --optimizer where it is faster, or alone fits."),
+    ] = None,
     json_file: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
@@ -47,7 +51,7 @@ def plan(
     started = time.perf_counter()
     rounds: tuple[SimulatedRound, ...] = ()
     with screen.working("Describing the model, searching" + (" and simulating" if simulate else "")):
-        case = Case(request)
+        case = Case(request, other_optimizers)
         found, problem = case.found.plan, case.found.problem
         if simulate:
             from ..planning.simulate import search_and_simulate
@@ -61,6 +65,8 @@ def plan(
     screen.print(plan_table(found, problem.description, estimate), *plan_caption(found, estimate, problem.hardware))
     screen.print(f"Planned for {problem.hardware.summary} in {format_seconds(planning_s)}; activations: {problem.description.trace}.")
     screen.print(case.precision_line)
+    if case.choice is not None:
+        screen.print(case.choice.line)
     content = report_content(found, inputs, estimate, planning_s=planning_s)
     del content["inputs"]  # they are in the file of --output
     if rounds:

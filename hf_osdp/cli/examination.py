@@ -68,7 +68,11 @@ class Examination:
         spec = self._tried(
             Check.OPTIMIZER,
             lambda: OPTIMIZERS.get(optimizer) or spec_of_trainer_name(optimizer.lower(), device_type=device_type),
-            lambda spec: f"{spec.name} goes element by element, with {spec.states} states a parameter",
+            lambda spec: (
+                f"{spec.name} looks at whole parameters: what it trains is replicated"
+                if spec.needs_whole
+                else f"{spec.name} goes element by element, with {spec.states} states a parameter"
+            ),
         )
         case.optimizer = spec or OptimizerSpec()
         if hardware is not None:

@@ -56,11 +56,11 @@ class Request:
         ),
     ] = None
     optimizer: Annotated[
-        Literal["adamw", "momentum", "sgd", "adamw8bit", "adamwfp8", "adamw4bit"],
+        Literal["adamw", "momentum", "sgd", "adamw8bit", "adamwfp8", "adamw4bit", "adafactor"],
         option(
             "NAME",
-            "adamw, momentum, sgd, or torchao's adamw8bit, adamwfp8 and adamw4bit. Its states count: AdamW keeps 8 bytes a parameter,"
-            " AdamW8bit 2.",
+            "adamw, momentum, sgd, adafactor, or torchao's adamw8bit, adamwfp8 and adamw4bit. Its states count: AdamW keeps 8 bytes a"
+            " parameter, AdamW8bit 2, Adafactor next to none, but it leaves what it trains replicated.",
         ),
     ] = "adamw"
     strategy: Annotated[Strategy, option("NAME", "osdp decides unit by unit; the others are one layout for all units.")] = Strategy.OSDP

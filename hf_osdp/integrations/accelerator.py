@@ -38,7 +38,7 @@ from ..planning.plan_run import PlannedRun
 from ..planning.problem import RunFacts, RunFolder
 from ..sharding.environment import form_process_group, prepare_model, uses_host
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
-from ..sharding.optimizer import frozen_parameters, spec_of_optimizer
+from ..sharding.optimizer import frozen_parameters, spec_of_optimizer, spec_of_optimizers
 from ..sharding.state import full_state_dict
 from ..sharding.steps import micro_step
 from ..sharding.unit_steps import BackwardSteps, bind_optimizer, reason_against_unit_steps
@@ -195,7 +195,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             self._choose_scaler()
         self.gradient_state.plugin_kwargs["sync_each_batch"] = False
 
-    def _plan_for(self, model: nn.Module, loader: DataLoader[Any], optimizer: torch.optim.Optimizer | None) -> None:
+    def _plan_for(self, model: nn.Module, loader: DataLoader[Any], optimizer: torch.optim.Optimizer | OptimizerSpec | None) -> None:
         config = self._config
         inputs, length = batches_of_loader(loader, model, config.sequence_length)
         size, micro, global_batch = self._batch_size(loader), config.micro_batch_size, config.global_batch_size
@@ -258,7 +258,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self._check_models(models)
         if models and not isinstance(model := models[0], FSDPModule):
             loader = next(iter(_of_type(args, DataLoader)), None)
-            optimizer = optimizers[0] if optimizers else None
+            optimizer = spec_of_optimizers(optimizers, device_type=self.device.type) if len(optimizers) > 1 else (*optimizers, None)[0]
             if self.planned_run is not None:
                 self._check_loader(loader)
             elif loader is not None:

@@ -33,7 +33,7 @@ from ..quantities import format_bytes, format_seconds
 from ..sharding.apply import apply_plan, verify_applied
 from ..sharding.environment import form_process_group, move_to_device, mp_policy, prepare_model, training_device
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
-from ..sharding.optimizer import prepare_new_optimizers, spec_of_optimizer
+from ..sharding.optimizer import prepare_new_optimizers, spec_of_optimizer, spec_of_trainer_name
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
 from ..sharding.unit_steps import bind_optimizer
@@ -81,7 +81,7 @@ class OptimalShardedDataParallel(nn.Module):
         config: OSDPConfig | Mapping[str, object] | None = None,
         *,
         mixed_precision: str = "no",
-        optimizer: OptimizerSpec | None = None,
+        optimizer: OptimizerSpec | str | None = None,
     ) -> None:
         """Plan for the model, or take the configuration's plan, and shard the model. Collective.
 
@@ -90,7 +90,8 @@ class OptimalShardedDataParallel(nn.Module):
             config: what to plan for; planning needs `sequence_length` and `global_batch_size`. A given `plan` runs as it is; the
                 sizes and `memory_limit`, where they are set, must agree with it.
             mixed_precision: `"no"`, `"bf16"` or `"fp16"`.
-            optimizer: what the optimizer will hold; None stands for `torch.optim.AdamW(model.parameters())`.
+            optimizer: what the optimizer will hold, or its name as `TrainingArguments.optim` has it; None stands for
+                `torch.optim.AdamW(model.parameters())`.
 
         Raises:
             InfeasibleError: no plan meets the limit.
@@ -107,6 +108,8 @@ class OptimalShardedDataParallel(nn.Module):
         form_process_group(needed=self._precision.compute is not None)
         device = training_device()
         prepare_model(model, self._precision)
+        if isinstance(optimizer, str):
+            optimizer = spec_of_trainer_name(optimizer, device_type=device.type)
         facts = RunFacts(
             world_size=world_size(),
             device_type=device.type,
@@ -265,9 +268,9 @@ class OptimalShardedDataParallel(nn.Module):
             return getattr(self.module, name)
 
 
-def _check(config: OSDPConfig, optimizer: OptimizerSpec | None) -> None:
+def _check(config: OSDPConfig, optimizer: OptimizerSpec | str | None) -> None:
     """Refuse what is missing for planning, or has no effect in a plain loop; before anything is changed."""
-    if optimizer is not None and not isinstance(optimizer, OptimizerSpec):
+    if optimizer is not None and not isinstance(optimizer, (OptimizerSpec, str)):
         kind = type(optimizer).__name__
         raise ValueError(f"optimizer is of type {kind}; give an OptimizerSpec, and make the optimizer from the sharded model's parameters.")
     if config.async_save:

@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..distributed.mesh import world_size
 from ..planning.plan_run import PlannedRun
 from ..sharding.apply import apply_plan, verify_applied
 from ..sharding.environment import move_to_device
 from ..sharding.optimizer import (
-    check_optimizer,
+    needs_whole,
     parameter_names,
     rebind_parameters,
     release_parameters,
@@ -35,7 +34,7 @@ def shard_model(
     was not made from this model, is refused.
     """
     for optimizer in optimizers:
-        check_optimizer(optimizer)
+        needs_whole(unwrapped(optimizer))
     names = parameter_names(model)
     for optimizer in optimizers:
         release_parameters(optimizer, names)
@@ -80,8 +79,6 @@ def take_later(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) ->
             " or prepare model and optimizer together."
         )
     for optimizer in optimizers:
-        if world_size() > 1:
-            check_optimizer(optimizer)
         step_on_shards(optimizer, model)
 
 

@@ -56,7 +56,7 @@ def split_units(
 
 
 def possible_splits(
-    model: nn.Module, description: ModelDescription, *, vocabulary: bool = True, operators: bool = True
+    model: nn.Module, description: ModelDescription, *, vocabulary: bool = True, operators: bool = True, slices: bool = True
 ) -> tuple[ModelSplit, ...]:
     """Return the splits that may pay, the plain model left out, the mildest first.
 
@@ -64,7 +64,7 @@ def possible_splits(
     operator units, operators in slices, and these with the loss in pieces or the projection in slices.
 
     The description is of the plain model. With `vocabulary`, training gives labels to forward and reads no logits. Without `operators`,
-    the loss in pieces alone.
+    the loss in pieces alone; without `slices`, nothing is cut.
     """
     heads = _heads(model) if vocabulary else []
     if description.compute_dtype is DType.FLOAT16:  # gradients that are taken in forward know no loss scale
@@ -77,7 +77,7 @@ def possible_splits(
         for kind in kinds
         for head in (ModelSplit(), *heads)
     )
-    return tuple(split for split in made if not split.is_none)
+    return tuple(split for split in made if not split.is_none and (slices or not split.sliced))
 
 
 def _operator_splits(model: nn.Module, description: ModelDescription) -> list[ModelSplit]:

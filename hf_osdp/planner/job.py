@@ -70,6 +70,10 @@ class StateFormat:
 
     bytes_per_element: float
     """With the scales of quantized blocks."""
+    is_least: bool = False
+    """They are the parameter's where those are more: the state of a parameter in bf16 is in float32, that of one in float64 too."""
+    factored: bool = False
+    """Kept as one vector for the rows and one for the columns, where a parameter has both."""
     table_bytes: int = 0
     """Of each tensor, whatever its size: the table of the values that codes stand for."""
     block_size: int = 1
@@ -86,7 +90,13 @@ class StateFormat:
         """Return the bytes of the state of a shard of a parameter of this dtype."""
         if elements < self.least_elements or elements % self.block_size:
             return elements * dtype.itemsize
-        return round(elements * self.bytes_per_element) + self.table_bytes
+        return round(elements * max(self.bytes_per_element, dtype.itemsize if self.is_least else 0)) + self.table_bytes
+
+    def numels(self, parameter: ParameterSpec, shard_size: int) -> tuple[int, ...]:
+        """Return the different numbers of elements that ranks hold."""
+        if not self.factored or len(parameter.shape) < 2 or not parameter.numel:
+            return parameter.shard_numels(shard_size)
+        return (parameter.numel // parameter.shape[-1] + parameter.numel // parameter.shape[-2],)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +111,8 @@ class OptimizerSpec:
     step: OptimizerStep = OptimizerStep.FUSED
     loop_scratch: float = 2.0
     """Temporaries of a step in a loop for one parameter, in tensors of its shard's size."""
+    needs_whole: bool = False
+    """It looks at whole parameters, so that units with any that it trains are replicated."""
 
     def __post_init__(self) -> None:
         if self.states < 0:
@@ -129,20 +141,20 @@ class OptimizerSpec:
     def state_tensors(self, parameter: ParameterSpec, shard_size: int) -> tuple[int, ...]:
         """Return the bytes of each of a parameter's state tensors, as `state_bytes` adds them up."""
         plain = [parameter.sharded_bytes(shard_size)] * self.states
-        shards = parameter.shard_numels(shard_size) if self.formats else ()
-        return (*plain, *(max(form.nbytes(elements, parameter.dtype) for elements in shards) for form in self.formats))
+        sizes = ((form, form.numels(parameter, shard_size)) for form in self.formats)
+        return (*plain, *(max(form.nbytes(elements, parameter.dtype) for elements in shards) for form, shards in sizes))
 
     def saved_bytes(self, parameter: ParameterSpec) -> int:
         """Return the bytes of a parameter's states in a checkpoint, where quantized ones are float32."""
-        others = sum(4 if form.block_size > 1 else form.bytes_per_element for form in self.formats)
-        return int(parameter.numel * (self.states * parameter.dtype.itemsize + others))
+        whole = (parameter.numel * 4 if f.block_size > 1 else f.nbytes(sum(f.numels(parameter, 1)), parameter.dtype) for f in self.formats)
+        return parameter.numel * self.states * parameter.dtype.itemsize + sum(whole)
 
     def traffic_per_element(self, itemsize: int = 4) -> float:
         """Return the tensors of the parameter's dtype that a step moves for one element.
 
         Parameter and states are read and written, the gradient is read: `2 (1 + s) + 1` with s states.
         """
-        return 2 * (1 + self.states + sum(form.bytes_per_element for form in self.formats) / itemsize) + 1
+        return 2 * (1 + self.states + sum(form.bytes_per_element for form in self.formats if not form.factored) / itemsize) + 1
 
 
 _EIGHT_BITS = StateFormat(bytes_per_element=1 + 4 / 256, block_size=256, least_elements=4096)
@@ -156,6 +168,11 @@ LOW_BIT = {
 }
 """Of torchao's optimizers: codes, a float32 scale a block, and the table of what codes mean. Scratch is what their steps allocate,
 compiled for the CPU (torch 2.13)."""
+ADAFACTOR = OptimizerSpec(
+    name="adafactor", states=0, formats=(StateFormat(bytes_per_element=4, is_least=True, factored=True),), step=OptimizerStep.FOR_LOOP,
+    needs_whole=True,
+)  # fmt: skip
+"""transformers' Adafactor without a first moment, as its Trainer makes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

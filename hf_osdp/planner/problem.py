@@ -61,3 +61,8 @@ class PlanningProblem:
     def room_bytes(self) -> int:
         """What a plan may fill: the limit less the margin."""
         return self.hardware.room_bytes(self.memory_limit_bytes)
+
+    @property
+    def shards_whole(self) -> bool:
+        """Whether the strategy shards parameters that the optimizer needs whole."""
+        return self.job.optimizer.needs_whole and self.hardware.world_size > 1 and self.strategy not in (Strategy.OSDP, Strategy.DDP)

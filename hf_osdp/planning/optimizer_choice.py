@@ -10,11 +10,12 @@ from torch import nn
 
 from ..errors import InfeasibleError
 from ..planner.description import ModelDescription
+from ..planner.hardware import Hardware
 from ..planner.plan import Plan
 from ..quantities import format_seconds
 from ..tracing.describe import describe
 from .config import OSDPConfig
-from .problem import FoundPlan, RunFacts, find_plan
+from .problem import FoundPlan, RunFacts, Trace, find_plan
 
 _WORTH_CHANGING = 1.01
 """How many times as fast a step must be for another optimizer than one that is named before it."""
@@ -39,18 +40,20 @@ class OptimizerChoice:
         return f"Optimizer: {self.name}, with which a step takes {format_seconds(chosen)} by the estimate{beside}."
 
 
-def find_plan_and_optimizer(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> tuple[FoundPlan, OptimizerChoice | None]:
+def find_plan_and_optimizer(
+    model: nn.Module, config: OSDPConfig, facts: RunFacts, *, hardware: Hardware | None = None, trace: Trace = describe
+) -> tuple[FoundPlan, OptimizerChoice | None]:
     """Search as `find_plan`, where several optimizers are allowed with each. Collective.
 
     The earlier of two is taken where the later is not faster by more than 1 %. Where nothing fits with any, the outcome is that of the
     optimizer that needs least.
     """
     if not facts.optimizer_choices:
-        return find_plan(model, config, facts), None
-    trace, found = _once(), dict[str, FoundPlan]()
+        return find_plan(model, config, facts, hardware=hardware, trace=trace), None
+    trace, found = _once() if trace is describe else trace, dict[str, FoundPlan]()
     for name, spec in facts.optimizer_choices:
-        found[name] = find_plan(model, config, replace(facts, optimizer=spec), trace=trace)
-        if config.profile is None:  # one machine for all, measured once
+        found[name] = find_plan(model, config, replace(facts, optimizer=spec), hardware=hardware, trace=trace)
+        if config.profile is None and hardware is None:  # one machine for all, measured once
             config = replace(config, hardware=found[name].builder.hardware, nodes=None)
     times = tuple((name, one.outcome.step_s if isinstance(one.outcome, Plan) else None) for name, one in found.items())
     fastest = min((seconds for _, seconds in times if seconds is not None), default=None)

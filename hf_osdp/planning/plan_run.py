@@ -41,6 +41,7 @@ from .problem import (
     RunFacts,
     check_backward_step,
     check_communication,
+    check_whole,
     plan_from_rank_zero,
     training_job,
 )  # fmt: skip
@@ -227,6 +228,7 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
         as_planned = replace(config, plan=None, compile=bool(plan.compiled_classes))
         description = Describer(model, as_planned, facts).describe(plan.split, micro_batch_size=plan.micro_batch_size)
         plan.check(description, plan.ranks_of_machine(facts.world_size))
+        check_whole(plan, description, facts.optimizer)
         inputs = PlanInputs(description=description, job=replace(training_job(config, facts), local_steps=plan.local_steps), hardware=None)
         if config.memory_limit is not None:
             peak_bytes = inputs.estimate(plan).memory.peak_bytes

@@ -149,6 +149,17 @@ def check_backward_step(plan: Plan, config: OSDPConfig, facts: RunFacts) -> None
         raise ValueError("plan runs a given plan as it is, so step_in_backward=True would have no effect; leave one of the two out.")
 
 
+def check_whole(plan: Plan, description: ModelDescription, optimizer: OptimizerSpec) -> None:
+    """Refuse a given plan that shards, cuts or offloads what the optimizer needs whole."""
+    if not optimizer.needs_whole:
+        return
+    decisions = [plan.decision(unit.fqn) for unit in description.units if unit.trainable_numel]
+    parted = next((f"has {d.label} sharded or on the host" for d in decisions if d.shard_size > 1 or d.on_host), None)
+    if parted or plan.split.sliced:
+        what = parted or "cuts operators in slices"
+        raise PlanError(f"{optimizer.name} needs whole parameters, and the plan {what}; plan again for it, or use AdamW.")
+
+
 def check_communication(plan: Plan, allowed: WireFormat | None) -> None:
     """Refuse a given plan that sends coarser formats than the user allows, which trains with other rounding."""
     sent = plan.communication
@@ -170,6 +181,13 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
                 f"States on the host are plain tensors, and {facts.optimizer.name}'s are quantized; leave the offload out, or use AdamW."
             )
         host_offload = offload_optimizer = False
+    if facts.optimizer.needs_whole:
+        if host_offload:
+            raise ValueError(
+                f"{facts.optimizer.name} needs whole parameters at once, which host and device do not have; leave host_offload out, or use"
+                " AdamW."
+            )
+        host_offload = False
     if facts.against_unit_steps:
         if offload_optimizer:
             raise ValueError(f"offload_optimizer=True, but {facts.against_unit_steps}; leave it out, or use AdamW.")
@@ -344,7 +362,10 @@ class ProblemBuilder:
             return whole.description.split
         vocabulary = facts.reads_loss_alone if config.split_vocabulary is None else config.split_vocabulary
         operators = not (facts.activation_checkpointing or whole.description.compiled_classes)
-        splits = partial(possible_splits, self.model, whole.description, vocabulary=vocabulary, operators=operators)
+        splits = partial(
+            possible_splits, self.model, whole.description, vocabulary=vocabulary, operators=operators,
+            slices=not facts.optimizer.needs_whole,
+        )  # fmt: skip
         return choose_description(whole, splits, partial(self._describe, micro_batch_size=micro_batch_size)).split
 
     @cached_property

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,27 +21,25 @@ from ..errors import OSDPError
 from ..modeling.split.names import keep_positions, split_names
 from ..modeling.step_hooks import before_step
 from ..modeling.units import canonical_name
-from ..planner.job import LOW_BIT, OptimizerSpec, OptimizerStep, StateFormat
+from ..planner.job import ADAFACTOR, LOW_BIT, OptimizerSpec, OptimizerStep, StateFormat
+from ..tracing.memory_tracker import MemoryTracker
 from .environment import host_parameters
 from .gradients import local
 
-_REASONS = {
-    "adafactor": "factors a parameter's second moment over its rows and columns",
-    "lamb": "scales by the norm of each whole parameter",
-    "lars": "scales by the norm of each whole parameter",
-    "muon": "orthogonalises each whole matrix",
-    "shampoo": "preconditions with each whole matrix",
-    "soap": "preconditions with each whole matrix",
-    "galore": "projects each whole matrix",
-    "lbfgs": "needs dot products over all parameters",
+_REFUSED = {
+    "shampoo": "preconditions with each whole matrix, in states of other shapes",
+    "soap": "preconditions with each whole matrix, in states of other shapes",
+    "galore": "projects each whole matrix, with states of other shapes",
+    "lbfgs": "needs dot products over all parameters, and calls the loop again",
     "sparseadam": "needs sparse gradients",
-    "rprop": "assigns elements by a mask",
     "lomo": "updates while backward runs, before gradients are reduced",
-    "apollo": "scales by the norms of a parameter's channels",
+    "apollo": "projects gradients at random, otherwise on each rank",
     "8bit": "holds its states in blocks that are quantized together",
     "4bit": "holds its states in blocks that are quantized together",
 }
-"""Why an optimizer is wrong, or fails, on shards, by a part of its name in lower case."""
+"""Why an optimizer cannot run under a plan, by a part of its name in lower case."""
+_NEEDS_WHOLE = ("adafactor", "lamb", "lars", "muon")
+"""Those that take norms, factors or products of whole parameters; of others a trial tells."""
 _ELEMENT_WISE = tuple(
     getattr(torch.optim, name) for name in ("AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD")
 )
@@ -58,20 +58,28 @@ _FUSED_ON_HOST = (torch.optim.Adam, torch.optim.AdamW)
 _KERNELS = {"foreach", "fused"}
 _STATES = {"adamw": 2, "adam": 2, "adamax": 2, "nadam": 2, "radam": 2, "sgd": 0, "adagrad": 1, "rmsprop": 1, "adadelta": 2}
 """State tensors for each parameter, as `torch.optim` keeps them by default."""
-_TRAINER_NAMES = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd", "adagrad": "adagrad", "rmsprop": "rmsprop"}
-"""`TrainingArguments.optim` → the optimizer of `torch.optim` behind it."""
-_LOW_BIT_NAMES = {"adamw_torch_8bit": "adamw8bit", "adamw_torch_4bit": "adamw4bit"}
-_TRAINER_BLOCK = 256
-"""Elements of a quantized block in transformers 5; torchao's own AdamW4bit has 128."""
+_OF_TRAINER = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+"""Values of `TrainingArguments.optim` that stand for optimizers of torch."""
+_TRAINER_SPECS = {
+    **{name: OptimizerSpec(name=name.partition("_")[0], states=_STATES[name.partition("_")[0]]) for name in _OF_TRAINER},
+    "adamw_torch_8bit": LOW_BIT["adamw8bit"].with_block_size(256),
+    "adamw_torch_4bit": LOW_BIT["adamw4bit"].with_block_size(256),
+    "adafactor": ADAFACTOR,
+}
+"""What optimizers hold by their names in `TrainingArguments.optim`. transformers has blocks of 256 elements, torchao's AdamW4bit 128."""
 
 
-def reason_against(name: str) -> str | None:
-    """Return why an optimizer of this class or `optim` name is wrong, or fails, on shards; None where the name says nothing."""
-    return next((reason for part, reason in _REASONS.items() if part in name.lower()), None)
+def reason_against(*names: str) -> str | None:
+    """Return why an optimizer with these names, of classes or of `optim`, cannot run, and the remedy; None where none says it."""
+    found = next(((name, reason) for name in names for part, reason in _REFUSED.items() if part in name.lower()), None)
+    if found is None:
+        return None
+    advice = _LOW_BIT_ADVICE if "bit" in found[0].lower() else _ADVICE
+    return f"{found[1]}, which a plan does not allow; {advice}"
 
 
-def _advice(name: str) -> str:
-    return _LOW_BIT_ADVICE if "8bit" in name.lower() or "4bit" in name.lower() else _ADVICE
+def _class_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    return tuple(cls.__name__ for cls in type(optimizer).__mro__)
 
 
 def low_bit_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec | None:
@@ -91,53 +99,90 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose update of an element depends on other elements: on shards it may train differently.
+def check_optimizer(optimizer: torch.optim.Optimizer, apart: Iterable[nn.Parameter] = ()) -> None:
+    """Refuse an optimizer that cannot run under a plan as it was applied to what it trains.
 
-    The class and its bases are looked up by name, so that the versions of different packages are found. An optimizer that is neither
-    known to be wrong nor one of torch's own is tried on a matrix and on its shards.
+    One that needs whole parameters cannot where they are sharded or `apart`, one that rounds at random where there are replicas. Those that
+    are neither refused by the names of their classes nor known to be element-wise are tried on a matrix and on its shards.
     """
     optimizer = unwrapped(optimizer)
-    if low_bit_spec(optimizer):
-        return
-    name = type(optimizer).__name__
-    for cls in type(optimizer).__mro__:
-        if reason := reason_against(cls.__name__):
-            raise OSDPError(f"{name} {reason}, which shards of a parameter do not allow; {_advice(name)}.")
-    if type(optimizer) in _ELEMENT_WISE or not any(group["params"] for group in optimizer.param_groups):
-        return
-    try:
-        difference = difference_on_shards(optimizer)
-    except Exception as error:  # an optimizer may be made for anything
-        text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-        raise OSDPError(f"{name} cannot be tried on shards ({type(error).__name__}: {text}); {_ADVICE}.") from error
-    if not difference <= _LARGEST_DIFFERENCE:
+    trained = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, torch.Tensor) and p.requires_grad]
+    if getattr(optimizer, "bf16_stochastic_round", False) and any(p.dtype is torch.bfloat16 and _spread(p)[1] > 1 for p in trained):
         raise OSDPError(
-            f"{name} is not element-wise: two steps on a matrix and on its shards differ by {100 * difference:.2g} % of the update;"
-            f" {_ADVICE}."
+            f"{type(optimizer).__name__} rounds parameters in bf16 at random (bf16_stochastic_round=True), and replicas would drift apart;"
+            " use strategy='fsdp', which has none, or hold parameters in float32 (mixed_precision='bf16')."
+        )
+    if not trained or not needs_whole(optimizer):
+        return
+    away = {id(parameter) for parameter in apart}
+    if parted := sum(_spread(p)[0] > 1 or id(p) in away for p in trained):
+        raise OSDPError(
+            f"{type(optimizer).__name__} is not element-wise: it needs whole parameters, and {parted} of {len(trained)} are sharded, in"
+            f" slices or on the host; plan for this optimizer, which replicates them, or {_ADVICE}."
         )
 
 
-def difference_on_shards(optimizer: torch.optim.Optimizer) -> float:
+def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the update of an element depends on others of its parameter; OSDPError where an optimizer cannot run under a plan."""
+    name = type(optimizer).__name__
+    if low_bit_spec(optimizer) or type(optimizer) in _ELEMENT_WISE:
+        return False
+    if reason := reason_against(*_class_names(optimizer)):
+        raise OSDPError(f"{name} {reason}.")
+    try:
+        difference = difference_on_shards(optimizer)
+    except Exception as error:  # an optimizer may be made for anything
+        raise OSDPError(f"{name} cannot be tried on a matrix ({_first_line(error)}); {_ADVICE}.") from error
+    if difference is None:
+        raise OSDPError(f"{name} updates at random, so that replicas would drift apart; {_ADVICE}.")
+    named = any(part in cls.lower() for cls in _class_names(optimizer) for part in _NEEDS_WHOLE)
+    return named or not difference <= _LARGEST_DIFFERENCE
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0].rstrip('.')}"
+
+
+def _spread(parameter: torch.Tensor) -> tuple[int, int]:
+    """Return over how many ranks a parameter is sharded, and how many hold each shard."""
+    if not isinstance(parameter, DTensor):
+        return 1, world_size()
+    mesh = parameter.device_mesh
+    replicas = math.prod(mesh.size(axis) for axis, placement in enumerate(parameter.placements) if placement.is_replicate())
+    return mesh.size() // replicas, replicas
+
+
+def difference_on_shards(optimizer: torch.optim.Optimizer) -> float | None:
     """Take two steps on a matrix for each group, whole and in three shards of rows. The optimizer itself stays as it is.
 
-    Return the largest difference between the two, as a part of the largest update; NaN where nothing was updated. An element-wise
-    optimizer gives the same but for rounding. One that takes norms, factors or products of a whole parameter does not.
+    Return the largest difference between the two, as a part of the largest update; NaN where nothing was updated, None where the whole
+    gives another result when it is repeated, in the parameters' own dtype. An element-wise optimizer gives the same but for rounding. One
+    that takes norms, factors or products of a whole parameter does not.
     """
     generator = torch.Generator().manual_seed(0)
     rows = torch.arange(1, _ROWS + 1).unsqueeze(1)  # so that no two shards have one norm
     before = [torch.randn(_ROWS, _COLUMNS, generator=generator) for _ in optimizer.param_groups]
     gradients = [[rows * torch.randn(_ROWS, _COLUMNS, generator=generator) for _ in before] for _ in range(_STEPS)]
+    own = torch.float32 if hasattr(optimizer, "bf16_stochastic_round") else _first_parameter(optimizer).dtype
+    before_own, gradients_own = [matrix.to(own) for matrix in before], [[gradient.to(own) for gradient in step] for step in gradients]
+    once, again = (_after_steps(optimizer, before_own, gradients_own, 1) for _ in range(2))
+    if not all(torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True) for one, other in zip(once, again, strict=True)):
+        return None
     whole, parts = (_after_steps(optimizer, before, gradients, shards) for shards in (1, _SHARDS))
     update = max(float((after - start).abs().max()) for after, start in zip(whole, before, strict=True))
     difference = max(float((one - other).abs().max()) for one, other in zip(whole, parts, strict=True))
     return difference / update if update else float("nan")
 
 
+def _first_parameter(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    return next(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
 def _after_steps(
     optimizer: torch.optim.Optimizer, before: Sequence[torch.Tensor], gradients: Sequence[Sequence[torch.Tensor]], shards: int
 ) -> list[torch.Tensor]:
-    device = next(iter(optimizer.param_groups[0]["params"])).device
+    device = _first_parameter(optimizer).device
+    device = torch.device("cpu") if device.type == "meta" else device
     parameters = [[torch.nn.Parameter(shard.to(device, copy=True)) for shard in matrix.chunk(shards)] for matrix in before]
     trial = _trial(optimizer, parameters)
     for of_step in gradients:
@@ -212,9 +257,16 @@ def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Pa
 def step_on_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Let an optimizer of a model that a plan was applied to step by device, and keep the positions of what is split."""
     inner = unwrapped(optimizer)
+    check_optimizer(inner, _apart(model))
     step_by_device(inner, host_parameters(model))
     if split_names(model):
         keep_positions(inner, model)
+
+
+def _apart(model: nn.Module) -> list[nn.Parameter]:
+    """Return parameters that are on the host, or slices of one that is split."""
+    named = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return host_parameters(model) + [named[part] for whole in split_names(model).values() for part in whole.parts]
 
 
 def step_by_device(optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter] = ()) -> None:
@@ -238,7 +290,7 @@ def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.op
 
     Among several ranks it is checked (`check_optimizer`); where parameters lie on two devices or have no dimensions, it steps by device.
     """
-    host, of = host_parameters(model), weakref.ref(model)
+    host, apart, of = host_parameters(model), _apart(model), weakref.ref(model)
     mixed = bool(host) or any(not parameter.dim() for parameter in model.parameters())
     ids = {id(parameter) for parameter in model.parameters()}
     prepared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -246,8 +298,8 @@ def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.op
     def prepare(optimizer: torch.optim.Optimizer) -> None:
         if optimizer in prepared or not any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
             return
-        if world_size() > 1:
-            check_optimizer(optimizer)
+        if world_size() > 1 or apart:
+            check_optimizer(optimizer, apart)
         if (mixed or steps_shards(optimizer)) and _stepper(optimizer) is None:
             step_by_device(optimizer, host)
         if (owner := of()) is not None:
@@ -340,14 +392,9 @@ def step_parts(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Paramet
         optimizer.param_groups = whole
 
 
-def steps_element_wise(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether it is one of torch's own that updates each element by itself."""
-    return type(optimizer) in _ELEMENT_WISE
-
-
 def steps_shards(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer steps local shards as plain tensors, and holds its states so: one that is not torch's own."""
-    return not type(unwrapped(optimizer)).__module__.startswith("torch.optim.")
+    """Return whether an optimizer steps local shards as plain tensors, and holds its states so: all but torch's element-wise ones."""
+    return type(unwrapped(optimizer)) not in _ELEMENT_WISE
 
 
 def _stepper(optimizer: torch.optim.Optimizer) -> _StepByDevice | None:
@@ -370,47 +417,73 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer | None, *, device_type: s
     if name in _STATES and cls is getattr(torch.optim, cls.__name__, None):
         states = _STATES[name] + sum(bool(options.get(option)) for option in ("amsgrad", "momentum", "centered"))
         return OptimizerSpec(name=name, states=states, step=_step(options.get("fused"), options.get("foreach"), device_type))
-    if reason := next(filter(None, (reason_against(base.__name__) for base in cls.__mro__)), None):
-        raise ValueError(f"{cls.__name__} {reason}, which shards of a parameter do not allow; {_advice(name)}.")
+    if reason := reason_against(*_class_names(optimizer)):
+        raise ValueError(f"{cls.__name__} {reason}.")
     try:
         return _counted_spec(optimizer, device_type)
+    except OSDPError as error:
+        raise ValueError(str(error)) from error
     except Exception as error:  # an optimizer may be made for anything
-        text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-        raise ValueError(f"The memory of {cls.__name__} cannot be found out ({type(error).__name__}: {text}); {_ADVICE}.") from error
+        raise ValueError(f"The memory of {cls.__name__} cannot be found out ({_first_line(error)}); {_ADVICE}.") from error
+
+
+def spec_of_optimizers(optimizers: Sequence[torch.optim.Optimizer], *, device_type: str) -> OptimizerSpec:
+    """Return what several optimizers of one model hold at most, as if the one that holds most had all parameters."""
+    specs = [spec_of_optimizer(optimizer, device_type=device_type) for optimizer in optimizers]
+    return replace(max(specs, key=OptimizerSpec.traffic_per_element), needs_whole=any(spec.needs_whole for spec in specs))
 
 
 def _counted_spec(optimizer: torch.optim.Optimizer, device_type: str) -> OptimizerSpec:
-    """Return what an optimizer keeps for one matrix of float32 after a step; ValueError for what is not of the matrix's size."""
-    trials = [[torch.nn.Parameter(torch.ones(_ROWS, _COLUMNS))] for _ in optimizer.param_groups[:1]]
-    trial = _trial(optimizer, trials)
-    parameter = trials[0][0]
-    parameter.grad = torch.ones_like(parameter)
-    type(trial).step(trial)
-    kept = [value for value in trial.state[parameter].values() if isinstance(value, torch.Tensor) and value.numel() > 1]
-    if strange := next((value for value in kept if value.shape != parameter.shape or type(value) is not torch.Tensor), None):
-        raise ValueError(f"it keeps a {type(strange).__name__} of shape {tuple(strange.shape)} for one of shape {tuple(parameter.shape)}")
-    formats = tuple(StateFormat(bytes_per_element=value.itemsize) for value in kept if value.dtype != parameter.dtype)
-    loops = "foreach" not in optimizer.defaults
-    step = OptimizerStep.FOR_LOOP if loops else _step(optimizer.defaults.get("fused"), optimizer.defaults["foreach"], device_type)
-    return OptimizerSpec(name=type(optimizer).__name__.lower(), states=len(kept) - len(formats), formats=formats, step=step)
+    """Return what an optimizer keeps for one matrix of float32 after a step; ValueError for what has neither its shape nor is factored.
+
+    Of one that needs whole parameters the temporaries are counted as well.
+    """
+    whole, (kept, _) = needs_whole(optimizer), _after_step(optimizer, _ROWS, _COLUMNS)
+    shapes = [tuple(value.shape) if type(value) is torch.Tensor else type(value) for value in kept]
+    rows, columns = (sum(shape in given for shape in shapes) for given in (((_ROWS,), (_ROWS, 1)), ((_COLUMNS,), (1, _COLUMNS))))
+    full = [value for value, shape in zip(kept, shapes, strict=True) if shape == (_ROWS, _COLUMNS)]
+    if rows != columns or len(full) + rows + columns < len(kept):
+        raise ValueError(f"it keeps {', '.join(map(str, shapes))} for a matrix of shape {(_ROWS, _COLUMNS)}")
+    formats = [StateFormat(bytes_per_element=v.itemsize, is_least=bool(rows)) for v in full if rows or v.dtype != torch.float32]
+    foreach = optimizer.defaults.get("foreach")
+    loops = "foreach" not in optimizer.defaults or (whole and not foreach)
+    return OptimizerSpec(
+        name=type(optimizer).__name__.lower(),
+        states=len(full) - len(formats),
+        formats=(*formats, *ADAFACTOR.formats * rows),
+        step=OptimizerStep.FOR_LOOP if loops else _step(optimizer.defaults.get("fused"), foreach, device_type),
+        needs_whole=whole,
+        loop_scratch=_after_step(optimizer, _ROWS, _ROWS)[1] if whole else OptimizerSpec().loop_scratch,
+    )
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *shape: int) -> tuple[list[Any], float]:
+    """Return what is kept for a matrix after two steps, of the group that keeps most, and a step's temporaries in tensors of its size."""
+    matrices = [torch.nn.Parameter(torch.ones(shape)) for _ in optimizer.param_groups]
+    trial, tracker = _trial(optimizer, [[matrix] for matrix in matrices]), MemoryTracker(block_bytes=1)
+    with torch.compiler.set_stance("force_eager"):  # compiled code does not run where it is tracked
+        for counted in (nullcontext(), tracker):
+            for matrix in matrices:
+                matrix.grad = torch.ones_like(matrix)
+            with counted:
+                type(trial).step(trial)
+    states = [[v for v in trial.state[m].values() if not isinstance(v, (int, float, str, type(None)))] for m in matrices]
+    kept = [[v for v in values if not isinstance(v, torch.Tensor) or v.numel() > 1] for values in states]
+    return max(kept, key=lambda values: sum(getattr(value, "nbytes", 0) for value in values)), tracker.peak_bytes / matrices[0].nbytes
 
 
 def knows_trainer_name(name: str) -> bool:
     """Return whether the name alone tells what an optimizer holds, or that it is refused."""
-    return name in _TRAINER_NAMES or name in _LOW_BIT_NAMES or reason_against(name) is not None
+    return name in _TRAINER_SPECS or reason_against(name) is not None
 
 
 def spec_of_trainer_name(name: str, *, device_type: str) -> OptimizerSpec:
     """Return what the optimizer that `TrainingArguments(optim=...)` names will hold; ValueError for one that is not known by its name."""
-    if name in _LOW_BIT_NAMES:
-        return LOW_BIT[_LOW_BIT_NAMES[name]].with_block_size(_TRAINER_BLOCK)
-    if name not in _TRAINER_NAMES:
-        reason = reason_against(name)
-        why = f"{reason}, which shards of a parameter do not allow" if reason else "is not known to work on sharded parameters"
-        advice = _LOW_BIT_ADVICE if reason and _advice(name) is _LOW_BIT_ADVICE else f"use one of {', '.join(_TRAINER_NAMES)}"
-        raise ValueError(f"optim={name!r} {why}; {advice}.")
-    optimizer = _TRAINER_NAMES[name]
-    return OptimizerSpec(name=optimizer, states=_STATES[optimizer], step=_step(name.endswith("_fused") or None, None, device_type))
+    if name not in _TRAINER_SPECS:
+        reason = reason_against(name) or f"is not known to work under a plan; use one of {', '.join(_TRAINER_SPECS)}"
+        raise ValueError(f"optim={name!r} {reason}.")
+    spec = _TRAINER_SPECS[name]
+    return replace(spec, step=_step(name.endswith("_fused") or None, None, device_type)) if name in _OF_TRAINER else spec
 
 
 def _step(fused: bool | None, foreach: bool | None, device_type: str) -> OptimizerStep:

@@ -16,7 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    _init_optim_state,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -239,6 +244,16 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], *,
         _broadcast_into(targets[name], state[name] if rank() == 0 else None)
 
 
+def _make_states(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step of zeros where there are no states, in which transformers' Adafactor would decay weights at a rate of its own."""
+    decays = [(group, group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group]
+    for group, _ in decays:
+        group["weight_decay"] = 0.0
+    _init_optim_state(optimizer)
+    for group, decay in decays:
+        group["weight_decay"] = decay
+
+
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_target: bool = False) -> OptimizerState:
     """Return an optimizer's own tensors by its parameters' Hugging Face names; what is in slices as a `SlicedTensor`.
 
@@ -247,7 +262,8 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_ta
     optimizer = unwrapped(optimizer)
     fresh = not optimizer.state
     with own_positions(optimizer):
-        state: OptimizerState = dict(get_optimizer_state_dict(model, optimizer))  # takes a step of zeros where there are no states
+        _make_states(optimizer)
+        state: OptimizerState = dict(get_optimizer_state_dict(model, optimizer))
     if fresh and not as_target:
         optimizer.state.clear()
         state["state"] = {}

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..modeling.batch import Inputs, Loss, loss_of, output_of
 from ..modeling.units import modules_by_name
-from ..planner.description import DType, UnitDescription
+from ..planner.description import DType, ParameterSpec, UnitDescription
 from ..planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from ..planner.plan import Plan
 from .environment import host_parameters
@@ -82,9 +82,11 @@ class _HoldsStates(torch.optim.Optimizer):
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             shard, states = local(parameter), self.state[parameter]
+            dtype = DType(str(shard.dtype).removeprefix("torch."))
+            here = ParameterSpec(name="", shape=tuple(shard.shape), dtype=dtype)
             for number, form in enumerate(self._spec.formats):
                 if f"format_{number}" not in states:
-                    nbytes = form.nbytes(shard.numel(), DType(str(shard.dtype).removeprefix("torch.")))
+                    nbytes = form.nbytes(form.numels(here, 1)[0], dtype)
                     states[f"format_{number}"] = torch.zeros(nbytes, dtype=torch.uint8, device=shard.device)
             for number in range(self._spec.states):
                 states.setdefault(f"state_{number}", torch.zeros_like(shard))

@@ -25,13 +25,13 @@ from ..modeling.units import canonical_name
 from ..planner.description import UnitDescription
 from ..planner.plan import Plan
 from .gradients import local, local_power, total_norm
-from .optimizer import low_bit_spec, step_parts, steps_element_wise, unwrapped
+from .optimizer import low_bit_spec, step_parts, unwrapped
 
 
 def reason_against_unit_steps(optimizer: torch.optim.Optimizer) -> str | None:
     """Return why an optimizer cannot step unit by unit; None where it can: all it counts, it counts for each parameter."""
     optimizer = unwrapped(optimizer)
-    if steps_element_wise(optimizer) or low_bit_spec(optimizer):
+    if f"{type(optimizer).__module__}.".startswith(("torch.optim.", "transformers.")) or low_bit_spec(optimizer):
         return None
     return f"{type(optimizer).__name__} may keep what all its parameters share"
 
@@ -135,11 +135,11 @@ class _HostStates:
         ahead, coming, leaving, there = deque(sizes), {}, deque[tuple[nn.Parameter, _Copies]](), 0
         for parameter in sizes:
             while ahead and (there + sizes[ahead[0]] <= most or ahead[0] is parameter):
-                coming[ahead[0]] = self._fetch(optimizer, ahead[0])
+                coming[ahead[0]] = self._move(optimizer, ahead[0], out=False)
                 there += sizes[ahead.popleft()]
             coming.pop(parameter).wait()
             step_parts(optimizer, [parameter])
-            leaving.append((parameter, self._send(optimizer, parameter)))
+            leaving.append((parameter, self._move(optimizer, parameter, out=True)))
             while leaving and (not ahead or there + sizes[ahead[0]] > most):
                 gone, copies = leaving.popleft()
                 copies.wait()
@@ -155,22 +155,16 @@ class _HostStates:
             parameter.grad = gradient
         self._gradients = []
 
-    def _fetch(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> _Copies:
+    def _move(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, out: bool) -> _Copies:
+        """Copy a parameter's states to the host, or to its device."""
         copies = _Copies()
         for key, state in _tensors(optimizer.state.get(parameter, {})).items():
-            host = local(state)
-            device = torch.empty(host.shape, dtype=host.dtype, device=local(parameter).device)
-            copies.add(device, host)
-            optimizer.state[parameter][key] = _like(state, device)
-        return copies
-
-    def _send(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> _Copies:
-        copies = _Copies()
-        for key, state in _tensors(optimizer.state.get(parameter, {})).items():
-            if (host := self._host.get((parameter, key))) is None:
-                host = self._host[parameter, key] = host_tensor(local(state))
-            copies.add(host, local(state))
-            optimizer.state[parameter][key] = _like(state, host)
+            here = local(state)
+            there = self._host.get((parameter, key)) if out else torch.empty_like(here, device=local(parameter).device)
+            if there is None:
+                there = self._host[parameter, key] = host_tensor(here)
+            copies.add(there, here)
+            optimizer.state[parameter][key] = _like(state, there)
         return copies
 
 

@@ -17,14 +17,23 @@ from hf_osdp.distributed.process_group import check_ranks, launch_timeout_s
 from hf_osdp.integrations.launch import launch_request
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.integrations.trainer_facts import requested_config
+from hf_osdp.modeling.split.apply_split import split_operators
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
+from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.preflight import check_model, not_writable, refuse_errors
 from hf_osdp.planning.problem import RunFolder
-from hf_osdp.sharding.optimizer import check_optimizer, parameter_names, release_parameters, spec_of_optimizer, spec_of_trainer_name
+from hf_osdp.sharding.optimizer import (
+    check_optimizer,
+    parameter_names,
+    release_parameters,
+    spec_of_optimizer,
+    spec_of_trainer_name,
+    step_on_shards,
+)
 from tests.helpers.descriptions import transformer
 from tests.helpers.models import tiny_model
 from tests.helpers.problems import problem
@@ -74,13 +83,13 @@ def launched(given: str, folder: Path) -> Give:
     return read
 
 
-class TrustRatio(torch.optim.Optimizer):
-    """Scales by norms, under a name that says nothing of it."""
+class Noisy(torch.optim.Optimizer):
+    """Updates at random."""
 
     @torch.no_grad()
     def step(self) -> None:
         for parameter in self.param_groups[0]["params"]:
-            parameter.add_(parameter.grad * (parameter.norm() / parameter.grad.norm()), alpha=-0.1)
+            parameter.add_(torch.randn_like(parameter), alpha=-0.1)
 
 
 def weights() -> list[nn.Parameter]:
@@ -95,6 +104,12 @@ def with_state() -> None:
     release_parameters(used, parameter_names(layer))
 
 
+def of_slices() -> None:
+    model = tiny_model("gpt2")
+    split_operators(model, [OperatorSplit(fqn="transformer.h.0.mlp.c_fc", slices=2)])
+    step_on_shards(torch.optim.Muon([p for p in model.parameters() if p.dim() == 2]), model)
+
+
 def untied() -> nn.Module:
     loose = tiny_model("gpt2")
     loose.lm_head.weight = nn.Parameter(loose.lm_head.weight.detach().clone())
@@ -106,9 +121,9 @@ def named_optimizer(given: str) -> object:
 
 
 OPTIMIZERS: dict[str, Give] = {
-    "torch.optim.Muon(...)": lambda: check_optimizer(torch.optim.Muon(weights())),
+    "torch.optim.Muon(...) beside an operator in slices": of_slices,
     "torch.optim.LBFGS(...)": lambda: spec_of_optimizer(torch.optim.LBFGS(weights()), device_type="cpu"),
-    "an optimizer of one's own that takes norms of parameters": lambda: check_optimizer(TrustRatio(weights(), {})),
+    "an optimizer of one's own that adds noise": lambda: check_optimizer(Noisy(weights(), {})),
     "an optimizer of another model": lambda: release_parameters(torch.optim.AdamW(weights()), parameter_names(nn.Linear(4, 4))),
     "an optimizer that took steps before sharding": with_state,
 }

@@ -57,6 +57,11 @@ def transformer(
     )
 
 
+def with_frozen(unit: UnitDescription) -> UnitDescription:
+    """The unit with all parameters frozen."""
+    return replace(unit, parameters=tuple(replace(parameter, requires_grad=False) for parameter in unit.parameters))
+
+
 def at_random(
     seed: int, *, kinds: int, blocks: int, tied: bool = False, called: bool = False, recomputable: bool = False
 ) -> ModelDescription:

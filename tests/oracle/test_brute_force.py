@@ -14,11 +14,11 @@ from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.cost.timing import estimate_time
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Backend, Hardware, HostSpec
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.planner.job import ADAFACTOR, OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import batches, search_spaces
 from hf_osdp.planner.wire import WireFormat
-from tests.helpers.descriptions import at_random
+from tests.helpers.descriptions import at_random, with_frozen
 from tests.helpers.hardware import toy_hardware
 from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
@@ -149,4 +149,16 @@ def test_search_equals_brute_force_where_fewer_bits_may_be_sent(seed):
     job = TrainingJob(global_batch_size=hardware.world_size, recompute=False, communication=dice.choice(list(WireFormat)))
     job = replace(job, precision=Precision.named(dice.choice(["no", "bf16"])))
     description = at_random(seed, kinds=1, blocks=2 if nodes * per_node < 4 else 1, tied=dice.random() < 0.5)
+    check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
+
+
+@pytest.mark.parametrize("seed", slow_but(range(60), daily=range(10)))
+def test_search_equals_brute_force_where_what_is_trained_stays_whole(seed):
+    """Only frozen units may be sharded."""
+    dice = random.Random(seed)
+    hardware = replace(small_hardware(dice), nodes=1, devices_per_node=dice.choice([2, 4]), host=None)
+    job = TrainingJob(global_batch_size=hardware.world_size, recompute=False, optimizer=ADAFACTOR, step_in_backward=dice.random() < 0.3)
+    description = at_random(seed, kinds=2, blocks=3, tied=dice.random() < 0.5)
+    units = tuple(with_frozen(unit) if dice.random() < 0.5 else unit for unit in description.units)
+    description = replace(description, units=units)
     check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)

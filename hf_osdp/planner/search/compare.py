@@ -106,9 +106,10 @@ def best_of(problem: PlanningProblem, variant: str = "") -> StrategyResult:
         least, reason = error.least_peak_bytes, f"needs {format_bytes(error.least_peak_bytes)}"
         return StrategyResult(strategy=strategy, result=None, reason=reason, least_peak_bytes=least, variant=variant)
     except ValueError:
-        if strategy is not Strategy.HSDP:
+        if strategy is not Strategy.HSDP and not problem.shards_whole:
             raise
-        return StrategyResult(strategy=strategy, result=None, reason="no group size between 1 and all")
+        reason = f"{problem.job.optimizer.name} needs whole parameters" if problem.shards_whole else "no group size between 1 and all"
+        return StrategyResult(strategy=strategy, result=None, reason=reason, variant=variant)
 
 
 def frontier(problem: PlanningProblem, *, points: int = POINTS, at: Sequence[int] = ()) -> tuple[SearchResult, ...]:

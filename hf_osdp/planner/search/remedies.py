@@ -10,7 +10,7 @@ from ...errors import HardwareError, InfeasibleError
 from ...quantities import format_bytes
 from ..cost.memory import MemoryEstimate
 from ..description import ModelDescription, PhaseCost, Segment
-from ..job import LOW_BIT, Precision
+from ..job import LOW_BIT, OptimizerSpec, Precision
 from ..plan import Plan
 from ..problem import PlanningProblem, Strategy
 from .candidates import all_candidates
@@ -83,6 +83,9 @@ def _settings(problem: PlanningProblem) -> Iterator[str]:
         if getattr(job, name) is False and fits_by_estimate(replace(problem, job=replace(job, **open_))):
             yield f"{name} left to the planner"
     low_bit = replace(job, optimizer=LOW_BIT["adamw8bit"], host_offload=False, offload_optimizer=False)
+    element_wise = replace(problem, job=replace(job, optimizer=OptimizerSpec(step=job.optimizer.step)))
+    if job.optimizer.needs_whole and fits_by_estimate(element_wise):
+        yield "an element-wise optimizer, which may be sharded (optim='adamw_torch')"
     if job.optimizer.name == "adamw" and not (job.host_offload or job.offload_optimizer):
         if fits_by_estimate(replace(problem, job=low_bit)):
             yield "states of 8 bits (optim='adamw_torch_8bit')"

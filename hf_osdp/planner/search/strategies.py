@@ -59,10 +59,15 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
     Raises:
         HardwareError: states or activations are to lie on a host that is not known.
         ValueError: activations are to be recomputed or offloaded, and none can be; HSDP in a world that has no group size
-            between 1 and all; two stages without several nodes of several devices.
+            between 1 and all; two stages without several nodes of several devices; a strategy that shards what is trained, with an
+            optimizer that needs whole parameters.
     """
     description, hardware = problem.description, problem.hardware
     _check_activations(description, problem.job)
+    if problem.shards_whole:
+        raise ValueError(
+            f"strategy={problem.strategy.value} shards what is trained, and {problem.job.optimizer.name} needs it whole; use osdp or ddp."
+        )
     choices = [choice for sharding in _shardings(problem.strategy, hardware) for choice in _choices(sharding, problem, batch)]
     if problem.job.recompute is None and any(segment.held_bytes != Affine() for segment in description.segments):
         saving = replace(problem, job=replace(problem.job, recompute=False))
@@ -70,8 +75,9 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
     ways, offloadable = description.recomputations, description.offloadable
     shapes = shape_ids(description.units)
     alone = [shapes.count(shape) == 1 for shape in shapes]
+    whole = [problem.job.optimizer.needs_whole and unit.trainable_numel > 0 for unit in description.units]
     spaces = [
-        tuple(_layouts(unit, ways[i], i in offloadable, choice, alone=alone[i]) for i, unit in enumerate(description.units))
+        tuple(_layouts(unit, ways[i], i in offloadable, choice, alone=alone[i], whole=whole[i]) for i, unit in enumerate(description.units))
         for choice in choices
     ]
     if problem.job.communication is not None:
@@ -174,9 +180,9 @@ def _with_host(name: str, asked: bool | None, hardware: Hardware) -> tuple[bool,
 
 
 def _layouts(
-    unit: UnitDescription, ways: tuple[Recomputation, ...], offloadable: bool, free: _Open, *, alone: bool
+    unit: UnitDescription, ways: tuple[Recomputation, ...], offloadable: bool, free: _Open, *, alone: bool, whole: bool
 ) -> tuple[UnitLayout, ...]:
-    """Return the layouts of one unit that may be recomputed in these ways; `alone`: no other one has its shapes."""
+    """Return the layouts of one unit that may be recomputed in these ways; `alone`: no other one has its shapes; `whole`: not sharded."""
     able = []
     for choice in free.activations:
         away = choice.offloads and offloadable
@@ -184,6 +190,8 @@ def _layouts(
         able += [Activations(recomputation=way, offloads=away) for way in again or (None,)]
     # A unit called several times cannot hold gradients: FSDP2 would reduce the held sum in one call, and the new gradient in another.
     always = not unit.trainable_numel or unit.span is GatherSpan.CALLS
+    if whole:
+        free = replace(free, shard_sizes=(1,), stage_sizes=(1,))
     return _product(
         unit.span,
         replace(

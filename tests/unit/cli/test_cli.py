@@ -142,6 +142,18 @@ def test_plan_passes_every_option_to_the_planner(model, config):
     assert content["model"]["class"] == "GPT2Model"
 
 
+def test_plan_takes_the_fastest_of_several_optimizers_and_says_so(model):
+    step_s = {name: as_json("plan", model, *WHOLE, "--optimizer", name)["plan"]["step_s"] for name in ("adamw", "adamw8bit", "sgd")}
+    done = call("plan", model, *WHOLE, "--other-optimizers", "adamw8bit, sgd")
+    line = next(line for line in done.stdout.splitlines() if line.startswith("Optimizer: "))
+    chosen = next(name for name, seconds in step_s.items() if seconds <= 1.01 * min(step_s.values()))
+    assert line.startswith(f"Optimizer: {chosen}, with which a step takes ") and "sgd " in done.stdout
+    scarce = call("plan", model, *WHOLE, "--memory-limit", str(LIMIT - 2**21), "--other-optimizers", "sgd")
+    assert "Optimizer: sgd, with which a step takes " in scarce.stdout and "(adamw does not fit)" in scarce.stdout, scarce.output
+    refused = call("plan", model, *WHOLE, "--other-optimizers", "adamw9bit")
+    assert_refused(refused, "--other-optimizers adamw9bit is not known; use some of adamw, momentum, sgd, adamw8bit")
+
+
 def test_plan_counts_adapters(model, config, description):
     pytest.importorskip("peft")
     content = as_json("plan", model, *ROOMY, "--lora-rank", 2, "--lora-targets", "c_attn")

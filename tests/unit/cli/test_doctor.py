@@ -55,10 +55,10 @@ def test_doctor_makes_every_check_of_a_sound_run(model, tmp_path):
 
 def test_doctor_reports_all_errors_at_once(model, tmp_path):
     (tmp_path / "file").write_text("")
-    wrong = ("--optimizer", "Adafactor", "--memory-limit", "25GiB", "--output-dir", tmp_path / "file", "--lora-targets", "x")
+    wrong = ("--optimizer", "Lomo", "--memory-limit", "25GiB", "--output-dir", tmp_path / "file", "--lora-targets", "x")
     found = rows(model, "--sequence-length", 65, "--global-batch-size", 33, *DEVICES, *wrong, code=1)
     for name, part in {
-        "optimizer": "'adafactor' factors a parameter's second moment", "memory limit": "--memory-limit 25GiB is more than the 8.0 GiB",
+        "optimizer": "'lomo' updates while backward runs", "memory limit": "--memory-limit 25GiB is more than the 8.0 GiB",
         "batch": "global_batch_size=33 does not divide by 4 processes; use 32 or 36", "model": "--lora-targets x has no effect",
     }.items():  # fmt: skip
         assert found[name][0][0] == "error" and part in found[name][0][1]

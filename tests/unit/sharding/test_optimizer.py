@@ -53,8 +53,12 @@ def test_spec_of_trainer_name_knows_fused_and_stateless_optimizers():
 
 
 def test_unknown_optimizers_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"adafactor.*adamw_torch"):
-        spec_of_trainer_name("adafactor", device_type="cpu")
+    with pytest.raises(ValueError, match=r"^optim='galore_adamw' projects each whole matrix.*AdamW"):
+        spec_of_trainer_name("galore_adamw", device_type="cpu")
+    with pytest.raises(ValueError, match=r"^optim='lion_8bit' holds .* quantized together, .*adamw_torch_8bit"):
+        spec_of_trainer_name("lion_8bit", device_type="cpu")
+    with pytest.raises(ValueError, match=r"^optim='apex' is not known to work under a plan; use one of adamw_torch, .*adafactor\.$"):
+        spec_of_trainer_name("apex", device_type="cpu")
     with pytest.raises(ValueError, match=r"LBFGS needs dot products.*AdamW"):
         spec_of_optimizer(torch.optim.LBFGS([torch.nn.Parameter(torch.ones(1))]), device_type="cpu")
 
@@ -64,3 +68,40 @@ def test_frozen_parameters_counts_those_of_an_optimizer():
     layer.bias.requires_grad_(False)
     assert frozen_parameters(torch.optim.SGD(layer.parameters(), lr=0.1)) == 1
     assert frozen_parameters(None) == frozen_parameters(OptimizerSpec()) == 0
+
+
+class KeepsMatrices(torch.optim.Optimizer):
+    """Holds a state of another shape than its parameter, as Shampoo does."""
+
+    kept = staticmethod(lambda p: p @ p.T)
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["kept"] = self.kept(parameter)
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+class KeepsLists(KeepsMatrices):
+    kept = staticmethod(lambda p: [p.clone()])
+
+
+@pytest.mark.parametrize(("cls", "said"), [(KeepsMatrices, r"\(96, 96\)"), (KeepsLists, "list")])
+def test_states_of_other_shapes_than_the_parameters_are_refused(cls, said):
+    with pytest.raises(ValueError, match=f"^The memory of {cls.__name__} cannot be found out .*{said}.* for a matrix of shape"):
+        spec_of_optimizer(cls([torch.nn.Parameter(torch.ones(2, 2))]), device_type="cpu")
+
+
+def test_the_group_that_keeps_most_counts():
+    class OneKeeps(KeepsMatrices):
+        def step(self):
+            for group, kept in zip(self.param_groups, (0, 2), strict=True):
+                for parameter in group["params"]:
+                    self.state[parameter] = {str(number): torch.zeros_like(parameter) for number in range(kept)}
+
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2, 2))]} for _ in range(2)]
+    assert spec_of_optimizer(OneKeeps(groups), device_type="cpu").states == 2
