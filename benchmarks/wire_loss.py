@@ -173,12 +173,17 @@ def trains_apart(model: torch.nn.Module):
     from hf_osdp.sharding.apply import apply_plan
     from hf_osdp.sharding.gradients import clip_grad_norm_
     from hf_osdp.sharding.local_steps import OuterOptimizer
+    from hf_osdp.tracing.describe import describe
 
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     units, local = find_units(model), LocalSteps(steps=LOCAL_STEPS, machines=2)
-    decisions = tuple(UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=True) for unit in units)
-    apply_plan(model, Plan(world_size=1, strategy="osdp", units=decisions, local_steps=local), units)
+    plan = Plan(
+        world_size=1, strategy="osdp", micro_batch_size=SAMPLES // 2, accumulation_steps=1, local_steps=local,
+        units=tuple(UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=True) for unit in units),
+        model_fingerprint=describe(model, sequence_length=LENGTH).fingerprint,
+    )  # fmt: skip
+    apply_plan(model, plan, units)
     return model, partial(clip_grad_norm_, model.parameters()), OuterOptimizer(model, local)
 
 

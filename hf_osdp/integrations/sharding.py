@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..distributed.mesh import world_size
 from ..planning.plan_run import PlannedRun
 from ..sharding.apply import apply_plan, verify_applied
 from ..sharding.environment import move_to_device
