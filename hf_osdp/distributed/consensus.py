@@ -74,7 +74,6 @@ def on_rank_zero(fn: Callable[[], T]) -> T:
         raise cause  # an interrupt stays one on the rank that got it
     kind, text, attributes = failure
     sent = kind.__new__(kind, text)
-    sent.args = (text,)
     vars(sent).update(attributes)
     raise sent from cause
 
@@ -95,9 +94,8 @@ def require_same(mine: Mapping[str, str], hint: str = "") -> None:
     `mine` is what this rank is about to run, by name; an empty text agrees with all. `hint` is a further remedy.
     """
     if found := differences(dict(enumerate(all_gather_objects(mine)))):
-        raise PlanMismatchError(
-            f"Ranks are about to run different things: {found}. Run the same program with the same arguments on every rank.{hint}"
-        )
+        remedy = f"Run the same program with the same arguments on every rank.{hint}"
+        raise PlanMismatchError(f"Ranks are about to run different things: {found}. {remedy}")
 
 
 def require_same_run(model: nn.Module, *asked: object, **more: object) -> None:
@@ -193,18 +191,18 @@ class Heartbeat(threading.Thread):
         """Tell what beats cannot: that the store does not answer, or that this rank waits although every rank beats."""
         waits, is_told = Waits(threading.main_thread()), False
         while not self._ends.wait(BEAT_S):
-            since = self._beats_since
-            is_silent = since is not None and time.monotonic() - since > SILENT_BEATS * BEAT_S
+            since, silent_s = self._beats_since, SILENT_BEATS * BEAT_S
+            is_silent = since is not None and time.monotonic() - since > silent_s
             if is_silent and not is_told:
                 _log.warning(
                     "The store on rank 0's machine has not answered for %.0f s: its process is stopped (SIGSTOP, a debugger), the machine"
-                    " hangs, or the network is cut.", SILENT_BEATS * BEAT_S,
+                    " hangs, or the network is cut.", silent_s,
                 )  # fmt: skip
             is_told = is_silent
             if (place := waits.look()) is not None:
                 _log.warning(
                     "Rank %s on %s has waited for other ranks for %.0f s, in %s. If this does not end, a rank does something else, or the"
-                    " network between two ranks is cut.", self._rank, socket.gethostname(), SILENT_BEATS * BEAT_S, place,
+                    " network between two ranks is cut.", self._rank, socket.gethostname(), silent_s, place,
                 )  # fmt: skip
 
     def beat(self) -> None:

@@ -50,7 +50,7 @@ def test_from_options_accepts_every_strategy_and_the_switch_of_the_accelerate_fi
         ({"plan": 3}, ("plan=3", "path")),
         ({"hardware": 3}, ("hardware=3", "preset")),
         ({"profile": 3}, ("profile=3 is of type int",)),
-        ({"inputs": "batch.py"}, ("inputs='batch.py' is of type str; give a function", "OSDPConfig(inputs=...) in the script.")),
+        ({"inputs": "batch.py"}, ("inputs='batch.py' is of type str; use a function", "OSDPConfig(inputs=...) in the script.")),
         ({"nodes": 2, "hardware": preset("h100")}, ("nodes=2", "leave nodes out")),
         ({"profile": "p.json", "hardware": "h100"}, ("hardware would have no effect",)),
         ({"profile": "p.json", "nodes": 2}, ("nodes=2 would have no effect",)),
