@@ -49,12 +49,7 @@ _HUB_ANSWERS_S = 5
 
 
 class Case:
-    """The run that a request asks about. Each part is looked up when it is asked for.
-
-    Raises (its parts):
-        OSDPError: devices or model are not known, a profile holds other blocks, or the model cannot be described.
-        ValueError: an option cannot be used.
-    """
+    """The run that a request asks about. Each part is looked up, and refused by OSDPError or ValueError, when it is asked for."""
 
     def __init__(self, request: Request) -> None:
         self.request = request

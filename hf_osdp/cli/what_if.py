@@ -181,18 +181,14 @@ class ChangedModels:
         return answer(question, problem, change)
 
     def _describe_at_length(self, length: int, least_memory: bool = False) -> PlanningProblem:
-        """Describe the model at a length, perhaps for its least memory alone.
-
-        RoBERTa and others number positions from after the padding index, so they need some more.
-        """
+        """Describe the model at a length, perhaps for its least memory alone."""
         if length == self._problem.description.sequence_length:
             return self._problem
         config = with_positions(self._config, length) if self._too_few_positions(length) else self._config
         try:
             return self._described(config, length, least_memory)
-        except ValueError:
-            padding = getattr(self._config, "pad_token_id", None)
-            if padding is None:
+        except ValueError:  # RoBERTa and others number positions from after the padding index
+            if (padding := getattr(self._config, "pad_token_id", None)) is None:
                 raise
             return self._described(with_positions(self._config, length + padding + 1), length, least_memory)
 
@@ -224,10 +220,7 @@ def with_positions(config: Any, positions: int) -> Any:  # noqa: ANN401
 
 
 def head_step(config: Any) -> int:  # noqa: ANN401
-    """Return the number that heads come in multiples of: as many as share one key-value head.
-
-    Raise ValueError where the configuration has no width and heads that can be changed.
-    """
+    """Return the number that heads come in multiples of: as many as share one key-value head; or ValueError where there is no width."""
     width, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     if not isinstance(width, int) or not isinstance(heads, int) or width % heads:
         raise ValueError(f"{type(config).__name__} has no hidden_size that is a multiple of its num_attention_heads.")

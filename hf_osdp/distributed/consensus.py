@@ -48,11 +48,9 @@ _log = logging.getLogger(__name__)
 
 
 def on_rank_zero(fn: Callable[[], T]) -> T:
-    """Run `fn` on rank 0 and give every rank its result, which must be picklable, or its error. Collective.
+    """Run `fn` on rank 0 and give every rank its result, which must be picklable, or its error, in the same line. Collective.
 
-    Raises:
-        OSDPError, ValueError: what `fn` raised, with its type and attributes where it is `ValueError` or one of hf_osdp's
-            errors, else an `OSDPError` that names the type; the same line on every rank.
+    A `ValueError` and hf_osdp's errors keep type and attributes; others become an `OSDPError` that names the type.
     """
     if world_size() == 1:
         return fn()
@@ -222,13 +220,10 @@ class Heartbeat(threading.Thread):
             _log.warning("%s is heard from again, after %.0f s.", who, silent_s)
 
     def end(self) -> None:
-        """Tell the others that this rank has ended; a fork does not.
-
-        It waits as long as a store may be silent: Python aborts a process (SIGABRT) that ends while a thread is in torch's store.
-        """
+        """Tell the others that this rank has ended; a fork does not."""
         if os.getpid() == self._process:
             self._ends.set()
-            self.join(SILENT_BEATS * BEAT_S)
+            self.join(SILENT_BEATS * BEAT_S)  # Python aborts (SIGABRT) where a process ends while a thread is in torch's store
 
 
 def start_heartbeat() -> None:

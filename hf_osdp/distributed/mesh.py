@@ -149,9 +149,7 @@ def find_topology() -> Topology:
     """Return the nodes of the process group, the same on every rank; without a process group there is one rank on one node.
 
     A node is what torchrun's number of its agent says, else the host's name. Collective the first time; found once for each process group.
-
-    Raises:
-        HardwareError: nodes hold different numbers of ranks, or a node's ranks are not numbered one after the other.
+    Errors are those of `topology_of`.
     """
     if (world := dist.group.WORLD) is None:
         return Topology(nodes=1, ranks_per_node=1)
@@ -163,7 +161,7 @@ def find_topology() -> Topology:
 
 
 def topology_of(names: Sequence[str]) -> Topology:
-    """Return the topology of ranks that lie on nodes of these names, in rank order; refuse as `find_topology`."""
+    """Return the topology of ranks on nodes of these names, in rank order; or raise HardwareError where nodes or their ranks are uneven."""
     runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
     if len(runs) != len(set(names)):
         split = next(name for name, _ in runs if sum(other == name for other, _ in runs) > 1)

@@ -62,9 +62,8 @@ def check_ranks() -> None:
     Ranks meet in the store of `env://` or of the process group, for `OSDP_LAUNCH_TIMEOUT_S` (300 s). A single process returns at once.
     Before that, CUDA's allocator is set as `prefer_expandable_segments` says.
 
-    Raises:
-        LaunchError: ranks are missing or run different versions, in the same line on every rank that came; a rank was started twice;
-            or rank 0's machine cannot be reached.
+    Raise LaunchError where ranks are missing or run different versions, in the same line on every rank that came; a rank was started
+    twice; or rank 0's machine cannot be reached.
     """
     prefer_expandable_segments()  # before the process group, which initialises CUDA
     limit_s = launch_timeout_s()

@@ -47,11 +47,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """What a file holds."""
+    """A description, with what describing warned of."""
 
     description: ModelDescription
     warnings: tuple[str, ...]
-    """What describing warned of; it is said again."""
 
 
 def describe_once(model: nn.Module, **options: Any) -> ModelDescription:

@@ -207,12 +207,9 @@ def stated_options(asked: OSDPConfig | Mapping[str, object] | None) -> dict[str,
 
 
 def merged_config(*places: OSDPConfig | Mapping[str, object] | None) -> OSDPConfig:
-    """Return one configuration from several places, the strongest first, and so the accelerate file last.
+    """Return one configuration from several places, the strongest first, and so the accelerate file last; errors are `from_options`'.
 
     A mapping states each key that it has; a configuration states the fields that are not at their default.
-
-    Raises:
-        ValueError: an option is not known, its value cannot be used, or options of several places exclude each other.
     """
     merged: dict[str, object] = {}
     for place in reversed(places):

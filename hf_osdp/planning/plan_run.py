@@ -221,12 +221,9 @@ def check_given_plan(
     reduce_every_micro_step: bool | None = None,
     sequence_length: int | None = None,
 ) -> None:
-    """Refuse a plan that would run another training than was asked for, or not fit.
+    """Raise PlanError for a plan that would run another training than was asked for, or not fit.
 
     None asks for nothing; a `peak_bytes` of None takes what the plan states.
-
-    Raises:
-        PlanError: they differ, samples are longer than the plan's, or its peak is above the limit or not known.
     """
     problem = None
     if global_batch_size not in (None, plan.global_batch_size):

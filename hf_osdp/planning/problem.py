@@ -262,12 +262,8 @@ class ProblemBuilder:
     ) -> None:
         """Resolve job, limit and, for None, the configuration's hardware or this machine's, measured. Collective where that is None.
 
-        `trace` is `describe`, or keeps what that returns.
-
-        Raises:
-            HardwareError: nothing is known of a host that is asked for.
-            ProfileError: the profile cannot be read.
-            ValueError: sizes, limit and hardware do not fit together.
+        `trace` is `describe`, or keeps what that returns. Raise HardwareError where nothing is known of a host that is asked for,
+        ProfileError where the profile cannot be read, ValueError where sizes, limit and hardware do not fit together.
         """
         self.model, self.config, self.facts, self.trace = model, config, facts, trace
         self._describe = cache(Describer(model, config, facts, trace).describe)
@@ -286,12 +282,7 @@ class ProblemBuilder:
         self.limit_bytes = limit_after_oom(limit) if after_oom else limit
 
     def build(self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int = TRACED_MICRO_BATCH) -> PlanningProblem:
-        """Return the problem of the model with a split; what is compiled is described at this micro-batch size.
-
-        Raises:
-            DescriptionError: the model cannot be described.
-            ProfileError: the profile holds times of another model.
-        """
+        """Return the problem of the model with a split, compiled blocks at this micro-batch size; or raise DescriptionError, ProfileError."""
         description = self._describe(split, micro_batch_size=micro_batch_size)
         if self._profile is not None and split.is_none:
             description = with_block_times(description, self._profile)
@@ -328,15 +319,12 @@ class ProblemBuilder:
             return found(outcome=error)
 
     def _best_split(self, whole: PlanningProblem, micro_batch_size: int) -> ModelSplit:
-        """Return how the model trains fastest, whole or split.
-
-        Of blocks that others recompute, or that are compiled, no part becomes a unit; a model whose times a profile holds stays whole.
-        """
+        """Return how the model trains fastest, whole or split; a model whose times a profile holds stays whole."""
         config, facts = self.config, self.facts
         if not config.operator_splitting or self.is_timed:
             return whole.description.split
         vocabulary = facts.reads_loss_alone if config.split_vocabulary is None else config.split_vocabulary
-        operators = not (facts.activation_checkpointing or whole.description.compiled_classes)
+        operators = not (facts.activation_checkpointing or whole.description.compiled_classes)  # parts of these are no units
         splits = partial(possible_splits, self.model, whole.description, vocabulary=vocabulary, operators=operators)
         return choose_description(whole, splits, partial(self._describe, micro_batch_size=micro_batch_size)).split
 

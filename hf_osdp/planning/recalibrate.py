@@ -52,11 +52,8 @@ def recalibrate(
 ) -> tuple[Plan, tuple[Round, ...], PlanningProblem]:
     """Try the problem's plan and those that follow from what is observed. Collective, as `probe`, which tries a plan.
 
-    Returns:
-        The fastest plan of those that were tried and fit, the same on every rank; the rounds; the problem, on rank 0 with all corrections.
-
-    Raises:
-        InfeasibleError: every plan that was tried passed the limit, or none fits by what was observed.
+    Return the fastest plan of those that were tried and fit, the same on every rank; the rounds; the problem, on rank 0 with all
+    corrections. Raise InfeasibleError where every plan that was tried passed the limit, or none fits by what was observed.
     """
     rounds: list[Round] = []
     done = False

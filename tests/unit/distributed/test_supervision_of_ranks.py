@@ -186,7 +186,7 @@ store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 class LoadedStore:
     def set(self, key, value):
-        until = time.monotonic() + 3.0
+        until = time.monotonic() + 1.0
         while time.monotonic() < until:
             store.set(key, value)
 

@@ -25,7 +25,7 @@ def test_block_classes_are_text_or_names(classes):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_from_options_accepts_every_strategy_and_the_switch_of_the_accelerate_file(strategy):
-    assert OSDPConfig.from_options({"osdp": True, "strategy": strategy}) == OSDPConfig(strategy=strategy)
+    assert OSDPConfig.from_options({"osdp": True, "strategy": strategy, "compile": "auto"}) == OSDPConfig(strategy=strategy, compile="auto")
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,7 @@ def test_from_options_accepts_every_strategy_and_the_switch_of_the_accelerate_fi
         ({"recalibrate": "yes"}, ("recalibrate='yes' is not a switch",)),
         ({"reduce_every_micro_step": "yes"}, ("reduce_every_micro_step='yes'", "true or false")),
         ({"recompute": 1}, ("recompute=1 is not a switch",)),
+        ({"compile": "yes"}, ("compile='yes' is not a switch; use true or false, or auto",)),
         ({"plan": 3}, ("plan=3", "path")),
         ({"hardware": 3}, ("hardware=3", "preset")),
         ({"profile": 3}, ("profile=3 is of type int",)),
