@@ -22,10 +22,10 @@ from ..planner.hardware import Backend, Hardware, check_margin
 from ..planner.job import LOW_BIT, OptimizerSpec, Precision, TrainingJob
 from ..planner.plan import Plan
 from ..planner.presets import preset, preset_names
-from ..planner.problem import PlanningProblem, Strategy
+from ..planner.problem import PlanningProblem
 from ..planner.profile import Profile, with_block_times
 from ..quantities import parse_limit
-from .options import Request, flag_of
+from .options import Request
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,7 +40,7 @@ OPTIMIZERS = {
 """Optimizers by the names of `--optimizer`."""
 _OPTIONS = (
     "block_classes", "recompute", "host_offload", "offload_optimizer", "offload_activations", "compile", "operator_splitting",
-    "step_in_backward", "communication",
+    "split_vocabulary", "step_in_backward", "communication",
 )  # fmt: skip
 _FACTS = ("sequence_length", "global_batch_size", "micro_batch_size", "activation_checkpointing")
 """Fields of a request that `OSDPConfig` and `RunFacts` have, too."""
@@ -106,7 +106,6 @@ class Case:
         return OSDPConfig(
             strategy=request.strategy.value,
             profile=self.profile,
-            split_vocabulary=request.split_vocabulary and request.operator_splitting and request.strategy is Strategy.OSDP,
             **{name: getattr(request, name) for name in _OPTIONS},
         )
 
@@ -128,20 +127,12 @@ class Case:
 
     @property
     def job(self) -> TrainingJob:
-        """The job, of sizes that fit together and options that have an effect, in a precision whose rate is known."""
+        """The job, in a precision whose rate is known."""
         from ..planning.problem import training_job
 
-        request, device = self.request, self.hardware.device
-        useless = {"--no-recompute": request.recompute is False, "--offload-activations": request.offload_activations}
-        if request.activation_checkpointing and any(useless.values()):
-            flag = next(filter(useless.get, useless))
-            raise ValueError(f"{flag} has no effect beside --activation-checkpointing; leave one of the two out.")
-        for name in ("host_offload", "offload_optimizer", "offload_activations"):
-            if getattr(request, name) and self.hardware.host is None:
-                raise ValueError(f"{flag_of(name)} needs a host beside the device, and none is known for {device.name}; leave it out.")
         job = training_job(self.config, self.facts)
         if job.precision.compute is not None:
-            device.rate(job.precision.compute)
+            self.hardware.device.rate(job.precision.compute)
         return job
 
     @property
@@ -176,10 +167,7 @@ class Case:
         """The plan that a run would find, and what it was searched in."""
         from ..planning.problem import find_plan
 
-        request = self.request
         _ = self.job, self.limit_bytes, self.model_config
-        if request.split_vocabulary and not request.operator_splitting:
-            raise ValueError("--split-vocabulary has no effect beside --no-operator-splitting; leave one of the two out.")
         return find_plan(self.model, self._limited, self.facts, hardware=self.hardware, trace=self._trace)
 
     def problem_of(self, plan: Plan) -> PlanningProblem:

@@ -248,9 +248,6 @@ def _check_options(config: OSDPConfig, facts: RunFacts) -> None:
     """Refuse a precision that cannot run, options that have no effect in this run, and trials that would not be of what then runs."""
     if facts.precision.compute is DType.FLOAT16 and facts.device_type == "cpu" and facts.world_size == 1:
         raise ValueError("fp16 in a single process on the CPU is not supported; use bf16, or start two processes or more.")
-    for name, value in (("recompute", False), ("split_vocabulary", True), ("offload_activations", True)):
-        if facts.activation_checkpointing and getattr(config, name) is value:
-            raise ValueError(f"{name}={value} has no effect beside activation checkpointing of all blocks; leave one of the two out.")
     if config.other_optimizers and not facts.optimizer_choices:
         raise ValueError(
             f"other_optimizers={','.join(config.other_optimizers)!r} is for a Trainer that makes its optimizer from optim=...; here it is"

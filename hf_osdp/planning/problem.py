@@ -37,6 +37,8 @@ from .config import OSDPConfig
 Trace: TypeAlias = Callable[..., ModelDescription]
 """`describe`, or what is called as it is."""
 _log = logging.getLogger(__name__)
+_BESIDE_CHECKPOINTING = (("recompute", False), ("split_vocabulary", True), ("offload_activations", True))
+"""Options that have no effect where all blocks are recomputed."""
 _MOST_DESCRIPTIONS = 3
 """Of a model with compiled blocks, each at another micro-batch size."""
 
@@ -169,6 +171,9 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
         problem = f"offload_optimizer=True, but {facts.against_unit_steps}; leave it out, or use AdamW."
     elif config.step_in_backward and (reason := _reason_against_backward_step(facts)):
         problem = f"step_in_backward=True, but {reason}; leave one of the two out."
+    useless = next((f"{name}={value}" for name, value in _BESIDE_CHECKPOINTING if getattr(config, name) is value), None)
+    if facts.activation_checkpointing and useless:
+        problem = f"{useless} has no effect beside activation checkpointing of all blocks; leave one of the two out."
     if problem is not None:
         raise ValueError(problem)
     job = TrainingJob(
@@ -282,7 +287,7 @@ class ProblemBuilder:
         self.limit_bytes = limit_after_oom(limit) if after_oom else limit
 
     def build(self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int = TRACED_MICRO_BATCH) -> PlanningProblem:
-        """Return the problem of the model with a split, compiled blocks at this micro-batch size; or raise DescriptionError, ProfileError."""
+        """Return the problem of the model with a split, compiled blocks at this size; or raise DescriptionError, ProfileError."""
         description = self._describe(split, micro_batch_size=micro_batch_size)
         if self._profile is not None and split.is_none:
             description = with_block_times(description, self._profile)
