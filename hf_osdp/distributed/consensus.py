@@ -92,8 +92,9 @@ def require_same(mine: Mapping[str, str], hint: str = "") -> None:
     `mine` is what this rank is about to run, by name; an empty text agrees with all. `hint` is a further remedy.
     """
     if found := differences(dict(enumerate(all_gather_objects(mine)))):
-        remedy = f"Run the same program with the same arguments on every rank.{hint}"
-        raise PlanMismatchError(f"Ranks are about to run different things: {found}. {remedy}")
+        raise PlanMismatchError(
+            f"Ranks are about to run different things: {found}. Run the same program with the same arguments on every rank.{hint}"
+        )
 
 
 def require_same_run(model: nn.Module, *asked: object, **more: object) -> None:

@@ -271,15 +271,15 @@ def too_small(folder: RunFolder, units: Sequence[UnitDescription], optimizer: Op
     wanted = max(1, kept + 1 - there) if folder.saves else 1
     if wanted * size <= free:
         return None
-    has = f"takes {format_bytes(size)}, and the disk of {folder.path} has {format_bytes(free)} free"
+    has = f"the disk of {folder.path} has {format_bytes(free)} free"
     if not folder.saves:
-        message = f"The model {has}; free some space before it is saved."
+        message = f"The model takes {format_bytes(size)}, but {has}; free some space before it is saved."
     elif free < size:
-        message = f"A checkpoint {has}; free some space, or give another folder."
+        message = f"A checkpoint takes {format_bytes(size)}, but {has}; free some space, or give another folder."
     else:
         message = (
-            f"A checkpoint {has}: room for {free // size} of the {wanted} that will lie there at once; free some space, give another"
-            " folder, or keep fewer with save_total_limit."
+            f"A checkpoint takes {format_bytes(size)}, and {has}: room for {free // size} of the {wanted} that will lie there at once; free"
+            " some space, give another folder, or keep fewer with save_total_limit."
         )
     return Finding(Check.FOLDER, Severity.ERROR if folder.saves and free < size else Severity.WARNING, message)
 

@@ -200,8 +200,10 @@ def check_limit(limit_bytes: int, device: DeviceSpec, *, given: str) -> int:
     """Return a limit that the device has; raise ValueError above it, which quotes the limit as it was `given`: `memory_limit='8GiB'`."""
     if limit_bytes <= (there := device.memory_bytes):
         return limit_bytes
-    over = f"{given} is more than the {format_bytes(there)} of {device.name}"
-    raise ValueError(f"{over}; use at most {there // 2**20}MiB, or leave it out for all of them.")
+    raise ValueError(
+        f"{given} is more than the {format_bytes(there)} of {device.name}; use at most {there // 2**20}MiB, or leave it out for all of"
+        " them."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
