@@ -25,10 +25,8 @@ QUESTION = Question(model="", config=json.dumps(SHAPE), device="a100-40", memory
 
 
 @pytest.fixture(scope="module")
-def planner(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OSDP_CACHE", str(tmp_path_factory.mktemp("descriptions")))
-        yield Planner()
+def planner():
+    return Planner()
 
 
 @pytest.fixture(scope="module")
