@@ -19,7 +19,7 @@ from hf_osdp.planner.profile import Profile
 from hf_osdp.planning.cache import describe_once
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.plan_run import PlannedRun, plan_run
-from hf_osdp.planning.problem import RunFacts, find_plan
+from hf_osdp.planning.problem import Describer, RunFacts, find_plan
 from hf_osdp.tracing.describe import TRACED_MICRO_BATCH
 from tests.helpers.descriptions import transformer
 
@@ -33,6 +33,7 @@ def traced_once(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OSDP_CACHE", str(tmp_path_factory.mktemp("traces")))
         patch.setitem(find_plan.__kwdefaults__, "trace", describe_once)
+        patch.setattr(Describer.__init__, "__defaults__", (describe_once,))
         yield
 
 
