@@ -314,7 +314,7 @@ class KnownRun:
 
 def check_run(known: KnownRun, model: nn.Module) -> tuple[Finding, ...]:
     """Return what all ranks find before a run, or raise its errors; device memory and bfloat16 support are looked up here. Collective."""
-    device, device_type = known.hardware and known.hardware.device, known.facts.device_type
+    device, device_type = None if known.hardware is None else known.hardware.device, known.facts.device_type
     return merged_findings(findings_of(replace(known, bf16_on=bf16_on(device, device_type), memory=device_memory(device_type, model))))
 
 
