@@ -211,7 +211,7 @@ def test_plans_run_on_a_device_under_a_limit_and_one_that_does_not_fit_runs_out_
 
 
 def test_plan_only_shows_and_writes_what_was_planned(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(headline, "CASES", (replace(TINY, devices=8, remark="Made small.", sizes={**TINY.sizes, "n_layer": 1}),))
+    monkeypatch.setattr(headline, "CASES", (replace(TINY, remark="Made small.", sizes={**TINY.sizes, "n_layer": 1}),))
     monkeypatch.setattr(headline, "line_up", functools.partial(line_up, samples=(1, 2)))
     code = headline.main(["--plan-only", "--json", str(tmp_path / "r.json"), "--markdown", str(tmp_path / "r.md")])
     shown, content = capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())
