@@ -130,9 +130,9 @@ class Case:
         """The job, in a precision whose rate is known."""
         from ..planning.problem import training_job
 
-        job = training_job(self.config, self.facts)
+        device, job = self.hardware.device, training_job(self.config, self.facts)
         if job.precision.compute is not None:
-            self.hardware.device.rate(job.precision.compute)
+            device.rate(job.precision.compute)
         return job
 
     @property
