@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 _UNIT_BYTES = {
     "b": 1,
@@ -15,17 +14,10 @@ _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([a-z]*)\s*", re.IGN
 
 
 def parse_bytes(value: int | float | str, *, name: str = "memory_limit") -> int:
-    """Read a number of bytes.
-
-    Args:
-        value: bytes as a number, or text such as `"8GiB"` (2**30) or `"16 GB"` (10**9).
-        name: what the value is called in the error message.
-
-    Returns:
-        The number of bytes, at least 1.
+    """Read bytes, given as a number or as text such as `"8GiB"` (2**30) or `"16 GB"` (10**9); errors call the value `name`.
 
     Raises:
-        ValueError: the text is not a number with a known unit, or the amount is not positive.
+        ValueError: the text is not a number with a known unit, or the amount is not between 1 byte and 2**60 bytes.
     """
     remedy = "write it as bytes or with a unit, for example 8GiB or 500MB"
     amount = None if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) else value  # an int as it is
@@ -40,19 +32,14 @@ def parse_bytes(value: int | float | str, *, name: str = "memory_limit") -> int:
 
 def parse_limit(value: int | float | str, *, name: str = "memory_limit") -> int:
     """Read a device's memory limit as `parse_bytes` does; ValueError also for so few bytes that a unit must have been meant."""
-    limit = parse_bytes(value, name=name)
-    if limit < _LEAST_LIMIT and str(value).strip().isdecimal():
-        number = str(value).strip()
+    limit, number = parse_bytes(value, name=name), str(value).strip()
+    if limit < _LEAST_LIMIT and number.isdecimal():
         raise ValueError(f"{name}={value!r} has no unit, and {number} bytes hold no model; write {number}GiB, or the unit that was meant.")
     return limit
 
 
 def whole_bytes(value: int | float, *, name: str = "memory_limit_bytes") -> int:
-    """Return a number of bytes, which must come without a unit.
-
-    Raises:
-        ValueError: it is not a finite number, or not between 1 byte and 2**60 bytes.
-    """
+    """Return a number of bytes, which must come without a unit; raise ValueError where it is not between 1 byte and 2**60 bytes."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value < 2**60:
         return int(value)
     raise ValueError(f'{name}={value!r} must be a number of bytes from 1 to 2**60; give one, for example 8 * 2**30 or parse_bytes("8GiB").')
@@ -84,20 +71,3 @@ def format_count(count: int | float) -> str:
         if abs(count) >= limit:
             return f"{count / limit:.1f}{suffix}"
     return f"{count:.0f}"
-
-
-def whole_number(environment: Mapping[str, str], name: str, default: int) -> int:
-    """Return a variable of the launcher as a number.
-
-    Args:
-        environment: variables by name.
-        name: `RANK`, `WORLD_SIZE` and the like.
-        default: where it is not set.
-
-    Raises:
-        ValueError: it is not a whole number of at least 0.
-    """
-    text = environment.get(name, str(default))
-    if re.fullmatch("[0-9]{1,9}", text):
-        return int(text)
-    raise ValueError(f"{name}={text[:40]!r} is not a whole number of at least 0; it is for the launcher to set.")

@@ -34,16 +34,10 @@ class _Refused(Exception):
 
 
 def read_bytes(path: str | Path, what: str, error: MakeError = ValueError, *, limit_bytes: int = MOST_BYTES) -> bytes:
-    """Return a file's bytes.
-
-    Args:
-        path: the file.
-        what: what it should hold, for errors: `plan`.
-        error: makes the exception from its one line.
-        limit_bytes: the most bytes that such a file may have.
+    """Return the bytes of a file of at most `limit_bytes`, which should hold a `what`, such as a `plan`.
 
     Raises:
-        Exception: as `error` makes it; the file is missing, is not a file, cannot be read, or is larger than `limit_bytes`.
+        Exception: as `error` makes it from its one line; the file is missing, is not a file, cannot be read, or is larger.
     """
     path = Path(path)
     try:
@@ -63,14 +57,10 @@ def read_bytes(path: str | Path, what: str, error: MakeError = ValueError, *, li
 
 
 def parse_json(text: str | bytes, error: MakeError = ValueError) -> Any:  # noqa: ANN401
-    """Return the value of strict JSON: finite numbers, each key once.
-
-    Args:
-        text: the JSON; bytes are UTF-8.
-        error: makes the exception from the rest of a sentence that begins with the file's name: `is not JSON (line 3, ...)`.
+    """Return the value of strict JSON, in UTF-8: finite numbers, each key once.
 
     Raises:
-        Exception: as `error` makes it.
+        Exception: as `error` makes it from the rest of a sentence that begins with the file's name: `is not JSON (line 3, ...)`.
     """
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8-sig")  # some editors write a byte order mark
@@ -90,11 +80,7 @@ def parse_json(text: str | bytes, error: MakeError = ValueError) -> Any:  # noqa
 
 
 def read_json(path: str | Path, what: str, error: MakeError = ValueError, *, limit_bytes: int = MOST_BYTES) -> Any:  # noqa: ANN401
-    """Return what a JSON file holds; see `read_bytes` for the arguments and `parse_json` for what is refused.
-
-    Raises:
-        Exception: as `error` makes it, from one line that names the file.
-    """
+    """Return what a JSON file holds; arguments and errors are those of `read_bytes`, and `parse_json` says what else is refused."""
     content = read_bytes(path, what, error, limit_bytes=limit_bytes)
     return parse_json(content, lambda problem: error(f"{path} {problem}; it is not a {what} that can be read."))
 

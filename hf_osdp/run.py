@@ -23,11 +23,7 @@ _OTHERS = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Put our classes in the place of the stock ones, then run a script or a module as Python itself would.
-
-    Args:
-        arguments: `SCRIPT ARGUMENTS...` or `-m MODULE ARGUMENTS...`; None takes the command line's.
-    """
+    """Put our classes in the place of the stock ones, then run `SCRIPT ARGUMENTS...` or `-m MODULE ARGUMENTS...` as Python itself would."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] in (["-h"], ["--help"]):
         print(__doc__)
@@ -51,11 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _target(given: Sequence[str]) -> tuple[str, bool]:
-    """Return the script or the module to run, and whether it is a module.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the script or the module to run, and whether it is a module; raise ValueError where there is none."""
     is_module = given[:1] == ["-m"]
     if len(given) <= is_module:
         raise ValueError("hf_osdp.run needs a script or -m MODULE; write -m hf_osdp.run train.py ARGUMENTS...")
@@ -65,11 +57,7 @@ def _target(given: Sequence[str]) -> tuple[str, bool]:
 
 
 def _prepare() -> None:
-    """Put our classes in the place of the stock ones, unless the launcher's file has `osdp: false`.
-
-    Raises:
-        ValueError: something is in the way.
-    """
+    """Put our classes in the place of the stock ones, unless the launcher's file has `osdp: false`; or raise ValueError."""
     from .distributed.launcher import is_on, launched_rank, set_variable
     from .integrations.launch import launch_request
 
@@ -99,19 +87,14 @@ def _prepare() -> None:
 
 
 def _replace(stock: type, ours: type) -> None:
-    """Have every module that holds a stock class hold ours, but for those that ours is made from.
-
-    Raises:
-        ValueError: a class was made from the stock one already.
-    """
+    """Have every module that holds a stock class hold ours; raise ValueError where a class was made from the stock one already."""
     subclasses: list[type] = stock.__subclasses__()
-    early = [cls for cls in subclasses if not cls.__module__.startswith("hf_osdp.")]
-    if early:
-        made = f"{early[0].__module__}.{early[0].__qualname__}"
-        raise ValueError(
-            f"{made} was made from {stock.__name__} before hf_osdp.run could replace it; have {early[0].__module__} imported by the script,"
-            f" or use hf_osdp.{ours.__name__} in it."
-        )
+    for early in subclasses:
+        if not early.__module__.startswith("hf_osdp."):
+            raise ValueError(
+                f"{early.__module__}.{early.__qualname__} was made from {stock.__name__} before hf_osdp.run could replace it; have"
+                f" {early.__module__} imported by the script, or use hf_osdp.{ours.__name__} in it."
+            )
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType) or module.__name__.startswith("hf_osdp."):
             continue

@@ -22,7 +22,7 @@ from ..planner.hardware import Backend, Hardware, check_margin
 from ..planner.job import ADAFACTOR, LOW_BIT, OptimizerSpec, Precision, TrainingJob
 from ..planner.plan import Plan
 from ..planner.presets import preset, preset_names
-from ..planner.problem import PlanningProblem, Strategy
+from ..planner.problem import PlanningProblem
 from ..planner.profile import Profile, with_block_times
 from ..quantities import parse_limit
 from .options import Request
@@ -41,17 +41,9 @@ OPTIMIZERS = {
 }  # fmt: skip
 """Optimizers by the names of `--optimizer`."""
 _OPTIONS = (
-    "block_classes",
-    "recompute",
-    "host_offload",
-    "offload_optimizer",
-    "offload_activations",
-    "compile",
-    "operator_splitting",
-    "step_in_backward",
-    "communication",
-    "local_steps",
-)
+    "block_classes", "recompute", "host_offload", "offload_optimizer", "offload_activations", "compile", "operator_splitting",
+    "split_vocabulary", "step_in_backward", "communication", "local_steps",
+)  # fmt: skip
 _FACTS = ("sequence_length", "global_batch_size", "micro_batch_size", "activation_checkpointing")
 """Fields of a request that `OSDPConfig` and `RunFacts` have, too."""
 _HUB_ANSWERS_S = 5
@@ -59,12 +51,7 @@ _HUB_ANSWERS_S = 5
 
 
 class Case:
-    """The run that a request asks about. Each part is looked up when it is asked for.
-
-    Raises (its parts):
-        OSDPError: devices or model are not known, a profile holds other blocks, or the model cannot be described.
-        ValueError: an option cannot be used.
-    """
+    """The run that a request asks about. Each part is looked up, and refused by OSDPError or ValueError, when it is asked for."""
 
     def __init__(self, request: Request, other_optimizers: str | None = None) -> None:
         """Take the request, and the names of optimizers of which one may take the place of the request's, between commas."""
@@ -87,10 +74,7 @@ class Case:
         if (request.device is None) == (request.profile is None):
             given = "Both were given" if request.device else "Neither was given"
             raise ValueError(f"{given}: use either --device with one of {', '.join(preset_names())}, or --profile FILE.")
-        if self.profile is None:
-            sizes = {"nodes": request.num_nodes or 1, "devices_per_node": request.devices_per_node or 1}
-            return preset(str(request.device), **sizes).with_margin(margin)
-        hardware = self.profile.hardware
+        hardware = preset(str(request.device)) if self.profile is None else self.profile.hardware
         nodes, devices = request.num_nodes or hardware.nodes, request.devices_per_node or hardware.devices_per_node
         if (nodes, devices) != (hardware.nodes, hardware.devices_per_node):
             hardware = hardware.scaled(nodes=nodes, devices_per_node=devices)
@@ -98,7 +82,6 @@ class Case:
 
     @property
     def device_type(self) -> str:
-        """Whose kernels and allocation granularity count."""
         return "cuda" if self.hardware.backend is Backend.NCCL else "cpu"
 
     @property
@@ -114,7 +97,7 @@ class Case:
         """The precision, and who chose it."""
         if self.request.precision is not None:
             return f"Precision {self.precision}, as --precision says."
-        why = "has hardware for it" if self.precision == "bf16" else "is no GPU with hardware for bf16"
+        why = "has hardware for it" if self.precision != "no" else "is no GPU with hardware for bf16"
         return f"Precision {self.precision}, as {self.hardware.device.name} {why}; --precision says otherwise."
 
     @cached_property
@@ -130,7 +113,6 @@ class Case:
         return OSDPConfig(
             strategy=request.strategy.value,
             profile=self.profile,
-            split_vocabulary=request.split_vocabulary and request.operator_splitting and request.strategy is Strategy.OSDP,
             **{name: getattr(request, name) for name in _OPTIONS},
         )
 
@@ -153,18 +135,10 @@ class Case:
 
     @property
     def job(self) -> TrainingJob:
-        """The job, of sizes that fit together and options that have an effect, in a precision whose rate is known."""
+        """The job, in a precision whose rate is known."""
         from ..planning.problem import training_job
 
-        request, device = self.request, self.hardware.device
-        for flag, given in (("--no-recompute", request.recompute is False), ("--offload-activations", request.offload_activations)):
-            if given and request.activation_checkpointing:
-                raise ValueError(f"{flag} has no effect beside --activation-checkpointing; leave one of the two out.")
-        for name in ("host_offload", "offload_optimizer", "offload_activations"):
-            flag, asked = f"--{name.replace('_', '-')}", getattr(request, name)
-            if asked and self.hardware.host is None:
-                raise ValueError(f"{flag} needs a host beside the device, and none is known for {device.name}; leave it out.")
-        job = training_job(self.config, self.facts)
+        device, job = self.hardware.device, training_job(self.config, self.facts)
         if job.precision.compute is not None:
             device.rate(job.precision.compute)
         return job
@@ -180,16 +154,16 @@ class Case:
 
     @cached_property
     def model(self) -> nn.Module:
-        return self.built(self.model_config)
+        return self._built(self.model_config)
 
-    def built(self, model_config: object) -> nn.Module:
+    def _built(self, model_config: object) -> nn.Module:
         """Return a configuration's model on the meta device, with adapters if asked for, and with float32 masters in mixed precision."""
-        request = self.request
-        if request.lora_rank is None and request.lora_targets:
-            raise ValueError(f"--lora-targets {request.lora_targets} has no effect without --lora-rank; give both, or neither.")
         from ..modeling.build import build_on_meta, with_lora
         from ..sharding.environment import hold_master_weights
 
+        request = self.request
+        if request.lora_rank is None and request.lora_targets:
+            raise ValueError(f"--lora-targets {request.lora_targets} has no effect without --lora-rank; give both, or neither.")
         model = build_on_meta(model_config, request.auto_class)
         if request.lora_rank is not None:
             model = with_lora(model, request.lora_rank, names_in(request.lora_targets))
@@ -201,10 +175,7 @@ class Case:
         """The plan that a run would find, and what it was searched in; with a `choice` where several optimizers may run."""
         from ..planning.optimizer_choice import find_plan_and_optimizer
 
-        request = self.request
         _ = self.job, self.limit_bytes, self.model_config
-        if request.split_vocabulary and not request.operator_splitting:
-            raise ValueError("--split-vocabulary has no effect beside --no-operator-splitting; leave one of the two out.")
         found, self.choice = find_plan_and_optimizer(self.model, self._limited, self.facts, hardware=self.hardware, trace=self._trace)
         return found
 
@@ -221,7 +192,7 @@ class Case:
         """Return what describes the model, or that of another configuration, perhaps for other facts."""
         from ..planning.problem import Describer
 
-        return Describer(self.built(model_config) if model_config else self.model, self.config, facts or self.facts, self._trace)
+        return Describer(self._built(model_config) if model_config else self.model, self.config, facts or self.facts, self._trace)
 
     @property
     def _limited(self) -> OSDPConfig:
@@ -244,12 +215,9 @@ def names_in(text: str | None) -> list[str]:
 
 
 def load_config(model: str) -> PreTrainedConfig:
-    """Load a transformers configuration from a hub id, a folder or a file.
+    """Load a transformers configuration from a hub id, a folder or a file; raise ValueError where there is none.
 
     The hub's cache goes before the hub, and a built-in shape, announced on stderr, stands in where neither has the configuration.
-
-    Raises:
-        ValueError: there is none, or the hub cannot be reached.
     """
     path = Path(model).expanduser()
     local = path.exists()
@@ -269,8 +237,7 @@ def load_config(model: str) -> PreTrainedConfig:
     reason = _why_not_from_the_hub(model)
     if reason is None:
         return _read(model, model)
-    shape = find_shape(model)
-    if shape is None:
+    if (shape := find_shape(model)) is None:
         raise ValueError(f"MODEL {model!r} {reason}; give a config.json, or a folder that has one{nearest(model, shape_names())}.")
     typer.echo(f"hf-osdp: MODEL {model!r} {reason}; taking the built-in shape of {shape.name}, from {shape.source}.", err=True)
     return shape.config

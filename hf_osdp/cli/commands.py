@@ -195,10 +195,10 @@ def doctor(
         raise ValueError(f"--save-total-limit {save_total_limit} has no effect without --output-dir; give both, or neither.")
     with screen.working("Looking at model, devices, plan and folder"):
         from ..planning.problem import RunFolder
-        from .examination import Examination, machine_line
+        from .examination import examine, machine_line
 
         folder = None if output_dir is None else RunFolder(path=output_dir, limit=save_total_limit, adapters=request.lora_rank is not None)
-        rows = [("this machine", "ok", machine_line()), *Examination(request, optimizer, plan, folder).rows(), ("ranks", "later", _RANKS)]
+        rows = [("this machine", "ok", machine_line()), *examine(request, optimizer, plan, folder), ("ranks", "later", _RANKS)]
     screen.print(checks_table(f"Before a run of {request.model}", rows))
     checks = [{"check": name, "result": result, "text": text} for name, result, text in rows]
     errors = sum(result == "error" for _, result, _ in rows)

@@ -24,20 +24,8 @@ from ..planner.search.search import SearchResult, search
 from ..planner.split import WHOLE_BLOCKS
 from ..planning.local_steps import check_local_steps
 from ..planning.plan_run import check_given_plan
-from ..planning.preflight import (
-    Check,
-    DeviceMemory,
-    Finding,
-    KnownRun,
-    RunFolder,
-    Severity,
-    bf16_on,
-    checkpoint_bytes,
-    device_memory,
-    findings_of,
-    split_ties,
-)
-from ..planning.problem import check_communication
+from ..planning.preflight import Check, DeviceMemory, KnownRun, bf16_on, checkpoint_bytes, device_memory, findings_of, split_ties
+from ..planning.problem import RunFolder, check_communication
 from ..planning.recalibrate import estimated
 from ..quantities import format_bytes, format_count, format_seconds
 from ..report.content import package_versions
@@ -46,6 +34,8 @@ from .cases import OPTIMIZERS, Case
 from .options import Request
 
 T = TypeVar("T")
+Row = tuple[str, str, str]
+"""Check, result and text."""
 _LATER = {
     Check.PROCESSES: "what is free, and other processes on the devices: looked at when a run starts on them",
     Check.FOLDER: "give --output-dir to have it looked at",
@@ -53,18 +43,35 @@ _LATER = {
 """Text for checks that need more than there is."""
 
 
-class Examination:
-    """All checks that need no start; without a plan file one is searched for, and without a folder its check is left out."""
+def examine(request: Request, optimizer: str, plan_file: Path | None, folder: RunFolder | None) -> list[Row]:
+    """Make all checks that need no start; without a plan file one is searched for, and without a folder its check is left out.
 
-    def __init__(self, request: Request, optimizer: str, plan_file: Path | None, folder: RunFolder | None) -> None:
-        self._plan_file, self._folder = plan_file, folder
-        self._findings: list[Finding] = []
-        self._sound: dict[Check, str] = {}
-        """For each check that was made, what was found in order."""
-        self._case = case = Case(request)
-        hardware = self._tried(Check.DEVICES, lambda: case.hardware, lambda h: f"{h.summary}, {format_bytes(h.device.memory_bytes)} each")
+    Return a row for each finding, each check without one, and one for all that could not be made.
+    """
+    examination = _Examination(Case(request), optimizer)
+    examination.examine(plan_file, folder)
+    rows, left = [], []
+    for check in Check:
+        if found := examination.rows.get(check):
+            rows += found
+        elif check in _LATER:
+            rows.append((check.value, "later", _LATER[check]))
+        else:
+            left.append(check.value)
+    return rows if not left else [*rows, ("the rest", "not done", f"{', '.join(left)}: an error stands before them")]
+
+
+class _Examination:
+    """The rows of each check that was made, errors as soon as they are found."""
+
+    def __init__(self, case: Case, optimizer: str) -> None:
+        self.rows: dict[Check, list[Row]] = {}
+        self._case = case
+        self._hardware = self._tried(
+            Check.DEVICES, lambda: case.hardware, lambda h: f"{h.summary}, {format_bytes(h.device.memory_bytes)} each"
+        )
         self._tried(Check.MODEL, lambda: case.model_config)
-        device_type = "cuda" if hardware is None else case.device_type
+        device_type = "cuda" if self._hardware is None else case.device_type
         spec = self._tried(
             Check.OPTIMIZER,
             lambda: OPTIMIZERS.get(optimizer) or spec_of_trainer_name(optimizer.lower(), device_type=device_type),
@@ -75,42 +82,26 @@ class Examination:
             ),
         )
         case.optimizer = spec or OptimizerSpec()
-        if hardware is not None:
-            self._examine(hardware)
-
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Return check, result and text: for each finding, each check without one, and one row for all that could not be made."""
-        rows, left = [], []
-        for check in Check:
-            if found := [(check.value, f.severity.value, f.message) for f in self._findings if f.check is check]:
-                rows += found
-            elif check in self._sound:
-                rows.append((check.value, "ok", self._sound[check]))
-            elif check in _LATER:
-                rows.append((check.value, "later", _LATER[check]))
-            else:
-                left.append(check.value)
-        if left:
-            rows.append(("the rest", "not done", f"{', '.join(left)}: an error stands before them"))
-        return rows
 
     def _tried(self, check: Check, look: Callable[[], T], sound: Callable[[T], str] | None = None) -> T | None:
         """Return what `look` returns, with what to say of it; None where it refuses, which is then a finding."""
         try:
             found = look()
         except (OSDPError, ValueError, OSError) as problem:
-            self._findings.append(Finding(check, Severity.ERROR, " ".join(str(problem).split())))
+            self.rows.setdefault(check, []).append((check.value, "error", " ".join(str(problem).split())))
             return None
         if sound is not None:
-            self._sound[check] = sound(found)
+            self.rows.setdefault(check, [(check.value, "ok", sound(found))])
         return found
 
-    def _examine(self, hardware: Hardware) -> None:
+    def examine(self, path: Path | None, folder: RunFolder | None) -> None:
         """Check the model on the devices, its plan, and this machine."""
-        case, path = self._case, self._plan_file
+        case, hardware = self._case, self._hardware
+        if hardware is None:
+            return
         given = self._tried(Check.PLAN, lambda: None if path is None else Plan.load(path))
         description = None
-        if not any(finding.check is Check.MODEL for finding in self._findings):
+        if Check.MODEL not in self.rows:
             description = self._tried(
                 Check.MODEL,
                 lambda: case.timed(case.describer().describe(WHOLE_BLOCKS if given is None else given.split)),
@@ -133,21 +124,20 @@ class Examination:
                 ),
             )
         known = KnownRun(
-            facts=replace(case.facts, folder=self._folder),
-            units=description.units,
-            asked_classes=case.config.block_classes,
-            found_classes=description.block_classes,
-            hardware=hardware,
-            bf16_on=bf16_on(hardware.device, "cuda"),
+            facts=replace(case.facts, folder=folder), units=description.units, asked_classes=case.config.block_classes,
+            found_classes=description.block_classes, hardware=hardware, bf16_on=bf16_on(hardware.device, "cuda"),
             memory=_memory_here(hardware),
-        )
+        )  # fmt: skip
         if found is not None:
             known = replace(known, plan=found.plan, needed_bytes=found.memory.peak_bytes)
             if given is not None or case.request.strategy is not Strategy.OSDP:
                 problem = case.found.problem if given is None else case.problem_of(given)
                 known = replace(known, time=found.time, others=_best(replace(problem, strategy=Strategy.OSDP)))
-        self._findings += [*findings_of(known), *filter(None, [split_ties(case.model)])]
-        self._sound |= _sound(description, known)
+        for finding in (*findings_of(known), split_ties(case.model)):
+            if finding is not None:
+                self.rows.setdefault(finding.check, []).append((finding.check.value, finding.severity.value, finding.message))
+        for check, text in _sound(description, known).items():
+            self.rows.setdefault(check, [(check.value, "ok", text)])
 
 
 def _best(problem: PlanningProblem) -> tuple[StrategyResult, ...]:
@@ -161,16 +151,12 @@ def _checked(problem: PlanningProblem, plan: Plan) -> SearchResult:
     plan.check(problem.description, problem.hardware.world_size)
     check_local_steps(plan, problem.job.local_steps)
     check_communication(plan, problem.job.communication)
-    found = estimated(problem, plan)
+    found, job = estimated(problem, plan), problem.job
     peak = found.memory.on(problem.hardware)
     check_given_plan(
-        plan,
-        memory_limit_bytes=problem.memory_limit_bytes,
-        peak_bytes=peak,
-        global_batch_size=problem.job.global_batch_size,
-        micro_batch_size=problem.job.micro_batch_size,
-        sequence_length=problem.description.sequence_length,
-    )
+        plan, memory_limit_bytes=problem.memory_limit_bytes, peak_bytes=peak, global_batch_size=job.global_batch_size,
+        micro_batch_size=job.micro_batch_size, sequence_length=problem.description.sequence_length,
+    )  # fmt: skip
     return replace(found, plan=replace(plan, peak_bytes=peak))
 
 
@@ -183,10 +169,10 @@ def _limit_text(limit_bytes: int, hardware: Hardware) -> str:
 def _sound(description: ModelDescription, known: KnownRun) -> dict[Check, str]:
     """Return what is to be said of checks that find nothing."""
     units, hardware, precision, memory = known.units, known.hardware, known.facts.precision.compute, known.memory
-    tied = [names for unit in units for names in unit.shared]
+    tied = "; ".join(" = ".join(names) for unit in units for names in unit.shared)
     texts = {
         Check.BLOCKS: f"{len(units)} units; blocks are {', '.join(description.block_classes)}",
-        Check.TIES: "; ".join(" = ".join(names) for names in tied) if tied else "none",
+        Check.TIES: tied or "none",
         Check.MASTERS: f"parameters are {', '.join(sorted({p.dtype.value for unit in units for p in unit.parameters}))}",
         Check.FP16: f"computes in {precision.value}" if precision else "no mixed precision",
         Check.FROZEN: "none",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
@@ -137,7 +138,10 @@ def profile(
     Alone it measures one process. To measure collectives, start as many processes as will train:
     torchrun --nproc-per-node 8 -m hf_osdp profile MODEL --sequence-length 1024 --output profile.json
     """
-    screen, sizes = Output(output=output), _sizes(micro_batch_sizes)
+    screen = Output(output=output)
+    if not re.fullmatch("[1-9][0-9]*(,[1-9][0-9]*)*", micro_batch_sizes.replace(" ", "")):
+        said = "must be whole numbers of at least 1 with commas between, for example 1,2,4."
+        raise ValueError(f"--micro-batch-sizes {micro_batch_sizes!r} {said}")
     if model is not None and sequence_length is None:
         raise ValueError("MODEL is timed at one sequence length; give --sequence-length.")
     own = {"--sequence-length": sequence_length is not None, "--micro-batch-sizes": micro_batch_sizes != _SIZES}
@@ -156,7 +160,8 @@ def profile(
     device_type, precision = of_this_machine(device, flags["precision"])
     if model is not None and sequence_length is not None:
         timed = TimedModel(
-            model_or_config=load_config(model), sequence_length=sequence_length, micro_batch_sizes=sizes,
+            model_or_config=load_config(model), sequence_length=sequence_length,
+            micro_batch_sizes=tuple(map(int, micro_batch_sizes.split(","))),
             compute_dtype=Precision.named(precision).compute, activation_checkpointing=flags["activation_checkpointing"],
             compile=flags["compile"], auto_class=flags["auto_class"], block_classes=names_in(flags["block_classes"]) or None,
         )  # fmt: skip
@@ -173,13 +178,3 @@ def profile(
     found.save(output)
     blocks = f", blocks with precision {precision}" if timed else ""
     screen.print(*profile_tables(found), f"Measured in {time.perf_counter() - started:.0f} s{blocks}. Profile: {output}")
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        sizes = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise ValueError(f"--micro-batch-sizes {text!r} must be whole numbers of at least 1 with commas between, for example 1,2,4.")
-    return sizes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -23,6 +23,11 @@ def option(metavar: str, text: str, **rules: Any) -> Any:  # noqa: ANN401  (type
 def count(text: str) -> Any:  # noqa: ANN401
     """Return an option of at least 1."""
     return option("N", text, min=1)
+
+
+def switch(text: str, *flags: str) -> Any:  # noqa: ANN401
+    """Return a switch, `--name/--no-name` unless it has other flags."""
+    return typer.Option(*flags, help=text)
 
 
 JsonFile = Annotated[
@@ -66,34 +71,21 @@ class Request:
     strategy: Annotated[Strategy, option("NAME", "osdp decides unit by unit; the others are one layout for all units.")] = Strategy.OSDP
     micro_batch_size: Annotated[int | None, count("Samples that one device runs at once; else the planner decides.")] = None
     activation_checkpointing: Annotated[
-        bool, typer.Option("--activation-checkpointing", help="Recompute blocks in backward instead of saving activations.")
+        bool, switch("Recompute blocks in backward instead of saving activations.", "--activation-checkpointing")
     ] = False
-    recompute: Annotated[
-        bool | None, typer.Option("--recompute/--no-recompute", help="Recompute every block, or none; else the planner decides.")
-    ] = None
-    host_offload: Annotated[
-        bool | None,
-        typer.Option("--host-offload/--no-host-offload", help="Hold all states on the host, or none; else the planner decides."),
-    ] = None
+    recompute: Annotated[bool | None, switch("Recompute every block, or none; else the planner decides.")] = None
+    host_offload: Annotated[bool | None, switch("Hold all states on the host, or none; else the planner decides.")] = None
     offload_optimizer: Annotated[
-        bool | None,
-        typer.Option(
-            "--offload-optimizer/--no-offload-optimizer",
-            help="Have all optimizer states wait on the host and step on the device, or none; else the planner decides.",
-        ),
+        bool | None, switch("Have all optimizer states wait on the host and step on the device, or none; else the planner decides.")
     ] = None
     offload_activations: Annotated[
-        bool | None,
-        typer.Option(
-            "--offload-activations/--no-offload-activations",
-            help="Have what every block saves for backward wait on the host, or of none; else the planner decides.",
-        ),
+        bool | None, switch("Have what every block saves for backward wait on the host, or of none; else the planner decides.")
     ] = None
     step_in_backward: Annotated[
         bool | None,
-        typer.Option(
+        switch(
+            "Step each unit as soon as its gradients are reduced, which frees them; not for loops that clip, accumulate or scale.",
             "--step-in-backward",
-            help="Step each unit as soon as its gradients are reduced, which frees them; not for loops that clip, accumulate or scale.",
         ),
     ] = None
     communication: Annotated[
@@ -103,15 +95,10 @@ class Request:
     local_steps: Annotated[
         int | None, count("Steps that each machine takes by itself between synchronisations: another algorithm (DiLoCo), for slow links.")
     ] = None
-    compile: Annotated[bool, typer.Option("--compile", help="Compile each block with torch.compile before it is sharded.")] = False
-    operator_splitting: Annotated[
-        bool, typer.Option(help="Cut blocks into operator units, and operators into slices, where that pays.")
-    ] = True
+    compile: Annotated[bool, switch("Compile each block with torch.compile before it is sharded.", "--compile")] = False
+    operator_splitting: Annotated[bool, switch("Cut blocks into operator units, and operators into slices, where that pays.")] = True
     split_vocabulary: Annotated[
-        bool,
-        typer.Option(
-            help="Also the loss in pieces, or the vocabulary projection in slices: outputs.logits may be None in training with labels."
-        ),
+        bool, switch("Also the loss in pieces, or the vocabulary projection in slices: outputs.logits may be None in training with labels.")
     ] = False
     lora_rank: Annotated[int | None, count("Train LoRA adapters of this rank, the rest frozen (needs the extra peft).")] = None
     lora_targets: Annotated[
@@ -130,17 +117,13 @@ def with_flags(command: Callable[..., None], *names: str, make: Callable[..., ob
     The flags are all fields of `Request`, or those `names`; `leave_out` is no flag of this command and keeps its default.
     """
     hints = get_type_hints(Request, include_extras=True)
+    kind, flags_of = inspect.Parameter.KEYWORD_ONLY, inspect.signature(Request).parameters.values()
     shared = [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
-        )
-        for field in fields(Request)
-        if field.name != leave_out and (not names or field.name in names)
+        flag.replace(kind=kind, annotation=hints[flag.name])
+        for flag in flags_of
+        if flag.name != leave_out and (not names or flag.name in names)
     ]
-    own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in inspect.signature(command, eval_str=True).parameters.values()][1:]
+    own = [parameter.replace(kind=kind) for parameter in inspect.signature(command, eval_str=True).parameters.values()][1:]
 
     @wraps(command)
     def run(**options: object) -> None:
@@ -152,7 +135,12 @@ def with_flags(command: Callable[..., None], *names: str, make: Callable[..., ob
     return run
 
 
+def flag_of(name: str) -> str:
+    """`memory_limit` → `--memory-limit`."""
+    return f"--{name.replace('_', '-')}"
+
+
 def stated(flags: Mapping[str, Any]) -> list[str]:
     """Return the flags that do not have their default, as they are written."""
     defaults = {field.name: field.default for field in fields(Request)}
-    return [f"--{name.replace('_', '-')}" for name, value in flags.items() if value != defaults[name]]
+    return [flag_of(name) for name, value in flags.items() if value != defaults[name]]

@@ -29,7 +29,7 @@ from ..report.plan_file import PlanInputs
 from ..report.tables import Answer
 from .cases import Case
 from .machine_commands import FILE, launch_file
-from .options import Request, with_flags
+from .options import Request, flag_of, with_flags
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _LONGEST_LINK = 30_000
@@ -77,7 +77,7 @@ class Question:
     @property
     def options(self) -> list[str]:
         values = {field.name: getattr(self, field.name) for field in fields(self)[2:-1]}
-        words = [[f"--{name.replace('_', '-')}", str(value)] for name, value in values.items() if value not in (None, "")]
+        words = [[flag_of(name), str(value)] for name, value in values.items() if value not in (None, "")]
         return [*itertools.chain(*words), *["--compile"] * self.compile]
 
     @property
@@ -121,9 +121,9 @@ class Planned:
 
     @property
     def launch_file(self) -> str:
-        hardware = self.problem.hardware
-        address, sizes = "FIRST_MACHINE" if hardware.nodes > 1 else None, (hardware.nodes, hardware.devices_per_node)
-        return launch_file(self.case.device_type, *sizes, self.case.precision, self.options, path=FILE, main_address=address)[0]
+        nodes, devices, case = self.problem.hardware.nodes, self.problem.hardware.devices_per_node, self.case
+        address = "FIRST_MACHINE" if nodes > 1 else None
+        return launch_file(case.device_type, nodes, devices, case.precision, self.options, path=FILE, main_address=address)[0]
 
 
 class Planner:

@@ -39,11 +39,11 @@ def what_if(request: Request, json_file: JsonFile = None) -> None:
     with screen.working("Describing the model", steps=7) as next_step:
         case = Case(request)
         problem = case.found.problem
-        models = ChangedModels(case)
+        models, twice = ChangedModels(case), 2 * problem.memory_limit_bytes
         questions: dict[str, Callable[[str], Answer]] = {
             "now": lambda name: answer(name, problem, f"limit {format_bytes(problem.memory_limit_bytes)}"),
             "one more device": lambda name: answer(name, *one_more_device(problem)),
-            "twice the memory": lambda name: answer(name, *twice_the_memory(problem)),
+            "twice the memory": lambda name: answer(name, replace(problem, memory_limit_bytes=twice), f"limit {format_bytes(twice)}"),
             "half the sequence": models.half_the_sequence,
             "longest sequence": models.longest_sequence,
             "largest width": models.widest,
@@ -95,12 +95,6 @@ def one_more_device(problem: PlanningProblem) -> tuple[PlanningProblem, str]:
     return replace(problem, hardware=after, job=replace(job, global_batch_size=batch)), change
 
 
-def twice_the_memory(problem: PlanningProblem) -> tuple[PlanningProblem, str]:
-    """Return the problem with twice the limit, whatever the device has, and the change in words."""
-    limit = 2 * problem.memory_limit_bytes
-    return replace(problem, memory_limit_bytes=limit), f"limit {format_bytes(limit)}"
-
-
 def largest(needed: Callable[[int], float], limit: float, start: int, *, step: int, most: int) -> int | None:
     """Return the largest size that fits, to within one step or one part in 16, whichever is more; None where not one step fits.
 
@@ -141,7 +135,6 @@ class ChangedModels:
         self._at_length, self._with_heads = cache(self._describe_at_length), cache(self._describe_with_heads)
 
     def half_the_sequence(self, question: str) -> Answer:
-        """Answer for the same batch in half as many tokens."""
         length = self._problem.description.sequence_length // 2
         if length < 1:
             return Answer(question=question, change="", reason="a sample of one token has no half")
@@ -157,10 +150,10 @@ class ChangedModels:
         length = largest(lambda size: needed_bytes(self._at_length(size, True)), limit, start, step=_LENGTH_STEP, most=_LONGEST)
         if length is None:
             return Answer(question=question, change="", reason=f"not even {_LENGTH_STEP} tokens fit")
-        raised = self._too_few_positions(length)
-        note = f", {' and '.join(raised)} raised to it" if raised else ""
-        bound = " or more" if length == _LONGEST else ""
-        return self._answer(question, self._at_length(length), f"{length} tokens{bound}{note}")
+        change = f"{length} tokens{' or more' if length == _LONGEST else ''}"
+        if raised := self._too_few_positions(length):
+            change += f", {' and '.join(raised)} raised to it"
+        return self._answer(question, self._at_length(length), change)
 
     def widest(self, question: str) -> Answer:
         """Answer for the widest model of the same depth and head size that fits."""
@@ -188,18 +181,14 @@ class ChangedModels:
         return answer(question, problem, change)
 
     def _describe_at_length(self, length: int, least_memory: bool = False) -> PlanningProblem:
-        """Describe the model at a length, perhaps for its least memory alone.
-
-        RoBERTa and others number positions from after the padding index, so they need some more.
-        """
+        """Describe the model at a length, perhaps for its least memory alone."""
         if length == self._problem.description.sequence_length:
             return self._problem
         config = with_positions(self._config, length) if self._too_few_positions(length) else self._config
         try:
             return self._described(config, length, least_memory)
-        except ValueError:
-            padding = getattr(self._config, "pad_token_id", None)
-            if padding is None:
+        except ValueError:  # RoBERTa and others number positions from after the padding index
+            if (padding := getattr(self._config, "pad_token_id", None)) is None:
                 raise
             return self._described(with_positions(self._config, length + padding + 1), length, least_memory)
 
@@ -231,10 +220,7 @@ def with_positions(config: Any, positions: int) -> Any:  # noqa: ANN401
 
 
 def head_step(config: Any) -> int:  # noqa: ANN401
-    """Return the number that heads come in multiples of: as many as share one key-value head.
-
-    Raise ValueError where the configuration has no width and heads that can be changed.
-    """
+    """Return the number that heads come in multiples of: as many as share one key-value head; or ValueError where there is no width."""
     width, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     if not isinstance(width, int) or not isinstance(heads, int) or width % heads:
         raise ValueError(f"{type(config).__name__} has no hidden_size that is a multiple of its num_attention_heads.")

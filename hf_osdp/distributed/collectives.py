@@ -60,9 +60,6 @@ def is_listened() -> bool:
     return bool(_listeners)
 
 
-# ------------------------------------------------------------------------------------- how a stage's bytes travel
-
-
 class Works(dist.Work):
     """Several works as one, which holds on to tensors until it was waited for. FSDP2 waits only for instances of `dist.Work`."""
 
@@ -83,7 +80,10 @@ class Transport(Protocol):
     def all_gather(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool = False
     ) -> dist.Work | None:
-        """Make each output the ranks' inputs one after the other; with `async_op` return the work to wait for."""
+        """Make each output the ranks' inputs one after the other; an input may be a view of its place there.
+
+        With `async_op` return the work, which holds on to the inputs until it was waited for.
+        """
 
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: ReduceOp, group: dist.ProcessGroup
@@ -103,10 +103,6 @@ class BackendTransport:
     def all_gather(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool = False
     ) -> dist.Work | None:
-        """Make each output the ranks' inputs one after the other; an input may be a view of its place there.
-
-        With `async_op` return the work, which holds on to the inputs until it was waited for.
-        """
         pairs = list(zip(outputs, inputs, strict=True))
         if len(pairs) == 1 or not self._coalesces:
             works = [all_gather_single(output, given, group=group, async_op=async_op) for output, given in pairs]
@@ -120,7 +116,6 @@ class BackendTransport:
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: ReduceOp, group: dist.ProcessGroup
     ) -> None:
-        """Make each output this rank's chunk of the reduced inputs. The inputs' content is lost."""
         coalesces = self._coalesces and len(outputs) > 1
         with _coalescing_manager(group=group) if coalesces else nullcontext():
             for output, given in zip(outputs, inputs, strict=True):
@@ -141,16 +136,12 @@ class PieceTransport:
     def all_gather(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool = False
     ) -> dist.Work | None:
-        ranks, me = dist.get_world_size(group), dist.get_rank(group)
         works: list[dist.Work] = []
         for output, given in zip(outputs, inputs, strict=True):
-            places = output.view(ranks, -1)
-            if places[me].data_ptr() != given.data_ptr():
-                places[me].copy_(given)
-            for hop in range(1, ranks):
-                to, source = (me + hop) % ranks, (me - hop) % ranks
-                for sent, received in zip(_pieces(given), _pieces(places[source]), strict=True):
-                    works += [_receive(received, group, source), _send(sent, group, to)]
+            places = output.view(group.size(), -1)
+            if places[group.rank()].data_ptr() != given.data_ptr():
+                places[group.rank()].copy_(given)
+            works += _between_all([given] * group.size(), places, group)
         work = Works(works, held=inputs)
         if async_op:
             return work
@@ -162,25 +153,28 @@ class PieceTransport:
     ) -> None:
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ValueError(f"gloo reduces gradients by SUM or AVG, not {op}; leave set_gradient_divide_factor alone on the CPU.")
-        ranks = dist.get_world_size(group)
         lanes: list[tuple[torch.Tensor, ...]] = []
         for output, given in zip(outputs, inputs, strict=True):
-            lanes += zip(_pieces(output), *map(_pieces, given.view(ranks, -1)), strict=True)
+            lanes += zip(_pieces(output), *map(_pieces, given.view(group.size(), -1)), strict=True)
         _reduce_around(lanes, group)
         if op == dist.ReduceOp.AVG:
             for output in outputs:
-                output.div_(ranks)
+                output.div_(group.size())
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Send each rank its row, and receive one from each; this rank's own stays as it is."""
-        ranks, me = dist.get_world_size(group), dist.get_rank(group)
-        works: list[dist.Work] = []
-        for hop in range(1, ranks):
-            to, source = (me + hop) % ranks, (me - hop) % ranks
-            for leaving, arriving in zip(_pieces(sent[to]), _pieces(received[source]), strict=True):
-                works += [_receive(arriving, group, source), _send(leaving, group, to)]
-        for work in works:
-            work.wait()
+        Works(_between_all(sent, received, group), held=()).wait()
+
+
+def _between_all(sent: Sequence[torch.Tensor] | torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Begin to send each other rank its row, and to receive one from each, in pieces."""
+    ranks, me = group.size(), group.rank()
+    works: list[dist.Work] = []
+    for hop in range(1, ranks):
+        to, source = (me + hop) % ranks, (me - hop) % ranks
+        for leaving, arriving in zip(_pieces(sent[to]), _pieces(received[source]), strict=True):
+            works += [_receive(arriving, group, source), _send(leaving, group, to)]
+    return works
 
 
 def _reduce_around(lanes: Sequence[tuple[torch.Tensor, ...]], group: dist.ProcessGroup) -> None:
@@ -188,7 +182,7 @@ def _reduce_around(lanes: Sequence[tuple[torch.Tensor, ...]], group: dist.Proces
 
     A lane is a piece of the output, and the same piece of each rank's chunk of the input.
     """
-    ranks, me = dist.get_world_size(group), dist.get_rank(group)
+    ranks, me = group.size(), group.rank()
     before, after = (me - 1) % ranks, (me + 1) % ranks
     if ranks == 1:
         for output, chunk in lanes:
@@ -217,17 +211,13 @@ PlainTransport = BackendTransport | PieceTransport
 
 def plain_transport(group: dist.ProcessGroup, device_type: str) -> PlainTransport:
     """Return how tensors on `device_type` (`"cpu"` or `"cuda"`) travel in two stages, or encoded."""
-    backend = _backend(group, device_type)
+    backend = group._get_backend(torch.device(device_type)).name()
     return PieceTransport() if backend == "gloo" else BackendTransport(coalesces=backend == "nccl")
 
 
 def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
     """Return whether gloo sends tensors on `device_type` (`"cpu"` or `"cuda"`) in this group."""
-    return _backend(group, device_type) == "gloo"
-
-
-def _backend(group: dist.ProcessGroup, device_type: str) -> str:
-    return group._get_backend(torch.device(device_type)).name()
+    return isinstance(plain_transport(group, device_type), PieceTransport)
 
 
 def _send(tensor: torch.Tensor, group: dist.ProcessGroup, to: int) -> dist.Work:
@@ -246,9 +236,6 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     return torch.split(tensor, max(1, PIECE_BYTES // tensor.element_size()))
 
 
-# ------------------------------------------------------------------------------------------ what FSDP2 calls
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
     """A rank's groups of a collective over whole nodes; its place in the whole is `place between * ranks within + place within`."""
@@ -262,8 +249,7 @@ class Stages:
 class TwoStageAllGather(DefaultAllocMixin, AllGather):
     """Between nodes first, so that each byte crosses the slow link once a node, then inside the node, into place.
 
-    With `async_op` the work returned is that of the second stage. The first has been issued to the current stream by then; gloo,
-    which has no streams, has ended it.
+    With `async_op` the work returned is that of the second stage. The first has been issued to the current stream, or has ended.
     """
 
     def __init__(self, stages: Stages, transport: Transport, between: Transport | None = None) -> None:
@@ -289,7 +275,6 @@ class TwoStageReduceScatter(DefaultAllocMixin, ReduceScatter):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool = False
     ) -> None:
-        """Done on the current stream when it returns: FSDP2 waits for nothing else."""
         with announced(Collective.TWO_STAGE_REDUCE_SCATTER, group, input_tensor):
             nodes = self.stages.between.size()
             of_my_place = output_tensor.new_empty(nodes * output_tensor.numel())
@@ -313,10 +298,7 @@ class FlatAllGather(DefaultAllocMixin, AllGather):
 
 
 class FlatReduceScatter(DefaultAllocMixin, ReduceScatter):
-    """In one stage, by a transport. gloo's own sends a reduce-scatter as an all-reduce: twice the bytes, and more memory than in pieces.
-
-    The input's content is lost.
-    """
+    """In one stage, by a transport, which loses the input's content. gloo's own is an all-reduce: twice the bytes, and more memory."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -335,8 +317,9 @@ def flat_collectives(
 
     `gather` and `reduce` are transports to take in their place.
     """
-    if reduce is None and is_gloo(group, device_type):
-        reduce = PieceTransport()
+    plain = plain_transport(group, device_type)
+    if reduce is None and isinstance(plain, PieceTransport):
+        reduce = plain
     return FlatAllGather(gather) if gather else DefaultAllGather(), FlatReduceScatter(reduce) if reduce else DefaultReduceScatter()
 
 

@@ -48,11 +48,9 @@ _log = logging.getLogger(__name__)
 
 
 def on_rank_zero(fn: Callable[[], T]) -> T:
-    """Run `fn` on rank 0 and give every rank its result, which must be picklable, or its error. Collective.
+    """Run `fn` on rank 0 and give every rank its result, which must be picklable, or its error, in the same line. Collective.
 
-    Raises:
-        OSDPError, ValueError: what `fn` raised, with its type and attributes where it is `ValueError` or one of hf_osdp's
-            errors, else an `OSDPError` that names the type; the same line on every rank.
+    A `ValueError` and hf_osdp's errors keep type and attributes; others become an `OSDPError` that names the type.
     """
     if world_size() == 1:
         return fn()
@@ -74,7 +72,6 @@ def on_rank_zero(fn: Callable[[], T]) -> T:
         raise cause  # an interrupt stays one on the rank that got it
     kind, text, attributes = failure
     sent = kind.__new__(kind, text)
-    sent.args = (text,)
     vars(sent).update(attributes)
     raise sent from cause
 
@@ -193,18 +190,18 @@ class Heartbeat(threading.Thread):
         """Tell what beats cannot: that the store does not answer, or that this rank waits although every rank beats."""
         waits, is_told = Waits(threading.main_thread()), False
         while not self._ends.wait(BEAT_S):
-            since = self._beats_since
-            is_silent = since is not None and time.monotonic() - since > SILENT_BEATS * BEAT_S
+            since, silent_s = self._beats_since, SILENT_BEATS * BEAT_S
+            is_silent = since is not None and time.monotonic() - since > silent_s
             if is_silent and not is_told:
                 _log.warning(
                     "The store on rank 0's machine has not answered for %.0f s: its process is stopped (SIGSTOP, a debugger), the machine"
-                    " hangs, or the network is cut.", SILENT_BEATS * BEAT_S,
+                    " hangs, or the network is cut.", silent_s,
                 )  # fmt: skip
             is_told = is_silent
             if (place := waits.look()) is not None:
                 _log.warning(
                     "Rank %s on %s has waited for other ranks for %.0f s, in %s. If this does not end, a rank does something else, or the"
-                    " network between two ranks is cut.", self._rank, socket.gethostname(), SILENT_BEATS * BEAT_S, place,
+                    " network between two ranks is cut.", self._rank, socket.gethostname(), silent_s, place,
                 )  # fmt: skip
 
     def beat(self) -> None:
@@ -224,13 +221,10 @@ class Heartbeat(threading.Thread):
             _log.warning("%s is heard from again, after %.0f s.", who, silent_s)
 
     def end(self) -> None:
-        """Tell the others that this rank has ended; a fork does not.
-
-        It waits as long as a store may be silent: Python aborts a process (SIGABRT) that ends while a thread is in torch's store.
-        """
+        """Tell the others that this rank has ended; a fork does not."""
         if os.getpid() == self._process:
             self._ends.set()
-            self.join(SILENT_BEATS * BEAT_S)
+            self.join(SILENT_BEATS * BEAT_S)  # Python aborts (SIGABRT) where a process ends while a thread is in torch's store
 
 
 def start_heartbeat() -> None:

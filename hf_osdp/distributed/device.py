@@ -7,7 +7,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from .launcher import local_rank, set_variable, variable
+from .launcher import number, set_variable, variable
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """torch 2.11 to 2.13 read both, the second for compatibility (c10/core/AllocatorConfig.cpp, c10/cuda/CUDAAllocatorConfig.cpp)."""
@@ -28,7 +28,7 @@ def own_gpu() -> torch.device:
     elif current or dist.is_initialized():
         chosen = current
     else:
-        chosen = local_rank() % torch.cuda.device_count()
+        chosen = number("LOCAL_RANK") % torch.cuda.device_count()
     if chosen != current:
         torch.cuda.set_device(chosen)
     return torch.device("cuda", chosen)
@@ -38,8 +38,7 @@ def prefer_expandable_segments() -> None:
     """Have torch's allocator for CUDA expand its segments (`expandable_segments:True`), if nobody has set it or taken another allocator.
 
     FSDP2's buffers and parameters differ in size from unit to unit; in segments that expand they leave no gaps (docs/allocator.md).
-    Other settings of the user's stay. Processes that this one starts find it set. Nothing happens where CUDA is initialised
-    already, torch is built without CUDA, or the system is not Linux.
+    Processes that this one starts find it set. Nothing happens where CUDA is initialised already or not there, or the system is not Linux.
     """
     settings = _allocator_settings()
     chosen = _EXPANDABLE in settings or settings.get("backend", "native") != "native"
@@ -52,14 +51,9 @@ def prefer_expandable_segments() -> None:
 
 
 def expands_segments() -> bool:
-    """Return whether the allocator's segments expand in this process, as `TrainingJob.expandable_segments` takes it.
-
-    On a machine without CUDA a plan is for a run elsewhere, which `prefer_expandable_segments` begins.
-    """
+    """Return whether segments expand in this process, or in a run elsewhere, which `prefer_expandable_segments` begins."""
     setting = _allocator_settings().get(_EXPANDABLE)
-    if setting is not None:
-        return setting == "True"
-    return torch.version.cuda is None or not torch.cuda.is_initialized()
+    return setting == "True" if setting else torch.version.cuda is None or not torch.cuda.is_initialized()
 
 
 def _allocator_settings() -> dict[str, str]:

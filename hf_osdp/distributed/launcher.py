@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
-
-from ..quantities import whole_number
 
 
 def variables() -> Mapping[str, str]:
@@ -28,29 +27,22 @@ def is_on(name: str) -> bool:
     return variable(name, "false").lower() in ("1", "true", "yes")
 
 
+def number(name: str, default: int = 0) -> int:
+    """Return a variable of the launcher as a number; raise ValueError where it is not a whole number of at least 0."""
+    text = variable(name, str(default))
+    if re.fullmatch("[0-9]{1,9}", text):
+        return int(text)
+    raise ValueError(f"{name}={text[:40]!r} is not a whole number of at least 0; it is for the launcher to set.")
+
+
 def launched_rank() -> int:
     """Return this process's rank as the launcher set it, before any process group exists; 0 without a launcher."""
-    return whole_number(os.environ, "RANK", 0)
+    return number("RANK")
 
 
 def launched_world_size() -> int:
     """Return how many processes the launcher started; 1 without a launcher."""
-    return whole_number(os.environ, "WORLD_SIZE", 1)
-
-
-def local_rank() -> int:
-    """Return this process's number on its machine; 0 without a launcher."""
-    return whole_number(os.environ, "LOCAL_RANK", 0)
-
-
-def forms_group() -> bool:
-    """Return whether a launcher has set all that `env://` takes."""
-    return all(map(variable, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")))
-
-
-def master_port() -> int:
-    """Return the port of rank 0's store; 0 without a launcher."""
-    return whole_number(os.environ, "MASTER_PORT", 0)
+    return number("WORLD_SIZE", 1)
 
 
 def master_address() -> str:
@@ -58,19 +50,9 @@ def master_address() -> str:
     return f"{variable('MASTER_ADDR', 'unknown')}:{variable('MASTER_PORT', 'unknown')}"
 
 
-def node_number() -> str | None:
-    """Return torchrun's number of its agent on this machine; None where torchrun has not started this process."""
-    return variable("GROUP_RANK") if "LOCAL_WORLD_SIZE" in os.environ and "GROUP_RANK" in os.environ else None
-
-
 def is_torchruns_store() -> bool:
     """Return whether the store of `env://` is torchrun's, which outlives ranks."""
     return variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def restarts_itself() -> bool:
-    """Return whether torchrun started this process, and watches it."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def restart_count() -> int:
@@ -78,14 +60,14 @@ def restart_count() -> int:
     return max(map(_count, ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")))
 
 
-def restarts_left() -> int:
-    """Return how many times torchrun would start this run again."""
-    return max(0, most_restarts() - _count("TORCHELASTIC_RESTART_COUNT"))
-
-
 def most_restarts() -> int:
     """Return torchrun's `--max-restarts`."""
     return _count("TORCHELASTIC_MAX_RESTARTS")
+
+
+def restarts_left() -> int | None:
+    """Return how many times torchrun would start this run again; None where it has not started this process."""
+    return None if not variable("TORCHELASTIC_RUN_ID") else max(0, most_restarts() - _count("TORCHELASTIC_RESTART_COUNT"))
 
 
 def _count(name: str) -> int:

@@ -18,7 +18,7 @@ from ..planner.job import divisors
 from ..planner.plan import Plan
 from .collectives import Stages, is_gloo
 from .device import own_gpu
-from .launcher import node_number
+from .launcher import variables
 from .process_group import all_gather_objects
 
 REPLICATE_AXIS = "replicate"
@@ -51,15 +51,13 @@ class Apart:
 
 
 class Meshes:
-    """The meshes of one process group, each made when first asked for; those of its own machine where `machines` train apart.
+    """The meshes of one process group, of its own machine where `machines` train apart. Collective: all ranks ask in the same order.
 
-    Making a mesh forms process groups, which is collective: every rank must ask for the same sizes in the same order
-    (`prepare` does). Shard groups are neighbouring ranks, so that they stay inside a node where the size allows it. Groups of
-    two stages are those of meshes that plans have anyway, where the shard group is the world.
+    Shard groups are neighbouring ranks, so that they stay inside a node where the size allows it.
     """
 
     def __init__(self, device_type: str, *, machines: int = 1) -> None:
-        """Find the ranks that share a model; `device_type` is `"cuda"` or `"cpu"`, as `init_device_mesh` takes it."""
+        """Take `"cuda"` or `"cpu"`, as `init_device_mesh` does; raise ValueError without a process group."""
         if not dist.is_initialized():
             raise ValueError("Meshes need a process group; start the program with torchrun, or call torch.distributed.init_process_group.")
         self.device_type, self.machines = device_type, machines
@@ -68,11 +66,7 @@ class Meshes:
         self._formed: dict[Layout, DeviceMesh] = {}
 
     def mesh(self, shard_size: int) -> DeviceMesh:
-        """Return the mesh whose shard axis has `shard_size` ranks.
-
-        It is the 1-D mesh (W,) where the whole world shards; else the 2-D mesh (W / shard_size, shard_size) of HSDP, which for
-        `shard_size=1` replicates.
-        """
+        """Return the mesh whose shard axis has `shard_size` ranks: (W,) where the whole world shards, else (W / shard_size, shard_size)."""
         return self._mesh((1, shard_size), mesh_axes(self.world_size, shard_size))
 
     @cached_property
@@ -126,10 +120,7 @@ class Meshes:
             destroy_mesh(self._formed.pop(layout))
 
     def groups(self, plan: Plan) -> list[dist.ProcessGroup]:
-        """Return the process groups in which units of the plan communicate, each once, in the same order on every rank. Collective.
-
-        Others were formed with a mesh, and cost nothing as long as nobody communicates in them.
-        """
+        """Return the process groups in which units of the plan communicate, each once, in the same order on every rank. Collective."""
         found: list[dist.ProcessGroup] = [dist.distributed_c10d._get_default_group()]
         for unit in plan.units:
             mesh = self.mesh(unit.shard_size)
@@ -213,20 +204,19 @@ def find_topology() -> Topology:
     """Return the nodes of the process group, the same on every rank; without a process group there is one rank on one node.
 
     A node is what torchrun's number of its agent says, else the host's name. Collective the first time; found once for each process group.
-
-    Raises:
-        HardwareError: nodes hold different numbers of ranks, or a node's ranks are not numbered one after the other.
+    Errors are those of `topology_of`.
     """
     if (world := dist.group.WORLD) is None:
         return Topology(nodes=1, ranks_per_node=1)
     if world not in _topologies:
-        number = node_number()
-        _topologies[world] = topology_of(all_gather_objects(socket.gethostname() if number is None else f"node {number}"))
+        set_here = variables()
+        by_torchrun = "LOCAL_WORLD_SIZE" in set_here and "GROUP_RANK" in set_here
+        _topologies[world] = topology_of(all_gather_objects(f"node {set_here['GROUP_RANK']}" if by_torchrun else socket.gethostname()))
     return _topologies[world]
 
 
 def topology_of(names: Sequence[str]) -> Topology:
-    """Return the topology of ranks that lie on nodes of these names, in rank order; refuse as `find_topology`."""
+    """Return the topology of ranks on nodes of these names, in rank order; or raise HardwareError where nodes or their ranks are uneven."""
     runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
     if len(runs) != len(set(names)):
         split = next(name for name, _ in runs if sum(other == name for other, _ in runs) > 1)

@@ -24,16 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ..errors import LaunchError, OSDPError
 from .device import prefer_expandable_segments
-from .launcher import (
-    forms_group,
-    is_torchruns_store,
-    launched_rank,
-    launched_world_size,
-    master_address,
-    master_port,
-    most_restarts,
-    variable,
-)
+from .launcher import is_torchruns_store, launched_rank, launched_world_size, master_address, most_restarts, number, variable
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -43,7 +34,7 @@ TIMEOUT_VARIABLE = "OSDP_LAUNCH_TIMEOUT_S"
 ALL_CALL_S = 300.0
 """How long `require_all` waits: longer than one rank logs or writes beforehand, less than NCCL's 600 s."""
 _LONGEST_WAIT = timedelta(hours=6)
-"""Above any save or search. A rank that ends closes its connections, which ends the others' waiting at once."""
+"""Above any save or search, where NCCL and gloo end ranks that wait for 600 and 1800 s. A rank that ends ends the others' waiting."""
 _POLL_S = 0.05
 _READ_S = 2.0
 """How much longer than rank 0 the others wait, and how long it lets them read an error."""
@@ -68,12 +59,11 @@ class RankReport(TypedDict):
 def check_ranks() -> None:
     """Wait until every launched rank is here, and compare their versions. Collective.
 
-    Ranks meet in the store of `env://` or, where there is a process group, in the group's own, for `OSDP_LAUNCH_TIMEOUT_S` (300 s).
-    A single process returns at once. Before that, CUDA's allocator is set as `prefer_expandable_segments` says.
+    Ranks meet in the store of `env://` or of the process group, for `OSDP_LAUNCH_TIMEOUT_S` (300 s). A single process returns at once.
+    Before that, CUDA's allocator is set as `prefer_expandable_segments` says.
 
-    Raises:
-        LaunchError: ranks are missing or run different versions, in the same line on every rank that came; a rank was started twice;
-            or rank 0's machine cannot be reached.
+    Raise LaunchError where ranks are missing or run different versions, in the same line on every rank that came; a rank was started
+    twice; or rank 0's machine cannot be reached.
     """
     prefer_expandable_segments()  # before the process group, which initialises CUDA
     limit_s = launch_timeout_s()
@@ -82,13 +72,13 @@ def check_ranks() -> None:
         shared = most_restarts() and is_torchruns_store()
         if rank == 0 and shared and not _env_store.cache_info().currsize:  # else `_collect` has cleared it
             _log.warning("A restart may hang, since torchrun keeps its store: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun.")
-    elif dist.is_initialized() or not forms_group():
+    elif dist.is_initialized() or not all(map(variable, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))):
         return
     else:
         rank, size = launched_rank(), launched_world_size()
         if size == 1:
             return
-        store = _env_store(rank, master_port(), limit_s)
+        store = _env_store(rank, number("MASTER_PORT"), limit_s)
     mine = RankReport(
         rank=rank, ranks=size, host=socket.gethostname(), process=os.getpid(), token=uuid.uuid4().hex, versions=own_versions(),
     )  # fmt: skip
@@ -108,7 +98,7 @@ def check_ranks() -> None:
 def own_versions() -> dict[str, str]:
     """Return this process's version of each of `COMPARED`, as imported or else as installed, and of Python (major.minor)."""
     found = {name: str(getattr(sys.modules.get(name), "__version__", None) or metadata.version(name)) for name in COMPARED}
-    return {**found, "python": ".".join(platform.python_version_tuple()[:2])}
+    return found | {"python": ".".join(platform.python_version_tuple()[:2])}
 
 
 def launch_timeout_s() -> float:
@@ -168,16 +158,9 @@ def _report(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
 @functools.cache  # rank 0's server must live until the process group's store has joined it
 def _env_store(rank: int, port: int, limit_s: float) -> Store:
     """Open the store of `env://`, without waiting for others to join it."""
-    hosts = rank == 0 and not is_torchruns_store()
-    try:
-        return TCPStore(
-            host_name=variable("MASTER_ADDR"),
-            port=port,
-            is_master=hosts,
-            timeout=timedelta(seconds=limit_s),
-            wait_for_workers=False,
-            multi_tenant=hosts,  # the group's own store then joins this server
-        )
+    hosts, timeout = rank == 0 and not is_torchruns_store(), timedelta(seconds=limit_s)
+    try:  # multi-tenant: the group's own store then joins this server
+        return TCPStore(variable("MASTER_ADDR"), port, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=hosts)
     except RuntimeError as error:
         failed = f"could not reach rank 0's machine at {master_address()} within {limit_s:g} s"
         remedy = (
@@ -209,11 +192,9 @@ def refusal(reports: Sequence[RankReport], *, waited_s: float) -> str | None:
 
 
 def differences(said: Mapping[int, Mapping[str, str]], where: Mapping[int, str] | None = None) -> str | None:
-    """Return which ranks say what, for each name in which they differ; None where they do not.
+    """Return which ranks say what, for each name in which they differ, with what to write behind a rank; None where they do not.
 
-    Args:
-        said: of each rank, values by name; an empty value agrees with all.
-        where: of each rank, what to write behind it.
+    An empty value agrees with all.
     """
     parts = []
     for name in dict.fromkeys(name for one in said.values() for name in one):
@@ -233,10 +214,9 @@ def are_several_ranks() -> bool:
 
 
 def gloo_group() -> dist.ProcessGroup | None:
-    """Return a gloo group of all ranks in which one may be waited for; None where no other rank is real.
+    """Return a gloo group of all ranks in which one may be waited for, longer than in the default group; None where no other rank is real.
 
-    NCCL ends ranks that wait in a collective for 600 s, gloo's own default is 1800 s (`torch/distributed/constants.py`); a checkpoint or
-    a search may take longer. Collective the first time; it is formed once for each process group.
+    Collective the first time; it is formed once for each process group.
     """
     world = dist.group.WORLD
     if world is None or not are_several_ranks():

@@ -12,21 +12,20 @@ from pathlib import Path
 
 import psutil
 
-from .launcher import restart_count, restarts_itself, restarts_left
+from .launcher import restart_count, restarts_left
 from .process_group import all_gather_objects
 
 
 def limit_after_oom(limit_bytes: int) -> int:
     """Return a memory limit, lowered where this run started again because it was too high. Collective."""
-    noted = [limit for limit in all_gather_objects(_noted_limit()) if limit is not None]
-    return min([limit_bytes, *noted])
+    return min(limit_bytes, *(limit or limit_bytes for limit in all_gather_objects(_noted_limit())))
 
 
 def reason_not_to_restart() -> str | None:
     """Return why this run cannot start again under a lower limit; None where it can."""
-    if not restarts_itself():
+    if (left := restarts_left()) is None:
         return "no launcher starts it again; use that memory_limit, or torchrun --max-restarts 3 (accelerate launch: --max_restarts 3)"
-    if not restarts_left():
+    if not left:
         return "the launcher has no restarts left; start it with --max-restarts 3 (accelerate launch: --max_restarts 3)"
     return None
 
@@ -41,7 +40,7 @@ def note_limit(limit_bytes: int) -> None:
 
 def _noted_limit() -> int | None:
     """Return the bytes that were noted when a rank of this machine ran out of memory; None where none did."""
-    if not (restarts_itself() and restart_count()):
+    if restarts_left() is None or not restart_count():
         return None
     note = _note()
     if not note.is_file() or note.stat().st_uid != os.getuid():

@@ -17,15 +17,10 @@ _LARGEST = {WireFormat.INT8: 127, WireFormat.INT4: 7}
 
 
 def encode(values: torch.Tensor, codes: torch.Tensor, wire: WireFormat) -> None:
-    """Write values into the first bytes of `codes`.
+    """Write values into the first bytes of `codes`, uint8 and at least `wire.nbytes(values.numel())` long; both of one dimension.
 
-    A block with an infinity or NaN decodes to values none of which is finite but for zeros of a block's padding, so that a gradient scaler
-    sees it.
-
-    Args:
-        values: floating point, of one dimension and contiguous.
-        codes: uint8, of one dimension, at least `wire.nbytes(values.numel())` long; its storage begins at a multiple of 4 bytes.
-        wire: the format.
+    The storage of `codes` begins at a multiple of 4 bytes. A block with an infinity or NaN decodes to values none of which is finite, but
+    for zeros of a block's padding, so that a gradient scaler sees it.
     """
     turn = _hadamard(values.device) if wire is WireFormat.INT4 else None
     for piece, packed, scales in _pieces(values, codes, wire):
@@ -99,10 +94,9 @@ def _hadamard(device: torch.device) -> torch.Tensor:
 
 
 class WireTransport:
-    """Collectives of flat and contiguous tensors that send a format of fewer bits, over another transport.
+    """Send a format of fewer bits over another transport. Each collective has ended on the current stream when it returns.
 
-    All ranks of a group decode the same bytes, their own part of a gather too, so that replicas stay equal to the bit. Each collective has
-    ended on the current stream when it returns.
+    All ranks of a group decode the same bytes, their own part of a gather too, so that replicas stay equal to the bit.
     """
 
     def __init__(self, transport: PlainTransport, wire: WireFormat) -> None:
@@ -111,7 +105,6 @@ class WireTransport:
     def all_gather(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool = False
     ) -> dist.Work | None:
-        """Make each output the ranks' inputs one after the other, as they are decoded."""
         for output, given in zip(outputs, inputs, strict=True):
             if not given.is_floating_point():
                 raise OSDPError("Parameters of several dtypes are gathered as bytes, which no wire format can round; plan again.")
@@ -121,7 +114,6 @@ class WireTransport:
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: ReduceOp, group: dist.ProcessGroup
     ) -> None:
-        """Make each output this rank's chunk of the reduced inputs. The inputs' content is lost."""
         for output, given in zip(outputs, inputs, strict=True):
             output.copy_(self._reduce(given.view(group.size(), -1).unbind(), op, group))
 

@@ -47,19 +47,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """What a file holds."""
+    """A description, with what describing warned of."""
 
     description: ModelDescription
     warnings: tuple[str, ...]
-    """What describing warned of; it is said again."""
 
 
 def describe_once(model: nn.Module, **options: Any) -> ModelDescription:
-    """Describe a model of transformers, or take what was found when the same one was described before.
+    """Describe a model of transformers, or take what was found when the same one was described before, by the same code and versions.
 
-    The same is the same configuration, parameters, options, code of hf_osdp, and versions of Python, torch and transformers. Files lie in
-    `OSDP_CACHE` (else `hf_osdp` under `HF_HOME`, else `~/.cache/huggingface`), where the oldest make room; `OSDP_CACHE=0` keeps none.
-    With `inputs`, `loss` or modules that are code of others, nothing is kept.
+    Files lie in `OSDP_CACHE` (else `hf_osdp` under `HF_HOME`, else `~/.cache/huggingface`), where the oldest make room; `OSDP_CACHE=0`
+    keeps none. With `inputs`, `loss` or modules that are code of others, nothing is kept.
     """
     folder = cache_folder()
     of_code = options.get("inputs") is not None or options.get("loss") is not None or not hasattr(model, "config")
@@ -126,8 +124,7 @@ def code_hash() -> str:
 def measured_once(*, device_type: str, seconds: float) -> Hardware:
     """Measure the machine as `measure_hardware`, or take what was measured on the same one within the last day. Collective.
 
-    The same are each rank's host, device, threads and cores, and the code. The memory is that of now. Rank 0 has the file, in the folder of
-    `describe_once`. What is measured while more is to be done than there are cores is not kept.
+    The memory is that of now. Rank 0 has the file. What is measured while more is to be done than there are cores is not kept.
     """
     device = measuring_device(device_type)
     ranks = all_gather_objects((platform.node(), device_name(device), usable_cores()))

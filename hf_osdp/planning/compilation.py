@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from ..errors import InfeasibleError
 from ..planner.hardware import Backend
-from ..planner.plan import Plan
-from ..planner.problem import PlanningProblem
+from ..planner.search.search import search
 from ..quantities import format_seconds
+from .problem import FoundPlan
 
 _COMPILE_S = {"cuda": 6.0, "cpu": 45.0}
 """Of one kind of block in one way, forward and backward, nothing cached. CUDA: Accelerate's benchmarks/torch.compile takes 2 to 3 s for
@@ -45,12 +46,17 @@ class Compilation:
         return f"{said}. Blocks run as they are; compile=True compiles them all the same."
 
 
-def weigh(plan: Plan, problem: PlanningProblem, *, eager_step_s: float, steps: int | None) -> Compilation:
-    """Weigh a plan with compiled blocks against the best one without them."""
-    kinds = {
-        (unit.class_name, decision.activations.recomputation)
-        for unit, decision in zip(problem.description.units, plan.units, strict=True) if unit.class_name in plan.compiled_classes
-    }  # fmt: skip
+def weigh(found: FoundPlan, steps: int | None) -> Compilation | None:
+    """Weigh a plan with compiled blocks against the best one without them; None where nothing fits without, or it cannot be told."""
+    plan, problem = found.plan, found.problem
+    if found.eager is None:
+        return None
+    try:
+        eager_step_s = search(replace(problem, description=found.eager)).time.step_s
+    except InfeasibleError:
+        return None
+    pairs = zip(problem.description.units, plan.units, strict=True)
+    kinds = {(unit.class_name, one.activations.recomputation) for unit, one in pairs if unit.class_name in plan.compiled_classes}
     compile_s = len(kinds) * _COMPILE_S["cpu" if problem.hardware.backend is Backend.GLOO else "cuda"]
     assert plan.step_s is not None
     return Compilation(eager_step_s=eager_step_s, step_s=plan.step_s, compile_s=compile_s, steps=steps)

@@ -18,10 +18,14 @@ from ..quantities import parse_limit
 STRATEGIES = tuple(strategy.value for strategy in Strategy)
 COMMUNICATIONS = (EXACT, *(wire.value for wire in WireFormat))
 _KNOWN = {"strategy": STRATEGIES, "on_oom": ("raise", "replan"), "communication": COMMUNICATIONS}
-_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+_TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "plan": ((Plan, str, Path), "a Plan or the path of a plan file"),
     "hardware": ((Hardware, str), "a Hardware or the name of a preset"),
     "profile": ((Profile, str, Path), "a Profile or the path of a profile file"),
+    "inputs": (
+        (Callable,),
+        "a function from a number of samples to forward's keyword arguments, which no file holds: OSDPConfig(inputs=...) in the script",
+    ),
 }
 _WITHOUT_EFFECT_ON_PLAN = (
     "strategy", "operator_splitting", "on_oom", "recalibrate", "hardware", "profile", "nodes", "memory_margin",
@@ -145,22 +149,19 @@ class OSDPConfig:
         if self.memory_margin is not None:
             check_margin(self.memory_margin)
         for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
+            name, value, problem = field.name, getattr(self, field.name), None
             if value is None and field.default is None:
                 continue
             if name in _KNOWN and value not in _KNOWN[name]:
-                raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(_KNOWN[name])}.")
-            if str(field.type).startswith("bool") and not isinstance(value, bool) and (name, value) != ("compile", "auto"):
-                raise ValueError(f"{name}={value!r} is not a switch; use true or false{', or auto' if name == 'compile' else ''}.")
-            if field.type == "int | None" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name}={value!r} must be a whole number of at least 1, or left out.")
-            if name in _TYPES and not isinstance(value, _TYPES[name][0]):
-                raise ValueError(f"{name}={value!r} is of type {type(value).__name__}; use {_TYPES[name][1]}.")
-        if self.inputs is not None and not callable(self.inputs):
-            raise ValueError(
-                f"inputs={self.inputs!r} is of type {type(self.inputs).__name__}; give a function from a number of samples to forward's"
-                " keyword arguments, which a file cannot hold: OSDPConfig(inputs=...) in the script."
-            )
+                problem = f"is not known; use one of {', '.join(_KNOWN[name])}"
+            elif str(field.type).startswith("bool") and not isinstance(value, bool) and (name, value) != ("compile", "auto"):
+                problem = f"is not a switch; use true or false{', or auto' if name == 'compile' else ''}"
+            elif field.type == "int | None" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                problem = "must be a whole number of at least 1, or left out"
+            elif name in _TYPES and not isinstance(value, _TYPES[name][0]):
+                problem = f"is of type {type(value).__name__}; use {_TYPES[name][1]}"
+            if problem is not None:
+                raise ValueError(f"{name}={value!r} {problem}.")
 
     def _check_local_steps(self) -> None:
         """Refuse local steps beside what they are not made for, and options of theirs without them."""
@@ -232,12 +233,9 @@ def stated_options(asked: OSDPConfig | Mapping[str, object] | None) -> dict[str,
 
 
 def merged_config(*places: OSDPConfig | Mapping[str, object] | None) -> OSDPConfig:
-    """Return one configuration from several places, the strongest first, and so the accelerate file last.
+    """Return one configuration from several places, the strongest first, and so the accelerate file last; errors are `from_options`'.
 
     A mapping states each key that it has; a configuration states the fields that are not at their default.
-
-    Raises:
-        ValueError: an option is not known, its value cannot be used, or options of several places exclude each other.
     """
     merged: dict[str, object] = {}
     for place in reversed(places):

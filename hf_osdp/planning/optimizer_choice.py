@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from ..errors import InfeasibleError
 from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
@@ -50,32 +48,23 @@ def find_plan_and_optimizer(
     """
     if not facts.optimizer_choices:
         return find_plan(model, config, facts, hardware=hardware, trace=trace), None
-    trace, found = _once() if trace is describe else trace, dict[str, FoundPlan]()
+    found: dict[str, FoundPlan] = {}
+    descriptions: dict[tuple[object, ...], ModelDescription] = {}
+
+    def once(model: nn.Module, **options: Any) -> ModelDescription:
+        """Describe the same model only once; batches and losses are told apart as objects."""
+        key = tuple(id(value) if callable(value) else value for value in options.values())
+        if key not in descriptions:
+            descriptions[key] = trace(model, **options)
+        return descriptions[key]
+
     for name, spec in facts.optimizer_choices:
-        found[name] = find_plan(model, config, replace(facts, optimizer=spec), hardware=hardware, trace=trace)
+        found[name] = find_plan(model, config, replace(facts, optimizer=spec), hardware=hardware, trace=once)
         if config.profile is None and hardware is None:  # one machine for all, measured once
             config = replace(config, hardware=found[name].builder.hardware, nodes=None)
     times = tuple((name, one.outcome.step_s if isinstance(one.outcome, Plan) else None) for name, one in found.items())
     fastest = min((seconds for _, seconds in times if seconds is not None), default=None)
     if fastest is None:
-        return min(found.values(), key=_least_bytes), None
+        return min(found.values(), key=lambda one: getattr(one.outcome, "least_peak_bytes", 0)), None
     name = next(name for name, seconds in times if seconds is not None and seconds <= _WORTH_CHANGING * fastest)
     return found[name], OptimizerChoice(name=name, step_s=times)
-
-
-def _least_bytes(found: FoundPlan) -> int:
-    assert isinstance(found.outcome, InfeasibleError)
-    return found.outcome.least_peak_bytes
-
-
-def _once() -> Callable[..., ModelDescription]:
-    """Return `describe`, which describes the same model only once; batches and losses are told apart as objects."""
-    descriptions: dict[tuple[object, ...], ModelDescription] = {}
-
-    def describe_once(model: nn.Module, **options: Any) -> ModelDescription:
-        key = tuple((name, id(value) if callable(value) else value) for name, value in sorted(options.items()))
-        if key not in descriptions:
-            descriptions[key] = describe(model, **options)
-        return descriptions[key]
-
-    return describe_once

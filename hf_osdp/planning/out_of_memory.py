@@ -10,7 +10,7 @@ import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -31,8 +31,7 @@ from .recalibrate import estimated
 
 _LEAST_SHARE = 0.05
 """The limit is lowered by at least this share: with fragmentation, or other processes on the device, the peak says nothing."""
-_HOST_SIGNS = ("defaultcpuallocator: can't allocate memory", "error code 12 (cannot allocate memory)")
-"""c10/core/impl/alloc_cpu.cpp."""
+_HOST_SIGNS = ("defaultcpuallocator: can't allocate memory", "error code 12 (cannot allocate memory)")  # c10/core/impl/alloc_cpu.cpp
 _DEVICE_SIGNS = (
     "cuda out of memory",  # c10/cuda/CUDACachingAllocator.cpp; DataParallel raises it again as a RuntimeError (torch/_utils.py)
     "cuda error: out of memory",  # cudaErrorMemoryAllocation, c10/cuda/CUDAException.cpp: AcceleratorError since 2.8, RuntimeError before
@@ -42,8 +41,7 @@ _DEVICE_SIGNS = (
     "cuda failure 2 'out of memory'",  # NCCL src/include/checks.h
     "cuda failure 'out of memory'",  # the same, before 2.19
 )
-_CUDA_ERROR_MEMORY_ALLOCATION = 2
-"""In `torch.AcceleratorError.error_code`."""
+_CUDA_ERROR_MEMORY_ALLOCATION = 2  # in `torch.AcceleratorError.error_code`
 _GATHERS = ("unshard", "wait_for_unshard", "pre_forward", "pre_backward", "_prefetch_unshard")
 _FSDP_FILE, _AUTOGRAD_FILE, _OPTIMIZER_FILE = "_fsdp_param_group.py", "torch/autograd/graph.py", "torch/optim/"
 _AMOUNT = r"(\d+(?:\.\d+)?) ([KMGT]iB|bytes)"
@@ -95,46 +93,24 @@ def place_of(error: BaseException, model: nn.Module, units: Sequence[UnitDescrip
     return f"backward of {running[-1]}" if running else "backward"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaferPlan:
-    """A plan that needs less memory."""
-
-    limit_bytes: int
-    """The `memory_limit` to plan under."""
-    plan: Plan | None = None
-    """The fastest plan under it; None where none fits."""
-    remedies: tuple[str, ...] = ()
-    """Where none fits."""
-
-
-def safer_plan(problem: PlanningProblem, plan: Plan, needed_bytes: int | None) -> SaferPlan:
-    """Return what to run after a plan that needed more than it was estimated to.
+def safer_limit(problem: PlanningProblem, plan: Plan, needed_bytes: int | None) -> int:
+    """Return the limit to plan under after a plan that needed more than it was estimated to.
 
     The limit falls by what the plan needed above its estimate, by a twentieth at least, and so far that the plan itself fits no more:
     limit' = min(limit - max(needed - estimate, limit / 20), estimate - estimate / 20); `needed_bytes` may not be known.
     """
     limit, estimate = problem.memory_limit_bytes, plan.peak_bytes or problem.memory_limit_bytes
     over = max((needed_bytes or 0) - estimate, int(limit * _LEAST_SHARE))
-    lower = max(1, min(limit - over, int(estimate * (1 - _LEAST_SHARE))))
-    try:
-        return SaferPlan(limit_bytes=lower, plan=search(replace(problem, memory_limit_bytes=lower)).plan)
-    except InfeasibleError as error:
-        return SaferPlan(limit_bytes=lower, remedies=error.remedies)
+    return max(1, min(limit - over, int(estimate * (1 - _LEAST_SHARE))))
 
 
 class OutOfMemoryHandler:
     """Explain errors of memory in one model's training, and restart all ranks where `on_oom="replan"`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        units: Sequence[UnitDescription],
-        *,
-        problem: PlanningProblem | None,
-        on_oom: str,
-        device: torch.device,
-    ) -> None:
+        self, model: nn.Module, plan: Plan, units: Sequence[UnitDescription],
+        *, problem: PlanningProblem | None, on_oom: str, device: torch.device,
+    ) -> None:  # fmt: skip
         """Explain errors that reach `sys.excepthook` from here on, too, as long as this handler lives.
 
         The plan has been applied to the model; `problem` is what it was found for, None where it was given.
@@ -152,11 +128,7 @@ class OutOfMemoryHandler:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Explain out-of-memory errors raised in this context; where `on_oom="replan"`, restart all ranks instead, if possible.
-
-        Raises:
-            BaseException: the same that was raised inside; where memory ran out (`is_out_of_memory`), with another message.
-        """
+        """Explain out-of-memory errors raised in this context, which come out with another message."""
         try:
             yield
         except Exception as error:
@@ -173,13 +145,13 @@ class OutOfMemoryHandler:
         except Exception:  # the error itself is worth more than its explanation
             _log.warning("An error of memory could not be explained.", exc_info=True)
             return
-        reason_not_to_restart = "there is no other plan" if limit_bytes is None else restart.reason_not_to_restart()
-        if self._replans and limit_bytes is not None and reason_not_to_restart is None:
+        hindrance = "there is no other plan" if limit_bytes is None else restart.reason_not_to_restart()
+        if self._replans and limit_bytes is not None and hindrance is None:
             restart.note_limit(limit_bytes)
             text += " The launcher starts all ranks again, by that plan."
         elif self._replans:
-            text += f' on_oom="replan" cannot start again: {reason_not_to_restart}.'
-        elif reason_not_to_restart is None:
+            text += f' on_oom="replan" cannot start again: {hindrance}.'
+        elif hindrance is None:
             text += ' With on_oom="replan" the run goes on by it.'
         error.explained_by_osdp = True  # type: ignore[attr-defined]
         error.args = (f"{text} ({original})",)
@@ -194,22 +166,23 @@ class OutOfMemoryHandler:
                 " offload_activations=False, or a machine or container with more memory."
             ), None
         asked, allocated = _bytes_in(_ASKED, str(error)), self._allocated(str(error))
-        if allocated is None:
-            seen = "what was allocated is not known" + (f", {format_bytes(asked)} were asked for" if asked else "")
-        else:
+        seen = "what was allocated is not known" + (f", {format_bytes(asked)} were asked for" if asked else "")
+        if allocated is not None:
             seen = f"{format_bytes(allocated)} were allocated and {format_bytes(asked or 0)} more asked for"
         peak = "an amount that it does not state" if self._plan.peak_bytes is None else format_bytes(self._plan.peak_bytes)
         limit = "" if problem is None else f" of a limit of {format_bytes(problem.memory_limit_bytes)}"
         text = f"Out of memory on {who} in {place}: the plan was estimated to need {peak}{limit}, {seen}."
         if problem is None:
             return f"{text} The plan was given; plan again under a lower memory_limit.", None
-        safer = safer_plan(problem, self._plan, None if allocated is None else allocated + (asked or 0))
-        if safer.plan is None:
-            return f"{text} No plan needs as little as {format_bytes(safer.limit_bytes)}; use {'; or '.join(safer.remedies)}.", None
+        limit_bytes = safer_limit(problem, self._plan, None if allocated is None else allocated + (asked or 0))
+        try:
+            safer = search(replace(problem, memory_limit_bytes=limit_bytes)).plan
+        except InfeasibleError as infeasible:
+            return f"{text} No plan needs as little as {format_bytes(limit_bytes)}; use {'; or '.join(infeasible.remedies)}.", None
         return (
-            f"{text} The next plan, for memory_limit={safer.limit_bytes}, needs {format_bytes(safer.plan.peak_bytes or 0)} and"
-            f" {format_seconds(safer.plan.step_s or 0.0)} a step instead of {format_seconds(estimated(problem, self._plan).time.step_s)}."
-        ), safer.limit_bytes
+            f"{text} The next plan, for memory_limit={limit_bytes}, needs {format_bytes(safer.peak_bytes or 0)} and"
+            f" {format_seconds(safer.step_s or 0.0)} a step instead of {format_seconds(estimated(problem, self._plan).time.step_s)}."
+        ), limit_bytes
 
     def _allocated(self, text: str) -> int | None:
         """Return the bytes that torch's message names, else the highest that its allocator saw, with what the device reserves."""

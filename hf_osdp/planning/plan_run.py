@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,7 +43,7 @@ from .problem import (
     check_whole,
     plan_from_rank_zero,
     training_job,
-)  # fmt: skip
+)
 from .recalibrate import Round, estimated, recalibrate
 
 _log = logging.getLogger(__name__)
@@ -94,10 +93,9 @@ class PlannedRun:
 
 
 def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
-    """Describe the model, measure the hardware, search on rank 0, and give every process the plan.
+    """Describe the model, measure the hardware, search on rank 0, and give every process the plan. Collective.
 
-    Every process of the group calls this with the same arguments; without a process group it runs alone. The model is not sharded yet;
-    its parameters may be on the meta device. The plan has been checked on every process.
+    The model is not sharded yet; its parameters may be on the meta device. The plan has been checked on every process.
 
     Raises:
         InfeasibleError: no plan meets the memory limit.
@@ -115,7 +113,8 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
         check_inputs(config.inputs, model)
 
     run = _searched(model, config, facts) if config.plan is None else _given(model, config, facts)
-    facts = _as_chosen(facts, run.optimizer)
+    if run.optimizer is not None:
+        facts = replace(facts, optimizer=dict(facts.optimizer_choices)[run.optimizer.name])
     planning_s = time.perf_counter() - started
     return replace(run, planning_s=planning_s, findings=check_run(_known(run, config, facts), model))
 
@@ -130,59 +129,32 @@ def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedR
     plan.check(problem.description, plan.ranks_of_machine(facts.world_size))
     compilation = None
     if config.compile == "auto" or (config.compare and config.compile):
-        compilation = on_rank_zero(lambda: _weighed(found, facts.steps))
+        compilation = on_rank_zero(lambda: weigh(found, facts.steps))
         if compilation is not None and config.compile == "auto" and not compilation.pays:
             return replace(_searched(model, as_they_are, facts), compilation=compilation)
     rounds: tuple[Round, ...] = ()
-    meshes: Meshes | None = None
+    meshes = Meshes(facts.device_type) if config.recalibrate and dist.is_initialized() else None
     if config.recalibrate:
-        meshes = Meshes(facts.device_type) if dist.is_initialized() else None
         trial = _trial(model, config, facts, problem)
         plan, rounds, problem = recalibrate(plan, problem, lambda tried: probe(tried, trial, meshes))
         found = replace(found, problem=problem)
         if meshes is not None:
             meshes.keep(plan)
-    first = rank() == 0
-    comparison = None
-    if first and config.compare:
-        comparison = found.compared()
-    return PlannedRun(
-        plan=plan,
-        units=problem.description.units,
-        inputs=PlanInputs.of(problem),
-        search=estimated(problem, plan) if first else None,
-        comparison=comparison,
-        open_step_s=None if rounds or not first else _open_step_s(found),
-        optimizer=optimizer,
-        compilation=compilation,
-        rounds=rounds,
-        meshes=meshes,
-    )
-
-
-def _as_chosen(facts: RunFacts, choice: OptimizerChoice | None) -> RunFacts:
-    """Return the facts of the run with the optimizer that was chosen."""
-    return facts if choice is None else replace(facts, optimizer=dict(facts.optimizer_choices)[choice.name])
-
-
-def _weighed(found: FoundPlan, steps: int | None) -> Compilation | None:
-    """Weigh compiled blocks; None where none are, where nothing fits without, or where it cannot be told."""
-    if found.eager is None:
-        return None
-    with suppress(InfeasibleError):
-        eager = search(replace(found.problem, description=found.eager))
-        return weigh(found.plan, found.problem, eager_step_s=eager.time.step_s, steps=steps)
-    return None
+    run = PlannedRun(
+        plan=plan, units=problem.description.units, inputs=PlanInputs.of(problem), optimizer=optimizer, compilation=compilation,
+        rounds=rounds, meshes=meshes,
+    )  # fmt: skip
+    if rank() != 0:
+        return run
+    comparison = found.compared() if config.compare else None
+    return replace(run, search=estimated(problem, plan), comparison=comparison, open_step_s=None if rounds else _open_step_s(found))
 
 
 def _open_step_s(found: FoundPlan) -> float | None:
-    """Return the estimated seconds of a step where the planner decides what is recomputed; None where it does, or that cannot be told.
-
-    For rank 0 alone: nothing here is collective. Times of a profile are of blocks that are recomputed.
-    """
+    """Return the estimated seconds of a step where the planner decides what is recomputed; None where it does, or that cannot be told."""
     config, facts, model = found.builder.config, found.builder.facts, found.builder.model
     if not (facts.trains and found.problem.description.recomputed_by_others) or config.profile is not None:
-        return None
+        return None  # times of a profile are of blocks that are recomputed
     left_open = replace(facts, activation_checkpointing=False, checkpoint_wrapper=False)
     try:
         with without_checkpointing(model):
@@ -232,15 +204,8 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
         inputs = PlanInputs(description=description, job=replace(training_job(config, facts), local_steps=plan.local_steps), hardware=None)
         if config.memory_limit is not None:
             peak_bytes = inputs.estimate(plan).memory.peak_bytes
-    check_given_plan(
-        plan,
-        memory_limit_bytes=config.memory_limit_bytes,
-        peak_bytes=peak_bytes,
-        global_batch_size=facts.global_batch_size,
-        micro_batch_size=facts.micro_batch_size,
-        reduce_every_micro_step=facts.reduce_every_micro_step,
-        sequence_length=facts.sequence_length,
-    )
+    asked = {name: getattr(facts, name) for name in ("global_batch_size", "micro_batch_size", "reduce_every_micro_step", "sequence_length")}
+    check_given_plan(plan, memory_limit_bytes=config.memory_limit_bytes, peak_bytes=peak_bytes, **asked)
     here = find_topology().ranks_per_node
     if plan.devices_per_node not in (None, here) and rank() == 0:
         _log.warning("The plan was made for %d devices a node, here there are %d; plan again for these.", plan.devices_per_node, here)
@@ -260,12 +225,9 @@ def check_given_plan(
     reduce_every_micro_step: bool | None = None,
     sequence_length: int | None = None,
 ) -> None:
-    """Refuse a plan that would run another training than was asked for, or not fit.
+    """Raise PlanError for a plan that would run another training than was asked for, or not fit.
 
     None asks for nothing; a `peak_bytes` of None takes what the plan states.
-
-    Raises:
-        PlanError: they differ, samples are longer than the plan's, or its peak is above the limit or not known.
     """
     problem = None
     if global_batch_size not in (None, plan.global_batch_size):
@@ -290,9 +252,6 @@ def _check_options(config: OSDPConfig, facts: RunFacts) -> None:
     """Refuse a precision that cannot run, options that have no effect in this run, and trials that would not be of what then runs."""
     if facts.precision.compute is DType.FLOAT16 and facts.device_type == "cpu" and facts.world_size == 1:
         raise ValueError("fp16 in a single process on the CPU is not supported; use bf16, or start two processes or more.")
-    for name, value in (("recompute", False), ("split_vocabulary", True), ("offload_activations", True)):
-        if facts.activation_checkpointing and getattr(config, name) is value:
-            raise ValueError(f"{name}={value} has no effect beside activation checkpointing of all blocks; leave one of the two out.")
     if config.other_optimizers and not facts.optimizer_choices:
         raise ValueError(
             f"other_optimizers={','.join(config.other_optimizers)!r} is for a Trainer that makes its optimizer from optim=...; here it is"
@@ -311,9 +270,9 @@ def _check_options(config: OSDPConfig, facts: RunFacts) -> None:
 
 def _known(run: PlannedRun, config: OSDPConfig, facts: RunFacts) -> KnownRun:
     """Return what the preflight checks look at."""
-    needed, classes = None, tuple(dict.fromkeys(unit.class_name for unit in run.units))
+    needed, classes, plan = None, tuple(dict.fromkeys(unit.class_name for unit in run.units)), run.plan
     if run.inputs is not None:
-        classes, plan = run.inputs.description.block_classes, run.plan
+        classes = run.inputs.description.block_classes
         if run.hardware is not None and plan.peak_bytes is not None:
             needed = plan.peak_bytes - run.hardware.outside_bytes(plan.communicators)
         else:

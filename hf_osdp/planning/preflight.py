@@ -94,13 +94,10 @@ class DeviceMemory:
     """Ranks that use it together."""
 
 
-def refuse_errors(findings: Iterable[Finding]) -> None:
+def refuse_errors(findings: Iterable[Finding | None]) -> None:
     """Raise a PreflightError that has all errors in one line, if there are any."""
-    if errors := [finding.message for finding in findings if finding.severity is Severity.ERROR]:
+    if errors := [finding.message for finding in findings if finding is not None and finding.severity is Severity.ERROR]:
         raise PreflightError(" ".join(errors))
-
-
-# --------------------------------------------------------------------------------------------------------------- the model
 
 
 def whole_in_one_unit(units: Sequence[UnitDescription]) -> Finding | None:
@@ -178,12 +175,10 @@ def frozen(units: Sequence[UnitDescription], *, in_optimizer: int = 0) -> Findin
     if not still or len(still) == len(parameters):
         return None
     count, total = (format_count(sum(p.numel for p in some)) for some in (still, parameters))
-    given = f" The optimizer was given {in_optimizer} of them, which it leaves alone." if in_optimizer else ""
-    message = f"{count} of {total} parameters are frozen, without gradients and optimizer states; to thaw any, plan again.{given}"
+    message = f"{count} of {total} parameters are frozen, without gradients and optimizer states; to thaw any, plan again."
+    if in_optimizer:
+        message += f" The optimizer was given {in_optimizer} of them, which it leaves alone."
     return Finding(Check.FROZEN, Severity.NOTE, message)
-
-
-# ------------------------------------------------------------------------------------------------------------- the devices
 
 
 def fp16_for_bf16(precision: Precision, native_on: str | None) -> Finding | None:
@@ -203,12 +198,14 @@ def slow_link(plan: Plan, hardware: Hardware | None, time: TimeEstimate | None, 
         return None
     crossing = sum(unit.shard_size > hardware.devices_per_node and not unit.two_stage for unit in plan.units)
     waiting = time.total("exposed_s") / time.step_s
-    best = max((row.result.plan for row in others if row.result is not None), key=lambda p: p.samples_per_s or 0.0, default=None)
-    gain = 0.0 if best is None else (best.samples_per_s or 0.0) / (plan.global_batch_size / time.step_s)
-    if not crossing or waiting <= _WAITING or (best is not None and gain < _FASTER):
+    if not crossing or waiting <= _WAITING:
         return None
     remedy = "try strategy=osdp, hsdp or two_stage"
-    if best is not None:
+    if plans := [row.result.plan for row in others if row.result is not None]:
+        best = max(plans, key=lambda p: p.samples_per_s or 0.0)
+        gain = (best.samples_per_s or 0.0) / (plan.global_batch_size / time.step_s)
+        if gain < _FASTER:
+            return None
         remedy = f"strategy={best.strategy} is estimated to be {gain:.1f} times as fast under the same limit"
     message = (
         f"{crossing} of {len(plan.units)} units are sharded across {hardware.nodes} nodes over"
@@ -240,33 +237,27 @@ def memory_now(memory: DeviceMemory, needed_bytes: int, communicators: int) -> F
     return Finding(Check.PROCESSES, Severity.WARNING, message)
 
 
-# ------------------------------------------------------------------------------------------------------------ the folder
-
-
 def checkpoint_bytes(units: Sequence[UnitDescription], optimizer: OptimizerSpec | None, *, adapters: bool = False) -> int:
     """Return the bytes of one checkpoint, whatever the plan: each parameter once, and the states of those that are trained.
 
-    `Σ_p n_p b_p [p is saved] + s Σ_p n_p b_p [p is trained]` with n elements of b bytes and s states, quantized ones in float32;
-    schedulers, random states and the Trainer's notes are kilobytes. None as optimizer stands for weights alone, `adapters` for trained
-    parameters alone.
+    None as optimizer stands for weights alone, `adapters` for trained parameters alone. Quantized states are saved in float32;
+    schedulers, random states and the Trainer's notes are kilobytes.
     """
     parameters = [parameter for unit in units for parameter in unit.parameters]
-    trained = sum(p.numel * p.dtype.itemsize for p in parameters if p.requires_grad)
-    weights = trained if adapters else sum(p.numel * p.dtype.itemsize for p in parameters)
-    return weights + (0 if optimizer is None else sum(optimizer.saved_bytes(p) for p in parameters if p.requires_grad))
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    weights = sum(p.numel * p.dtype.itemsize for p in (trained if adapters else parameters))
+    return weights + (0 if optimizer is None else sum(optimizer.saved_bytes(p) for p in trained))
 
 
 def not_writable(folder: RunFolder) -> Finding | None:
     """Find that no file can be made in the folder, or in its nearest existing parent. Nothing is left behind."""
     where = _nearest(folder)
-    reason = "is a file"
-    if where.is_dir():
-        try:
-            with tempfile.TemporaryFile(dir=where) as handle:
-                handle.write(b"\0")
-            return None
-        except OSError as problem:
-            reason = f"cannot be written ({problem.strerror})"
+    try:
+        with tempfile.TemporaryFile(dir=where) as handle:
+            handle.write(b"\0")
+        return None
+    except OSError as problem:
+        reason = f"cannot be written ({problem.strerror})" if where.is_dir() else "is a file"
     shown = folder.path if where == Path(folder.path).absolute() else f"{folder.path}: {where}"
     return Finding(Check.FOLDER, Severity.ERROR, f"Output folder {shown} {reason}; give a folder that can be written.")
 
@@ -283,24 +274,20 @@ def too_small(folder: RunFolder, units: Sequence[UnitDescription], optimizer: Op
     has = f"the disk of {folder.path} has {format_bytes(free)} free"
     if not folder.saves:
         message = f"The model takes {format_bytes(size)}, but {has}; free some space before it is saved."
-        return Finding(Check.FOLDER, Severity.WARNING, message)
-    if free < size:
+    elif free < size:
         message = f"A checkpoint takes {format_bytes(size)}, but {has}; free some space, or give another folder."
-        return Finding(Check.FOLDER, Severity.ERROR, message)
-    message = (
-        f"A checkpoint takes {format_bytes(size)}, and {has}: room for {free // size} of the {wanted} that will lie there at once; free"
-        " some space, give another folder, or keep fewer with save_total_limit."
-    )
-    return Finding(Check.FOLDER, Severity.WARNING, message)
+    else:
+        message = (
+            f"A checkpoint takes {format_bytes(size)}, and {has}: room for {free // size} of the {wanted} that will lie there at once; free"
+            " some space, give another folder, or keep fewer with save_total_limit."
+        )
+    return Finding(Check.FOLDER, Severity.ERROR if folder.saves and free < size else Severity.WARNING, message)
 
 
 def _nearest(folder: RunFolder) -> Path:
     """Return the folder itself, or its nearest parent that exists."""
     path = Path(folder.path).absolute()
     return next(place for place in (path, *path.parents) if place.exists())
-
-
-# ----------------------------------------------------------------------------------------------------------- the whole run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,8 +315,7 @@ class KnownRun:
 def check_run(known: KnownRun, model: nn.Module) -> tuple[Finding, ...]:
     """Return what all ranks find before a run, or raise its errors; device memory and bfloat16 support are looked up here. Collective."""
     device, device_type = None if known.hardware is None else known.hardware.device, known.facts.device_type
-    known = replace(known, bf16_on=bf16_on(device, device_type), memory=device_memory(device_type, model))
-    return merged_findings(findings_of(known))
+    return merged_findings(findings_of(replace(known, bf16_on=bf16_on(device, device_type), memory=device_memory(device_type, model))))
 
 
 def findings_of(known: KnownRun) -> tuple[Finding, ...]:
@@ -364,8 +350,7 @@ def merged_findings(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 
 def check_model(model: nn.Module, *, trains: bool = True) -> None:
     """Refuse a model whose tied weights are separate parameters, or that is to be trained and is all frozen, before it is described."""
-    found = (split_ties(model), nothing_to_train(model) if trains else None)
-    refuse_errors(finding for finding in found if finding is not None)
+    refuse_errors((split_ties(model), nothing_to_train(model) if trains else None))
 
 
 def device_memory(device_type: str, model: nn.Module | None = None) -> DeviceMemory | None:
@@ -381,7 +366,7 @@ def device_memory(device_type: str, model: nn.Module | None = None) -> DeviceMem
         name = f"{torch.cuda.get_device_name(device)} {device.index}"
         return DeviceMemory(name=name, total_bytes=total, free_bytes=free, own_bytes=torch.cuda.memory_reserved(device))
     memory, ranks = tightest(memory_limits()), find_topology().ranks_per_node
-    held = sum(p.numel() * p.element_size() for p in (model.parameters() if model else ()) if p.device.type == "cpu")
+    held = sum(p.nbytes for p in (model.parameters() if model else ()) if p.device.type == "cpu")
     return DeviceMemory(name="cpu", total_bytes=memory.total_bytes, free_bytes=memory.free_bytes, own_bytes=ranks * held, sharing=ranks)
 
 

@@ -140,19 +140,15 @@ class SilentMeshes(Meshes):
         from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 
         super().__init__(device_type)
-        self._made: list[DeviceMesh] = []
 
     def form(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """Form a mesh on the backend `fake`."""
-        mesh = init_device_mesh(self.device_type, shape, mesh_dim_names=names, backend_override=dict.fromkeys(names, "fake"))
-        self._made.append(mesh)
-        return mesh
+        return init_device_mesh(self.device_type, shape, mesh_dim_names=names, backend_override=dict.fromkeys(names, "fake"))
 
     def close(self) -> None:
         """Destroy the process groups. Collective."""
-        for mesh in self._made:
-            destroy_mesh(mesh)
-        self._made.clear()
+        while self._formed:
+            destroy_mesh(self._formed.popitem()[1])
 
 
 def _give_back(device: torch.device) -> None:

@@ -38,6 +38,8 @@ from .local_steps import of_one_machine
 Trace: TypeAlias = Callable[..., ModelDescription]
 """`describe`, or what is called as it is."""
 _log = logging.getLogger(__name__)
+_BESIDE_CHECKPOINTING = (("recompute", False), ("split_vocabulary", True), ("offload_activations", True))
+"""Options that have no effect where all blocks are recomputed."""
 _MOST_DESCRIPTIONS = 3
 """Of a model with compiled blocks, each at another micro-batch size."""
 
@@ -115,8 +117,7 @@ class RunFacts:
 
     @property
     def offloads_all(self) -> bool:
-        """All states leave the device; the CPU has no memory but its own."""
-        return self.cpu_offload and self.device_type != "cpu"
+        return self.cpu_offload and self.device_type != "cpu"  # which has no memory but its own
 
     @property
     def under_fsdp(self) -> RunFacts:
@@ -174,26 +175,22 @@ def check_communication(plan: Plan, allowed: WireFormat | None) -> None:
 def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
     """Return the job to search for, with what the user has fixed; raise ValueError where sizes do not fit together."""
     assert facts.global_batch_size is not None
-    host_offload, offload_optimizer = True if facts.offloads_all else config.host_offload, config.offload_optimizer
-    if facts.optimizer.is_quantized:
-        if host_offload or offload_optimizer:
-            raise ValueError(
-                f"States on the host are plain tensors, and {facts.optimizer.name}'s are quantized; leave the offload out, or use AdamW."
-            )
-        host_offload = offload_optimizer = False
-    if facts.optimizer.needs_whole:
-        if host_offload:
-            raise ValueError(
-                f"{facts.optimizer.name} needs whole parameters at once, which host and device do not have; leave host_offload out, or use"
-                " AdamW."
-            )
-        host_offload = False
-    if facts.against_unit_steps:
-        if offload_optimizer:
-            raise ValueError(f"offload_optimizer=True, but {facts.against_unit_steps}; leave it out, or use AdamW.")
-        offload_optimizer = False
-    if config.step_in_backward and (reason := _reason_against_backward_step(facts)):
-        raise ValueError(f"step_in_backward=True, but {reason}; leave one of the two out.")
+    host_offload, offload_optimizer = facts.offloads_all or config.host_offload, config.offload_optimizer
+    problem = None
+    if facts.optimizer.is_quantized and (host_offload or offload_optimizer):
+        problem = f"States on the host are plain tensors, and {facts.optimizer.name}'s are quantized; leave the offload out, or use AdamW."
+    elif facts.optimizer.needs_whole and host_offload:
+        name = facts.optimizer.name
+        problem = f"{name} needs whole parameters at once, which host and device do not have; leave host_offload out, or use AdamW."
+    elif facts.against_unit_steps and offload_optimizer:
+        problem = f"offload_optimizer=True, but {facts.against_unit_steps}; leave it out, or use AdamW."
+    elif config.step_in_backward and (reason := _reason_against_backward_step(facts)):
+        problem = f"step_in_backward=True, but {reason}; leave one of the two out."
+    useless = next((f"{name}={value}" for name, value in _BESIDE_CHECKPOINTING if getattr(config, name) is value), None)
+    if facts.activation_checkpointing and useless:
+        problem = f"{useless} has no effect beside activation checkpointing of all blocks; leave one of the two out."
+    if problem is not None:
+        raise ValueError(problem)
     job = TrainingJob(
         global_batch_size=facts.global_batch_size,
         precision=facts.precision,
@@ -204,8 +201,8 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
         micro_batch_size=facts.micro_batch_size,
         reduce_every_micro_step=facts.reduce_every_micro_step,
         recompute=config.recompute,
-        host_offload=host_offload,
-        offload_optimizer=offload_optimizer,
+        host_offload=False if facts.optimizer.is_quantized or facts.optimizer.needs_whole else host_offload,
+        offload_optimizer=False if facts.optimizer.is_quantized or facts.against_unit_steps else offload_optimizer,
         offload_activations=config.offload_activations,
         communication=config.wire,
         expandable_segments=facts.expandable_segments,
@@ -216,13 +213,12 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
 
 def check_limit(limit_bytes: int, device: DeviceSpec, *, given: str) -> int:
     """Return a limit that the device has; raise ValueError above it, which quotes the limit as it was `given`: `memory_limit='8GiB'`."""
-    there = device.memory_bytes
-    if limit_bytes > there:
-        raise ValueError(
-            f"{given} is more than the {format_bytes(there)} of {device.name};"
-            f" use at most {there // 2**20}MiB, or leave it out for all of them."
-        )
-    return limit_bytes
+    if limit_bytes <= (there := device.memory_bytes):
+        return limit_bytes
+    raise ValueError(
+        f"{given} is more than the {format_bytes(there)} of {device.name}; use at most {there // 2**20}MiB, or leave it out for all of"
+        " them."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,14 +243,23 @@ class FoundPlan:
     @property
     def eager(self) -> ModelDescription | None:
         """The model without compilation; None where no block is compiled, or times were measured."""
-        return self.builder.eager if self.whole.compiled_classes else None
+        return self.builder.eager if self.whole.compiled_classes and not self.builder.is_timed else None
 
     def compared(self, *, compiles: bool = False) -> tuple[StrategyResult, ...]:
         """Return every strategy at its own best batch, OSDP first; `compiles` also describes eager blocks as compiled, in seconds."""
-        other = self.builder.compiled if compiles and not self.whole.compiled_classes else self.eager
+        other = self._compiled() if compiles and not self.whole.compiled_classes else self.eager
         (hardware, job), problem = self.builder.together, replace(self.problem, description=self.whole)
         rows = compare_strategies(replace(problem, hardware=hardware, job=job), split=self.problem.description, other=other)
         return (best_of(self.problem, LOCAL_STEPS), *rows) if self.builder.config.local_steps is not None else rows
+
+    def _compiled(self) -> ModelDescription | None:
+        """Return the model whole with compiled blocks, as its best plan runs it; None where none compile, or times were measured."""
+        builder = self.builder
+        if builder.is_timed:
+            return None
+        config = replace(builder.config, compile=True, operator_splitting=False)
+        whole = ProblemBuilder(builder.model, config, builder.facts, hardware=builder.hardware, trace=builder.trace).find().whole
+        return whole if whole.compiled_classes else None
 
 
 def find_plan(
@@ -281,17 +286,14 @@ class ProblemBuilder:
     ) -> None:
         """Resolve job, limit and, for None, the configuration's hardware or this machine's, measured. Collective where that is None.
 
-        `trace` is `describe`, or keeps what that returns.
-
-        Raises:
-            HardwareError: nothing is known of a host that is asked for.
-            ProfileError: the profile cannot be read.
-            ValueError: sizes, limit and hardware do not fit together.
+        `trace` is `describe`, or keeps what that returns. Raise HardwareError where nothing is known of a host that is asked for,
+        ProfileError where the profile cannot be read, ValueError where sizes, limit and hardware do not fit together.
         """
-        self.model, self.config, self.facts, self._trace = model, config, facts, trace
+        self.model, self.config, self.facts, self.trace = model, config, facts, trace
         self._describe = cache(Describer(model, config, facts, trace).describe)
         self.job = training_job(config, facts)
         self._profile = _profile(config)
+        self.is_timed = self._profile is not None and bool(self._profile.segments)
         after_oom = hardware is None
         if hardware is None:
             named = config.hardware if self._profile is None else self._profile.hardware
@@ -308,12 +310,7 @@ class ProblemBuilder:
         self.limit_bytes = limit_after_oom(limit) if after_oom else limit
 
     def build(self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int = TRACED_MICRO_BATCH) -> PlanningProblem:
-        """Return the problem of the model with a split; what is compiled is described at this micro-batch size.
-
-        Raises:
-            DescriptionError: the model cannot be described.
-            ProfileError: the profile holds times of another model.
-        """
+        """Return the problem of the model with a split, compiled blocks at this size; or raise DescriptionError, ProfileError."""
         description = self._describe(split, micro_batch_size=micro_batch_size)
         if self._profile is not None and split.is_none:
             description = with_block_times(description, self._profile)
@@ -335,33 +332,27 @@ class ProblemBuilder:
             found = self._find(size)
         steps = found.outcome.accumulation_steps if isinstance(found.outcome, Plan) else 1
         if self.config.step_in_backward and steps > 1 and rank() == 0:
-            _log.warning(
-                "step_in_backward=True has no effect: the plan accumulates %d micro-steps; a smaller global batch would let units step.",
-                steps,
-            )
+            said = "step_in_backward=True has no effect: the plan accumulates %d micro-steps; a smaller global batch would let units step."
+            _log.warning(said, steps)
         return found
 
     def _find(self, micro_batch_size: int) -> FoundPlan:
         whole = self.build(micro_batch_size=micro_batch_size)
         split = on_rank_zero(lambda: self._best_split(whole, micro_batch_size))
         problem = whole if split == whole.description.split else self.build(split, micro_batch_size=micro_batch_size)
-        outcome: Plan | InfeasibleError
+        found = partial(FoundPlan, builder=self, whole=whole.description, problem=problem)
         try:
-            outcome = plan_from_rank_zero(lambda: search(problem).plan)
+            return found(outcome=plan_from_rank_zero(lambda: search(problem).plan))
         except InfeasibleError as error:
-            outcome = error
-        return FoundPlan(builder=self, whole=whole.description, problem=problem, outcome=outcome)
+            return found(outcome=error)
 
     def _best_split(self, whole: PlanningProblem, micro_batch_size: int) -> ModelSplit:
-        """Return how the model trains fastest, whole or split.
-
-        Of blocks that others recompute, or that are compiled, no part becomes a unit; a model whose times a profile holds stays whole.
-        """
+        """Return how the model trains fastest, whole or split; a model whose times a profile holds stays whole."""
         config, facts = self.config, self.facts
-        if not config.operator_splitting or self._is_timed:
+        if not config.operator_splitting or self.is_timed:
             return whole.description.split
         vocabulary = facts.reads_loss_alone if config.split_vocabulary is None else config.split_vocabulary
-        operators = not (facts.activation_checkpointing or whole.description.compiled_classes)
+        operators = not (facts.activation_checkpointing or whole.description.compiled_classes)  # parts of these are no units
         splits = partial(
             possible_splits, self.model, whole.description, vocabulary=vocabulary, operators=operators,
             slices=not facts.optimizer.needs_whole,
@@ -369,25 +360,9 @@ class ProblemBuilder:
         return choose_description(whole, splits, partial(self._describe, micro_batch_size=micro_batch_size)).split
 
     @cached_property
-    def eager(self) -> ModelDescription | None:
-        """The model without compilation; None where times were measured."""
-        if self._is_timed:
-            return None
-        return Describer(self.model, replace(self.config, compile=False), self.facts, self._trace).describe()
-
-    @cached_property
-    def compiled(self) -> ModelDescription | None:
-        """The model whole with compiled blocks, as its best plan runs it; None where none compile, or times were measured."""
-        if self._is_timed:
-            return None
-        config = replace(self.config, compile=True, operator_splitting=False)
-        found = ProblemBuilder(self.model, config, self.facts, hardware=self.hardware, trace=self._trace).find()
-        return found.whole if found.whole.compiled_classes else None
-
-    @property
-    def _is_timed(self) -> bool:
-        """The profile holds times of the model."""
-        return self._profile is not None and bool(self._profile.segments)
+    def eager(self) -> ModelDescription:
+        """The model without compilation."""
+        return Describer(self.model, replace(self.config, compile=False), self.facts, self.trace).describe()
 
 
 def plan_from_rank_zero(make: Callable[[], Plan]) -> Plan:
@@ -406,10 +381,7 @@ class Describer:
     def describe(
         self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int = TRACED_MICRO_BATCH, least_memory: bool = False
     ) -> ModelDescription:
-        """Return the description of the model with a split; raise DescriptionError where it cannot be described in any way.
-
-        For the `least_memory` alone some choices are left out that never need less.
-        """
+        """Describe the model with a split, for the `least_memory` without choices that never need less; or raise DescriptionError."""
         sizes = {
             "micro_batch_size": micro_batch_size if self._config.compile else TRACED_MICRO_BATCH,
             "partial_recomputation": not least_memory,
@@ -428,10 +400,8 @@ class Describer:
         _log.warning(
             "What %s computes from its batches cannot be traced (%s): the estimate is that of the model's own loss on %d tokens;"
             " a lower memory_limit leaves room for what is missing.",
-            "the loop's own loss" if self._loss else "the model",
-            reason,
-            self._facts.sequence_length,
-        )
+            "the loop's own loss" if self._loss else "the model", reason, self._facts.sequence_length,
+        )  # fmt: skip
         self._inputs, self._loss, self._may_fall_back = None, None, False
         return self._describe(split, **sizes)
 
@@ -475,12 +445,13 @@ def _profile(config: OSDPConfig) -> Profile | None:
 
 def _check_host(hardware: Hardware, config: OSDPConfig, facts: RunFacts) -> None:
     """Refuse to offload to a host that is not there or not known."""
+    name = next((name for name in ("host_offload", "offload_optimizer", "offload_activations") if getattr(config, name)), None)
     if facts.device_type == "cpu":
-        if name := next((name for name in ("host_offload", "offload_optimizer", "offload_activations") if getattr(config, name)), None):
+        if name:
             raise ValueError(f"{name}=True, but the CPU trains in the host's own memory; leave {name} out.")
         if facts.cpu_offload:
             _log.warning("cpu_offload has no effect on the CPU: there is no other memory to move states to.")
-    elif (facts.cpu_offload or config.host_offload or config.offload_optimizer or config.offload_activations) and hardware.host is None:
+    elif (facts.cpu_offload or name) and hardware.host is None:
         what = "Saved activations" if config.offload_activations else "All states"
         raise HardwareError(
             f"{what} are to move to the host, but the host of {hardware.device.name} is not known;"

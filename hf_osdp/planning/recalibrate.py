@@ -52,12 +52,8 @@ def recalibrate(
 ) -> tuple[Plan, tuple[Round, ...], PlanningProblem]:
     """Try the problem's plan and those that follow from what is observed. Collective, as `probe`, which tries a plan.
 
-    Returns:
-        The plan to run, the same on every rank: the fastest of those that were tried and fit; the rounds; and the problem,
-        on rank 0 with all corrections.
-
-    Raises:
-        InfeasibleError: every plan that was tried passed the limit, or none fits by what was observed.
+    Return the fastest plan of those that were tried and fit, the same on every rank; the rounds; the problem, on rank 0 with all
+    corrections. Raise InfeasibleError where every plan that was tried passed the limit, or none fits by what was observed.
     """
     rounds: list[Round] = []
     done = False
@@ -115,15 +111,12 @@ def _next(problem: PlanningProblem, rounds: list[Round]) -> tuple[Plan, bool]:
 
 
 def _infeasible(problem: PlanningProblem, rounds: list[Round], remedies: tuple[str, ...]) -> InfeasibleError:
-    hardware, limit = problem.hardware, problem.memory_limit_bytes
-    tried, peaks = [], []
+    hardware, limit, tried = problem.hardware, problem.memory_limit_bytes, []
     for past in rounds:
-        peak, needed = past.peak_on(hardware), "more memory than there is"
-        if past.observed.peak_bytes is not None:
-            peaks.append(peak)
-            needed = format_bytes(peak)
+        needed = "more memory than there is" if past.observed.peak_bytes is None else format_bytes(past.peak_on(hardware))
         estimate = format_bytes(past.estimated_peak_bytes + hardware.outside_bytes(past.plan.communicators))
         tried.append(f"plan {past.plan.fingerprint} needed {needed}, estimated {estimate}")
+    peaks = (past.peak_on(hardware) for past in rounds if past.observed.peak_bytes is not None)
     ways = remedies or ("a higher memory_limit", "more devices", "a shorter sequence_length")
     return InfeasibleError(
         f"No plan that was tried fits {format_bytes(limit)} per device: {'; '.join(tried)}. Use {'; or '.join(ways)}.",

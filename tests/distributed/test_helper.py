@@ -61,10 +61,19 @@ def test_results_come_in_rank_order():
     assert run_ranks(_sum_of_ranks, 3, 1) == [(0, 6.0, "1"), (1, 6.0, "1"), (2, 6.0, "1")]
 
 
-def test_the_error_of_the_failing_rank_is_raised_with_its_traceback():
-    with pytest.raises(RankFailure, match="the reason") as caught:
-        run_ranks(_fail_on, 2, 1)
-    assert (caught.value.rank, caught.value.error_type) == (1, "KeyError")
+@pytest.mark.parametrize(
+    ("fn", "argument", "said", "rank", "error_type"),
+    [
+        (_fail_on, 1, "the reason", 1, "KeyError"),
+        (_die_on, 1, "signal 9", 1, "died"),
+        (_run_out_of_time_on_0, False, "_run_out_of_time_on_0", 0, "timeout"),  # not what rank 1 raises for losing the other
+        (_run_out_of_time_on_0, True, "the reason", 1, "KeyError"),
+    ],
+)
+def test_the_failure_of_the_first_rank_is_raised_with_its_traceback(fn, argument, said, rank, error_type):
+    with pytest.raises(RankFailure, match=said) as caught:
+        run_ranks(fn, 2, argument)
+    assert (caught.value.rank, caught.value.error_type) == (rank, error_type)
 
 
 def test_a_hanging_rank_is_ended_with_its_children_and_shows_its_stack():
@@ -72,24 +81,6 @@ def test_a_hanging_rank_is_ended_with_its_children_and_shows_its_stack():
         run_ranks(_hang_on, 2, 0, os.getpid(), timeout_s=3)
     assert caught.value.error_type == "timeout"
     assert f"sleep(77) or {os.getpid()}" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-
-
-def test_what_a_rank_raises_for_losing_another_is_not_the_reason():
-    with pytest.raises(RankFailure, match="_run_out_of_time_on_0") as caught:
-        run_ranks(_run_out_of_time_on_0, 2, False)
-    assert (caught.value.rank, caught.value.error_type) == (0, "timeout")
-
-
-def test_a_rank_that_runs_out_of_time_after_anothers_error_is_not_the_reason():
-    with pytest.raises(RankFailure, match="the reason") as caught:
-        run_ranks(_run_out_of_time_on_0, 2, True)
-    assert (caught.value.rank, caught.value.error_type) == (1, "KeyError")
-
-
-def test_a_killed_rank_is_reported():
-    with pytest.raises(RankFailure, match="signal 9") as caught:
-        run_ranks(_die_on, 2, 1)
-    assert (caught.value.rank, caught.value.error_type) == (1, "died")
 
 
 def test_the_function_may_form_the_group_itself():

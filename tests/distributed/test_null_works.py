@@ -142,7 +142,7 @@ def test_checkpoints_go_on_exactly(library, tmp_path):
 @on_two_nodes
 def test_links_are_measured(library):
     null_works.form(library)
-    timings = measure_hardware(device_type="cpu", seconds=0.2).timings
+    timings = measure_hardware(device_type="cpu", seconds=0.05).timings
     assert {timing.group_size for timing in timings} == {2, 4}
     assert on_rank_zero(lambda: timings) == timings
 

@@ -70,8 +70,6 @@ def test_place_of_an_error_under_fsdp_is_found_on_every_rank():
     assert {moment: place(moment) for moment in PLACES} == PLACES
 
 
-# -------------------------------------------------------------------------------------------------------------- a real run
-
 TRAINS = """
 import os, sys
 import torch

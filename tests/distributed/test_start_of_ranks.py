@@ -86,8 +86,6 @@ def test_limit_noted_on_one_machine_reaches_all_ranks():
     assert restart.limit_after_oom(100) == 70
 
 
-# ------------------------------------------------------------------------------------------------- ranks that differ
-
 PLANS = [
     Plan(
         world_size=3, strategy="osdp", units=(UnitDecision(fqn="", shard_size=3, reshard_after_forward=False),), micro_batch_size=size,

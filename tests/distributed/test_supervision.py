@@ -33,11 +33,11 @@ def command_of(process: psutil.Process) -> list[str]:
 @pytest.mark.parametrize(
     ("case", "message", "within_s"),
     [
-        pytest.param("raises", "KeyError: 'the reason'", BUSY_S, id="a rank raises"),
         pytest.param("killed", "SIGKILL", BUSY_S, id="a rank is killed"),
         *(
             pytest.param(*values, marks=pytest.mark.slow)
             for values in (
+                ("raises", "KeyError: 'the reason'", BUSY_S),
                 ("sigterm-rank", "SIGTERM: saves after step", BUSY_S),
                 ("versions", "Ranks run different versions: transformers is", BUSY_S),
                 ("raises-accelerate", "KeyError: 'the reason'", BUSY_S),

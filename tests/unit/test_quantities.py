@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_osdp.quantities import format_bytes, format_count, format_seconds, parse_bytes, parse_limit, whole_number
+from hf_osdp.quantities import format_bytes, format_count, format_seconds, parse_bytes, parse_limit
 
 
 @pytest.mark.parametrize(
@@ -51,10 +51,3 @@ def test_parse_limit_asks_for_a_unit_where_bytes_cannot_be_meant():
 )  # fmt: skip
 def test_quantities_are_written_in_units_that_suit(write, value, text):
     assert write(value) == text
-
-
-def test_whole_number_reads_digits_alone():
-    assert (whole_number({}, "RANK", 3), whole_number({"RANK": "12"}, "RANK", 0)) == (3, 12)
-    for text in ("", "-1", "1.0", "x", "9" * 10, "²"):
-        with pytest.raises(ValueError, match=r"RANK=.* is not a whole number of at least 0; it is for the launcher to set"):
-            whole_number({"RANK": text}, "RANK", 0)

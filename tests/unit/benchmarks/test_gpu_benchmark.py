@@ -23,34 +23,21 @@ TINY = Model(
 RESOLUTION = 0.02
 
 
-@pytest.fixture(scope="module")
-def measured() -> tuple[list[LayoutRow], list[LimitRow], CountedMemory]:
+@pytest.mark.slow
+def test_layouts_are_counted_and_plans_run_at_their_limit_to_where_the_walk_ends():
     memory = CountedMemory()
     with pytest.MonkeyPatch.context() as patched, fake_process_group(gpu_memory.WORLD):
         patched.setattr(gpu_memory, "RESOLUTION", RESOLUTION)
-        setting = setting_of("tiny", TINY, "bf16", memory.device)
-        layouts, limits = measure(setting, memory, ("mixed",), (0.3,))
-    return layouts, limits, memory
-
-
-@pytest.mark.slow
-def test_each_layout_is_built_trained_and_counted(measured):
-    layouts, _, _ = measured
-    assert [row.layout for row in layouts] == ["mixed"]
+        layouts, limits = measure(setting_of("tiny", TINY, "bf16", memory.device), memory, ("mixed",), (0.3,))
+    assert [row.layout for row in layouts] == ["mixed"] and [row.between for row in limits] == [0.3]
     assert all(abs(row.error) < 0.02 for row in layouts), [row.error for row in layouts]
-
-
-@pytest.mark.slow
-def test_plans_run_at_their_limit_and_the_walk_finds_where_they_no_longer_do(measured):
-    _, limits, memory = measured
-    assert [row.between for row in limits] == [0.3]
     for row in limits:
         assert row.planned_bytes <= row.limit_bytes
         # The limit is of the allocator's segments, many times what is live in a model as small as this; the walk is as fine as its part.
         assert 0.95 * row.planned_bytes <= row.survives_bytes <= 1.05 * row.planned_bytes + RESOLUTION * row.limit_bytes
         assert row.fits == (row.survives_bytes <= row.limit_bytes)
     assert memory.attempts >= 4, "the walk tried limits"
-    gpu_memory.show(measured[0], limits)
+    gpu_memory.show(layouts, limits)
 
 
 def test_the_walk_goes_down_from_what_fits_and_up_from_what_does_not():
@@ -66,9 +53,8 @@ GIB = 2**30
 
 def layout(estimated: int, allocated: int | None = 1000) -> LayoutRow:
     """A layout that was estimated and measured."""
-    return LayoutRow(
-        model="m", precision="bf16", layout="ddp", estimated_bytes=estimated, allocated_bytes=allocated, reserved_bytes=allocated
-    )
+    took = {"allocated_bytes": allocated, "reserved_bytes": allocated}
+    return LayoutRow(model="m", precision="bf16", layout="ddp", estimated_bytes=estimated, **took)
 
 
 def limit(used: int | None, size: int = gpu_memory.LARGE_BYTES) -> LimitRow:
@@ -127,11 +113,10 @@ def test_reserved_bytes_are_held_against_the_measured(bench, monkeypatch, simula
 
 
 def test_twenty_limits_are_tried_and_each_plan_that_runs_out_is_a_missed_aim(bench, monkeypatch):
-    monkeypatch.setattr(
-        memory,
-        "apart",
-        lambda fn, name, precision, layouts, between, walks: ([], [limit(7 * GIB if part > 0 else None, 8 * GIB) for part in between]),
-    )
+    def apart(fn, name, precision, layouts, between, walks):
+        return [], [limit(7 * GIB if part > 0 else None, 8 * GIB) for part in between]
+
+    monkeypatch.setattr(memory, "apart", apart)
     result = found(bench, "limits")
     assert len(result["rows"]) == 20
     assert result["misses"] == ["m bf16: the plan for 8.0 GiB runs out of memory"] * len(memory.LIMITS)

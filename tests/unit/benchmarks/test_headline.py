@@ -75,20 +75,23 @@ def test_every_contender_that_fits_has_a_measured_row_within_its_limit():
     assert {row.contender for row in rows if row.run} >= {"full shard", "OSDP"}
     assert "DDP" in {row.contender for row in rows if row.run is None}, "the limit leaves no room for replicas"
     assert len({row.global_batch_size for row in rows if row.rule == "equal batch" and row.run}) == 1
-
-
-def test_no_contender_is_faster_than_ours_by_estimate():
-    by_estimate = verdicts(twin())[0]
+    by_estimate = verdicts(rows)[0]
     assert by_estimate.met, by_estimate.text
 
 
 def test_tables_show_estimates_beside_measurements_and_fit():
-    lines = lines_of(TINY, twin())
+    def timed(row: Row) -> Row:
+        """As if it had taken what was estimated: columns are as wide as on cores that nobody else uses."""
+        times = dict.fromkeys(("measured_step_s", "fastest_step_s", "slowest_step_s"), row.estimated_step_s)
+        return replace(row, **times, measured_gain=row.estimated_gain) if row.run else row
+
+    rows = [timed(row) for row in twin()]
+    lines = lines_of(TINY, rows)
     assert max(map(len, lines)) <= WIDTH
     assert not [line for line in lines if "…" in line]
     header = next(line for line in lines if "contender" in line)
-    assert header.split() == ["contender", "batch", "est.", "peak", "peak", "est.", "step", "step", "samples/s", "est.", "x", "x"]
-    assert not any("samples/s" in line for line in lines_of(replace(TINY, rates=False), twin()))
+    assert header.split() == "contender batch est. peak peak est. step step samples/s est. x x".split()
+    assert not any("samples/s" in line for line in lines_of(replace(TINY, rates=False), rows))
     assert any(line.split()[:1] == ["DDP"] and ">" in line for line in lines)
 
 
@@ -201,14 +204,8 @@ def test_plans_run_on_a_device_under_a_limit_and_one_that_does_not_fit_runs_out_
         plans, hold, memory = lineup.distinct_plans(), RecordingHold(), CountedMemory()
         runner = Runner(lineup, description, hardware, memory, hold, GpuEffort(steps=2))
         found = {name: runner.run(plan) for name, plan in plans.items()}
-        tight = Runner(
-            replace(lineup, limit_bytes=min(plan.peak_bytes for plan in plans.values()) // 2),
-            description,
-            hardware,
-            memory,
-            hold,
-            GpuEffort(steps=1),
-        )
+        halved = replace(lineup, limit_bytes=min(plan.peak_bytes for plan in plans.values()) // 2)
+        tight = Runner(halved, description, hardware, memory, hold, GpuEffort(steps=1))
         assert tight.run(next(iter(plans.values()))).out_of_memory
     assert memory.attempts == len(plans) + 1
     assert hold.calls
@@ -219,28 +216,13 @@ def test_plans_run_on_a_device_under_a_limit_and_one_that_does_not_fit_runs_out_
     assert verdicts(rows_of(lineup, found))[1].met
 
 
-def test_an_emulated_link_of_one_node_refuses_two_stages():
-    description = transformer(layers=1)
-    plan = Plan.of(
-        description,
-        [UnitLayout(shard_size=8, reshard_after_forward=False, stage_size=4)] * 3,
-        Batch(micro_batch_size=1, accumulation_steps=1),
-        world_size=8,
-    )
-    with pytest.raises(ValueError, match="'\\(root\\)' has collectives in two stages"):
-        hold_link(torch.nn.Linear(1, 1), plan, named_machine(replace(TINY, devices=8)), lambda *_: None)
-
-
 def test_plan_only_shows_and_writes_what_was_planned(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(headline, "CASES", (replace(TINY, devices=8, remark="Made small."),))
+    monkeypatch.setattr(headline, "CASES", (replace(TINY, remark="Made small.", sizes={**TINY.sizes, "n_layer": 1}),))
     monkeypatch.setattr(headline, "line_up", functools.partial(line_up, samples=(1, 2)))
     code = headline.main(["--plan-only", "--json", str(tmp_path / "r.json"), "--markdown", str(tmp_path / "r.md")])
     shown, content = capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())
-    assert code == 0
-    assert "nothing was trained" in " ".join(shown.split())
-    assert "OSDP: " in shown and "Made small." in shown
-    assert {"command", "date", "commit", "versions", "hardware", "rows", "verdicts"} <= set(content)
-    assert "--plan-only" in content["command"]
+    assert code == 0 and "nothing was trained" in " ".join(shown.split()) and "OSDP: " in shown and "Made small." in shown
+    assert {"date", "commit", "versions", "hardware", "verdicts"} <= set(content) and "--plan-only" in content["command"]
     assert all(row["measured_step_s"] is None for row in content["rows"])
     text = (tmp_path / "r.md").read_text()
     assert text.startswith("# Headline experiments: planned\n") and "own best batch" in text and "torch 2" in text

@@ -51,11 +51,15 @@ def plan_of(shard_size: int, *, world: int = 4, steps: int = 1, **choice) -> Pla
         (plan_of(4, stage_size=2), 0.5 + 0.5, 2 * 0.5 + 0.5),
         (plan_of(2), 1.0, 1.0),
         (plan_of(1), 1.5, 1.5),
+        (plan_of(6, world=6, reshard_after_forward=False), 5 / 3, 5 / 3),
+        (plan_of(6, world=6, reshard_after_forward=False, stage_size=2), 4 / 3, 4 / 3),
+        (plan_of(2, world=6), 4 / 3, 4 / 3),
     ],
-    ids=["full shard", "zero2", "two stages", "hsdp", "ddp"],
+    ids=["full shard", "zero2", "two stages", "hsdp", "ddp", "three nodes", "three nodes, two stages", "three nodes, hsdp"],
 )
-def test_bytes_of_two_nodes_of_two_are_those_of_the_table(plan, root, blocks):
-    assert bytes_sent(plan, MODEL, 2) == pytest.approx(root * ROOT + blocks * BLOCKS, rel=1e-3)
+def test_bytes_of_nodes_of_two_are_those_of_the_table(plan, root, blocks):
+    padded = 1e-3 if plan.world_size == 4 else 0.02
+    assert bytes_sent(plan, MODEL, 2) == pytest.approx(root * ROOT + blocks * BLOCKS, rel=padded)
 
 
 def test_a_plan_of_local_steps_sends_its_part_of_a_synchronisation():
@@ -65,17 +69,8 @@ def test_a_plan_of_local_steps_sends_its_part_of_a_synchronisation():
     assert bytes_sent(machines, MODEL, 2) == pytest.approx(1.5 * (ROOT + BLOCKS) / 10 * (1 + 4 / 256) / 4, rel=2e-2)
 
 
-def test_a_stock_reduce_scatter_sends_twice():
+def test_stock_reduce_scatters_send_twice_groups_inside_a_node_nothing_and_micro_steps_gather_again():
     assert bytes_sent(plan_of(4), MODEL, 2, stock_reduce_scatter=True) - bytes_sent(plan_of(4), MODEL, 2) == 0.75 * (ROOT + BLOCKS)
-
-
-def test_bytes_of_three_nodes_of_two():
-    flat, staged = (bytes_sent(plan_of(6, world=6, reshard_after_forward=False, stage_size=size), MODEL, 2) for size in (1, 2))
-    assert (flat, staged) == (pytest.approx(2 * 5 / 6 * (ROOT + BLOCKS), rel=0.02), pytest.approx(2 * 2 / 3 * (ROOT + BLOCKS), rel=0.02))
-    assert bytes_sent(plan_of(2, world=6), MODEL, 2) == pytest.approx(2 * 2 / 3 * (ROOT + BLOCKS), rel=0.02)
-
-
-def test_groups_inside_a_node_send_nothing_and_micro_steps_gather_again():
     assert bytes_sent(plan_of(4), MODEL, 4) == 0
     once, held, reduced = (
         bytes_sent(plan_of(4, steps=steps, reduce_every_micro_step=reduces), MODEL, 2)

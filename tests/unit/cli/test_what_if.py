@@ -20,7 +20,6 @@ from hf_osdp.cli.what_if import (
     needed_bytes,
     one_more_device,
     position_names,
-    twice_the_memory,
     with_heads,
     with_positions,
 )
@@ -104,16 +103,13 @@ def test_one_more_device_fills_micro_steps_and_says_what_changes(hardware, batch
     changed, said = one_more_device(replace(PROBLEM, hardware=hardware, job=job))
     assert said == words and changed.job == replace(job, global_batch_size=raised) and not changed.hardware.timings
     assert changed.job.micro_batch_sizes(changed.hardware.world_size)
-
-
-def test_one_more_device_of_a_preset_is_the_preset_with_the_margin():
     asked = replace(PROBLEM, hardware=preset("titan-rtx").with_margin(0.5))
     assert one_more_device(asked)[0].hardware == preset("titan-rtx", devices_per_node=2).with_margin(0.5)
 
 
 def test_answer_is_what_a_search_gives_or_why_there_is_none():
-    row = answer("twice the memory", *twice_the_memory(PROBLEM))
-    assert row.plan == search(replace(PROBLEM, memory_limit_bytes=2 * PROBLEM.memory_limit_bytes)).plan
+    row = answer("now", PROBLEM, "")
+    assert row.plan == search(PROBLEM).plan
     assert row.tokens_per_s == pytest.approx(row.plan.samples_per_s * PROBLEM.description.sequence_length)
     row = answer("now", replace(PROBLEM, memory_limit_bytes=1000), "")
     assert row.plan is None and row.tokens_per_s is None and row.reason.startswith("needs ")

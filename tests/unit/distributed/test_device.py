@@ -61,21 +61,20 @@ def form(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("count", "current", "local_rank", "expected"), [(8, 0, "3", 3), (1, 0, "3", 0), (8, 5, "3", 5), (8, 2, None, 2), (8, 0, None, 0)]
-)
-def test_own_gpu_without_group_is_current_or_local_rank(gpus, monkeypatch, count, current, local_rank, expected):
+    ("count", "current", "local_rank", "has_group", "expected"),
+    [
+        (8, 0, "3", False, 3), (1, 0, "3", False, 0), (8, 5, "3", False, 5), (8, 2, None, False, 2), (8, 0, None, False, 0),
+        (8, 0, "3", True, 0), (8, 2, "3", True, 2),
+    ],
+)  # fmt: skip
+def test_own_gpu_is_current_or_without_group_that_of_local_rank(gpus, form, monkeypatch, count, current, local_rank, has_group, expected):
     gpus.count, gpus.current = count, current
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
+    if has_group:
+        form()
     assert own_gpu() == torch.device("cuda", expected)
     assert gpus.current == expected
-
-
-def test_own_gpu_with_group_formed_without_device_is_current(gpus, form, monkeypatch):
-    gpus.count, gpus.current = 8, 2
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    form()
-    assert own_gpu().index == gpus.current == 2
 
 
 @pytest.mark.parametrize(
@@ -96,9 +95,6 @@ def test_group_is_formed_on_only_visible_gpu_at_any_local_rank(gpus, monkeypatch
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: formed.append(backend))
     environment.form_process_group(needed=True, device_type=device_type)
     assert formed == ["cpu:gloo,cuda:nccl"] and gpus.current == 0
-
-
-# ------------------------------------------------------------------------------------------------------ expandable segments
 
 
 @pytest.fixture

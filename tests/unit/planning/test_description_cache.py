@@ -10,13 +10,14 @@ from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.description import DType
 from hf_osdp.planning import cache
 from hf_osdp.planning.cache import describe_once
+from tests.helpers.descriptions import transformer
 
 CONFIG = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, "vocab_size": 100}
 
 
 @pytest.fixture
-def described(monkeypatch, tmp_path):
-    """Names of what was traced, with a cache of its own."""
+def traced(monkeypatch, tmp_path):
+    """An entry for each trace, with a cache of its own."""
     monkeypatch.setenv("OSDP_CACHE", str(tmp_path / "kept"))
     calls: list[int] = []
     stock = cache.describe
@@ -24,13 +25,26 @@ def described(monkeypatch, tmp_path):
     return calls
 
 
+@pytest.fixture
+def described(traced, monkeypatch):
+    """The same, where a trace takes no time."""
+    monkeypatch.setattr(cache, "describe", lambda model, **options: (traced.append(1), transformer())[1])
+    return traced
+
+
 def model(**changes):
     return build_on_meta(GPT2Config(**{**CONFIG, **changes}))
 
 
-def test_same_model_is_traced_once_and_found_equal_with_its_allocations(described):
+def frozen():
+    partly = model()
+    partly.transformer.wpe.requires_grad_(False)
+    return partly
+
+
+def test_same_model_is_traced_once_and_found_equal_with_its_allocations(traced):
     first, again = (describe_once(model(), sequence_length=16, device_type="cuda", compute_dtype=DType.BFLOAT16) for _ in range(2))
-    assert again == first and again.allocations == first.allocations and len(described) == 1
+    assert again == first and again.allocations == first.allocations and len(traced) == 1
     assert [segment.allocations for segment in again.segments] == [segment.allocations for segment in first.segments]
 
 
@@ -49,12 +63,6 @@ def test_what_differs_is_traced_anew(described, changed):
     describe_once(model(), sequence_length=16)
     changed()
     assert len(described) == 2
-
-
-def frozen():
-    partly = model()
-    partly.transformer.wpe.requires_grad_(False)
-    return partly
 
 
 def test_modules_of_others_are_traced_each_time(described):
@@ -94,12 +102,12 @@ def test_without_a_folder_nothing_is_kept(described, monkeypatch, kept):
     assert len(described) == 2
 
 
-def test_what_was_warned_of_is_said_again(described, caplog):
+def test_what_was_warned_of_is_said_again(traced, caplog):
     for _ in range(2):
         caplog.clear()
         describe_once(model(), sequence_length=16, device_type="cuda", capability=(7, 5), compute_dtype=DType.BFLOAT16)
         assert "math kernel" in caplog.text
-    assert len(described) == 1
+    assert len(traced) == 1
 
 
 def test_cache_folder_of_one_is_the_usual_one(monkeypatch):

@@ -16,14 +16,25 @@ from hf_osdp.planner.job import OptimizerSpec, Precision
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile
+from hf_osdp.planning.cache import describe_once
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.plan_run import PlannedRun, plan_run
-from hf_osdp.planning.problem import RunFacts, find_plan
+from hf_osdp.planning.problem import Describer, RunFacts, find_plan
 from hf_osdp.tracing.describe import TRACED_MICRO_BATCH
 from tests.helpers.descriptions import transformer
 
 HARDWARE = preset("cpu")
 BF16, FP16 = Precision.named("bf16"), Precision.named("fp16")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def traced_once(tmp_path_factory):
+    """A model that was traced for one test is not traced for another."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OSDP_CACHE", str(tmp_path_factory.mktemp("traces")))
+        patch.setitem(find_plan.__kwdefaults__, "trace", describe_once)
+        patch.setattr(Describer.__init__, "__defaults__", (describe_once,))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +68,14 @@ def test_plan_run_searches_and_compares(model):
     assert run.plan.global_batch_size == 8 and run.plan is run.search.plan
     assert run.problem.memory_limit_bytes == 2**30 and "CPU" in run.hardware.summary
     assert {row.strategy.value for row in run.comparison} == {"osdp", "fsdp", "ddp", "zero2", "hsdp"}
-
-
-def test_plan_run_without_a_limit_takes_the_device_and_compares_nothing(model):
     run = planned(model)
     assert run.problem.memory_limit_bytes == HARDWARE.device.memory_bytes and run.comparison is None
 
 
-def test_margin_stays_free_of_the_plan(model, given):
+def test_margin_stays_free_of_the_plan_and_no_plan_below_the_least_peak(model, given):
+    with pytest.raises(InfeasibleError) as caught:
+        planned(model, memory_limit="10KiB", operator_splitting=True)
+    assert caught.value.least_peak_bytes > 10 * 2**10
     limit = given.peak_bytes
     assert planned(model, memory_limit=limit, memory_margin=0.0).plan.peak_bytes == limit
     assert planned(model, memory_limit=limit, memory_margin=0.1).plan.peak_bytes <= 0.9 * limit
@@ -76,12 +87,6 @@ def test_reserved_bytes_count_once(model, given):
     run = planned(model, hardware=replace(HARDWARE, device=device))
     assert run.problem.memory_limit_bytes == given.peak_bytes + 1000
     assert run.plan.units == given.units
-
-
-def test_infeasible_limit_raises_with_the_least_peak(model):
-    with pytest.raises(InfeasibleError) as caught:
-        planned(model, memory_limit="10KiB", operator_splitting=True)
-    assert caught.value.least_peak_bytes > 10 * 2**10
 
 
 def test_given_plan_runs_as_it_is(model, given, tmp_path):

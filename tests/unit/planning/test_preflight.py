@@ -26,16 +26,7 @@ from hf_osdp.planner.search.search import search
 from hf_osdp.planning import preflight
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.plan_run import plan_run
-from hf_osdp.planning.preflight import (
-    Check,
-    DeviceMemory,
-    Finding,
-    Severity,
-    bf16_on,
-    check_model,
-    device_memory,
-    merged_findings,
-)
+from hf_osdp.planning.preflight import Check, DeviceMemory, Finding, Severity, bf16_on, check_model, device_memory, merged_findings
 from hf_osdp.planning.problem import RunFacts, RunFolder, check_limit
 from tests.helpers.descriptions import transformer
 from tests.helpers.models import MODELS, SEQUENCE_LENGTH, tiny_model
@@ -52,22 +43,11 @@ def assert_found(finding: Finding | None, severity: Severity, *parts: str) -> No
     assert "\n" not in finding.message and finding.line.startswith(f"{severity.value}: ")
 
 
-# --------------------------------------------------------------------------------------------------------------- the model
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_model_checks_find_nothing_in_sound_models(name):
     model = tiny_model(name, dtype=torch.float32)
     units = find_units(model)
-    assert not any(
-        [
-            preflight.split_ties(model),
-            preflight.nothing_to_train(model),
-            preflight.whole_in_one_unit(units),
-            preflight.no_masters(units, Precision()),
-            preflight.frozen(units),
-        ]
-    )
+    assert not any((preflight.whole_in_one_unit(units), preflight.no_masters(units, Precision()), preflight.frozen(units)))
     assert preflight.unused_block_classes(None, ()) is None and preflight.unused_block_classes(["A"], ["A"]) is None
     check_model(model)
 
@@ -76,12 +56,8 @@ def test_unit_around_all_blocks_is_named_with_what_repeats_in_it():
     units = find_units(tiny_model("gpt2"), ["GPT2Model"])
     assert_found(preflight.whole_in_one_unit(units), Severity.WARNING, "transformer (GPT2Model)", "all 4 of transformer.h", "block_classes")
     assert preflight.whole_in_one_unit(find_units(tiny_model("gpt2", layers=1), ["GPT2Block"])) is None
-
-
-def test_block_classes_without_unit_are_named():
-    assert_found(
-        preflight.unused_block_classes(["GPT2Block", "BertLayer"], ["GPT2Block"]), Severity.NOTE, "BertLayer", "units are GPT2Block"
-    )
+    unused = preflight.unused_block_classes(["GPT2Block", "BertLayer"], ["GPT2Block"])
+    assert_found(unused, Severity.NOTE, "BertLayer", "units are GPT2Block")
 
 
 def test_untied_head_is_an_error_unless_configuration_says_so():
@@ -124,9 +100,6 @@ def test_frozen_parameters_are_counted_and_all_of_them_are_an_error():
     check_model(model, trains=False)
 
 
-# ------------------------------------------------------------------------------------------------------------- the devices
-
-
 @pytest.mark.parametrize(
     ("name", "native"), [("a100-40", True), ("h100", True), ("rtx-3090", True), ("v100-16", False), ("titan-rtx", False)]
 )
@@ -137,21 +110,14 @@ def test_fp16_is_a_warning_where_bf16_is_native(name, native):
     found = preflight.fp16_for_bf16(Precision.named("fp16"), bf16_on(device, "cuda"))
     if native:
         assert_found(found, Severity.WARNING, f"{device.name} computes bf16 as fast")
-    else:
-        assert found is None
-    assert (
-        preflight.fp16_for_bf16(Precision.named("bf16"), device.name) is None and preflight.fp16_for_bf16(Precision(), device.name) is None
-    )
+    assert (found is not None) == native
+    assert not any(preflight.fp16_for_bf16(precision, device.name) for precision in (Precision.named("bf16"), Precision()))
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_slow_link_names_what_is_faster(nodes):
-    hardware, description, job = (
-        preset("rtx-4090", nodes=nodes, devices_per_node=2),
-        transformer(layers=4, hidden=1024),
-        TrainingJob(global_batch_size=32),
-    )
-    limit = hardware.device.memory_bytes
+    hardware, description = preset("rtx-4090", nodes=nodes, devices_per_node=2), transformer(layers=4, hidden=1024)
+    job, limit = TrainingJob(global_batch_size=32), hardware.device.memory_bytes
     full = search(problem(description, hardware, job, limit, strategy="fsdp")).plan
     time = estimate_plan(full, description, job, hardware).time
     best = StrategyResult(strategy=Strategy.OSDP, result=search(problem(description, hardware, job, limit)))
@@ -188,14 +154,8 @@ def test_memory_that_is_missing_or_held_by_others_is_found(memory, needed, sever
     now = DeviceMemory(**{"name": "GPU 0", **memory}, total_bytes=80 * GIB, free_bytes=free, own_bytes=own)
     found = preflight.memory_now(now, needed * GIB, 3)
     assert (found and found.severity) == severity and (found is None or part in found.message)
-
-
-def test_device_memory_of_cpu_is_this_machines():
     here = device_memory("cpu")
     assert 0 < here.free_bytes <= here.total_bytes and (here.own_bytes, here.sharing) == (0, 1)
-
-
-# -------------------------------------------------------------------------------------------------------------- the folder
 
 
 @pytest.fixture(scope="module")
@@ -214,21 +174,19 @@ def test_checkpoint_bytes_are_what_torch_saves():
     states = [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
     weights = {id(p): p for p in model.state_dict(keep_vars=True).values()}
     assert preflight.checkpoint_bytes(find_units(model), OptimizerSpec(states=2)) == sum(t.nbytes for t in (*weights.values(), *states))
-    assert preflight.checkpoint_bytes(find_units(model), None, adapters=True) == sum(
-        p.nbytes for p in model.parameters() if p.requires_grad
-    )
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert preflight.checkpoint_bytes(find_units(model), None, adapters=True) == trained
 
 
 def test_not_writable_refuses_files_and_leaves_folders_as_they_were(tmp_path):
-    assert (
-        preflight.not_writable(RunFolder(path=tmp_path)) is None
-        and preflight.not_writable(RunFolder(path=tmp_path / "new" / "run")) is None
-    )
-    assert not list(tmp_path.iterdir())
+    def refused(path) -> Finding | None:
+        return preflight.not_writable(RunFolder(path=path))
+
+    assert refused(tmp_path) is refused(tmp_path / "new" / "run") is None and not list(tmp_path.iterdir())
     (tmp_path / "taken").write_text("mine")
-    assert_found(preflight.not_writable(RunFolder(path=tmp_path / "taken")), Severity.ERROR, f"{tmp_path}/taken is a file; give a folder")
-    assert f"{tmp_path}/taken/run: {tmp_path}/taken is a file" in preflight.not_writable(RunFolder(path=tmp_path / "taken" / "run")).message
-    assert "cannot be written" in preflight.not_writable(RunFolder(path="/proc/run")).message
+    assert_found(refused(tmp_path / "taken"), Severity.ERROR, f"{tmp_path}/taken is a file; give a folder")
+    assert_found(refused(tmp_path / "taken" / "run"), Severity.ERROR, f"{tmp_path}/taken/run: {tmp_path}/taken is a file")
+    assert_found(refused("/proc/run"), Severity.ERROR, "cannot be written")
     assert (tmp_path / "taken").read_text() == "mine"
 
 
@@ -263,9 +221,6 @@ def test_folders_of_trainer_and_projects(tmp_path):
     assert project_folder(ProjectConfiguration()) is None
     assert not project_folder(ProjectConfiguration(project_dir="x")).saves
     assert project_folder(ProjectConfiguration(project_dir="x", automatic_checkpoint_naming=True, total_limit=2)).limit == 2
-
-
-# ----------------------------------------------------------------------------------------------------------------- a run
 
 
 def facts(**changes: object) -> RunFacts:
@@ -304,7 +259,7 @@ def test_frozen_model_is_refused_for_training_and_planned_for_evaluation():
     assert plan_run(model, CONFIG, facts(trains=False)).plan
 
 
-def test_all_errors_stand_in_one_line():
+def test_errors_stand_in_one_line():
     one, two = (Finding(check, Severity.ERROR, text) for check, text in ((Check.MODEL, "One."), (Check.LINKS, "Two.")))
     warning = replace(one, severity=Severity.WARNING)
     with pytest.raises(PreflightError, match=r"^One\. Two\.$"):
