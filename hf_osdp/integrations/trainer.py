@@ -107,7 +107,7 @@ class Trainer(TrainerCheckpoints):
         self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and not ignores_item_count(self.model)
         self._meter = StepMeter(args.device, compiled=bool(self._run.plan.compiled_classes))
         self.add_callback(_StepCallback(self._meter))
-        self._writer = CheckpointWriter(in_background=self._osdp.async_save)
+        self._writer = CheckpointWriter(plan=self._run.plan, in_background=self._osdp.async_save)
         self._stop = StopSignal()
         if self._osdp.save_on_sigterm:
             self.add_callback(StopCallback(self._stop))

@@ -32,8 +32,6 @@ TRAINER_STATE = transformers.trainer.TRAINER_STATE_NAME
 
 
 class TrainerCheckpoints(transformers.Trainer):
-    """`transformers.Trainer` with these checkpoints."""
-
     model: Any
     optimizer: Any
     lr_scheduler: Any
@@ -56,7 +54,6 @@ class TrainerCheckpoints(transformers.Trainer):
             return
         run_dir = Path(super()._get_output_dir(trial))
         folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        self._writer.plan = self.plan
         with self._writer.new(folder, **self._settings()) as staging:
             self._staging = staging
             try:
@@ -95,14 +92,13 @@ class TrainerCheckpoints(transformers.Trainer):
         In the background the new one is yet to be complete: the one before it stays.
         """
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-        if not self.is_world_process_zero() or not limit or limit < 1:
-            return
-        own = own_checkpoints(run_dir)
-        found = sorted(numbered_checkpoints(run_dir), key=lambda path: path not in own)
-        kept = {new if new in found else found[0], *([Path(best)] if best else [])} if found else set()
-        rest = [path for path in found if path not in kept]
-        for path in rest[max(limit - len(kept), 0) :]:
-            remove_checkpoint(path)
+        found = numbered_checkpoints(run_dir) if self.is_world_process_zero() and limit and limit > 0 else []
+        if found:
+            own = own_checkpoints(run_dir)
+            found.sort(key=lambda path: path not in own)
+            kept = {new if new in found else found[0], *([Path(best)] if best else [])}
+            for path in [path for path in found if path not in kept][max(limit - len(kept), 0) :]:
+                remove_checkpoint(path)
 
     def _writes_shards(self) -> bool:
         return self.is_fsdp_enabled and writes_shards(self.accelerator.plugin)
@@ -118,10 +114,9 @@ class TrainerCheckpoints(transformers.Trainer):
         keep_whole_positions([self.model], [self.optimizer])
         if self._osdp is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        folder = Path(checkpoint)
-        load_optimizer(folder, self.model, self.optimizer)
-        self.lr_scheduler.load_state_dict(load_file(folder / transformers.trainer.SCHEDULER_NAME))
+        else:
+            load_optimizer(Path(checkpoint), self.model, self.optimizer)
+            self.lr_scheduler.load_state_dict(load_file(Path(checkpoint) / transformers.trainer.SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:  # noqa: ANN401
         """Load as the stock Trainer, weights from any layout."""
@@ -176,10 +171,9 @@ class TrainerCheckpoints(transformers.Trainer):
         return str(found)
 
     def _settings(self) -> dict[str, str]:
-        args, data_seed = self.args, self.args.data_seed
-        seed = f"{args.seed}" if data_seed is None else f"{args.seed} (data {data_seed})"
+        seed = str(self.args.seed) if self.args.data_seed is None else f"{self.args.seed} (data {self.args.data_seed})"
         optimizer = "" if self.optimizer is None else type(unwrapped(self.optimizer)).__name__
-        texts = {"seed": seed, "precision": args.mixed_precision, "dataset": dataset_text(self.train_dataset), "optimizer": optimizer}
+        texts = {"seed": seed, "precision": self.args.mixed_precision, "dataset": dataset_text(self.train_dataset), "optimizer": optimizer}
         return {name: text for name, text in texts.items() if text}
 
     def _finish_checkpoints(self) -> None:
