@@ -134,9 +134,7 @@ def numbered_checkpoints(folder: Path) -> list[Path]:
 def lock_checkpoints(parent: Path, name: str | None = None) -> None:
     """Keep other runs from writing the checkpoint of this name, or `checkpoint-N`, into a folder until `unlock_checkpoints` or the end.
 
-    What an interrupted run left of them is finished or removed.
-
-    Where another run writes them and does not end within a minute, this raises CheckpointError.
+    What an interrupted run left of them is finished or removed. CheckpointError: another run writes them, and does not end within a minute.
     """
     path = _lock_path(parent, name)
     if path in _locks:
@@ -230,10 +228,7 @@ def discard_staging(staging: Path) -> None:
 
 
 def complete(folder: Path, staging: Path, manifest: Manifest, parts: Iterable[Mapping[str, FileRecord]]) -> None:
-    """Write the manifest of a staging folder whose files are all there, and let the checkpoint appear.
-
-    Raise CheckpointError where it cannot be written.
-    """
+    """Write the manifest of a staging folder whose files are all there, and let the checkpoint appear. CheckpointError: it cannot be."""
     files = {name: record for part in parts for name, record in part.items()}
     try:
         for path in staging.rglob("*"):

@@ -188,10 +188,7 @@ def dataset_text(dataset: Any) -> str:  # noqa: ANN401  # anything that a loader
 
 @contextmanager
 def own_states(files: FileSystem | None = None) -> Iterator[None]:
-    """Let Accelerate and the Trainer write and read the states of sharded models, and registered objects, by our functions within.
-
-    They call those functions by their names in their own modules, and have no argument for others.
-    """
+    """Let Accelerate and the Trainer, which have no argument for it, write and read states by our functions in place of their own."""
 
     def save_weights(plugin: Any, _: object, model: nn.Module, folder: str, index: int = 0, *, adapter_only: bool = False) -> None:  # noqa: ANN401
         only = adapter_only and is_adapted(model)

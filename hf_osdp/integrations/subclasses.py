@@ -117,10 +117,7 @@ def traced_loss(trainer: StockTrainer) -> Loss:
 
 
 def bytes_of_other_models(trainer: StockTrainer) -> dict[str, int]:
-    """Return the bytes that other models take on this device, by the name of the trainer's attribute.
-
-    Sharded ones count with their shards, and a root that stays gathered after forward whole beside them.
-    """
+    """Return the bytes that other models take on this device, by the name of the trainer's attribute; sharded ones with their shards."""
     assert isinstance(trainer.model, nn.Module)
     seen = {id(tensor) for tensor in _tensors(trainer.model)}
     found = {name: sum(_bytes_on_device(module, seen) for module in _modules_in(value)) for name, value in vars(trainer).items()}

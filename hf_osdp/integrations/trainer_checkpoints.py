@@ -73,8 +73,7 @@ class TrainerCheckpoints(transformers.Trainer):
         return super()._get_output_dir(trial) if self._staging is None else str(self._staging.path.parent)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push only after the folder has been renamed."""
-        if self._staging is None:
+        if self._staging is None:  # else only after the folder has been renamed
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _name_best(self, staged: Path, folder: Path) -> None:
@@ -87,10 +86,7 @@ class TrainerCheckpoints(transformers.Trainer):
                     self.state.save_to_json(str(staged / TRAINER_STATE))
 
     def _keep_limit(self, run_dir: Path, new: Path | None = None) -> None:
-        """Remove checkpoints beyond the limit, an earlier training's first, then the oldest; not the new one, nor the best.
-
-        In the background the new one is yet to be complete: the one before it stays.
-        """
+        """Remove checkpoints beyond the limit, an earlier training's first, then the oldest; not the last complete one, nor the best."""
         limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
         found = numbered_checkpoints(run_dir) if self.is_world_process_zero() and limit and limit > 0 else []
         if found:

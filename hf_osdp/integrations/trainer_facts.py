@@ -131,10 +131,7 @@ def _coupled_batch_size(trainer: Trainer) -> int | None:
 
 
 def batch_coupling(trainer: Trainer) -> str | None:
-    """Return why a loss may depend on which samples share a micro-batch; None where it does not.
-
-    The planner then keeps the size of micro-batches: splitting one would train something else.
-    """
+    """Return why a loss may depend on which samples share a micro-batch, so that none may be split; None where it does not."""
     assert isinstance(trainer.model, nn.Module)
     cls, model = type(trainer), without_adapters(trainer.model)
     if "return_loss" in inspect.signature(model.forward).parameters:
