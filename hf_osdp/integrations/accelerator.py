@@ -50,7 +50,6 @@ from .sharding import apply_alone, shard_model, take_later
 
 _REFUSED = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
 """Arguments of `Accelerator` that decide how the model is laid out."""
-_DYNAMO_DEFAULTS = {"mode": (None, "default"), "fullgraph": (None, False), "dynamic": (None,), "options": (None, {})}
 T = TypeVar("T")
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
@@ -117,7 +116,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         dynamo = self.state.dynamo_plugin
         if dynamo.backend == DynamoBackend.NO or dynamo.disable:
             return
-        beside = [name for name, usual in _DYNAMO_DEFAULTS.items() if getattr(dynamo, name) not in usual]
+        stated = {"mode": dynamo.mode not in (None, "default"), "fullgraph": dynamo.fullgraph, "dynamic": dynamo.dynamic is not None}
+        beside = [name for name, is_stated in {**stated, "options": dynamo.options}.items() if is_stated]
         if dynamo.backend != DynamoBackend.INDUCTOR or beside:
             asked = ", ".join(f"{name}={getattr(dynamo, name)!r}" for name in beside) or f"backend={dynamo.backend.value.lower()}"
             raise ValueError(f"torch.compile with {asked} cannot be planned; use inductor with its defaults, or leave it out.")
@@ -161,7 +161,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             ValueError: a size is known from nowhere, or sizes do not fit together.
             InfeasibleError: no plan meets the memory limit.
         """
-        stated = {"sequence_length": sequence_length, "global_batch_size": global_batch_size}
+        stated: dict[str, Any] = {"sequence_length": sequence_length, "global_batch_size": global_batch_size}
         config = replace(self._config, **{name: value for name, value in stated.items() if value})
         plan = self._make_plan(model, config, optimizer)
         self.gradient_accumulation_steps = plan.accumulation_steps
@@ -240,7 +240,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401  as stock
         """As `Accelerator.prepare`; a model may also come without an optimizer, for evaluation."""
-        models, optimizers, loaders = (_of_type(args, cls) for cls in (nn.Module, torch.optim.Optimizer, DataLoader))
+        models, optimizers, loaders = _of_type(args, nn.Module), _of_type(args, torch.optim.Optimizer), _of_type(args, DataLoader)
         known = {id(model) for model in (*self._models, *models)}
         if self.is_fsdp2 and models and len(known) > 1:
             raise ValueError(
