@@ -170,8 +170,8 @@ def _copied(trainer: StockTrainer, fake_model: nn.Module, last: list[Any]) -> St
         if value is trainer.model or name in ("model", "model_wrapped"):
             setattr(copied, name, fake_model)
         elif isinstance(value, nn.Module):
-            is_sharded = any(isinstance(child, FSDPModule) for child in value.modules())
-            setattr(copied, name, last_output if is_sharded else _fake_beside(value, trainer.model, fake_model))
+            sharded = any(isinstance(child, FSDPModule) for child in value.modules())
+            setattr(copied, name, last_output if sharded else _fake_beside(value, trainer.model, fake_model))
         elif isinstance(value, _CONTAINERS) and name not in _DATA and not any(_modules_in(value)):
             setattr(copied, name, copy.deepcopy(value))
     copied.accelerator = _LocalAccelerator(trainer.accelerator)

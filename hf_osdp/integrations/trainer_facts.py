@@ -43,8 +43,6 @@ _ADDED = ("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
 """Entries that transformers adds to `fsdp_config` itself, switched off."""
 _MAKERS = ("transformers", "hf_osdp")
 """Packages in which the Trainer's own way to make an optimizer is."""
-_MOST_BYTES = 2**20
-"""Of a file of options."""
 
 
 def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> RunFacts:
@@ -363,7 +361,7 @@ def _fsdp_config(args: TrainingArguments | None) -> dict[str, Any]:
     """Return `TrainingArguments.fsdp_config` as a dict; with `fsdp` unset, transformers leaves the path of a file unread."""
     config = None if args is None else args.fsdp_config
     if isinstance(config, str):
-        path, config = config, read_json(config, "fsdp_config", limit_bytes=_MOST_BYTES)
+        path, config = config, read_json(config, "fsdp_config")
         if not isinstance(config, dict):
             raise ValueError(f"fsdp_config={path!r} holds a {type(config).__name__}; it must map option names to values.")
     return {str(name).removeprefix("fsdp_"): value for name, value in (config or {}).items()}
