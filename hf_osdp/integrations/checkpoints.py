@@ -113,7 +113,8 @@ class AcceleratorCheckpoints(Accelerator):
             for index, optimizer in enumerate(self._optimizers if hidden else ()):
                 load_optimizer(folder, model_of(optimizer, self._models), optimizer, index=index)
         except FileNotFoundError as error:
-            raise CheckpointError(f"Checkpoint {folder} lacks {Path(error.filename).name}, which this run needs; take another.") from None
+            name = Path(str(error.filename or error)).name
+            raise CheckpointError(f"Checkpoint {folder} lacks {name}, which this run needs; take another.") from None
         load_random_states(folder, self.process_index)  # the stock loader passes over what it cannot set
         self.step = 0
         if (manifest := on_rank_zero(lambda: Manifest.load(folder))) is not None:
