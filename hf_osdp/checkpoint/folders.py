@@ -139,14 +139,14 @@ def lock_checkpoints(parent: Path, name: str | None = None) -> None:
     path = _lock_path(parent, name)
     if path in _locks:
         return
-    deadline, is_waiting = time.monotonic() + _LOCK_WAIT_S, False
-    while (holder := _try_lock(path)) is not None:
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    if (holder := _try_lock(path)) is not None:
+        _log.warning("Another run (%s) writes checkpoints into %s; waiting up to %g s for its end.", holder, parent, _LOCK_WAIT_S)
+    while holder is not None:
         if time.monotonic() > deadline:
             raise CheckpointError(f"Another run ({holder}) writes checkpoints into {parent}; give this run a folder of its own.")
-        if not is_waiting:
-            is_waiting = True
-            _log.warning("Another run (%s) writes checkpoints into %s; waiting up to %g s for its end.", holder, parent, _LOCK_WAIT_S)
         time.sleep(_LOCK_POLL_S)
+        holder = _try_lock(path)
     pattern = "checkpoint[-_]*" if name is None else glob.escape(name)
     restore_replaced(parent, pattern)
     staged = {inside.parent for inside in path.parent.glob(f"*/{pattern}")} - _staged
