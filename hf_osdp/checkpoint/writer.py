@@ -81,7 +81,6 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: str | None = None
         self._group: dist.ProcessGroup | None = None
-        self._locks: set[tuple[Path, str | None]] = set()
 
     @contextmanager
     def new(self, folder: str | Path, **settings: str) -> Iterator[Staging]:
@@ -93,9 +92,8 @@ class CheckpointWriter:
         self.wait()
         folder = Path(folder).resolve()
         staged = on_rank_zero(lambda: prepare_staging(folder))
-        if rank() == 0 and (lock := (folder.parent, lock_name(folder))) not in self._locks:
-            self._locks.add(lock)  # other runs may write there when this writer is gone
-            weakref.finalize(self, unlock_checkpoints, *lock)
+        if rank() == 0:  # other runs may write there when this writer is gone
+            weakref.finalize(self, unlock_checkpoints, folder.parent, lock_name(folder))
         on_every_rank(lambda: _wait_for_folder(staged))
         staging = Staging(staged, HeldFileSystem() if self.in_background else FileSystem())
         try:
