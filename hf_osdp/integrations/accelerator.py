@@ -111,33 +111,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self._writer = CheckpointWriter(in_background=self._config.async_save)
         self._join_fsdp()
 
-    def _take_over_compilation(self) -> None:
-        """Compile blocks by the plan where dynamo was asked for, in place of the whole model, as Accelerate would."""
-        dynamo = self.state.dynamo_plugin
-        if dynamo.backend == DynamoBackend.NO or dynamo.disable:
-            return
-        stated = {"mode": dynamo.mode not in (None, "default"), "fullgraph": dynamo.fullgraph, "dynamic": dynamo.dynamic is not None}
-        beside = [name for name, is_stated in {**stated, "options": dynamo.options}.items() if is_stated]
-        if dynamo.backend != DynamoBackend.INDUCTOR or beside:
-            asked = ", ".join(f"{name}={getattr(dynamo, name)!r}" for name in beside) or f"backend={dynamo.backend.value.lower()}"
-            raise ValueError(f"torch.compile with {asked} cannot be planned; use inductor with its defaults, or leave it out.")
-        self.plugin.osdp = replace(self._config, compile=self._config.compile or True)  # or auto
-
-    def prepare_model(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as stock
-        """As `Accelerator.prepare_model`; blocks are compiled by the plan. All accelerators share the state."""
-        with replaced(self.state, dynamo_plugin=TorchDynamoPlugin(backend="no")):
-            return super().prepare_model(*args, **kwargs)
-
-    @property
-    def _config(self) -> OSDPConfig:
-        assert isinstance(self.plugin.osdp, OSDPConfig)
-        return self.plugin.osdp
-
-    @property
-    def _planned(self) -> PlannedRun:
-        assert self.planned_run is not None, "the plan is made before it is used"
-        return self.planned_run
-
     def plan(
         self,
         model: nn.Module,
@@ -291,6 +264,11 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             skips = self.scaler is not None and self.scaler.is_enabled()
             self._loop_meter = LoopMeter(model, self.device, self._report, run.plan, may_skip=skips)
 
+    def prepare_model(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as stock
+        """As `Accelerator.prepare_model`; blocks are compiled by the plan. All accelerators share the state."""
+        with replaced(self.state, dynamo_plugin=TorchDynamoPlugin(backend="no")):
+            return super().prepare_model(*args, **kwargs)
+
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
         """Shard the model by the plan and hand the optimizers its new parameters, found by name."""
         result = [o if isinstance(o, nn.Module) else self._prepare_one(o, first_pass=True) for o in args]
@@ -395,6 +373,28 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             raise OSDPError(
                 "The plan steps in backward, so that no gradients are left to clip; set step_in_backward=False, or do not clip."
             )
+
+    @property
+    def _config(self) -> OSDPConfig:
+        assert isinstance(self.plugin.osdp, OSDPConfig)
+        return self.plugin.osdp
+
+    @property
+    def _planned(self) -> PlannedRun:
+        assert self.planned_run is not None, "the plan is made before it is used"
+        return self.planned_run
+
+    def _take_over_compilation(self) -> None:
+        """Compile blocks by the plan where dynamo was asked for, in place of the whole model, as Accelerate would."""
+        dynamo = self.state.dynamo_plugin
+        if dynamo.backend == DynamoBackend.NO or dynamo.disable:
+            return
+        stated = {"mode": dynamo.mode not in (None, "default"), "fullgraph": dynamo.fullgraph, "dynamic": dynamo.dynamic is not None}
+        beside = [name for name, is_stated in {**stated, "options": dynamo.options}.items() if is_stated]
+        if dynamo.backend != DynamoBackend.INDUCTOR or beside:
+            asked = ", ".join(f"{name}={getattr(dynamo, name)!r}" for name in beside) or f"backend={dynamo.backend.value.lower()}"
+            raise ValueError(f"torch.compile with {asked} cannot be planned; use inductor with its defaults, or leave it out.")
+        self.plugin.osdp = replace(self._config, compile=self._config.compile or True)  # or auto
 
     def _join_fsdp(self, *, alone: bool = False) -> None:
         """Put FSDP in charge, as Accelerate does for several processes except on the CPU; replace the first plugin, which it keeps."""
