@@ -28,7 +28,6 @@ from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from ..checkpoint.folders import Manifest, numbered_checkpoints, remove_checkpoint
@@ -97,20 +96,18 @@ class AcceleratorCheckpoints(Accelerator):
         """
         folder = Path(os.path.expanduser(input_dir)) if input_dir is not None else self._last_folder()
         check_checkpoint(folder)
-        alone = not self.is_fsdp2 and not is_of_one_process(on_rank_zero(lambda: find_model(folder)))
-        if self.is_fsdp2 or alone:
+        own = self.is_fsdp2 or not is_of_one_process(on_rank_zero(lambda: find_model(folder)))  # one process reads what one wrote as stock
+        if own:
             _refuse_unused("load_state", kwargs.keys() - {"map_location"})
         warn_of_changes(folder, self._settings(), None if self.planned_run is None else self.planned_run.plan)
         keep_whole_positions(self._models, self._optimizers)
-        hidden: dict[str, Any] = {"_optimizers": []} if self.is_fsdp2 else {}
-        if alone:  # the stock functions read what one process wrote, and nothing else
-            for index, model in enumerate(self._models):
-                load_model(folder, model, index=index)
-            hidden = {"_models": [], "_optimizers": []}
+        hidden: dict[str, Any] = {"_models": [], "_optimizers": []} if own else {}
+        for index, model in enumerate(self._models if own else ()):
+            load_model(folder, model, index=index)
         try:
             with own_states(), replaced(self, **hidden):
                 super().load_state(str(folder), load_kwargs, **kwargs)
-            for index, optimizer in enumerate(self._optimizers if hidden else ()):
+            for index, optimizer in enumerate(self._optimizers if own else ()):
                 load_optimizer(folder, model_of(optimizer, self._models), optimizer, index=index)
         except FileNotFoundError as error:
             name = Path(str(error.filename or error)).name
@@ -195,14 +192,10 @@ def own_states(files: FileSystem | None = None) -> Iterator[None]:
         only = adapter_only and is_adapted(model)
         save_model(Path(folder), model, sharded=writes_shards(plugin), index=index, trainable_only=only, files=files)
 
-    def load_weights(_: object, __: object, model: nn.Module, folder: str, index: int = 0, *, adapter_only: bool = False) -> object:
-        load_model(Path(folder), model, index=index, trainable_only=adapter_only and is_adapted(model))
-        return _IncompatibleKeys([], [])
-
     def save_states(plugin: Any, _: object, optimizer: torch.optim.Optimizer, model: nn.Module, folder: str, index: int = 0) -> None:  # noqa: ANN401
         save_optimizer(Path(folder), model, optimizer, sharded=writes_shards(plugin), index=index, files=files)
 
-    ours = {"save_fsdp_model": save_weights, "load_fsdp_model": load_weights, "save_fsdp_optimizer": save_states}
+    ours = {"save_fsdp_model": save_weights, "save_fsdp_optimizer": save_states}
     custom = {"save_custom_state": _save_custom_state, "load_custom_state": _load_custom_state}
     with replaced(accelerate.accelerator, **ours, **custom), replaced(transformers.trainer, **ours):
         yield
