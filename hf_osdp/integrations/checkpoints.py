@@ -203,15 +203,16 @@ def own_states(files: FileSystem | None = None) -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: object, **values: object) -> Iterator[None]:
-    """Give attributes of a module or an object these values within."""
-    before = {name: getattr(owner, name) for name in values}
+    """Set attributes of a module or an object within; afterwards they are as before, or not there."""
+    attributes = vars(owner)
+    before = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
     try:
-        for name, value in values.items():
-            setattr(owner, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+        for name in values:
+            del attributes[name]
+        attributes.update(before)
 
 
 def _save_custom_state(obj: Stateful, path: str, index: int = 0, save_on_each_node: bool = False) -> None:

@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from ..checkpoint.resume import start_fresh
-from ..checkpoint.writer import CheckpointWriter, Staging
+from ..checkpoint.writer import CheckpointWriter
 from ..distributed.process_group import host_barrier
 from ..distributed.stop import StopSignal
 from ..measurement.step_meter import StepMeter
@@ -66,7 +66,6 @@ class Trainer(TrainerCheckpoints):
         call = inspect.signature(StockTrainer.__init__).bind(self, *args, **kwargs)
         given = call.arguments
         self._run: PlannedRun | None = None
-        self._staging: Staging | None = None
         asked = self.__dict__.pop("_asked_osdp", None) if osdp is None else osdp
         self._osdp = requested_config(asked, given.get("args"), unasked=self.plans_unasked)
         if self._osdp is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from ..checkpoint.layouts import find_model, is_of_one_process
 from ..checkpoint.resume import check_checkpoint, checkpoint_to_resume, own_checkpoints, warn_of_changes
 from ..checkpoint.safe import load_file
 from ..checkpoint.states import load_model, load_optimizer, load_random_states, save_model
-from ..checkpoint.writer import CheckpointWriter, Staging
+from ..checkpoint.writer import CheckpointWriter
 from ..distributed.stop import StopSignal
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
@@ -38,7 +37,6 @@ class TrainerCheckpoints(transformers.Trainer):
     _osdp: OSDPConfig | None
     _run: PlannedRun | None
     _writer: CheckpointWriter
-    _staging: Staging | None
     _stop: StopSignal
     _asked_batch: int
 
@@ -49,32 +47,23 @@ class TrainerCheckpoints(transformers.Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """Save as the stock Trainer, into a hidden folder that then appears under its name."""
+        keep_whole_positions([self.model], [self.optimizer])
         if self._osdp is None:
             super()._save_checkpoint(model, trial)
             return
-        run_dir = Path(super()._get_output_dir(trial))
+        run_dir = Path(self._get_output_dir(trial))
         folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self._writer.new(folder, **self._settings()) as staging:
-            self._staging = staging
-            try:
+        with self._writer.new(folder, **self._settings()) as staging, own_states(staging.file_system):
+            place, later = str(staging.path.parent), lambda folder: None  # pushed once the folder has its name
+            with replaced(self, _get_output_dir=lambda trial: place, _push_from_checkpoint=later):
                 super()._save_checkpoint(model, trial)
-                self._name_best(staging.path, folder)
-                if self.args.save_only_model and self._writes_shards():  # stock writes no weights then
-                    save_model(staging.path, self.model, sharded=True, trainable_only=is_adapted(self.model), files=staging.file_system)
-            finally:
-                self._staging = None
+            self._name_best(staging.path, folder)
+            if self.args.save_only_model and self._writes_shards():  # stock writes no weights then
+                save_model(staging.path, self.model, sharded=True, trainable_only=is_adapted(self.model), files=staging.file_system)
         self._keep_limit(run_dir, folder)
         if self.args.push_to_hub:
             self._writer.wait()
-            super()._push_from_checkpoint(str(folder))
-
-    def _get_output_dir(self, trial: object) -> str:
-        """Return, while a checkpoint is written, the folder in which it is staged."""
-        return super()._get_output_dir(trial) if self._staging is None else str(self._staging.path.parent)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._staging is None:  # else only after the folder has been renamed
-            super()._push_from_checkpoint(checkpoint_folder)
+            self._push_from_checkpoint(str(folder))
 
     def _name_best(self, staged: Path, folder: Path) -> None:
         """Let the saved state name checkpoints by their final names."""
@@ -98,12 +87,6 @@ class TrainerCheckpoints(transformers.Trainer):
 
     def _writes_shards(self) -> bool:
         return self.is_fsdp_enabled and writes_shards(self.accelerator.plugin)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        keep_whole_positions([self.model], [self.optimizer])
-        files = None if self._staging is None else self._staging.file_system
-        with nullcontext() if self._osdp is None else own_states(files):
-            super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load as the stock Trainer, the optimizer's state from any layout."""
