@@ -113,9 +113,8 @@ class Trainer(TrainerCheckpoints):
 
     def _validate_args(self) -> None:
         """As stock, which takes no optimizer under FSDP; here it gets the shards of its parameters."""
-        fsdp, self.is_fsdp_enabled = self.is_fsdp_enabled, self.is_fsdp_enabled and self._osdp is None
-        super()._validate_args()
-        self.is_fsdp_enabled = fsdp
+        with replaced(self, is_fsdp_enabled=self.is_fsdp_enabled and self._osdp is None):
+            super()._validate_args()
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """As stock, but only after planning, which decides which units live on the host."""
