@@ -76,8 +76,8 @@ class TrainerCheckpoints(transformers.Trainer):
 
     def _keep_limit(self, run_dir: Path, new: Path | None = None) -> None:
         """Remove checkpoints beyond the limit, an earlier training's first, then the oldest; not the last complete one, nor the best."""
-        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-        found = numbered_checkpoints(run_dir) if self.is_world_process_zero() and limit and limit > 0 else []
+        limit, best = self.args.save_total_limit or 0, self.state.best_model_checkpoint
+        found = numbered_checkpoints(run_dir) if self.is_world_process_zero() and limit > 0 else []
         if found:
             own = own_checkpoints(run_dir)
             found.sort(key=lambda path: path not in own)
