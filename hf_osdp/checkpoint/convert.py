@@ -34,10 +34,9 @@ class Target(Enum):
 
 
 def convert(source: Path, target: Path, *, to: Target) -> None:
-    """Write a checkpoint again. All of its weights, and then of its optimizer states, are in memory meanwhile.
+    """Write a checkpoint again, with a copy of what else is in it. All of its weights, and then optimizer states, are in memory meanwhile.
 
-    What else is in it (schedulers, random states, configuration) is copied; the source stays as it is. Refused are a target that exists,
-    damaged checkpoints, several models, optimizer states by position, as one process wrote them, and adapters as weights alone.
+    Refused are a target that exists, damage, several models, optimizer states by position, and adapters as weights alone.
     """
     if target.exists():
         raise ValueError(f"{target} exists already; give a folder that does not.")

@@ -134,21 +134,19 @@ def numbered_checkpoints(folder: Path) -> list[Path]:
 def lock_checkpoints(parent: Path, name: str | None = None) -> None:
     """Keep other runs from writing the checkpoint of this name, or `checkpoint-N`, into a folder until `unlock_checkpoints` or the end.
 
-    What an interrupted run left of them is finished or removed.
-
-    Where another run writes them and does not end within a minute, this raises CheckpointError.
+    What an interrupted run left of them is finished or removed. CheckpointError: another run writes them, and does not end within a minute.
     """
     path = _lock_path(parent, name)
     if path in _locks:
         return
-    deadline, is_waiting = time.monotonic() + _LOCK_WAIT_S, False
-    while (holder := _try_lock(path)) is not None:
+    deadline = time.monotonic() + _LOCK_WAIT_S
+    if (holder := _try_lock(path)) is not None:
+        _log.warning("Another run (%s) writes checkpoints into %s; waiting up to %g s for its end.", holder, parent, _LOCK_WAIT_S)
+    while holder is not None:
         if time.monotonic() > deadline:
             raise CheckpointError(f"Another run ({holder}) writes checkpoints into {parent}; give this run a folder of its own.")
-        if not is_waiting:
-            is_waiting = True
-            _log.warning("Another run (%s) writes checkpoints into %s; waiting up to %g s for its end.", holder, parent, _LOCK_WAIT_S)
         time.sleep(_LOCK_POLL_S)
+        holder = _try_lock(path)
     pattern = "checkpoint[-_]*" if name is None else glob.escape(name)
     restore_replaced(parent, pattern)
     staged = {inside.parent for inside in path.parent.glob(f"*/{pattern}")} - _staged
@@ -230,10 +228,7 @@ def discard_staging(staging: Path) -> None:
 
 
 def complete(folder: Path, staging: Path, manifest: Manifest, parts: Iterable[Mapping[str, FileRecord]]) -> None:
-    """Write the manifest of a staging folder whose files are all there, and let the checkpoint appear.
-
-    Raise CheckpointError where it cannot be written.
-    """
+    """Write the manifest of a staging folder whose files are all there, and let the checkpoint appear. CheckpointError: it cannot be."""
     files = {name: record for part in parts for name, record in part.items()}
     try:
         for path in staging.rglob("*"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file as load_safetensors
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ..errors import CheckpointError
 from ..reading import read_json
@@ -49,7 +47,7 @@ def find_model(folder: Path, index: int = 0) -> Path:
 
 
 def find_optimizer(folder: Path, index: int = 0) -> Path:
-    """Return where a checkpoint's optimizer state is, as `find_model`. A file's content tells whether it goes by name or by position."""
+    """Return where a checkpoint's optimizer state is, as `find_model`."""
     return _found(folder, _optimizer_names(index), "optimizer state")
 
 
@@ -132,27 +130,24 @@ def _safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 def _of_several_files(index: Path) -> dict[str, torch.Tensor]:
     """Return weights in several files, as transformers writes large ones."""
-    content = read_json(index, "index of weights", CheckpointError)
     try:
-        names = sorted(set(content["weight_map"].values()))
+        names = sorted(set(read_json(index, "index of weights", CheckpointError)["weight_map"].values()))
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} cannot be read ({type(error).__name__}: {error}); take another checkpoint.") from None
     return {name: value for file in names for name, value in _safetensors(index.parent / check_inside(file)).items()}
 
 
+class _WholePlanner(SafePlanner, _EmptyStateDictLoadPlanner):
+    """Make the tensors that the index names, and read them whole."""
+
+
 def _unsharded(path: Path, key: str) -> Any:  # noqa: ANN401  # what the checkpoint has
+    state: dict[str, Any] = {}
     reader = SafeReader(path)
-    index = reader.read_metadata()
+    reader.read_metadata()  # its errors are lines of ours; torch would log a traceback and try again
     try:
-        flat = {
-            name: torch.empty(of.size, dtype=of.properties.dtype) if isinstance(of, TensorStorageMetadata) else None
-            for name, of in index.state_dict_metadata.items()
-        }
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process it is
-            planner = SafePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-            load_shards(flat, storage_reader=reader, planner=planner, no_dist=True)
-        return unflatten_state_dict(flat, index.planner_data)[key]
+        _load_state_dict(state, storage_reader=reader, planner=_WholePlanner(), no_dist=True)
+        return state[key]
     except (CheckpointException, RuntimeError, KeyError, ValueError, OSError, EOFError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({cause_of(error)}); take another checkpoint.") from None
 

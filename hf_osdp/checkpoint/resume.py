@@ -100,10 +100,7 @@ def last_checkpoint(folder: str | Path, *, marker: str | None = None) -> Path | 
 
 
 def check_checkpoint(folder: str | Path) -> None:
-    """Refuse a checkpoint that is not there, or not as it was written, on every rank. Collective.
-
-    Without a manifest, only special files are looked for.
-    """
+    """Refuse a checkpoint that is not there, or not as its manifest says, or has special files; on every rank. Collective."""
     folder = Path(folder)
 
     def look() -> None:
@@ -184,10 +181,7 @@ def is_restart() -> bool:
 
 
 def start_fresh(folder: str | Path) -> None:
-    """Note that a new training begins in a folder: its restarts will not resume from checkpoints that lie there. Collective.
-
-    In a restart, and where another run trains in the folder, nothing is noted.
-    """
+    """Note, but for a restart, that a new training begins in a folder, which does not resume from what lies there. Collective."""
     if not is_restart():
         _note_training(Path(folder), is_new=True)
 
@@ -212,7 +206,6 @@ def _note_training(folder: Path, *, is_new: bool) -> None:
 def training_of_folder(folder: Path) -> str | None:
     """Return the training that an output folder's note names; None where all checkpoints are its own. CheckpointError: it is damaged."""
     path = folder / PARTIAL / _NOTE
-
     if not path.is_file():
         return None
 

@@ -1,7 +1,4 @@
-"""Weights, optimizer and random states to and from a checkpoint, and all that a plain loop resumes from, under Accelerate's file names.
-
-The model may be sharded or not; what is read may be of any plan and world.
-"""
+"""Weights, optimizer and random states to and from a checkpoint of any plan and world; all that a plain loop resumes from."""
 
 from __future__ import annotations
 
@@ -49,6 +46,8 @@ from .writer import CheckpointWriter, on_every_rank
 _MODEL, _OPTIMIZER = "model", "optimizer"
 """Keys of the states in folders of shards, as Accelerate has them."""
 PROGRESS_NAME = "custom_checkpoint_0.pkl"
+_TRAINERS_NAMES = {"cpu": "torch_manual_seed", "cuda": "torch_cuda_manual_seed", "python": "random_state", "numpy": "numpy_random_seed"}
+"""Of random states → Accelerate's."""
 
 
 def save_model(
@@ -56,13 +55,8 @@ def save_model(
 ) -> None:
     """Write weights under their Hugging Face names into a checkpoint's folder. Collective; all raise CheckpointError where it fails.
 
-    Args:
-        folder: it exists.
-        model: sharded by a plan, or plain.
-        sharded: each rank writes its shards, and nothing is ever whole; else rank 0 writes whole tensors.
-        index: of the model, where there are several.
-        trainable_only: leave frozen parameters and buffers out, as for adapters.
-        files: where shards go; None is the disk.
+    Where it is `sharded`, each rank writes its shards, to the disk or to `files`; else rank 0 writes whole tensors. `index` is of the
+    model, where there are several. `trainable_only` leaves frozen parameters and buffers out, as for adapters.
     """
     free_gathered(model)
     weights = named_weights(model) if sharded else full_state_dict(model)
@@ -210,10 +204,9 @@ def save_loop(
     writer: CheckpointWriter, folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *,
     others: Mapping[str, Stateful], progress: Mapping[str, Any], sharded: bool,
 ) -> None:  # fmt: skip
-    """Write a loop's checkpoint. Collective; all raise CheckpointError where it cannot be written.
+    """Write a loop's checkpoint: `others` have a state each, by the file's name; `progress` is rank 0's. Collective.
 
-    `others` are schedulers, scalers and what else has a state, by the file's name; `progress` numbers, text and tensors of the loop's
-    own, of which rank 0's count. Where it is `sharded`, each rank writes its shards; else rank 0 writes whole tensors.
+    All ranks raise CheckpointError where it cannot be written.
     """
     with writer.new(folder, optimizer=type(unwrapped(optimizer)).__name__) as staging:
         save_model(staging.path, model, sharded=sharded, files=staging.file_system)
@@ -264,10 +257,7 @@ def save_random_states(folder: Path, rank: int) -> None:
 
 
 def load_random_states(folder: Path, rank: int) -> None:
-    """Set this process's generators as they were when the checkpoint was written, by Accelerate or the Trainer.
-
-    A rank that was not there then gets states of its own, which rank 0's and its number determine: no two ranks draw the same.
-    """
+    """Set this process's generators as they were saved; a rank that was not there gets its own, from rank 0's and its number."""
     names = {rank: (f"random_states_{rank}.pkl", f"rng_state_{rank}.pth"), 0: ("random_states_0.pkl", "rng_state_0.pth", "rng_state.pth")}
     for number in (rank, 0):
         for path in (folder / name for name in names[number]):
@@ -277,25 +267,22 @@ def load_random_states(folder: Path, rank: int) -> None:
 
 
 def _set_random_states(path: Path, *, of_other_rank: int | None) -> None:
-    states = load_file(path, numpy=True)
-
-    def state(accelerates_name: str, trainers_name: str) -> Any:  # noqa: ANN401  # each generator's own
-        return states.get(accelerates_name, states.get(trainers_name))
-
+    read = load_file(path, numpy=True)
     try:
-        cpu, cuda = state("torch_manual_seed", "cpu"), state("torch_cuda_manual_seed", "cuda")
+        states = {_TRAINERS_NAMES.get(name, name): state for name, state in read.items()}
+        cpu, cuda = states["torch_manual_seed"], states.get("torch_cuda_manual_seed")
         if of_other_rank is not None:
             seed = zlib.crc32(cpu.numpy().tobytes() + of_other_rank.to_bytes(8, "little"))
             random.seed(seed)
             np.random.seed(seed)
             torch.manual_seed(seed)  # CUDA's generators too
             return
-        version, internal, gauss = state("random_state", "python")
+        version, internal, gauss = states["random_state"]
         random.setstate((version, tuple(internal), gauss))
-        np.random.set_state(state("numpy_random_seed", "numpy"))
+        np.random.set_state(states["numpy_random_seed"])
         torch.set_rng_state(cpu)
         if cuda is not None and torch.cuda.is_available():
             for device, own in zip(range(torch.cuda.device_count()), [cuda] if torch.is_tensor(cuda) else cuda, strict=False):
                 torch.cuda.set_rng_state(own, device)
-    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         raise CheckpointError(f"{path} holds no random states ({error}); take another checkpoint.") from None

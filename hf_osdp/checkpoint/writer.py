@@ -9,11 +9,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -58,12 +58,11 @@ class HeldFileSystem(FileSystem):
             yield stream
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staging:
+class Staging(NamedTuple):
+    """Where to write a checkpoint, and the file system for its shards."""
+
     path: Path
-    """Where to write."""
     file_system: FileSystem
-    """For shards."""
 
 
 class CheckpointWriter:
@@ -82,37 +81,31 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: str | None = None
         self._group: dist.ProcessGroup | None = None
-        self._locks: set[tuple[Path, str | None]] = set()
 
     @contextmanager
     def new(self, folder: str | Path, **settings: str) -> Iterator[Staging]:
-        """Write a new checkpoint into what this gives; at the end it appears under its name. Collective.
+        """Write a new checkpoint into what this gives, once the one before is complete; at the end it appears under its name. Collective.
 
-        The one before must be complete first. In the background only shards are written: other files are to be there at the end. Where one
-        rank raises inside, the launcher ends all; the checkpoint stays invisible.
-
-        Raises:
-            CheckpointError: this one, or the one before, cannot be written, or another run writes there; on every rank.
+        In the background only shards are written: other files are to be there at the end. CheckpointError: this one, or the one before,
+        cannot be written, or another run writes there; on every rank.
         """
         self.wait()
         folder = Path(folder).resolve()
         staged = on_rank_zero(lambda: prepare_staging(folder))
-        if rank() == 0 and (lock := (folder.parent, lock_name(folder))) not in self._locks:
-            self._locks.add(lock)  # other runs may write there when this writer is gone
-            weakref.finalize(self, unlock_checkpoints, *lock)
+        if rank() == 0:  # other runs may write there when this writer is gone
+            weakref.finalize(self, unlock_checkpoints, folder.parent, lock_name(folder))
         on_every_rank(lambda: _wait_for_folder(staged))
-        staging = Staging(path=staged, file_system=HeldFileSystem() if self.in_background else FileSystem())
+        staging = Staging(staged, HeldFileSystem() if self.in_background else FileSystem())
         try:
             yield staging
         except BaseException:
             if rank() == 0:
                 discard_staging(staged)
             raise
-        sends = {"communication": self.plan.communication, "local steps": str(self.plan.local_steps)} if self.plan else {}
-        manifest = Manifest(
-            files={}, world_size=world_size(), settings={**self.settings, **settings, **sends},
-            plan=self.plan.fingerprint if self.plan else None, global_batch_size=self.plan.global_batch_size if self.plan else None,
-        )  # fmt: skip
+        manifest = Manifest(files={}, world_size=world_size(), settings={**self.settings, **settings})
+        if plan := self.plan:
+            sends = {**manifest.settings, "communication": plan.communication, "local steps": str(plan.local_steps)}
+            manifest = replace(manifest, settings=sends, plan=plan.fingerprint, global_batch_size=plan.global_batch_size)
         host_barrier()  # rank 0 sums what others wrote to the disk
         group = gloo_group()
         if self.in_background and group is not None:
@@ -129,8 +122,8 @@ class CheckpointWriter:
             return
         self._thread.join()
         waits_in_background.pop(self.wait, None)
-        error, self._thread, self._error = self._error, None, None
-        _checked(all_gather_objects(error))
+        self._thread = None
+        _checked(all_gather_objects(self._error))
 
     def _write(self, staging: Staging, folder: Path, manifest: Manifest, group: dist.ProcessGroup | None, number: int) -> None:
         """In the thread: write what is held, and on rank 0 complete the checkpoint when every rank has."""
@@ -156,7 +149,7 @@ class CheckpointWriter:
 
         part = _result_or_error(own_part)
         held.clear()
-        self._error = _result_or_error(finish)
+        self._error = _result_or_error(finish)  # None where it is complete
         if self._error is not None and number == 0:
             discard_staging(staging.path)
 

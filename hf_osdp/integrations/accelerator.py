@@ -43,7 +43,7 @@ from ..sharding.state import full_state_dict
 from ..sharding.steps import micro_step
 from ..sharding.unit_steps import BackwardSteps, bind_optimizer, reason_against_unit_steps
 from .announce import announce_result, plan_and_announce
-from .checkpoints import AcceleratorCheckpoints
+from .checkpoints import AcceleratorCheckpoints, replaced
 from .launch import launch_request
 from .plugin import OSDPPlugin, offloads, plugin_for, precision_of
 from .samples import batches_of_loader
@@ -53,7 +53,6 @@ _REFUSED = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torc
 """Arguments of `Accelerator` that decide how the model is laid out."""
 T = TypeVar("T")
 Parameters = torch.Tensor | Iterable[torch.Tensor]
-_SIGNATURE = inspect.signature(Accelerator.__init__)
 
 
 class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
@@ -84,7 +83,10 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     def __init__(
         self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | None = None, osdp_plugin: OSDPPlugin | None = None, **kwargs: Any
     ) -> None:
-        options = _by_name(args, kwargs)
+        options = dict(inspect.signature(Accelerator.__init__).bind(self, *args, **kwargs).arguments)
+        del options["self"]
+        if other := next((name for name in _REFUSED if options.get(name) is not None), None):
+            raise ValueError(f"{other} and OSDP both decide how the model is laid out; leave {other} out, or use accelerate's Accelerator.")
         plugin = plugin_for(osdp, osdp_plugin, options.pop("fsdp_plugin", None))
         cpu = options.pop("cpu", False) or launch_request().use_cpu or not torch.accelerator.is_available()
         self.planned_run: PlannedRun | None = None
@@ -94,7 +96,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self._out_of_memory: OutOfMemoryHandler | None = None
         self.measured: Observation | None = None
         """Measurement of the loop's first optimizer steps, the same on every process; None before they ended."""
-        self._writer: CheckpointWriter | None = None
         self._schedules = WeakKeyDictionary()
         self._earlier_error = id(sys.exc_info()[1])  # that is being handled: a training that failed before this one
         methods = {getattr(handler, "init_method", None) for handler in options.get("kwargs_handlers") or ()}
@@ -106,49 +107,10 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
                 f"{launched_world_size()} processes were launched, but this one sees no other;"
                 " pass cpu=True (TrainingArguments(use_cpu=True) with the Trainer) to run them on the CPU."
             )
-        self._take_over_compilation(plugin)
         self.plugin = plugin
-        self._join_fsdp(plugin)
-        self._choose_scaler()
-
-    def _take_over_compilation(self, plugin: OSDPPlugin) -> None:
-        """Compile blocks by the plan where dynamo was asked for, in place of the whole model, as Accelerate would."""
-        dynamo = self.state.dynamo_plugin
-        if dynamo.backend == DynamoBackend.NO or dynamo.disable:
-            return
-        stated = {"mode": dynamo.mode not in (None, "default"), "fullgraph": dynamo.fullgraph, "dynamic": dynamo.dynamic is not None}
-        stated["options"] = bool(dynamo.options)
-        beside = [name for name, is_so in stated.items() if is_so]
-        if dynamo.backend != DynamoBackend.INDUCTOR or beside:
-            asked = ", ".join(f"{name}={getattr(dynamo, name)!r}" for name in beside) or f"backend={dynamo.backend.value.lower()}"
-            raise ValueError(f"torch.compile with {asked} cannot be planned; use inductor with its defaults, or leave it out.")
-        assert isinstance(plugin.osdp, OSDPConfig)
-        plugin.osdp = replace(plugin.osdp, compile=plugin.osdp.compile or True)  # or auto
-
-    @contextmanager
-    def _without_dynamo(self) -> Iterator[None]:
-        """Keep Accelerate from compiling the model; its state, which is shared by all accelerators, stays as it was."""
-        dynamo = self.state.dynamo_plugin
-        self.state.dynamo_plugin = TorchDynamoPlugin(backend="no")
-        try:
-            yield
-        finally:
-            self.state.dynamo_plugin = dynamo
-
-    def prepare_model(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as stock
-        """As `Accelerator.prepare_model`; blocks are compiled by the plan."""
-        with self._without_dynamo():
-            return super().prepare_model(*args, **kwargs)
-
-    @property
-    def _config(self) -> OSDPConfig:
-        assert isinstance(self.plugin.osdp, OSDPConfig)
-        return self.plugin.osdp
-
-    @property
-    def _planned(self) -> PlannedRun:
-        assert self.planned_run is not None, "the plan is made before it is used"
-        return self.planned_run
+        self._take_over_compilation()
+        self._writer = CheckpointWriter(in_background=self._config.async_save)
+        self._join_fsdp()
 
     def plan(
         self,
@@ -173,9 +135,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             ValueError: a size is known from nowhere, or sizes do not fit together.
             InfeasibleError: no plan meets the memory limit.
         """
-        config = self._config
-        length, samples = sequence_length or config.sequence_length, global_batch_size or config.global_batch_size
-        config = replace(config, sequence_length=length, global_batch_size=samples)
+        stated: dict[str, Any] = {"sequence_length": sequence_length, "global_batch_size": global_batch_size}
+        config = replace(self._config, **{name: value for name, value in stated.items() if value})
         plan = self._make_plan(model, config, optimizer)
         self.gradient_accumulation_steps = plan.accumulation_steps
         return plan
@@ -186,16 +147,16 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         FSDP2 runs units on the host, and its own mixed precision where the plan was not made for autocast: FSDP then takes charge of a
         single process, too.
         """
-        self.planned_run = run
+        self.planned_run, self._writer.plan = run, run.plan
         assert run.inputs is not None
         precision = run.inputs.job.precision
         if not self.is_fsdp2 and (uses_host(run.plan) or (precision.compute is not None and not precision.autocast)):
             form_process_group(needed=True)
-            self._join_fsdp(self.plugin, alone=True)
-            self._choose_scaler()
+            self._join_fsdp(alone=True)
         self.gradient_state.plugin_kwargs["sync_each_batch"] = False
 
     def _plan_for(self, model: nn.Module, loader: DataLoader[Any], optimizer: torch.optim.Optimizer | OptimizerSpec | None) -> None:
+        """Plan for the batches of the loader to train with."""
         config = self._config
         inputs, length = batches_of_loader(loader, model, config.sequence_length)
         size, micro, global_batch = self._batch_size(loader), config.micro_batch_size, config.global_batch_size
@@ -221,13 +182,13 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         if config.global_batch_size is None:
             raise ValueError("The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...).")
         refuse_local_steps(config, "Accelerate's loop")
-        device_type, checkpointing = self.device.type, bool(self.plugin.activation_checkpointing)
+        checkpointing = bool(self.plugin.activation_checkpointing)
         sync_each_batch = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         facts = RunFacts(
             world_size=self.num_processes,
-            device_type=device_type,
+            device_type=self.device.type,
             precision=precision_of(self.mixed_precision, self.plugin.mixed_precision_policy, alone=not self.is_fsdp2),
-            optimizer=optimizer if isinstance(optimizer, OptimizerSpec) else spec_of_optimizer(optimizer, device_type=device_type),
+            optimizer=optimizer if isinstance(optimizer, OptimizerSpec) else spec_of_optimizer(optimizer, device_type=self.device.type),
             sequence_length=config.sequence_length,
             global_batch_size=config.global_batch_size,
             micro_batch_size=config.micro_batch_size,
@@ -254,64 +215,68 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401  as stock
         """As `Accelerator.prepare`; a model may also come without an optimizer, for evaluation."""
-        models, optimizers = _of_type(args, nn.Module), _of_type(args, torch.optim.Optimizer)
-        self._check_models(models)
-        if models and not isinstance(model := models[0], FSDPModule):
-            loader = next(iter(_of_type(args, DataLoader)), None)
-            optimizer = spec_of_optimizers(optimizers, device_type=self.device.type) if len(optimizers) > 1 else (*optimizers, None)[0]
-            if self.planned_run is not None:
-                self._check_loader(loader)
-            elif loader is not None:
-                self._plan_for(model, loader, optimizer)
-            else:
-                self.plan(model, optimizer=optimizer)
-            if not self.is_fsdp2 and not any(known is model for known in self._models):
-                apply_alone(model, self._planned, optimizers)
-                self._explain_memory_of(model)
-            elif not self.is_fsdp2:
-                take_later(optimizers, model)
+        models, optimizers, loaders = _of_type(args, nn.Module), _of_type(args, torch.optim.Optimizer), _of_type(args, DataLoader)
+        known = {id(model) for model in (*self._models, *models)}
+        if self.is_fsdp2 and models and len(known) > 1:
+            raise ValueError(
+                f"{len(known)} models were given to prepare, but an OSDPAccelerator plans for one; make them modules of one model, or move"
+                " a model that is not trained to accelerator.device by hand."
+            )
+        if models and not isinstance(models[0], FSDPModule):
+            self._plan_or_check(models[0], loaders, optimizers)
+            if not self.is_fsdp2:
+                self._apply_alone(models[0], optimizers)
         if not models or not self.is_fsdp2 or optimizers:
-            with self._without_dynamo():
-                result = super().prepare(*args, device_placement=device_placement)
+            result = super().prepare(*args, device_placement=device_placement)
         else:
             prepared = self._prepare_fsdp2(*args)
             result = prepared if len(prepared) > 1 else prepared[0]
         if optimizers and self._models and self.planned_run is not None:
-            before, run = self._backward_steps, self.planned_run
-            self._backward_steps = bind_optimizer(self._models[-1], run.plan, run.units, optimizers)
-            if before not in (None, self._backward_steps):  # an earlier optimizer must not step any more
-                before.remove()
-        if optimizers and self.reports_steps and self._loop_meter is None and self.planned_run is not None and self._models:
-            skips = self.scaler is not None and self.scaler.is_enabled()
-            self._loop_meter = LoopMeter(self._models[-1], self.device, self._report, self.planned_run.plan, may_skip=skips)
+            self._bind(optimizers, self.planned_run)
         return result
 
-    def _check_models(self, models: Sequence[nn.Module]) -> None:
-        others = {id(model) for model in (*self._models, *models)}
-        if self.is_fsdp2 and models and len(others) > 1:
-            raise ValueError(
-                f"{len(others)} models were given to prepare, but an OSDPAccelerator plans for one; make them modules of one model, or move"
-                " a model that is not trained to accelerator.device by hand."
-            )
-
-    def _check_loader(self, loader: DataLoader[Any] | None) -> None:
-        """Refuse training batches of another size than the plan's. The first loader trains; others may be for evaluation."""
-        size, planned = None if loader is None else self._batch_size(loader), self._planned.plan.micro_batch_size
-        if size not in (None, planned):
+    def _plan_or_check(self, model: nn.Module, loaders: Sequence[DataLoader[Any]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Plan for the first loader, or refuse it where the plan has another batch size. It trains; others may be for evaluation."""
+        optimizer = spec_of_optimizers(optimizers, device_type=self.device.type) if len(optimizers) > 1 else (*optimizers, None)[0]
+        if self.planned_run is None and loaders:
+            self._plan_for(model, loaders[0], optimizer)
+        elif self.planned_run is None:
+            self.plan(model, optimizer=optimizer)
+        elif loaders and (size := self._batch_size(loaders[0])) not in (None, planned := self._planned.plan.micro_batch_size):
             raise ValueError(
                 f"The plan runs {planned} samples at once, but the first DataLoader gives {size};"
                 f" use batch_size={planned * (self.num_processes if self.split_batches else 1)} for training, and give that"
                 " DataLoader first."
             )
 
+    def _apply_alone(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if any(known is model for known in self._models):
+            take_later(optimizers, model)
+        else:
+            apply_alone(model, self._planned, optimizers)
+            self._explain_memory_of(model)
+
+    def _bind(self, optimizers: Sequence[torch.optim.Optimizer], run: PlannedRun) -> None:
+        """Have the optimizers step as the plan says, and the loop's first steps measured."""
+        model, before = self._models[-1], self._backward_steps
+        self._backward_steps = bind_optimizer(model, run.plan, run.units, optimizers)
+        if before not in (None, self._backward_steps):  # an earlier optimizer must not step any more
+            before.remove()
+        if self.reports_steps and self._loop_meter is None:
+            skips = self.scaler is not None and self.scaler.is_enabled()
+            self._loop_meter = LoopMeter(model, self.device, self._report, run.plan, may_skip=skips)
+
+    def prepare_model(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as stock
+        """As `Accelerator.prepare_model`; blocks are compiled by the plan. All accelerators share the state."""
+        with replaced(self.state, dynamo_plugin=TorchDynamoPlugin(backend="no")):
+            return super().prepare_model(*args, **kwargs)
+
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
         """Shard the model by the plan and hand the optimizers its new parameters, found by name."""
         result = [o if isinstance(o, nn.Module) else self._prepare_one(o, first_pass=True) for o in args]
         result = [o if isinstance(o, nn.Module) else self._prepare_one(o) for o in result]
-        for index, model in enumerate(result):
-            if isinstance(model, nn.Module):
-                result[index] = self._shard(model, _of_type(result, torch.optim.Optimizer))
-        return tuple(result)
+        optimizers = _of_type(result, torch.optim.Optimizer)
+        return tuple(self._shard(o, optimizers) if isinstance(o, nn.Module) else o for o in result)
 
     def _report(self, measured: Observation) -> None:
         """Print the estimate beside the measurement; write it into `project_dir` too, if there is one."""
@@ -337,8 +302,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             return
         if self._loop_meter is not None:
             self._loop_meter.finish()
-        if self._writer is not None:
-            self._writer.wait()
+        self._writer.wait()
         super().end_training()
 
     def _shard(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
@@ -412,36 +376,45 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
                 "The plan steps in backward, so that no gradients are left to clip; set step_in_backward=False, or do not clip."
             )
 
-    def _join_fsdp(self, plugin: OSDPPlugin, *, alone: bool = False) -> None:
+    @property
+    def _config(self) -> OSDPConfig:
+        assert isinstance(self.plugin.osdp, OSDPConfig)
+        return self.plugin.osdp
+
+    @property
+    def _planned(self) -> PlannedRun:
+        assert self.planned_run is not None, "the plan is made before it is used"
+        return self.planned_run
+
+    def _take_over_compilation(self) -> None:
+        """Compile blocks by the plan where dynamo was asked for, in place of the whole model, as Accelerate would."""
+        dynamo = self.state.dynamo_plugin
+        if dynamo.backend == DynamoBackend.NO or dynamo.disable:
+            return
+        stated = {"mode": dynamo.mode not in (None, "default"), "fullgraph": dynamo.fullgraph, "dynamic": dynamo.dynamic is not None}
+        beside = [name for name, is_stated in {**stated, "options": dynamo.options}.items() if is_stated]
+        if dynamo.backend != DynamoBackend.INDUCTOR or beside:
+            asked = ", ".join(f"{name}={getattr(dynamo, name)!r}" for name in beside) or f"backend={dynamo.backend.value.lower()}"
+            raise ValueError(f"torch.compile with {asked} cannot be planned; use inductor with its defaults, or leave it out.")
+        self.plugin.osdp = replace(self._config, compile=self._config.compile or True)  # or auto
+
+    def _join_fsdp(self, *, alone: bool = False) -> None:
         """Put FSDP in charge, as Accelerate does for several processes except on the CPU; replace the first plugin, which it keeps."""
         if not alone and self.state.distributed_type not in (DistributedType.MULTI_CPU, DistributedType.FSDP):
             return
-        if self.state.mixed_precision != "no" and plugin.mixed_precision_policy is None:
-            plugin.set_mixed_precision(self.state.mixed_precision)
+        if self.state.mixed_precision != "no" and self.plugin.mixed_precision_policy is None:
+            self.plugin.set_mixed_precision(self.state.mixed_precision)
         AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
-        AcceleratorState._shared_state["fsdp_plugin"] = plugin
+        AcceleratorState._shared_state["fsdp_plugin"] = self.plugin
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-
-    def _choose_scaler(self) -> None:
-        """Take a scaler that decides the same on every rank; the stock one asks the first mesh only."""
-        if self.state.mixed_precision != "fp16" or not self.is_fsdp2:
-            return
-        options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
-        self.scaler = OSDPGradScaler(device=self.device.type, **options)
-        self.native_amp = True
+        if self.state.mixed_precision == "fp16":  # the stock scaler decides by the first mesh only
+            options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
+            self.scaler = OSDPGradScaler(device=self.device.type, **options)
+            self.native_amp = True
 
 
 def _of_type(objects: Iterable[Any], cls: type[T]) -> list[T]:
     return [o for o in objects if isinstance(o, cls)]
-
-
-def _by_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of `Accelerator` by name; refuse those that lay the model out in another way than a plan."""
-    options = dict(_SIGNATURE.bind(None, *args, **kwargs).arguments)
-    del options["self"]
-    if other := next((name for name in _REFUSED if options.get(name) is not None), None):
-        raise ValueError(f"{other} and OSDP both decide how the model is laid out; leave {other} out, or use accelerate's Accelerator.")
-    return options
 
 
 def project_folder(project: ProjectConfiguration) -> RunFolder | None:

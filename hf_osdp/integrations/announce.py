@@ -53,28 +53,24 @@ def announce_plan(run: PlannedRun) -> None:
     description = inputs.description
     if run.rounds:
         console.print(trials_table(_rounds_content(run)))
-    console.print(plan_table(run.plan, description, estimate))
-    for line in plan_caption(run.plan, estimate, run.hardware):
-        console.print(line, highlight=False)
+    console.print(plan_table(run.plan, description, estimate), *plan_caption(run.plan, estimate, run.hardware), sep="\n")
     if run.comparison is not None and run.plan.memory_limit_bytes is not None:
-        console.print()
-        console.print(comparison_table(run.comparison, run.plan.memory_limit_bytes))
+        console.print("", comparison_table(run.comparison, run.plan.memory_limit_bytes), sep="\n")
     if run.open_step_s is not None and run.plan.step_s and run.plan.step_s > _WORTH_SAYING * run.open_step_s:
         console.print(
             f"Activation checkpointing recomputes every block. Left to the planner, a step takes {format_seconds(run.open_step_s)} by its"
-            f" estimate, {run.plan.step_s / run.open_step_s:.2f} times as fast: switch checkpointing off.",
-            highlight=False,
+            f" estimate, {run.plan.step_s / run.open_step_s:.2f} times as fast: switch checkpointing off."
         )
     if run.optimizer is not None:
-        console.print(run.optimizer.line, highlight=False)
+        console.print(run.optimizer.line)
     if run.compilation is not None:
-        console.print(run.compilation.line(compiles=bool(run.plan.compiled_classes)), highlight=False)
+        console.print(run.compilation.line(compiles=bool(run.plan.compiled_classes)))
     where = "" if run.hardware is None else f" for {run.hardware.summary}"
-    console.print(f"Planned{where} in {format_seconds(run.planning_s)}; activations: {description.trace}.", highlight=False)
+    console.print(f"Planned{where} in {format_seconds(run.planning_s)}; activations: {description.trace}.")
     if run.hardware is not None and run.hardware.device.source.startswith(MEASURED_EARLIER):
-        console.print(f"The machine was {run.hardware.device.source}.", highlight=False)
+        console.print(f"The machine was {run.hardware.device.source}.")
     for finding in run.findings:
-        console.print(finding.line, highlight=False, markup=False, soft_wrap=True)
+        console.print(finding.line, soft_wrap=True)
 
 
 def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Path | None) -> None:
@@ -90,7 +86,7 @@ def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Pa
     seconds: list[Outcome] = [("step time", step_s, measured.median_step_s), ("first step", None, measured.first_step_s)]
     console.print(outcome_table(nbytes, [*seconds, *_collectives(estimate, measured)]))
     if (pays := _steps_until_compilation_pays(run, measured)) is not None:
-        console.print(f"The first step compiled the blocks. By the estimate this pays after {pays:,} steps.", highlight=False)
+        console.print(f"The first step compiled the blocks. By the estimate this pays after {pays:,} steps.")
     if output_dir is None:
         return
     content = report_content(
@@ -102,8 +98,7 @@ def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Pa
         measured=_observation_content(measured),
         recalibration=_rounds_content(run),
     )
-    path = write_report(content, output_dir)
-    console.print(f"Report: {path}", highlight=False)
+    console.print(f"Report: {write_report(content, output_dir)}")
 
 
 def _steps_until_compilation_pays(run: PlannedRun, measured: Observation) -> int | None:
@@ -158,4 +153,4 @@ def _estimated(run: PlannedRun) -> tuple[PlanInputs, PlanEstimate]:
 def _console() -> Console:
     """Return the console of a run's tables; rich's own notebook output does not work in processes that a notebook forks."""
     options: dict[str, Any] = {} if sys.stdout.isatty() else {"width": _WIDTH, "force_terminal": False}
-    return Console(force_jupyter=False, markup=False, emoji=False, **options)  # names of a model are as they are
+    return Console(force_jupyter=False, markup=False, emoji=False, highlight=False, **options)  # names of a model are as they are

@@ -41,8 +41,9 @@ def parse_arguments(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ..
         for option in fields(OSDPConfig):
             if option.name not in own:
                 parser.add_argument(f"--{option.name}", type=yaml.safe_load, help="An option of hf_osdp.OSDPConfig.")
-        from_file = argv[:1] if argv and argv[0].endswith((".yaml", ".yml", ".json")) else ()
-        *arguments, options = parser.parse_args_into_dataclasses([*_flags_of(*from_file), *argv[len(from_file) :]])
+        if argv and argv[0].endswith((".yaml", ".yml", ".json")):
+            argv = [*_flags_of(argv[0]), *argv[1:]]
+        *arguments, options = parser.parse_args_into_dataclasses(list(argv))
     stated = {name: value for name, value in vars(options).items() if value is not None}
     is_stock = has_trainer and stated.pop("osdp", launch_request().osdp) is False
     return *arguments, False if is_stock else stated
@@ -71,10 +72,8 @@ class _KeysOnce(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _flags_of(path: str | None = None) -> list[str]:
-    """Return a file's arguments as flags; none without a file."""
-    if path is None:
-        return []
+def _flags_of(path: str) -> list[str]:
+    """Return a file's arguments as flags."""
     with open(path, encoding="utf-8") as file:
         content = _KeysOnce(file).get_single_data()
     if not isinstance(content, dict):

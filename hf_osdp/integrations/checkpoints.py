@@ -28,8 +28,7 @@ from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.nn.modules.module import _IncompatibleKeys
-from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from ..checkpoint.folders import Manifest, numbered_checkpoints, remove_checkpoint
 from ..checkpoint.layouts import find_model, is_of_one_process
@@ -42,21 +41,18 @@ from ..errors import CheckpointError
 from ..modeling.split.names import is_split, keep_positions
 from ..planning.plan_run import PlannedRun
 from ..sharding.optimizer import unwrapped
-from .plugin import OSDPPlugin, writes_shards
+from .plugin import writes_shards
 
 _log = logging.getLogger(__name__)
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 """What schedulers keep in an optimizer's groups."""
-_BY_POSITION = (LambdaLR, OneCycleLR, CyclicLR)
-"""Their rates follow from the position alone. Others are stepped there: 7 µs a step, and to the bit what a run without a break has."""
 
 
 class AcceleratorCheckpoints(Accelerator):
     """`Accelerator` with these checkpoints."""
 
     planned_run: PlannedRun | None
-    _writer: CheckpointWriter | None
-    plugin: OSDPPlugin
+    _writer: CheckpointWriter
     _schedules: WeakKeyDictionary[AcceleratedScheduler, Schedule]
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
@@ -71,7 +67,7 @@ class AcceleratorCheckpoints(Accelerator):
         _refuse_unused("save_state", kwargs)
         folder = on_rank_zero(lambda: self._new_folder(output_dir))
         keep_whole_positions(self._models, self._optimizers)
-        with self._checkpoint_writer().new(folder, **self._settings()) as staging:
+        with self._writer.new(folder, **self._settings()) as staging:
             sharded = self._optimizers if self.is_fsdp2 else []
             hidden: dict[str, Any] = {"_optimizers": []} if sharded else {}  # the stock functions take as many models as optimizers
             naming = replaced(self.project_configuration, automatic_checkpoint_naming=False)
@@ -82,7 +78,10 @@ class AcceleratorCheckpoints(Accelerator):
                     staging.path, model_of(optimizer, self._models), optimizer,
                     sharded=writes_shards(self.state.fsdp_plugin), index=index, files=staging.file_system,
                 )  # fmt: skip
-        self._keep_limit()
+        limit = self.project_configuration.total_limit
+        if self.project_configuration.automatic_checkpoint_naming and limit is not None and self.is_main_process:
+            for path in numbered_checkpoints(self._naming_folder())[max(limit, 1) :]:  # in the background one more than the limit stays
+                remove_checkpoint(path)
         return str(folder)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -97,23 +96,22 @@ class AcceleratorCheckpoints(Accelerator):
         """
         folder = Path(os.path.expanduser(input_dir)) if input_dir is not None else self._last_folder()
         check_checkpoint(folder)
-        alone = not self.is_fsdp2 and not is_of_one_process(on_rank_zero(lambda: find_model(folder)))
-        if self.is_fsdp2 or alone:
+        own = self.is_fsdp2 or not is_of_one_process(on_rank_zero(lambda: find_model(folder)))  # one process reads what one wrote as stock
+        if own:
             _refuse_unused("load_state", kwargs.keys() - {"map_location"})
         warn_of_changes(folder, self._settings(), None if self.planned_run is None else self.planned_run.plan)
         keep_whole_positions(self._models, self._optimizers)
-        hidden: dict[str, Any] = {"_optimizers": []} if self.is_fsdp2 else {}
-        if alone:  # the stock functions read what one process wrote, and nothing else
-            for index, model in enumerate(self._models):
-                load_model(folder, model, index=index)
-            hidden = {"_models": [], "_optimizers": []}
+        hidden: dict[str, Any] = {"_models": [], "_optimizers": []} if own else {}
+        for index, model in enumerate(self._models if own else ()):
+            load_model(folder, model, index=index)
         try:
             with own_states(), replaced(self, **hidden):
                 super().load_state(str(folder), load_kwargs, **kwargs)
-            for index, optimizer in enumerate(self._optimizers if hidden else ()):
+            for index, optimizer in enumerate(self._optimizers if own else ()):
                 load_optimizer(folder, model_of(optimizer, self._models), optimizer, index=index)
         except FileNotFoundError as error:
-            raise CheckpointError(f"Checkpoint {folder} lacks {Path(error.filename).name}, which this run needs; take another.") from None
+            name = Path(str(error.filename or error)).name
+            raise CheckpointError(f"Checkpoint {folder} lacks {name}, which this run needs; take another.") from None
         load_random_states(folder, self.process_index)  # the stock loader passes over what it cannot set
         self.step = 0
         if (manifest := on_rank_zero(lambda: Manifest.load(folder))) is not None:
@@ -140,12 +138,6 @@ class AcceleratorCheckpoints(Accelerator):
             self._schedules[prepared] = own
         return prepared
 
-    def _checkpoint_writer(self) -> CheckpointWriter:
-        if self._writer is None:
-            self._writer = CheckpointWriter(in_background=bool(getattr(self.plugin.osdp, "async_save", False)))
-        self._writer.plan = None if self.planned_run is None else self.planned_run.plan
-        return self._writer
-
     def _settings(self) -> dict[str, str]:
         data = [dataset_text(loader.dataset) for loader in self._dataloaders if hasattr(loader, "dataset")]
         names = [type(unwrapped(optimizer)).__name__ for optimizer in self._optimizers]
@@ -160,13 +152,6 @@ class AcceleratorCheckpoints(Accelerator):
         found = numbered_checkpoints(self._naming_folder())
         following = int(found[0].name.rpartition("_")[2]) + 1 if found else 0
         return self._naming_folder() / f"checkpoint_{max(following, self.save_iteration)}"
-
-    def _keep_limit(self) -> None:
-        """Remove the oldest with Accelerate's own naming; in the background the new one is yet to be complete, and one more stays."""
-        limit = self.project_configuration.total_limit
-        if self.project_configuration.automatic_checkpoint_naming and limit is not None and self.is_main_process:
-            for path in numbered_checkpoints(self._naming_folder())[max(limit, 1) :]:
-                remove_checkpoint(path)
 
     def _last_folder(self) -> Path:
         if not self.project_configuration.automatic_checkpoint_naming:
@@ -201,23 +186,16 @@ def dataset_text(dataset: Any) -> str:  # noqa: ANN401  # anything that a loader
 
 @contextmanager
 def own_states(files: FileSystem | None = None) -> Iterator[None]:
-    """Let Accelerate and the Trainer write and read the states of sharded models, and registered objects, by our functions within.
-
-    They call those functions by their names in their own modules, and have no argument for others.
-    """
+    """Let Accelerate and the Trainer, which have no argument for it, write and read states by our functions in place of their own."""
 
     def save_weights(plugin: Any, _: object, model: nn.Module, folder: str, index: int = 0, *, adapter_only: bool = False) -> None:  # noqa: ANN401
         only = adapter_only and is_adapted(model)
         save_model(Path(folder), model, sharded=writes_shards(plugin), index=index, trainable_only=only, files=files)
 
-    def load_weights(_: object, __: object, model: nn.Module, folder: str, index: int = 0, *, adapter_only: bool = False) -> object:
-        load_model(Path(folder), model, index=index, trainable_only=adapter_only and is_adapted(model))
-        return _IncompatibleKeys([], [])
-
     def save_states(plugin: Any, _: object, optimizer: torch.optim.Optimizer, model: nn.Module, folder: str, index: int = 0) -> None:  # noqa: ANN401
         save_optimizer(Path(folder), model, optimizer, sharded=writes_shards(plugin), index=index, files=files)
 
-    ours = {"save_fsdp_model": save_weights, "load_fsdp_model": load_weights, "save_fsdp_optimizer": save_states}
+    ours = {"save_fsdp_model": save_weights, "save_fsdp_optimizer": save_states}
     custom = {"save_custom_state": _save_custom_state, "load_custom_state": _load_custom_state}
     with replaced(accelerate.accelerator, **ours, **custom), replaced(transformers.trainer, **ours):
         yield
@@ -225,15 +203,16 @@ def own_states(files: FileSystem | None = None) -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: object, **values: object) -> Iterator[None]:
-    """Give attributes of a module or an object these values within."""
-    before = {name: getattr(owner, name) for name in values}
+    """Set attributes of a module or an object within; afterwards they are as before, or not there."""
+    attributes = vars(owner)
+    before = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
     try:
-        for name, value in values.items():
-            setattr(owner, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+        for name in values:
+            del attributes[name]
+        attributes.update(before)
 
 
 def _save_custom_state(obj: Stateful, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
@@ -314,10 +293,8 @@ def rescale_schedules(schedules: Sequence[Schedule], factor: Fraction | None, *,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no optimizer step went before
         for schedule, target in targets:
-            scheduler, steps = schedule.scheduler, target - schedule.position
-            if isinstance(scheduler, _BY_POSITION):
-                scheduler.last_epoch, steps = target - 1, 1
-            for _ in range(steps):
+            scheduler = schedule.scheduler
+            for _ in range(target - schedule.position):  # to the bit what a run without a break has, at 7 µs a step
                 scheduler.step()
             if hasattr(scheduler, "_step_count"):
                 scheduler._step_count = 1 + target + target // ranks * uncounted
@@ -334,9 +311,7 @@ def _target(schedule: Schedule, factor: Fraction | None) -> int | str:
     target = round(saved * factor)
     if isinstance(schedule.scheduler, OneCycleLR):
         target = min(target, schedule.state["total_steps"])  # Accelerate does not step it any further
-    if schedule.position > target and not isinstance(schedule.scheduler, _BY_POSITION):
-        return f"it begins at {schedule.position}, past {target}"
-    return target
+    return target if target >= schedule.position else f"it begins at {schedule.position}, past {target}"
 
 
 def _position(scheduler: LRScheduler) -> int:

@@ -104,16 +104,16 @@ class OptimalShardedDataParallel(nn.Module):
         config = merged_config(config)
         _check(config, optimizer)
         refuse_local_steps(config, "a plain loop")
-        self._precision = Precision.named(mixed_precision)
-        form_process_group(needed=self._precision.compute is not None)
+        precision = Precision.named(mixed_precision)
+        form_process_group(needed=precision.compute is not None)
         device = training_device()
-        prepare_model(model, self._precision)
+        prepare_model(model, precision)
         if isinstance(optimizer, str):
             optimizer = spec_of_trainer_name(optimizer, device_type=device.type)
         facts = RunFacts(
             world_size=world_size(),
             device_type=device.type,
-            precision=self._precision,
+            precision=precision,
             optimizer=optimizer or spec_of_optimizer(None, device_type=device.type),
             sequence_length=config.sequence_length,
             global_batch_size=config.global_batch_size,
@@ -129,14 +129,14 @@ class OptimalShardedDataParallel(nn.Module):
         self.rounds: tuple[Round, ...] = run.rounds
         self.measured: Observation | None = None
         self._writer = CheckpointWriter(plan=run.plan, settings={"precision": mixed_precision})
-        apply_plan(model, run.plan, run.units, meshes=run.meshes, mp_policy=mp_policy(self._precision))
+        apply_plan(model, run.plan, run.units, meshes=run.meshes, mp_policy=mp_policy(precision))
         verify_applied(model, run.plan, run.units)
         self.module = move_to_device(model, device)
         self._out_of_memory = OutOfMemoryHandler(model, run.plan, run.units, problem=run.problem, on_oom=config.on_oom, device=device)
-        plan, units = run.plan, run.units
+        plan, units = run.plan, run.units  # and not the run, which would live as long
         prepare_new_optimizers(self.module, lambda module, optimizer: bind_optimizer(module, plan, units, [optimizer]))
-        may_skip = self._precision.compute is DType.FLOAT16
-        self._loop_meter = LoopMeter(self.module, device, self._log_measured, self.plan, may_skip=may_skip)
+        self._scales = precision.compute is DType.FLOAT16
+        self._loop_meter = LoopMeter(self.module, device, self._log_measured, plan, may_skip=self._scales)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  what the model returns
         """Run the model's forward pass.
@@ -161,9 +161,7 @@ class OptimalShardedDataParallel(nn.Module):
 
     def grad_scaler(self, **kwargs: Any) -> OSDPGradScaler:
         """Return the loss scaler, with keywords of `torch.amp.GradScaler`; without fp16 it is disabled, and the same loop runs."""
-        kwargs.setdefault("device", training_device().type)
-        kwargs.setdefault("enabled", self._precision.compute is DType.FLOAT16)
-        return OSDPGradScaler(**kwargs)
+        return OSDPGradScaler(**{"device": training_device().type, "enabled": self._scales, **kwargs})
 
     def _log_measured(self, measured: Observation) -> None:
         """Keep the measurement of the first steps; rank 0 logs it."""

@@ -25,8 +25,6 @@ DECIDED = {
     **dict.fromkeys(_NO_SUCH_CHOICE, "leave it out, FSDP2 under a plan has no such choice"),
 }
 """Options of FSDP that have no effect under a plan → what to use instead."""
-_WITHOUT_EFFECT = {"limit_all_gathers": True}
-"""FSDP's defaults other than None."""
 
 
 @dataclass
@@ -91,15 +89,15 @@ def plugin_for(osdp: OSDPConfig | Mapping[str, object] | None, osdp_plugin: obje
     if osdp_plugin is not None and fsdp_plugin is not None:
         raise ValueError("Both osdp_plugin and fsdp_plugin were given; they name the same thing, give osdp_plugin only.")
     name, plugin = ("fsdp_plugin", fsdp_plugin) if osdp_plugin is None else ("osdp_plugin", osdp_plugin)
-    if plugin is not None and not isinstance(plugin, OSDPPlugin):
+    if plugin is None:
+        if osdp is None and launch_request().osdp is False:
+            raise ValueError("The launcher's file has osdp: false, but OSDPAccelerator always plans; use accelerate's Accelerator instead.")
+        return OSDPPlugin(osdp={} if osdp is None else osdp)
+    if not isinstance(plugin, OSDPPlugin):
         raise ValueError(f"{name} is a {type(plugin).__name__}; OSDPAccelerator needs an OSDPPlugin.")
-    if plugin is not None and osdp is not None:
+    if osdp is not None:
         raise ValueError(f"Both osdp and {name} were given; put the configuration into OSDPPlugin(osdp=...).")
-    if plugin is not None:
-        return plugin
-    if osdp is None and launch_request().osdp is False:
-        raise ValueError("The launcher's file has osdp: false, but OSDPAccelerator always plans; use accelerate's Accelerator instead.")
-    return OSDPPlugin(osdp={} if osdp is None else osdp)
+    return plugin
 
 
 def writes_shards(plugin: FullyShardedDataParallelPlugin) -> bool:
@@ -123,7 +121,8 @@ def refuse_decided(options: Mapping[str, Any]) -> None:
     for name, remedy in DECIDED.items():
         value = options.get(name)
         by_class = name == "auto_wrap_policy" and str(value).lower() == "transformer_based_wrap"
-        if value is not None and value is not _WITHOUT_EFFECT.get(name) and not by_class:
+        by_default = name == "limit_all_gathers" and value is True
+        if value is not None and not by_class and not by_default:
             raise ValueError(f"{name}={value!r} is for the plan to decide; {remedy}.")
 
 

@@ -66,34 +66,33 @@ class Batches:
 def find_batches(dataset: Any, collate: Collate) -> Batches | None:  # noqa: ANN401  of any library
     """Find the largest batch that a dataset gives to a DataLoader, without taking from a stream or advancing random number generators.
 
-    Of a table of `datasets` only the lengths are read, of all rows. Other datasets with a length are read sample by sample, for two
-    seconds at most, evenly spread; of a stream the first samples of a copy are read. None where there is no dataset, or it is empty, or is
-    a stream that cannot be copied, so that reading would take from it.
+    None where there is no dataset, or it is empty, or is a stream that cannot be copied, so that reading would take from it.
     """
     collate = _copied(collate)
     with _all_random_states_kept():
-        samples, seen, is_whole = _longest_samples(dataset)
+        samples, seen, is_whole = ([], 0, False) if dataset is None else _longest_samples(dataset)
         if not samples:
             return None
         sample, batch = max(((sample, _collated(collate, [sample])) for sample in samples), key=lambda pair: _numel(pair[1]))
     return Batches(sample=sample, collate=collate, tokens=tokens_of(batch), seen=seen, is_whole=is_whole)
 
 
-def _longest_samples(dataset: Any) -> tuple[Sequence[Any], int, bool]:  # noqa: ANN401  of any library
-    """Return the samples that are longest, in each field and in all, how many were read, and whether these are all."""
-    if dataset is None:
-        return (), 0, False
+def _longest_samples(dataset: Any) -> tuple[list[Any], int, bool]:  # noqa: ANN401  of any library
+    """Return the samples that are longest, in each field and in all, how many were read, and whether these are all.
+
+    Of a table of `datasets` only the lengths are read, of all rows. Other datasets with a length are read sample by sample, evenly spread,
+    for two seconds at most; of a stream the first samples of a copy are read.
+    """
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         total = len(dataset)
-        rows = _longest_rows(dataset) if total else ()
-        if rows is not None:
+        if total and (rows := _longest_rows(dataset)) is not None:
             return [dataset[row] for row in rows], total, True
         samples, seen = _longest(dataset[index] for index in _spread(total))
         return samples, seen, seen == total
     try:
         stream = copy.deepcopy(dataset)
     except Exception:  # generators, files and sockets cannot be copied
-        return (), 0, False
+        return [], 0, False
     return *_longest(islice(iter(stream), _MOST_OF_A_STREAM)), False
 
 
@@ -110,11 +109,9 @@ def tokens_of(batch: object) -> int | None:
 
 def accepts_as_keywords(model: nn.Module, batch: object) -> bool:
     """Return whether a model can be called with a batch's names as keywords, as `model(**batch)` does."""
-    if not isinstance(batch, Mapping):
-        return False
-    parameters = inspect.signature(model.forward).parameters.values()
-    names = {parameter.name for parameter in parameters}
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters) or set(batch) <= names
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return isinstance(batch, Mapping) and (takes_any or set(batch) <= set(parameters))
 
 
 def batches_of_loader(loader: DataLoader[Any], model: nn.Module, sequence_length: int | None) -> tuple[Batches | None, int | None]:
@@ -129,7 +126,6 @@ def batches_of_loader(loader: DataLoader[Any], model: nn.Module, sequence_length
 
 
 def _all_random_states_kept() -> AbstractContextManager[None]:
-    """Keep all generators: datasets and collators may draw."""
     return random_states_kept(range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0))
 
 
@@ -151,7 +147,7 @@ def _copied(collate: Collate) -> Collate:
 
 def _collated(collate: Collate, samples: Sequence[Any]) -> Any:  # noqa: ANN401
     """Collate copies of the samples, since some collators remove fields from them."""
-    with _all_random_states_kept():
+    with _all_random_states_kept():  # collators may draw
         return collate([copy.copy(sample) if isinstance(sample, dict) else sample for sample in samples])
 
 
@@ -193,7 +189,8 @@ def _longest(samples: Iterable[Any]) -> tuple[list[Any], int]:
     best: dict[Any, tuple[int, int, Any]] = {}
     seen, started = 0, time.monotonic()
     for sample in samples:
-        lengths = {name: _length(value) for name, value in _fields(sample)}
+        fields = sample if isinstance(sample, Mapping) else dict(enumerate(sample if isinstance(sample, (tuple, list)) else [sample]))
+        lengths = {name: _length(value) for name, value in fields.items()}
         for name, length in ((None, sum(lengths.values())), *lengths.items()):
             if name not in best or length > best[name][0]:
                 best[name] = (length, seen, sample)
@@ -204,16 +201,10 @@ def _longest(samples: Iterable[Any]) -> tuple[list[Any], int]:
     return [chosen[index] for index in sorted(chosen)], seen
 
 
-def _fields(sample: object) -> Iterable[tuple[Any, Any]]:
-    if isinstance(sample, Mapping):
-        return sample.items()
-    return enumerate(sample) if isinstance(sample, (tuple, list)) else [(0, sample)]
-
-
 def _length(field: object) -> int:
-    if isinstance(field, torch.Tensor):
-        return field.numel()
-    return field.size if isinstance(field, np.ndarray) else len(field) if isinstance(field, Sized) else 1
+    if isinstance(field, (torch.Tensor, np.ndarray)):
+        return int(np.prod(field.shape))
+    return len(field) if isinstance(field, Sized) else 1
 
 
 def _numel(batch: object) -> int:

@@ -29,11 +29,7 @@ from .plugin import OSDPPlugin, offloads
 def shard_model(
     model: nn.Module, run: PlannedRun, plugin: OSDPPlugin, optimizers: Sequence[torch.optim.Optimizer], *, device: torch.device
 ) -> nn.Module:
-    """Apply the plan to the model, and give the optimizers, which have no state, its sharded parameters. Collective.
-
-    On ranks other than 0 the model may be on the meta device, then weights come from rank 0. An optimizer that cannot work on shards, or
-    was not made from this model, is refused.
-    """
+    """Apply the plan to the model, whose weights rank 0 has, and give the optimizers its sharded parameters, or refuse them. Collective."""
     for optimizer in optimizers:
         needs_whole(unwrapped(optimizer))
     names = parameter_names(model)
@@ -67,14 +63,10 @@ def apply_alone(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.op
 
 
 def take_later(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
-    """Prepare optimizers that were made after the plan was applied to their model, as after an evaluation.
-
-    Those that cannot work on shards are refused, and those that hold other parameters than the model's, which would train nothing.
-    """
+    """Prepare optimizers that were made after the plan was applied to their model, as after an evaluation, or refuse them."""
     free_gathered(model)
     known = {id(parameter) for parameter in model.parameters()}
-    unknown = sum(id(p) not in known for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-    if unknown:
+    if unknown := sum(id(p) not in known for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
         raise ValueError(
             f"The optimizer holds {unknown} parameters that are not the sharded model's; make it before the first forward,"
             " or prepare model and optimizer together."

@@ -117,10 +117,7 @@ def traced_loss(trainer: StockTrainer) -> Loss:
 
 
 def bytes_of_other_models(trainer: StockTrainer) -> dict[str, int]:
-    """Return the bytes that other models take on this device, by the name of the trainer's attribute.
-
-    Sharded ones count with their shards, and a root that stays gathered after forward whole beside them.
-    """
+    """Return the bytes that other models take on this device, by the name of the trainer's attribute; sharded ones with their shards."""
     assert isinstance(trainer.model, nn.Module)
     seen = {id(tensor) for tensor in _tensors(trainer.model)}
     found = {name: sum(_bytes_on_device(module, seen) for module in _modules_in(value)) for name, value in vars(trainer).items()}
@@ -173,8 +170,8 @@ def _copied(trainer: StockTrainer, fake_model: nn.Module, last: list[Any]) -> St
         if value is trainer.model or name in ("model", "model_wrapped"):
             setattr(copied, name, fake_model)
         elif isinstance(value, nn.Module):
-            is_sharded = any(isinstance(child, FSDPModule) for child in value.modules())
-            setattr(copied, name, last_output if is_sharded else _fake_beside(value, trainer.model, fake_model))
+            sharded = any(isinstance(child, FSDPModule) for child in value.modules())
+            setattr(copied, name, last_output if sharded else _fake_beside(value, trainer.model, fake_model))
         elif isinstance(value, _CONTAINERS) and name not in _DATA and not any(_modules_in(value)):
             setattr(copied, name, copy.deepcopy(value))
     copied.accelerator = _LocalAccelerator(trainer.accelerator)

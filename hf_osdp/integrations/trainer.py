@@ -16,7 +16,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from ..checkpoint.resume import start_fresh
-from ..checkpoint.writer import CheckpointWriter, Staging
+from ..checkpoint.writer import CheckpointWriter
 from ..distributed.process_group import host_barrier
 from ..distributed.stop import StopSignal
 from ..measurement.step_meter import StepMeter
@@ -67,7 +67,6 @@ class Trainer(TrainerCheckpoints):
         call = inspect.signature(StockTrainer.__init__).bind(self, *args, **kwargs)
         given = call.arguments
         self._run: PlannedRun | None = None
-        self._staging: Staging | None = None
         self._local_steps = None
         asked = self.__dict__.pop("_asked_osdp", None) if osdp is None else osdp
         self._osdp = requested_config(asked, given.get("args"), unasked=self.plans_unasked)
@@ -114,16 +113,15 @@ class Trainer(TrainerCheckpoints):
             self.add_callback(self._local_steps)
         self._meter = StepMeter(args.device, compiled=bool(self._run.plan.compiled_classes))
         self.add_callback(_StepCallback(self._meter))
-        self._writer = CheckpointWriter(in_background=self._osdp.async_save)
+        self._writer = CheckpointWriter(plan=self._run.plan, in_background=self._osdp.async_save)
         self._stop = StopSignal()
         if self._osdp.save_on_sigterm:
             self.add_callback(StopCallback(self._stop))
 
     def _validate_args(self) -> None:
         """As stock, which takes no optimizer under FSDP; here it gets the shards of its parameters."""
-        fsdp, self.is_fsdp_enabled = self.is_fsdp_enabled, self.is_fsdp_enabled and self._osdp is None
-        super()._validate_args()
-        self.is_fsdp_enabled = fsdp
+        with replaced(self, is_fsdp_enabled=self.is_fsdp_enabled and self._osdp is None):
+            super()._validate_args()
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """As stock, but only after planning, which decides which units live on the host."""

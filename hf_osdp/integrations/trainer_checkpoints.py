@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from ..checkpoint.layouts import find_model, is_of_one_process
 from ..checkpoint.resume import check_checkpoint, checkpoint_to_resume, own_checkpoints, warn_of_changes
 from ..checkpoint.safe import load_file
 from ..checkpoint.states import load_model, load_optimizer, load_random_states, save_model
-from ..checkpoint.writer import CheckpointWriter, Staging
+from ..checkpoint.writer import CheckpointWriter
 from ..distributed.stop import StopSignal
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
@@ -33,15 +32,12 @@ TRAINER_STATE = transformers.trainer.TRAINER_STATE_NAME
 
 
 class TrainerCheckpoints(transformers.Trainer):
-    """`transformers.Trainer` with these checkpoints."""
-
     model: Any
     optimizer: Any
     lr_scheduler: Any
     _osdp: OSDPConfig | None
     _run: PlannedRun | None
     _writer: CheckpointWriter
-    _staging: Staging | None
     _stop: StopSignal
     _asked_batch: int
     _local_steps: LocalStepsCallback | None
@@ -53,34 +49,25 @@ class TrainerCheckpoints(transformers.Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
         """Save as the stock Trainer, into a hidden folder that then appears under its name."""
+        keep_whole_positions([self.model], [self.optimizer])
         if self._osdp is None:
             super()._save_checkpoint(model, trial)
             return
-        run_dir = Path(super()._get_output_dir(trial))
+        run_dir = Path(self._get_output_dir(trial))
         folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        self._writer.plan = self.plan
-        with self._writer.new(folder, **self._settings()) as staging:
-            self._staging = staging
-            try:
+        with self._writer.new(folder, **self._settings()) as staging, own_states(staging.file_system):
+            place, later = str(staging.path.parent), lambda folder: None  # pushed once the folder has its name
+            with replaced(self, _get_output_dir=lambda trial: place, _push_from_checkpoint=later):
                 super()._save_checkpoint(model, trial)
-                self._name_best(staging.path, folder)
-                if self.args.save_only_model and self._writes_shards():  # stock writes no weights then
-                    save_model(staging.path, self.model, sharded=True, trainable_only=is_adapted(self.model), files=staging.file_system)
-            finally:
-                self._staging = None
+            if self._local_steps is not None and not self.args.save_only_model:
+                self._local_steps.save(staging.path, self.optimizer)
+            self._name_best(staging.path, folder)
+            if self.args.save_only_model and self._writes_shards():  # stock writes no weights then
+                save_model(staging.path, self.model, sharded=True, trainable_only=is_adapted(self.model), files=staging.file_system)
         self._keep_limit(run_dir, folder)
         if self.args.push_to_hub:
             self._writer.wait()
-            super()._push_from_checkpoint(str(folder))
-
-    def _get_output_dir(self, trial: object) -> str:
-        """Return, while a checkpoint is written, the folder in which it is staged."""
-        return super()._get_output_dir(trial) if self._staging is None else str(self._staging.path.parent)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push only after the folder has been renamed."""
-        if self._staging is None:
-            super()._push_from_checkpoint(checkpoint_folder)
+            self._push_from_checkpoint(str(folder))
 
     def _name_best(self, staged: Path, folder: Path) -> None:
         """Let the saved state name checkpoints by their final names."""
@@ -92,30 +79,18 @@ class TrainerCheckpoints(transformers.Trainer):
                     self.state.save_to_json(str(staged / TRAINER_STATE))
 
     def _keep_limit(self, run_dir: Path, new: Path | None = None) -> None:
-        """Remove checkpoints beyond the limit, an earlier training's first, then the oldest; not the new one, nor the best.
-
-        In the background the new one is yet to be complete: the one before it stays.
-        """
-        limit, best = self.args.save_total_limit, self.state.best_model_checkpoint
-        if not self.is_world_process_zero() or not limit or limit < 1:
-            return
-        own = own_checkpoints(run_dir)
-        found = sorted(numbered_checkpoints(run_dir), key=lambda path: path not in own)
-        kept = {new if new in found else found[0], *([Path(best)] if best else [])} if found else set()
-        rest = [path for path in found if path not in kept]
-        for path in rest[max(limit - len(kept), 0) :]:
-            remove_checkpoint(path)
+        """Remove checkpoints beyond the limit, an earlier training's first, then the oldest; not the last complete one, nor the best."""
+        limit, best = self.args.save_total_limit or 0, self.state.best_model_checkpoint
+        found = numbered_checkpoints(run_dir) if self.is_world_process_zero() and limit > 0 else []
+        if found:
+            own = own_checkpoints(run_dir)
+            found.sort(key=lambda path: path not in own)
+            kept = {new if new in found else found[0], *([Path(best)] if best else [])}
+            for path in [path for path in found if path not in kept][max(limit - len(kept), 0) :]:
+                remove_checkpoint(path)
 
     def _writes_shards(self) -> bool:
         return self.is_fsdp_enabled and writes_shards(self.accelerator.plugin)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        keep_whole_positions([self.model], [self.optimizer])
-        files = None if self._staging is None else self._staging.file_system
-        with nullcontext() if self._osdp is None else own_states(files):
-            super()._save_optimizer_and_scheduler(output_dir)
-        if self._local_steps is not None:
-            self._local_steps.save(Path(output_dir), self.optimizer)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load as the stock Trainer, the optimizer's state from any layout."""
@@ -193,10 +168,9 @@ class TrainerCheckpoints(transformers.Trainer):
         return str(found)
 
     def _settings(self) -> dict[str, str]:
-        args, data_seed = self.args, self.args.data_seed
-        seed = f"{args.seed}" if data_seed is None else f"{args.seed} (data {data_seed})"
+        seed = str(self.args.seed) if self.args.data_seed is None else f"{self.args.seed} (data {self.args.data_seed})"
         optimizer = "" if self.optimizer is None else type(unwrapped(self.optimizer)).__name__
-        texts = {"seed": seed, "precision": args.mixed_precision, "dataset": dataset_text(self.train_dataset), "optimizer": optimizer}
+        texts = {"seed": seed, "precision": self.args.mixed_precision, "dataset": dataset_text(self.train_dataset), "optimizer": optimizer}
         return {name: text for name, text in texts.items() if text}
 
     def _finish_checkpoints(self) -> None:

@@ -43,8 +43,6 @@ _ADDED = ("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
 """Entries that transformers adds to `fsdp_config` itself, switched off."""
 _MAKERS = ("transformers", "hf_osdp")
 """Packages in which the Trainer's own way to make an optimizer is."""
-_MOST_BYTES = 2**20
-"""Of a file of options."""
 
 
 def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> RunFacts:
@@ -85,6 +83,12 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> RunFacts:
     )
 
 
+def _warn(args: TrainingArguments, line: str, *values: object) -> None:
+    """Log once, on rank 0."""
+    if args.process_index == 0:
+        _log.warning(line, *values)
+
+
 def trainer_folder(args: TrainingArguments, model: nn.Module | None) -> RunFolder:
     """Return where the Trainer writes, and what; of peft's models only adapters are saved."""
     assert args.output_dir is not None
@@ -110,8 +114,7 @@ def _global_batch_size(args: TrainingArguments, begun: int | None) -> int:
     given = samples_of_step(args)
     if begun is None or begun == given or begun % args.world_size:
         return given
-    if args.process_index == 0:
-        _log.warning("This restart keeps the global batch of %d samples that training began with; the arguments make %d.", begun, given)
+    _warn(args, "This restart keeps the global batch of %d samples that training began with; the arguments make %d.", begun, given)
     return begun
 
 
@@ -121,16 +124,12 @@ def _coupled_batch_size(trainer: Trainer) -> int | None:
     if reason is None:
         return None
     size: int = samples_of_step(args) // (args.gradient_accumulation_steps * args.world_size)
-    if args.process_index == 0:
-        _log.warning("%s, so micro-batches stay at %d samples; OSDPConfig(micro_batch_size=...) sets another size.", reason, size)
+    _warn(args, "%s, so micro-batches stay at %d samples; OSDPConfig(micro_batch_size=...) sets another size.", reason, size)
     return size
 
 
 def batch_coupling(trainer: Trainer) -> str | None:
-    """Return why a loss may depend on which samples share a micro-batch; None where it does not.
-
-    The planner then keeps the size of micro-batches: splitting one would train something else.
-    """
+    """Return why a loss may depend on which samples share a micro-batch, so that none may be split; None where it does not."""
     assert isinstance(trainer.model, nn.Module)
     cls, model = type(trainer), without_adapters(trainer.model)
     if "return_loss" in inspect.signature(model.forward).parameters:
@@ -153,26 +152,24 @@ def _batches(trainer: Trainer, config: OSDPConfig) -> tuple[Inputs | None, int]:
     """Return batches as the data gives them, None where the data does not show them, and the tokens of a row. Collective."""
     if config.inputs is not None:
         return config.inputs, config.sequence_length or tokens_of(config.inputs(1)) or 1
-    found = None
-    for dataset in (trainer.train_dataset, trainer.eval_dataset):
-        dataset = next(iter(dataset.values()), None) if isinstance(dataset, dict) else dataset
-        found = found or find_batches(*_rows_and_collator(trainer, dataset))
-    says_it = trainer.args.process_index == 0
+    evaluated = trainer.eval_dataset
+    evaluated = next(iter(evaluated.values()), None) if isinstance(evaluated, dict) else evaluated
+    found = find_batches(*_rows_and_collator(trainer, trainer.train_dataset)) or find_batches(*_rows_and_collator(trainer, evaluated))
     if found is not None and isinstance(found(1), Mapping):
         batches, length = found.with_rows(config.sequence_length)
-        if config.sequence_length is None and not found.is_whole and found.tokens and says_it:
-            _log.warning(
-                "Planned for %d tokens, the longest of %d samples that were looked at; where longer ones come, give"
+        if config.sequence_length is None and not found.is_whole and found.tokens:
+            _warn(
+                trainer.args, "Planned for %d tokens, the longest of %d samples that were looked at; where longer ones come, give"
                 " OSDPConfig(sequence_length=...).", length, found.seen,
             )  # fmt: skip
         return batches, length
     generated = config.sequence_length or (None if found is None else _tokens_to_generate(trainer, found.sample))
     if generated is None:
         raise ValueError("The sequence length cannot be read from the dataset; give OSDPConfig(sequence_length=...).")
-    if found is not None and says_it:
-        _log.warning(
-            "%s makes its batches in the step itself, as by generation: the estimate is that of the model's own loss, without what it"
-            " takes to make them; a lower memory_limit leaves room.", type(trainer).__name__,
+    if found is not None:
+        _warn(
+            trainer.args, "%s makes its batches in the step itself, as by generation: the estimate is that of the model's own loss, without"
+            " what it takes to make them; a lower memory_limit leaves room.", type(trainer).__name__,
         )  # fmt: skip
     return None, config.sequence_length or max(all_gather_objects(generated))
 
@@ -197,24 +194,18 @@ def _tokens_to_generate(trainer: Trainer, sample: object) -> int | None:
 
 
 def _optimizer_spec(trainer: Trainer) -> OptimizerSpec:
-    device_type, optimizer = trainer.args.device.type, trainer.optimizer
-    if optimizer is None and trainer.optimizer_cls_and_kwargs is not None:
-        cls, options = trainer.optimizer_cls_and_kwargs
-        optimizer = cls([nn.Parameter(torch.zeros(1))], **options)
-    name = OptimizerNames(trainer.args.optim).value
-    if optimizer is None and not knows_trainer_name(name):
-        optimizer = _small_optimizer(trainer, name)
-    if optimizer is not None:
-        return spec_of_optimizer(optimizer, device_type=device_type)
-    return spec_of_trainer_name(name, device_type=device_type)
+    device_type, name, optimizer = trainer.args.device.type, OptimizerNames(trainer.args.optim).value, trainer.optimizer
+    if optimizer is None and trainer.optimizer_cls_and_kwargs is None and knows_trainer_name(name):
+        return spec_of_trainer_name(name, device_type=device_type)
+    return spec_of_optimizer(optimizer or _small_optimizer(trainer, name), device_type=device_type)
 
 
 def _small_optimizer(trainer: Trainer, name: str) -> torch.optim.Optimizer:
-    """Return what the Trainer makes for this name of `optim`, with one element."""
-    args, model = copy.copy(trainer.args), cast("Any", trainer.model)
+    """Return what the Trainer makes, by the class that it was given or else this name of `optim`, with one element."""
+    args = copy.copy(trainer.args)
     args.optim = name
     try:
-        cls, options = trainer.get_optimizer_cls_and_kwargs(args, model)
+        cls, options = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(args, cast("Any", trainer.model))
     except (ImportError, ValueError) as error:
         why = " ".join(str(error).split()).rstrip(".")
         raise ValueError(f"optim={name!r} cannot be made: {why}; do so, or use adamw_torch.") from None
@@ -224,7 +215,7 @@ def _small_optimizer(trainer: Trainer, name: str) -> torch.optim.Optimizer:
 def _optimizer_choices(
     trainer: Trainer, config: OSDPConfig, optimizer: OptimizerSpec, begun: str | None
 ) -> tuple[tuple[str, OptimizerSpec], ...]:
-    """Return the optimizers that may run, as names of `optim` with what they hold; of those with which training `begun`, where that is one.
+    """Return the optimizers that may run, as names of `optim` with what they hold; a restart keeps the one with which training `begun`.
 
     There is no choice where the optimizer is there already, or is made by other code than the Trainer's.
     """
@@ -264,7 +255,7 @@ def requested_config(
 ) -> OSDPConfig | None:
     """Return what was asked for: by the Trainer's argument, then by `fsdp_config`, then by the launcher; None for the stock Trainer.
 
-    The first that says so switches it on or off, and each option comes from the first that sets it. `unasked`: on where none says so.
+    The first that says so switches it on or off, else `unasked` does; each option comes from the first that sets it.
     """
     if osdp is False:
         return None
@@ -302,9 +293,7 @@ def _refuse_ignored(beside: Mapping[str, Any]) -> None:
 
 
 def plugin_options(args: TrainingArguments) -> dict[str, Any]:
-    stated = {**(args.fsdp_plugin_args or {})}
-    if not args.fsdp:
-        stated.update({name: value for name, value in _fsdp_config(args).items() if name in _PLUGIN_OPTIONS})
+    stated = {**(args.fsdp_plugin_args or {}), **({} if args.fsdp else _fsdp_config(args))}
     return {name: stated[name] for name in _PLUGIN_OPTIONS if name in stated}
 
 
@@ -339,12 +328,11 @@ def set_batch(args: TrainingArguments, plan: Plan) -> None:
     parts = args.world_size if _accelerator_config(args).split_batches else 1
     args.per_device_train_batch_size = plan.micro_batch_size * parts
     args.gradient_accumulation_steps = plan.accumulation_steps
-    if args.auto_find_batch_size and args.process_index == 0:
-        _log.warning(
-            "auto_find_batch_size=True was switched off: the plan has the batch size, %d samples at once on each process, which fits by its"
-            " estimate.",
-            plan.micro_batch_size,
-        )
+    if args.auto_find_batch_size:
+        _warn(
+            args, "auto_find_batch_size=True was switched off: the plan has the batch size, %d samples at once on each process, which fits"
+            " by its estimate.", plan.micro_batch_size,
+        )  # fmt: skip
     args.auto_find_batch_size = False
 
 
@@ -373,7 +361,7 @@ def _fsdp_config(args: TrainingArguments | None) -> dict[str, Any]:
     """Return `TrainingArguments.fsdp_config` as a dict; with `fsdp` unset, transformers leaves the path of a file unread."""
     config = None if args is None else args.fsdp_config
     if isinstance(config, str):
-        path, config = config, read_json(config, "fsdp_config", limit_bytes=_MOST_BYTES)
+        path, config = config, read_json(config, "fsdp_config")
         if not isinstance(config, dict):
             raise ValueError(f"fsdp_config={path!r} holds a {type(config).__name__}; it must map option names to values.")
     return {str(name).removeprefix("fsdp_"): value for name, value in (config or {}).items()}

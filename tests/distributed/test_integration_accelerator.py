@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, set_seed
+from transformers import GPT2LMHeadModel
 
 from hf_osdp.distributed.launcher import launched_rank, launched_world_size
 from hf_osdp.errors import OSDPError
@@ -18,6 +18,7 @@ from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.plugin import OSDPPlugin
 from hf_osdp.planner.presets import preset
 from hf_osdp.planning.config import OSDPConfig
+from tests.helpers import models
 from tests.helpers.checkpointed import worst
 from tests.helpers.layouts import mixed_plan
 from tests.helpers.sampling import slow_but
@@ -25,19 +26,8 @@ from tests.helpers.sampling import slow_but
 LENGTH, GLOBAL_BATCH, STEPS, VOCABULARY = 12, 8, 5, 61
 
 
-def tiny_model(kind: str = "gpt2", seed: int = 0, dtype: torch.dtype = torch.float64):
-    set_seed(seed)
-    if kind == "gpt2":
-        config = GPT2Config(
-            n_layer=4, n_head=2, n_embd=16, vocab_size=VOCABULARY, n_positions=16, initializer_range=0.2,
-            resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-        )  # fmt: skip
-        return GPT2LMHeadModel(config).to(dtype)
-    config = BertConfig(
-        num_hidden_layers=4, num_attention_heads=2, hidden_size=16, intermediate_size=32, vocab_size=VOCABULARY,
-        max_position_embeddings=16, initializer_range=0.2, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
-    )  # fmt: skip
-    return BertForMaskedLM(config).to(dtype)
+def tiny_model(kind: str = "gpt2", **options) -> torch.nn.Module:
+    return models.tiny_model(kind, scale=10.0, **options)
 
 
 def tokens() -> torch.Tensor:

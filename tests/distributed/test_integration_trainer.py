@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
+from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_osdp.distributed.launcher import launched_rank
 from hf_osdp.errors import PlanError
 from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.planner.presets import preset
 from hf_osdp.planning.config import OSDPConfig
+from tests.helpers import models
 from tests.helpers.checkpointed import worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import mixed_plan
@@ -25,12 +26,8 @@ from tests.helpers.sampling import slow_but
 STEPS, LENGTH, GLOBAL_BATCH = 5, 12, 8
 
 
-def tiny_model(dtype: torch.dtype = torch.float64, seed: int = 0) -> GPT2LMHeadModel:
-    set_seed(seed)
-    config = GPT2Config(
-        n_layer=4, n_head=2, n_embd=16, vocab_size=61, n_positions=16, initializer_range=0.2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )  # fmt: skip
-    return GPT2LMHeadModel(config).to(dtype)
+def tiny_model(**options) -> torch.nn.Module:
+    return models.tiny_model("gpt2", scale=10.0, **options)
 
 
 def tokens(count: int = 64) -> list[dict[str, torch.Tensor]]:
@@ -120,7 +117,7 @@ def test_planned_trainer_equals_one_process(tmp_path, alone, reduce):
 
 def in_float32(folder: Path, kind: type[transformers.Trainer] = PlannedTrainer, seed: int = 0, **options: object) -> transformers.Trainer:
     """A Trainer under a mixed plan."""
-    model = tiny_model(torch.float32, seed=seed)
+    model = tiny_model(dtype=torch.float32, seed=seed)
     plan = mixed_plan(model, 2, sequence_length=LENGTH, micro_batch_size=4, accumulation_steps=1, reduce=True)
     args = arguments(str(folder), per_device_train_batch_size=4, **options)
     return kind(model=model, args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))

@@ -20,14 +20,8 @@ SEEN = Observation(steps=8, median_step_s=1.0, first_step_s=4.0, peak_bytes=2**2
 
 @pytest.fixture(scope="module")
 def run():
-    facts = RunFacts(
-        world_size=1,
-        sequence_length=SEQUENCE_LENGTH,
-        global_batch_size=4,
-        device_type="cpu",
-        precision=Precision(),
-        optimizer=OptimizerSpec(),
-    )
+    job = {"sequence_length": SEQUENCE_LENGTH, "global_batch_size": 4, "precision": Precision(), "optimizer": OptimizerSpec()}
+    facts = RunFacts(world_size=1, device_type="cpu", **job)
     return plan_run(tiny_model("gpt2", layers=2), OSDPConfig(hardware="cpu", compare=False), facts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from accelerate.utils.other import is_compiled_module
 
@@ -13,14 +13,9 @@ from hf_osdp.integrations.accelerator import OSDPAccelerator
 
 @pytest.fixture(autouse=True)
 def fresh_state():
-    _reset()  # an earlier test's accelerator would answer for this one's
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test's accelerator would answer for this one's
     yield
-    _reset()
-
-
-def _reset() -> None:
-    AcceleratorState._reset_state()
-    PartialState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize(
@@ -34,22 +29,19 @@ def test_inductor_compiles_blocks_by_the_plan_and_accelerate_nothing(asked):
         assert not is_compiled_module(model)
 
 
-def test_nothing_is_compiled_where_nobody_asks():
-    assert not OSDPAccelerator(cpu=True, osdp={}).plugin.osdp.compile
-
-
-def test_launchers_variable_is_heard(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
-    assert OSDPAccelerator(cpu=True, osdp={}).plugin.osdp.compile
-
-
-def test_auto_stays_auto_where_inductor_is_asked_for():
-    assert OSDPAccelerator(cpu=True, osdp={"compile": "auto"}, dynamo_backend="inductor").plugin.osdp.compile == "auto"
-
-
-def test_dynamo_that_is_disabled_is_not_asked_for():
-    asked = TorchDynamoPlugin(backend="inductor", disable=True)
-    assert not OSDPAccelerator(cpu=True, osdp={}, dynamo_plugin=asked).plugin.osdp.compile
+@pytest.mark.parametrize(
+    ("osdp", "variable", "asked", "compiles"),
+    [
+        ({}, "", {}, False),
+        ({}, "INDUCTOR", {}, True),
+        ({"compile": "auto"}, "", {"dynamo_backend": "inductor"}, "auto"),
+        ({}, "", {"dynamo_plugin": TorchDynamoPlugin(backend="inductor", disable=True)}, False),
+    ],
+)
+def test_blocks_are_compiled_as_options_launcher_and_dynamo_ask(monkeypatch, osdp, variable, asked, compiles):
+    if variable:
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", variable)
+    assert OSDPAccelerator(cpu=True, osdp=osdp, **asked).plugin.osdp.compile == compiles
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from hf_osdp.distributed.stop import EXIT_CODE, Stopped
-from hf_osdp.errors import PlanError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.launch import USER_ERROR, run_script
+from hf_osdp.planner.plan import Plan
 from hf_osdp.planning.config import OSDPConfig
 
 
@@ -18,16 +18,12 @@ def refuse_in_script():
     raise ValueError("block_size=64 is too long;\nuse 32.")
 
 
-def refuse_in_domain():
-    raise PlanError("The plan is for 2 processes.")
-
-
 @pytest.mark.parametrize(
     ("main", "line"),
     [
         (lambda: OSDPConfig(strategy="zero3"), "error: strategy='zero3' is not known"),
         (refuse_in_script, "error: block_size=64 is too long; use 32."),
-        (refuse_in_domain, "error: The plan is for 2 processes."),
+        (lambda: Plan.load("nowhere.json"), "error: Cannot read the plan nowhere.json"),
     ],
 )
 def test_run_script_shows_refused_input_in_one_line(main, line, capsys):

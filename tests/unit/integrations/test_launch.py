@@ -20,9 +20,8 @@ def requested(strategy: str, **more: str) -> LaunchRequest:
     return launch_request({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": strategy, **more})
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "1", "", None])
-def test_launch_request_is_empty_without_launcher_and_for_plain_fsdp(strategy):
-    assert (launch_request({}) if strategy is None else requested(strategy)) == LaunchRequest()
+def test_launch_request_is_empty_without_launcher_and_for_plain_fsdp():
+    assert launch_request({}) == requested("FULL_SHARD") == requested("1") == requested("") == LaunchRequest()
 
 
 @pytest.mark.parametrize(
@@ -30,11 +29,7 @@ def test_launch_request_is_empty_without_launcher_and_for_plain_fsdp(strategy):
     [
         ("{'osdp': True, 'memory_limit': '8GiB', 'compare': False}", {}, (True, False, {"memory_limit": "8GiB", "compare": False})),
         ("{'osdp': False, 'memory_limit': '1GiB', 'use_cpu': True}", {}, (False, True, {"memory_limit": "1GiB"})),
-        (
-            "{'osdp': True}",
-            {"FSDP_TRANSFORMER_CLS_TO_WRAP": "GPT2Block,BertLayer"},
-            (True, False, {"block_classes": "GPT2Block,BertLayer"}),
-        ),
+        ("{'osdp': True}", {"FSDP_TRANSFORMER_CLS_TO_WRAP": "A,B"}, (True, False, {"block_classes": "A,B"})),
     ],
 )
 def test_launch_request_has_the_options_of_the_file(strategy, more, expected):
@@ -43,27 +38,23 @@ def test_launch_request_has_the_options_of_the_file(strategy, more, expected):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "more", "part"),
+    "strategy",
     [
-        ("OSDP", {}, "cannot be read"),
-        ("{'osdp': True, ", {}, "cannot be read"),
-        ("{'osdp': True, 1: 2}", {}, "cannot be read"),
-        ("{{}: 1, 'osdp': True}", {}, "cannot be read"),
-        ("{'osdp': " + "[" * 15000, {}, "cannot be read"),
-        ("{'osdp': True, 'memory_limit': " + "-" * 15000 + "1}", {}, "cannot be read"),
-        ("{'osdp': True, 'memory_limit': " + "1" * 10**6 + "}", {}, "1000032 letters, the most are 16384"),
-        ("{'osdp': __import__('os').system('ls')}", {}, "cannot be read"),
-        ("{'memory_limit': '8GiB'}", {}, "cannot be read"),
-        ("{'osdp': 'yes'}", {}, "osdp: true or osdp: false"),
-        ("{'osdp': True, 'use_cpu': 'yes'}", {}, "use_cpu: true"),
-        ("{'osdp': True}", {"FSDP_RESHARD_AFTER_FORWARD": "false"}, r"fsdp_reshard_after_forward: false.*strategy"),
-        ("{'osdp': True}", {"FSDP_VERSION": "1"}, "fsdp_version: 2"),
+        "OSDP",
+        "{'osdp': True, 1: 2}",
+        "{{}: 1, 'osdp': True}",
+        "{'osdp': " + "[" * 15000,
+        "{'osdp': True, 'memory_limit': " + "-" * 15000 + "1}",
+        "{'osdp': True, 'memory_limit': " + "1" * 10**6 + "}",
+        "{'osdp': __import__('os').system('ls')}",
+        "{'memory_limit': '8GiB'}",
     ],
 )
-def test_launch_request_refuses_what_it_cannot_read_in_one_line(strategy, more, part):
-    with pytest.raises(ValueError, match=part) as caught:
-        requested(strategy, **more)
+def test_launch_request_refuses_what_it_cannot_read_in_one_line(strategy):
+    with pytest.raises(ValueError, match="cannot be read") as caught:
+        requested(strategy)
     assert "\n" not in str(caught.value)
+    assert len(strategy) < 16384 or f"{len(strategy)} letters, the most are 16384" in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1.0", "one", "٣", "9" * 5000])

@@ -16,7 +16,6 @@ from hf_osdp.integrations.checkpoints import own_schedule, position_factor, resc
 STEPS, BREAK = 12, 5
 
 KINDS = {
-    "lambda": lambda optimizer, ranks: schedulers.LambdaLR(optimizer, lambda position: 1 - position / (STEPS * ranks)),
     "transformers": lambda optimizer, ranks: get_cosine_schedule_with_warmup(optimizer, 3 * ranks, STEPS * ranks),
     "multiplicative": lambda optimizer, ranks: schedulers.MultiplicativeLR(optimizer, lambda position: 0.9 ** (1 / ranks)),
     "step": lambda optimizer, ranks: schedulers.StepLR(optimizer, 2 * ranks, 0.7),

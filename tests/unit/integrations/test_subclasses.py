@@ -114,14 +114,12 @@ def test_micro_batches_stay_where_a_loss_may_couple_samples(tmp_path, caplog):
     assert batch_coupling(hf_osdp.Trainer(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)) is None
 
 
-def test_batch_coupling_sees_own_loss_of_a_subclass_of_sft():
-    sft = type("SFTTrainer", (transformers.Trainer,), {"compute_loss": lambda *args: None})
-    trainers = [object.__new__(cls) for cls in (sft, type("Mine", (sft,), {"compute_loss": lambda *args: None}))]
-    for trainer in trainers:
-        trainer.model = model()
-    assert batch_coupling(trainers[0]) is None and "Mine computes its own loss" in batch_coupling(trainers[1])
-    trainers[0].aux_loss_enabled = True
-    assert "balances its experts" in batch_coupling(trainers[0])
+def test_batch_coupling_sees_own_loss_of_a_subclass_of_sft_and_experts():
+    sft = type("SFTTrainer", (transformers.Trainer,), {"compute_loss": lambda *args: None, "model": model()})
+    mine = type("Mine", (sft,), {"compute_loss": lambda *args: None})
+    experts = type("Experts", (sft,), {"aux_loss_enabled": True})
+    reasons = [batch_coupling(object.__new__(cls)) for cls in (sft, mine, experts)]
+    assert reasons[0] is None and "Mine computes its own loss" in reasons[1] and "balances its experts" in reasons[2]
 
 
 def test_loss_that_cannot_be_traced_falls_back_with_a_warning(tmp_path, caplog):
