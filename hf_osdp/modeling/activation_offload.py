@@ -1,8 +1,4 @@
-"""Offload activations: what a module's forward saves leaves the device when forward ends, and comes back for backward.
-
-Copies run on a stream of their own. A storage is sent as soon as it is saved; at the end of forward compute waits for the copies. All
-are fetched when the module's backward begins, those saved last first; what asks for one waits for that one.
-"""
+"""Offload activations: what a module's forward saves goes to the host while it runs, on a stream of its own, and comes back for backward."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any, NamedTuple, cast
 
@@ -80,71 +75,59 @@ class _Offloaded:
         return output
 
 
-@dataclass(eq=False)  # weak references to a dataclass with slots take Python 3.11
 class _OffloadedStorage:
     """One storage, flat: on the device, on the host, or on its way."""
 
-    device: torch.Tensor | None
-    host: torch.Tensor | None
-    """None where there is no host, in a trace."""
-    size: int
-    dtype: torch.dtype
-    home: torch.device
-    version: int
-    """How often the storage had been changed in place when it was sent."""
-    changed_before_free: bool = False
-    fetched: bool = False
     copied: torch.cuda.Event | None = None
     """The end of the last copy; None where copies do not run beside compute."""
-    compute: torch.cuda.Stream | None = None
+    _compute: torch.cuda.Stream | None = None
     """The stream whose memory the device's copy is in."""
-    awaited: bool = True
+    _awaited = True
     """Whether compute waits for the last copy."""
+    _changed_before_free = fetched = False
 
-    @classmethod
-    def send(cls, tensor: torch.Tensor) -> _OffloadedStorage:
+    def __init__(self, tensor: torch.Tensor) -> None:
         whole = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
-        storage = cls(
-            device=whole, host=_HOST_MEMORY.get()(whole), size=whole.numel(), dtype=whole.dtype, home=whole.device, version=tensor._version
-        )
-        storage._copy(storage.host, whole)
-        return storage
+        self.device: torch.Tensor | None = whole
+        self.host = _HOST_MEMORY.get()(whole)  # None where there is no host, in a trace
+        self.size, self.dtype, self._home, self._version = whole.numel(), whole.dtype, whole.device, tensor._version
+        self._copy(self.host, whole)
 
     @property
     def changed(self) -> bool:
         """Whether it was changed in place since it was sent, perhaps while the copy ran."""
-        return self.changed_before_free or (self.device is not None and not self.fetched and self.device._version != self.version)
+        return self._changed_before_free or (self.device is not None and not self.fetched and self.device._version != self._version)
 
     def free(self) -> None:
-        self.changed_before_free = self.changed
+        self._changed_before_free = self.changed
         self.wait()
         self.device = None
 
     def fetch(self) -> None:
-        self.device, self.fetched = torch.empty(self.size, dtype=self.dtype, device=self.home), True
+        self.device, self.fetched = torch.empty(self.size, dtype=self.dtype, device=self._home), True
         self._copy(self.device, self.host)
 
     def wait(self) -> None:
         if self.copied is not None:
-            torch.cuda.current_stream(self.home).wait_event(self.copied)
-            self.awaited = True
+            torch.cuda.current_stream(self._home).wait_event(self.copied)
+            self._awaited = True
 
     def __del__(self) -> None:
-        if not self.awaited and self.compute is not None and self.copied is not None:
-            self.compute.wait_event(self.copied)  # nobody asked for it: forward failed, or backward ended early
+        if not self._awaited and self._compute is not None and self.copied is not None:
+            self._compute.wait_event(self.copied)  # nobody asked for it: forward failed, or backward ended early
 
     def _copy(self, to: torch.Tensor | None, source: torch.Tensor | None) -> None:
         if to is None or source is None:
             return
-        stream = copy_stream(self.home)
+        stream = copy_stream(self._home)
         if stream is None:
             to.copy_(source)
             return
-        self.compute = torch.cuda.current_stream(self.home)
-        stream.wait_stream(self.compute)
+        self._compute = torch.cuda.current_stream(self._home)
+        stream.wait_stream(self._compute)
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
-            self.copied, self.awaited = stream.record_event(), False
+            self.copied, self._awaited = stream.record_event(), False
 
 
 class _SavedView(NamedTuple):
@@ -170,7 +153,7 @@ class _Call:
         # once changed in place, it is another tensor, and in another dtype it has another layout
         key = (_key(tensor), tensor._version, tensor.dtype)
         if key not in self._sent:
-            self._sent[key] = _OffloadedStorage.send(tensor)
+            self._sent[key] = _OffloadedStorage(tensor)
         return _SavedView(self._sent[key], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def end_forward(self, outputs: list[torch.Tensor]) -> int:

@@ -66,12 +66,19 @@ class _Calls(TorchDispatchMode):
     def __init__(self, saved: Collection[str], outputs: dict[str, _Output]) -> None:
         super().__init__()
         self._saved, self._outputs = frozenset(saved), outputs
-        self._counter = CallCounter()
 
     def __enter__(self) -> _Calls:
         self._counter = CallCounter()
         super().__enter__()
         return self
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        return self._run(self._counter.name(func) or "", func, args, kwargs or {})
+
+    def _run(self, call: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        raise NotImplementedError
 
 
 class _Save(_Calls):
@@ -82,22 +89,15 @@ class _Save(_Calls):
         if exception[0] is None and (absent := self._saved - set(self._outputs)):
             _warn_of_absent(", ".join(sorted({call.partition("#")[0] for call in absent})))
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> object:
-        kwargs, call = kwargs or {}, self._counter.name(func)
-        if func._schema.is_mutable and self._outputs:
-            self._drop_written((args, kwargs))
+    def _run(self, call: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        if func._schema.is_mutable and self._outputs:  # outputs whose memory it may write are recomputed
+            written = _storages(tree_leaves((args, kwargs)))
+            for changed in [name for name, output in self._outputs.items() if not written.isdisjoint(output.storages)]:
+                del self._outputs[changed]
         result = func(*args, **kwargs)
-        if call in self._saved and call is not None:
+        if call in self._saved:
             self._outputs[call] = _Output(func, args, result, self._counter.history)
         return result
-
-    def _drop_written(self, arguments: object) -> None:
-        """Forget outputs whose memory an operator may write: they are recomputed."""
-        written = _storages(tree_leaves(arguments))
-        for call in [call for call, output in self._outputs.items() if not written.isdisjoint(output.storages)]:
-            del self._outputs[call]
 
 
 class _Replay(_Calls):
@@ -106,13 +106,10 @@ class _Replay(_Calls):
     A run may make others, as where a block has filled a cache in the first. From there on everything runs again, which is always right.
     """
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> object:
-        call = self._counter.name(func)
-        output = None if call is None else self._outputs.pop(call, None)
-        if call is None or output is None or not output.is_of(args, self._counter.history):
-            return func(*args, **(kwargs or {}))
+    def _run(self, call: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        output = self._outputs.pop(call, None)
+        if output is None or output.made_after != (self._counter.history, _shapes(args)):
+            return func(*args, **kwargs)
         return output.take(call)
 
 
@@ -120,7 +117,7 @@ class _Output:
     """What a call returned, after which calls, and the random state that it left."""
 
     def __init__(self, func: OpOverload, args: tuple[Any, ...], result: object, history: int) -> None:
-        self._made_after = history, _shapes(args)
+        self.made_after = history, _shapes(args)
         leaves, self._structure = tree_flatten(result)
         self._leaves = [_alias(leaf) for leaf in leaves]
         self.storages = _storages(leaves)
@@ -131,10 +128,6 @@ class _Output:
         if device is not None and (torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "hf_osdp")):
             self._generator = _generator(device)
             self._state = self._generator.get_state()
-
-    def is_of(self, args: tuple[Any, ...], history: int) -> bool:
-        """Whether a call with these arguments, after these calls, is the one that returned it."""
-        return self._made_after == (history, _shapes(args))
 
     def take(self, call: str) -> object:
         """Return the saved output and restore the random state after the call; refuse an output that was changed in place since."""

@@ -42,6 +42,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return getattr(module, CHECKPOINT_WRAPPER, module)
 
 
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return every parameter by each of its canonical names."""
+    return {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     """Return every module once, by canonical name; a checkpoint wrapper stands for what it wraps."""
     modules: dict[str, nn.Module] = {}

@@ -26,7 +26,7 @@ from ..errors import OSDPError, PlanError, PlanMismatchError
 from ..modeling.activation_offload import is_offloaded, offload
 from ..modeling.loss_pieces import heads_in_pieces
 from ..modeling.split_candidates import apply_split
-from ..modeling.units import canonical_name, modules_by_name
+from ..modeling.units import modules_by_name, named_parameters
 from ..modeling.wrapping import compile_forward, has_running_statistics, is_compiled, recomputation_of, recompute
 from ..planner.decision import UnitDecision
 from ..planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription
@@ -97,7 +97,7 @@ def apply_plan(
     alone = plan.world_size == 1 and not _casts(mp_policy)
     ignored = set(scalars)
     if alone:  # what does not live on the host stays plain
-        named = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+        named = named_parameters(model)
         ignored |= {named[p.name] for unit in units if not plan.decision(unit.fqn).on_host for p in unit.parameters}
     managed = [unit for unit in found if unit.decision.on_host or not alone]
     _fully_shard(model, managed, ignored, meshes=meshes, mp_policy=mp_policy, pin_memory=pin_memory)

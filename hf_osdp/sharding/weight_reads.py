@@ -1,11 +1,7 @@
 """Weights that are read without a call of their module, and the check that every gradient was reduced.
 
-FSDP2 gathers a unit when its module is called. A fused loss that reads `model.lm_head.weight`, or a penalty on the weights of one
-block, calls nothing: it would see a shard, or the gradient of what it saw would never be reduced. So a read of an attribute such
-as `head.weight`, between the start of forward and the end of backward, gathers the unit, which then stays gathered and is reduced
-at the end of backward, as FSDP2 does with the root's parameters. So does the root where a part of the model is called alone.
-
-After each backward every unit is checked: a gradient that no reduction has taken raises an error. This sends nothing.
+FSDP2 gathers a unit when its module is called. A read of `head.weight` without that, between the start of forward and the end of backward,
+gathers the unit here; it stays gathered and is reduced at the end of backward, as the root is.
 """
 
 from __future__ import annotations
