@@ -1,4 +1,4 @@
-"""Offload activations: what a module's forward saves goes to the host while it runs, on a stream of its own, and comes back for backward."""
+"""Offload activations: what a module's forward saves goes to the host on a stream of its own, and comes back for backward."""
 
 from __future__ import annotations
 

@@ -171,13 +171,7 @@ def _set_collectives(module: nn.Module, decision: UnitDecision, meshes: Meshes) 
 
 def effective(decision: UnitDecision, unit: UnitDescription) -> UnitDecision:
     """Return the decision as FSDP2 is told: units that are in use for the whole step stay gathered, units of single calls never do."""
-    match unit.span:
-        case GatherSpan.USE:
-            return decision
-        case GatherSpan.CALLS:
-            return replace(decision, reshard_after_forward=True)
-        case GatherSpan.STEP:
-            return replace(decision, reshard_after_forward=False)
+    return decision if unit.span is GatherSpan.USE else replace(decision, reshard_after_forward=unit.span is GatherSpan.CALLS)
 
 
 def bottom_up(units: tuple[UnitDescription, ...]) -> tuple[UnitDescription, ...]:
