@@ -100,7 +100,9 @@ def apply_plan(
         named = named_parameters(model)
         ignored |= {named[p.name] for unit in units if not plan.decision(unit.fqn).on_host for p in unit.parameters}
     managed = [unit for unit in found if unit.decision.on_host or not alone]
-    _fully_shard(model, managed, ignored, meshes=meshes, mp_policy=mp_policy, pin_memory=pin_memory)
+    # Copies beside compute need page-locked memory; on the CPU FSDP2 fails with it.
+    pins = meshes.device_type != "cpu" if pin_memory is None else pin_memory
+    _fully_shard(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pins)
     WeightReads(model, units, scalars)
     return model
 
@@ -117,17 +119,8 @@ def _change_forwards(units: list[_Unit], compiled_classes: Collection[str]) -> N
 
 
 def _fully_shard(
-    model: nn.Module,
-    units: list[_Unit],
-    ignored: set[nn.Parameter],
-    *,
-    meshes: Meshes,
-    mp_policy: MixedPrecisionPolicy | None,
-    pin_memory: bool | None,
+    model: nn.Module, units: list[_Unit], ignored: set[nn.Parameter], meshes: Meshes, policy: MixedPrecisionPolicy, pins: bool
 ) -> None:
-    policy = mp_policy or MixedPrecisionPolicy()
-    # Copies beside compute need page-locked memory; on the CPU FSDP2 fails with it.
-    pins = meshes.device_type != "cpu" if pin_memory is None else pin_memory
     for unit in units:
         fully_shard(
             unit.modules if len(unit.modules) > 1 else unit.modules[0],
