@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from hf_osdp.checkpoint.states import load_model, load_optimizer, save_model, save_optimizer
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.split.apply_split import split_operators
-from hf_osdp.modeling.split.names import slice_names
+from hf_osdp.modeling.split.names import is_split, slice_names
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import OperatorSplit
@@ -58,24 +59,22 @@ def sharded(
     return model, optimizer, plan
 
 
-def own_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The loss that the head in slices gives."""
-    out = model(**batch)
-    assert out.logits is None
-    return out.loss
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loss that a head in slices gives; of whole logits the same, in their dtype: transformers' own goes through float32."""
+    if is_split(model):
+        out = model(**batch)
+        assert out.logits is None
+        return out.loss
+    logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, steps: range = range(STEPS)) -> Trained:
-    return train_sharded(model, plan, loss_of=own_loss, optimizer=optimizer, steps=steps)
+    return train_sharded(model, plan, loss_of=loss_of, optimizer=optimizer, steps=steps)
 
 
 def train_alone(name: str, steps: int = STEPS) -> Trained:
-    """The reference: torch alone, one process, whole operators; the losses inside transformers go through float32."""
-
-    def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
-        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
-
+    """The reference: torch alone, one process, whole operators."""
     return train_whole(tiny_model(name, layers=LAYERS), loss_of=loss_of, steps=steps, lr=1e-2)
 
 
@@ -145,3 +144,20 @@ def test_full_states_do_not_show_the_slices():
     wrong = {**weights, "lm_head.weight": torch.zeros(3, 3)} if dist.get_rank() == 0 else {}
     with pytest.raises(RuntimeError, match=r"'lm_head\.weight' has shape"):  # on every rank
         load_full_state_dict(other, wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.on_ranks(WORLD)
+def test_saved_states_go_on_in_any_number_of_slices(is_sharded, tmp_path):
+    model, optimizer, plan = sharded("gpt2", 4, "mixed")
+    train(model, optimizer, plan, range(2))
+    save_model(tmp_path, model, sharded=is_sharded)
+    save_optimizer(tmp_path, model, optimizer, sharded=is_sharded)
+    dist.barrier()
+    for slices in (1, 2, 4):
+        other, optimizer, plan = sharded("gpt2", slices, "zero3", seed=3)
+        load_model(tmp_path, other)
+        load_optimizer(tmp_path, other, optimizer)
+        got = train(other, optimizer, plan, range(2, 4)).parameters
+        assert dist.get_rank() or worst(got, train_alone("gpt2", 4).parameters) < 1e-12
