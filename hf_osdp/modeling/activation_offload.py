@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class OwnTensors:
-    """Tell the tensors that one call of a module, whose parameters are gathered, saves for itself from those that others hold as well.
+    """The tensors that only one call of a module keeps alive: none of its parameters, buffers and inputs.
 
-    Others hold its parameters, buffers and inputs, but for the first input that needs a gradient, the hidden states.
+    The first input that needs a gradient, the hidden states, counts as the call's own. Parameters are gathered when it is made.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -42,7 +42,7 @@ class OwnTensors:
 
 
 def offload(module: nn.Module) -> None:
-    """Offload what a module saves for backward to the host, in place; of one that is recomputed its input. Names stay as they are."""
+    """Offload in place what a module saves for backward, which is its input where it is recomputed. Names do not change."""
     if not is_offloaded(module):
         module.forward = _Offloaded(module, module.forward)
 
@@ -65,7 +65,7 @@ class _Offloaded:
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         if torch._C._current_graph_task_id() == -1:  # not in backward, which runs a recomputed module again
-            # The CPU runs ahead no further than to where the last backward has read page-locked memory, which is reused only then.
+            # Wait for the last backward's copies back: the page-locked memory that they read is used again now.
             while self._fetches:
                 self._fetches.pop().synchronize()
         call = _Call(OwnTensors(self._module, args, kwargs), self._fetches)
@@ -138,7 +138,7 @@ class _SavedView(NamedTuple):
 
 
 class _Call:
-    """What one call of a module has sent; saved views own it, so that it goes when autograd has no more use for it."""
+    """The storages that one call of a module has sent. Saved views own them, so that they are freed with the graph."""
 
     def __init__(self, own: OwnTensors, fetches: list[torch.cuda.Event]) -> None:
         self._own: OwnTensors | None = own
@@ -147,7 +147,7 @@ class _Call:
         self._freed: list[weakref.ref[_OffloadedStorage]] = []
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedView:
-        """Send a saved tensor, or leave it where others hold it."""
+        """Send a saved tensor; return it unchanged where others keep it alive."""
         if self._own is None or tensor not in self._own:
             return tensor
         # once changed in place, it is another tensor, and in another dtype it has another layout
@@ -157,7 +157,7 @@ class _Call:
         return _SavedView(self._sent[key], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def end_forward(self, outputs: list[torch.Tensor]) -> int:
-        """Free the device's copies, but of outputs, which others hold; return the bytes that were sent."""
+        """Free the device's copies, except of outputs, which the caller keeps; return the bytes that were sent."""
         held = {_key(tensor) for tensor in outputs}
         sent = 0
         for (key, *_), storage in self._sent.items():
@@ -171,7 +171,7 @@ class _Call:
         return sent
 
     def unpack(self, packed: torch.Tensor | _SavedView) -> torch.Tensor:
-        """Return the tensor as it was saved; the first one has all of the call's fetched. Refuse one that was changed in place since."""
+        """Return the tensor as it was saved; the first call fetches all storages. Refuse one that was changed in place since."""
         if isinstance(packed, torch.Tensor):
             return packed
         if packed.storage.changed:
@@ -215,7 +215,7 @@ def host_tensor(like: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache
 def copy_stream(device: torch.device, *, out: bool = False) -> torch.cuda.Stream | None:
-    """Return a stream for copies to and from a device, or one for those `out` alone; None for the CPU, whose memory the host's is."""
+    """Return the stream for copies to and from a device, another one for copies `out`; None for the CPU, which copies nothing."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 

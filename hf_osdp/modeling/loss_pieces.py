@@ -156,7 +156,7 @@ def _whole(value: Any) -> Any:  # noqa: ANN401
 
 
 class HeadInPieces(nn.Linear):
-    """A vocabulary projection of which a call, in training with labels, gives `DeferredLogits`."""
+    """A vocabulary projection that returns `DeferredLogits` in training with labels."""
 
     pieces: int
     loss: SumOfLosses
@@ -177,7 +177,7 @@ class HeadInPieces(nn.Linear):
         if not losses:
             return super().forward(hidden)
         inputs: tuple[torch.Tensor | None, ...] = (hidden, self.weight, self.bias)
-        if not torch.is_grad_enabled():  # a function with backward is told of that by its inputs alone
+        if not torch.is_grad_enabled():  # autograd functions look at their inputs alone
             inputs = tuple(None if one is None else one.detach() for one in inputs)
         return cast(torch.Tensor, _SumOfPieces.apply(*inputs, self.pieces, self.loss, *losses))
 
@@ -190,7 +190,7 @@ class HeadInPieces(nn.Linear):
         return self.project(hidden, *losses)
 
     def warn_of_whole(self) -> None:
-        """Say once that logits are read, so that they are there whole."""
+        """Warn once that something reads the logits, which are then computed whole."""
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
@@ -254,7 +254,7 @@ class _SumOfPieces(torch.autograd.Function):
 
 
 def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add δᵀ h to a sum `[vocabulary, in]`; where the sum is more precise, a part of the vocabulary after the other."""
+    """Add δᵀ h to a sum `[vocabulary, in]`; in parts where the sum is of higher precision, so that the product stays small."""
     if total.dtype is gradient.dtype:
         total.addmm_(gradient.t(), hidden)
         return

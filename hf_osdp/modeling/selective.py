@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 _log = logging.getLogger(__name__)
 _NEVER_COUNTED = frozenset({"detach", "_to_copy"})
-"""Operators of which one run of a forward may have more than the other: saved tensors, and casts that autocast or FSDP2 keep."""
+"""Operators that may run more often in one of the two runs: for saved tensors, and for casts that autocast or FSDP2 keep."""
 
 
 class CallCounter:
@@ -35,7 +35,7 @@ class CallCounter:
         self._recorded = 0
         """How many `record_function` have begun and not ended."""
         self.history = 0
-        """Of the names of all calls so far: two runs with the same history have made the same calls, in the same order."""
+        """Hash of all calls so far, in order."""
 
     def name(self, func: OpOverload) -> str | None:
         """Return the name of the call that comes now; None for one that is not counted."""
@@ -114,7 +114,7 @@ class _Replay(_Calls):
 
 
 class _Output:
-    """What a call returned, after which calls, and the random state that it left."""
+    """The saved output of a call, with the calls before it and the random state after it."""
 
     def __init__(self, func: OpOverload, args: tuple[Any, ...], result: object, history: int) -> None:
         self.made_after = history, _shapes(args)
@@ -124,7 +124,7 @@ class _Output:
         self._versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in self._leaves]
         self._generator = None
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
-        # an operator of others may draw random numbers without saying so
+        # operators of other packages may draw random numbers without the tag
         if device is not None and (torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "hf_osdp")):
             self._generator = _generator(device)
             self._state = self._generator.get_state()
@@ -142,12 +142,12 @@ class _Output:
 
 
 def _shapes(args: tuple[Any, ...]) -> tuple[object, ...]:
-    """Return what tells arguments of unlike calls apart: shapes and dtypes of tensors."""
+    """Return the shapes and dtypes of tensor arguments."""
     return tuple((tuple(arg.shape), arg.dtype) for arg in args if isinstance(arg, torch.Tensor))
 
 
 def _storages(leaves: Iterable[object]) -> set[int]:
-    """Return the identities of the storages behind tensors; subclasses that have none of their own are left out."""
+    """Return the identities of the tensors' storages, where they have one."""
     found = set()
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):

@@ -94,7 +94,7 @@ class SlicedTensor(torch.Tensor):
 
 
 def _for_checkpoint(value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401  # numbers too
-    """Return a state as it is saved: what an optimizer holds as a plain tensor of its shard's shape shows where it lies.
+    """Return an optimizer's state as it is saved: a plain tensor of the shard's shape as a DTensor, sharded as its parameter.
 
     Quantized states of torchao's optimizers are saved and loaded in float32, on the host, so that they go over to any plan, any number of
     ranks, and AdamW. Where they are quantized in the same blocks again, codes of Fp8 come back as they were; those of 8 and 4 bits but for
@@ -106,11 +106,14 @@ def _for_checkpoint(value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401
     return DTensor(part, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else part
 
 
-def _as_held(value: Any, before: object) -> Any:  # noqa: ANN401  # numbers too
+def _as_held(value: Any, before: Any) -> Any:  # noqa: ANN401  # numbers too
     """Return a state as the optimizer holds it, quantized where the one `before` is."""
     if not torch.is_tensor(value):
         return value
-    return before.copy_(local(value).to(before.device)) if _is_quantized(before) else local(value)  # type: ignore[attr-defined]
+    if not _is_quantized(before):
+        return local(value)
+    before.copy_(local(value).to(before.device))
+    return before
 
 
 def _is_quantized(value: object) -> bool:
@@ -214,7 +217,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_ta
 
 
 def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-    """Set an optimizer's state, with values as `optimizer_state` gives them; parameters may have none."""
+    """Set an optimizer's state, in the form that `optimizer_state` returns; parameters without a state are allowed."""
     optimizer = unwrapped(optimizer)
     state = split_optimizer_state(state, model) if is_split(model) else state
     if steps_shards(optimizer):

@@ -34,7 +34,7 @@ _REMEDY = (
     " model.parameters(), full_tensor() or a reference that was kept from before"
 )
 _MIXED = ("got mixed torch.Tensor and DTensor", "inputs with different meshes")
-"""What torch says of operators on shards and whole tensors, or on shards of several layouts."""
+"""Parts of torch's messages about operators on shards and whole tensors, or on shards of several layouts."""
 
 
 class WeightReads:
@@ -90,7 +90,7 @@ class WeightReads:
             self._hook(group, "_unsharded_param", self._end_is_due)
 
     def end_step(self) -> None:
-        """Let go of what reads have gathered, where no backward follows."""
+        """Free weights that were gathered for reads; for steps without backward."""
         self.active = False
         self._unpin()
         for group in self._gathered:
@@ -206,7 +206,7 @@ def end_step(model: nn.Module) -> None:
 
 @contextmanager
 def mixing_explained() -> Iterator[None]:
-    """Say what to do where a loss mixes whole tensors with shards, of which torch says only that it cannot."""
+    """Add the remedy to torch's error about a loss that mixes whole tensors with shards."""
     try:
         yield
     except RuntimeError as error:
