@@ -28,6 +28,8 @@ class LinearSlice(nn.Module):
     The weight is `[features, in]`, or `[in, features]` where `transposed`, as in GPT-2's `Conv1D`; shared, not copied, where contiguous.
     """
 
+    bias: nn.Parameter | None
+
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool) -> None:
         super().__init__()
         self.transposed, self.weight = transposed, weight

@@ -94,7 +94,7 @@ def merge_state_dict(state: Mapping[str, Any], model: nn.Module, *, join: Join =
     for whole in split_names(model).values():
         wholes.setdefault(whole.parts[0], []).append(whole)
     others = {part for same in wholes.values() for part in same[0].parts[1:]}
-    merged = {}
+    merged: dict[str, Any] = {}
     for name, value in state.items():
         if name in wholes:
             whole = wholes[name][0]
