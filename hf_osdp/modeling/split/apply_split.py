@@ -193,7 +193,7 @@ def _check(model: nn.Module, modules: dict[str, nn.Module], split: OperatorSplit
         for name, other in model.named_modules()
         if other is not module and any(id(parameter) in own for parameter in other._parameters.values())
     }
-    owner = next((m for m in model.modules() if hasattr(m, "get_output_embeddings") and m.get_output_embeddings() is module), None)
+    owner = next((m for m in model.modules() if getattr(m, "get_output_embeddings", lambda: None)() is module), None)
     if owner is not None:
         _check_model(owner, split.fqn)
         return owner, _tied_embedding(split.fqn, module, sharing, owner)
