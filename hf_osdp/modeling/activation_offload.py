@@ -1,8 +1,4 @@
-"""Offload activations: what a module's forward saves leaves the device when forward ends, and comes back for backward.
-
-Copies run on a stream of their own. A storage is sent as soon as it is saved; at the end of forward compute waits for the copies. All
-are fetched when the module's backward begins, those saved last first; what asks for one waits for that one.
-"""
+"""Offload activations: what a module's forward saves goes to the host on a stream of its own, and comes back for backward."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any, NamedTuple, cast
 
@@ -23,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class OwnTensors:
-    """Tell the tensors that one call of a module, whose parameters are gathered, saves for itself from those that others hold as well.
+    """The tensors that only one call of a module keeps alive: none of its parameters, buffers and inputs.
 
-    Others hold its parameters, buffers and inputs, but for the first input that needs a gradient, the hidden states.
+    The first input that needs a gradient, the hidden states, counts as the call's own. Parameters are gathered when it is made.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -47,7 +42,7 @@ class OwnTensors:
 
 
 def offload(module: nn.Module) -> None:
-    """Offload what a module saves for backward to the host, in place; of one that is recomputed its input. Names stay as they are."""
+    """Offload in place what a module saves for backward, which is its input where it is recomputed. Names do not change."""
     if not is_offloaded(module):
         module.forward = _Offloaded(module, module.forward)
 
@@ -70,7 +65,7 @@ class _Offloaded:
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         if torch._C._current_graph_task_id() == -1:  # not in backward, which runs a recomputed module again
-            # The CPU runs ahead no further than to where the last backward has read page-locked memory, which is reused only then.
+            # Wait for the last backward's copies back: the page-locked memory that they read is used again now.
             while self._fetches:
                 self._fetches.pop().synchronize()
         call = _Call(OwnTensors(self._module, args, kwargs), self._fetches)
@@ -80,71 +75,59 @@ class _Offloaded:
         return output
 
 
-@dataclass(eq=False)  # weak references to a dataclass with slots take Python 3.11
 class _OffloadedStorage:
     """One storage, flat: on the device, on the host, or on its way."""
 
-    device: torch.Tensor | None
-    host: torch.Tensor | None
-    """None where there is no host, in a trace."""
-    size: int
-    dtype: torch.dtype
-    home: torch.device
-    version: int
-    """How often the storage had been changed in place when it was sent."""
-    changed_before_free: bool = False
-    fetched: bool = False
     copied: torch.cuda.Event | None = None
     """The end of the last copy; None where copies do not run beside compute."""
-    compute: torch.cuda.Stream | None = None
+    _compute: torch.cuda.Stream | None = None
     """The stream whose memory the device's copy is in."""
-    awaited: bool = True
+    _awaited = True
     """Whether compute waits for the last copy."""
+    _changed_before_free = fetched = False
 
-    @classmethod
-    def send(cls, tensor: torch.Tensor) -> _OffloadedStorage:
+    def __init__(self, tensor: torch.Tensor) -> None:
         whole = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
-        storage = cls(
-            device=whole, host=_HOST_MEMORY.get()(whole), size=whole.numel(), dtype=whole.dtype, home=whole.device, version=tensor._version
-        )
-        storage._copy(storage.host, whole)
-        return storage
+        self.device: torch.Tensor | None = whole
+        self.host = _HOST_MEMORY.get()(whole)  # None where there is no host, in a trace
+        self.size, self.dtype, self._home, self._version = whole.numel(), whole.dtype, whole.device, tensor._version
+        self._copy(self.host, whole)
 
     @property
     def changed(self) -> bool:
         """Whether it was changed in place since it was sent, perhaps while the copy ran."""
-        return self.changed_before_free or (self.device is not None and not self.fetched and self.device._version != self.version)
+        return self._changed_before_free or (self.device is not None and not self.fetched and self.device._version != self._version)
 
     def free(self) -> None:
-        self.changed_before_free = self.changed
+        self._changed_before_free = self.changed
         self.wait()
         self.device = None
 
     def fetch(self) -> None:
-        self.device, self.fetched = torch.empty(self.size, dtype=self.dtype, device=self.home), True
+        self.device, self.fetched = torch.empty(self.size, dtype=self.dtype, device=self._home), True
         self._copy(self.device, self.host)
 
     def wait(self) -> None:
         if self.copied is not None:
-            torch.cuda.current_stream(self.home).wait_event(self.copied)
-            self.awaited = True
+            torch.cuda.current_stream(self._home).wait_event(self.copied)
+            self._awaited = True
 
     def __del__(self) -> None:
-        if not self.awaited and self.compute is not None and self.copied is not None:
-            self.compute.wait_event(self.copied)  # nobody asked for it: forward failed, or backward ended early
+        if not self._awaited and self._compute is not None and self.copied is not None:
+            self._compute.wait_event(self.copied)  # nobody asked for it: forward failed, or backward ended early
 
     def _copy(self, to: torch.Tensor | None, source: torch.Tensor | None) -> None:
         if to is None or source is None:
             return
-        stream = copy_stream(self.home)
+        stream = copy_stream(self._home)
         if stream is None:
             to.copy_(source)
             return
-        self.compute = torch.cuda.current_stream(self.home)
-        stream.wait_stream(self.compute)
+        self._compute = torch.cuda.current_stream(self._home)
+        stream.wait_stream(self._compute)
         with torch.cuda.stream(stream):
             to.copy_(source, non_blocking=True)
-            self.copied, self.awaited = stream.record_event(), False
+            self.copied, self._awaited = stream.record_event(), False
 
 
 class _SavedView(NamedTuple):
@@ -155,7 +138,7 @@ class _SavedView(NamedTuple):
 
 
 class _Call:
-    """What one call of a module has sent; saved views own it, so that it goes when autograd has no more use for it."""
+    """The storages that one call of a module has sent. Saved views own them, so that they are freed with the graph."""
 
     def __init__(self, own: OwnTensors, fetches: list[torch.cuda.Event]) -> None:
         self._own: OwnTensors | None = own
@@ -164,17 +147,17 @@ class _Call:
         self._freed: list[weakref.ref[_OffloadedStorage]] = []
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedView:
-        """Send a saved tensor, or leave it where others hold it."""
+        """Send a saved tensor; return it unchanged where others keep it alive."""
         if self._own is None or tensor not in self._own:
             return tensor
         # once changed in place, it is another tensor, and in another dtype it has another layout
         key = (_key(tensor), tensor._version, tensor.dtype)
         if key not in self._sent:
-            self._sent[key] = _OffloadedStorage.send(tensor)
+            self._sent[key] = _OffloadedStorage(tensor)
         return _SavedView(self._sent[key], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def end_forward(self, outputs: list[torch.Tensor]) -> int:
-        """Free the device's copies, but of outputs, which others hold; return the bytes that were sent."""
+        """Free the device's copies, except of outputs, which the caller keeps; return the bytes that were sent."""
         held = {_key(tensor) for tensor in outputs}
         sent = 0
         for (key, *_), storage in self._sent.items():
@@ -188,7 +171,7 @@ class _Call:
         return sent
 
     def unpack(self, packed: torch.Tensor | _SavedView) -> torch.Tensor:
-        """Return the tensor as it was saved; the first one has all of the call's fetched. Refuse one that was changed in place since."""
+        """Return the tensor as it was saved; the first call fetches all storages. Refuse one that was changed in place since."""
         if isinstance(packed, torch.Tensor):
             return packed
         if packed.storage.changed:
@@ -232,7 +215,7 @@ def host_tensor(like: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache
 def copy_stream(device: torch.device, *, out: bool = False) -> torch.cuda.Stream | None:
-    """Return a stream for copies to and from a device, or one for those `out` alone; None for the CPU, whose memory the host's is."""
+    """Return the stream for copies to and from a device, another one for copies `out`; None for the CPU, which copies nothing."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 

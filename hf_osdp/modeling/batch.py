@@ -108,7 +108,7 @@ def loss_of(output: object) -> torch.Tensor:
 
 
 def check_inputs(inputs: Inputs, model: nn.Module) -> None:
-    """Refuse a user's function that makes no mapping, or names that forward does not take; random states stay as they are."""
+    """Refuse a user's function that returns no mapping, or names that forward does not take. Random states are restored."""
     with random_states_kept():
         batch = inputs(1)
     if not isinstance(batch, Mapping):
@@ -138,7 +138,7 @@ def without_packing() -> Iterator[None]:
 
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
-    """Let a model draw the same numbers at each run, as all ranks have to see the same; afterwards every state is as it was."""
+    """Seed all generators with 0 inside, so that all ranks draw the same numbers; restore them afterwards."""
     with random_states_kept():
         random.seed(0)
         np.random.seed(0)
@@ -205,7 +205,7 @@ def _token_rows(config: object, samples: int, length: int) -> torch.Tensor:
 
 
 def _plain_token(config: object) -> int:
-    """Return the first token of a vocabulary that the configuration gives no meaning."""
+    """Return the first token of a vocabulary that is none of the configuration's special tokens."""
     special: set[int] = set()
     for name, value in vars(config).items():
         if name.endswith(("token_id", "token_index", "token_ids")):

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_FILE = Path(__file__).with_name("catalogue.json")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
@@ -26,7 +24,7 @@ class Shape:
 
     name: str
     """Its id on the hub."""
-    same: tuple[str, ...]
+    same: tuple[str, ...] = ()
     """Ids of models of the same shape, fine-tuned ones for example."""
     parameters: int
     """Elements of all parameters; tied ones count once."""
@@ -49,9 +47,8 @@ class Shape:
 @cache
 def catalogue() -> Mapping[str, Shape]:
     """Return all shapes by their hub ids."""
-    rows = json.loads(_FILE.read_text(encoding="utf-8"))
-    shapes = (Shape(fields=row.pop("config"), same=tuple(row.pop("same", ())), **row) for row in rows)
-    return MappingProxyType({shape.name: shape for shape in shapes})
+    rows = json.loads(Path(__file__).with_name("catalogue.json").read_text(encoding="utf-8"))
+    return MappingProxyType({row["name"]: Shape(fields=row.pop("config"), same=tuple(row.pop("same", ())), **row) for row in rows})
 
 
 @cache

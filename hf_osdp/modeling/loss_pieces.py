@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -21,18 +20,6 @@ _Change = tuple[Any, ...]
 _SUMMED_AT_ONCE = 8
 """Parts of a weight's gradient that are added to a sum of higher precision one after the other."""
 _Real = float  # in a class with a method of that name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLosses:
-    """What to compute of logits: the sum of their tokens' cross-entropy."""
-
-    targets: torch.Tensor
-    """Class of each token, `[N]`."""
-    ignore_index: int
-    label_smoothing: float
-    changes: tuple[_Change, ...]
-    """What the model does to its logits before the loss, element by element: casts, scales, caps."""
 
 
 class SumOfLosses(nn.Module):
@@ -144,18 +131,14 @@ class DeferredLogits:
         return self._changed(method, other) if isinstance(other, (int, _Real)) else getattr(self.whole(), method)(other)
 
     def _cross_entropy(
-        self, target: torch.Tensor, ignore_index: int, reduction: str, label_smoothing: _Real, **others: Any
+        self, target: torch.Tensor, ignore_index: int, reduction: str, label_smoothing: _Real, weight: object, **deprecated: Any
     ) -> torch.Tensor | None:
         """Return the loss, or None where it is not a sum or mean over tokens with one class each."""
         classes = target.dim() == 1 and not target.is_floating_point() and self.dim() == 2
-        if (
-            not classes
-            or reduction not in ("sum", "mean")
-            or any(others[name] is not None for name in ("weight", "size_average", "reduce"))
-        ):
+        is_plain = weight is deprecated["size_average"] is deprecated["reduce"] is None
+        if not classes or not is_plain or reduction not in ("sum", "mean"):
             return None
-        losses = TokenLosses(targets=target, ignore_index=ignore_index, label_smoothing=label_smoothing, changes=self._changes)
-        total = self._head.sum_of(self._hidden, losses)
+        total = self._head.sum_of(self._hidden, target, self._changes, ignore_index, label_smoothing)
         return total if reduction == "sum" else total / (target != ignore_index).sum()
 
 
@@ -173,7 +156,7 @@ def _whole(value: Any) -> Any:  # noqa: ANN401
 
 
 class HeadInPieces(nn.Linear):
-    """A vocabulary projection of which a call, in training with labels, gives `DeferredLogits`."""
+    """A vocabulary projection that returns `DeferredLogits` in training with labels."""
 
     pieces: int
     loss: SumOfLosses
@@ -181,39 +164,33 @@ class HeadInPieces(nn.Linear):
     """Whether the model that is running has labels and trains."""
     _has_warned: bool = False
 
-    def __call__(self, hidden: torch.Tensor, losses: TokenLosses | None = None) -> Any:  # noqa: ANN401
+    def __call__(self, hidden: torch.Tensor) -> Any:  # noqa: ANN401
         """Defer the projection before any hook of the module runs: FSDP2 gathers the weight where it is used."""
-        if self.defers and losses is None:
-            return DeferredLogits(self, hidden)
-        return super().__call__(hidden) if losses is None else super().__call__(hidden, losses)
+        return DeferredLogits(self, hidden) if self.defers else self.project(hidden)
 
-    def forward(self, hidden: torch.Tensor, losses: TokenLosses | None = None) -> torch.Tensor:
-        """Hidden states `[..., in]` → logits; with losses, of `[N, in]`, → the sum of the tokens' losses."""
-        if losses is None:
+    def project(self, *arguments: Any) -> torch.Tensor:
+        """Call the module now, with what `forward` takes."""
+        return cast(torch.Tensor, super().__call__(*arguments))
+
+    def forward(self, hidden: torch.Tensor, *losses: Any) -> torch.Tensor:
+        """Hidden states `[..., in]` → logits; with what `SumOfLosses` takes after them, of `[N, in]`, → the sum of the tokens' losses."""
+        if not losses:
             return super().forward(hidden)
         inputs: tuple[torch.Tensor | None, ...] = (hidden, self.weight, self.bias)
-        if not torch.is_grad_enabled():  # a function with backward is told of that by its inputs alone
+        if not torch.is_grad_enabled():  # autograd functions look at their inputs alone
             inputs = tuple(None if one is None else one.detach() for one in inputs)
-        return cast(torch.Tensor, _SumOfPieces.apply(*inputs, self.loss, losses, self.pieces))
+        return cast(torch.Tensor, _SumOfPieces.apply(*inputs, self.pieces, self.loss, *losses))
 
-    def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits now."""
-        return cast(torch.Tensor, super().__call__(hidden))
-
-    def sum_of(self, hidden: torch.Tensor, losses: TokenLosses) -> torch.Tensor:
-        """Return the sum of the tokens' losses, of hidden states `[N, in]`.
-
-        Raises:
-            OSDPError: the logits would be float16, whose gradients vanish without the loss scale that is not known yet.
-        """
+    def sum_of(self, hidden: torch.Tensor, *losses: Any) -> torch.Tensor:
+        """Return the sum of the tokens' losses; refuse float16, whose gradients vanish without the loss scale that is not known yet."""
         if _compute_dtype(hidden) is torch.float16:
             raise OSDPError(
                 "The loss in pieces takes gradients before the loss is scaled, which loses them in fp16; use bf16, or plan again."
             )
-        return cast(torch.Tensor, self(hidden, losses))
+        return self.project(hidden, *losses)
 
     def warn_of_whole(self) -> None:
-        """Say once that logits are read, so that they are there whole."""
+        """Warn once that something reads the logits, which are then computed whole."""
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
@@ -233,23 +210,25 @@ class _SumOfPieces(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        sum_of_losses: SumOfLosses,
-        losses: TokenLosses,
         pieces: int,
+        sum_of_losses: SumOfLosses,
+        targets: torch.Tensor,
+        *options: Any,
     ) -> torch.Tensor:
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         dtype = _compute_dtype(hidden)
         projection, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
         hidden_grad = torch.empty_like(hidden) if of_hidden else None
-        weight_sum = weight.new_zeros(weight.shape, dtype=_sum_dtype(weight)) if of_weight else None
-        bias_sum = weight.new_zeros(weight.shape[:1], dtype=_sum_dtype(weight)) if of_bias else None
+        sums = torch.promote_types(weight.dtype, torch.float32)
+        weight_sum = weight.new_zeros(weight.shape, dtype=sums) if of_weight else None
+        bias_sum = weight.new_zeros(weight.shape[:1], dtype=sums) if of_bias else None
         total: torch.Tensor | None = None
         start = 0
-        for part, targets in zip(hidden.tensor_split(pieces), losses.targets.tensor_split(pieces), strict=True):
+        for part, its_targets in zip(hidden.tensor_split(pieces), targets.tensor_split(pieces), strict=True):
             part = part.to(dtype)
             with torch.set_grad_enabled(of_hidden or of_weight or of_bias):
                 logits = F.linear(part, projection, offset).detach().requires_grad_(torch.is_grad_enabled())
-                loss = sum_of_losses(logits, targets, losses.changes, losses.ignore_index, losses.label_smoothing)
+                loss = sum_of_losses(logits, its_targets, *options)
                 gradient = torch.autograd.grad(loss, logits)[0] if torch.is_grad_enabled() else logits
             total = loss.detach() if total is None else total + loss.detach()  # in the dtype that the whole loss has
             del logits, loss
@@ -258,7 +237,7 @@ class _SumOfPieces(torch.autograd.Function):
             if weight_sum is not None:
                 _add_product(weight_sum, gradient, part)
             if bias_sum is not None:
-                bias_sum += gradient.sum(0, dtype=bias_sum.dtype)
+                bias_sum += gradient.sum(0, dtype=sums)
             start += len(part)
             del gradient
         ctx.gradients = hidden_grad, *(None if s is None else s.to(weight.dtype) for s in (weight_sum, bias_sum))
@@ -271,11 +250,11 @@ class _SumOfPieces(torch.autograd.Function):
             raise OSDPError("The loss in pieces is differentiated twice, but its gradients are kept for one backward; plan without it.")
         gradients = tuple(None if gradient is None else gradient.mul_(grad) for gradient in ctx.gradients)
         ctx.gradients = None
-        return *gradients, None, None, None
+        return *gradients, *[None] * 6
 
 
 def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add δᵀ h to a sum `[vocabulary, in]`; where the sum is more precise, a part of the vocabulary after the other."""
+    """Add δᵀ h to a sum `[vocabulary, in]`; in parts where the sum is of higher precision, so that the product stays small."""
     if total.dtype is gradient.dtype:
         total.addmm_(gradient.t(), hidden)
         return
@@ -287,10 +266,6 @@ def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
     """Return the dtype in which a linear operator computes, under autocast too."""
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-
-
-def _sum_dtype(tensor: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def loss_in_pieces(model: nn.Module, pieces: int) -> None:

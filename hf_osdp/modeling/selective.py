@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 _log = logging.getLogger(__name__)
 _NEVER_COUNTED = frozenset({"detach", "_to_copy"})
-"""Operators of which one run of a forward may have more than the other: saved tensors, and casts that autocast or FSDP2 keep."""
+"""Operators that may run more often in one of the two runs: for saved tensors, and for casts that autocast or FSDP2 keep."""
 
 
 class CallCounter:
@@ -35,7 +35,7 @@ class CallCounter:
         self._recorded = 0
         """How many `record_function` have begun and not ended."""
         self.history = 0
-        """Of the names of all calls so far: two runs with the same history have made the same calls, in the same order."""
+        """Hash of all calls so far, in order."""
 
     def name(self, func: OpOverload) -> str | None:
         """Return the name of the call that comes now; None for one that is not counted."""
@@ -66,12 +66,19 @@ class _Calls(TorchDispatchMode):
     def __init__(self, saved: Collection[str], outputs: dict[str, _Output]) -> None:
         super().__init__()
         self._saved, self._outputs = frozenset(saved), outputs
-        self._counter = CallCounter()
 
     def __enter__(self) -> _Calls:
         self._counter = CallCounter()
         super().__enter__()
         return self
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        return self._run(self._counter.name(func) or "", func, args, kwargs or {})
+
+    def _run(self, call: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        raise NotImplementedError
 
 
 class _Save(_Calls):
@@ -82,22 +89,15 @@ class _Save(_Calls):
         if exception[0] is None and (absent := self._saved - set(self._outputs)):
             _warn_of_absent(", ".join(sorted({call.partition("#")[0] for call in absent})))
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> object:
-        kwargs, call = kwargs or {}, self._counter.name(func)
-        if func._schema.is_mutable and self._outputs:
-            self._drop_written((args, kwargs))
+    def _run(self, call: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        if func._schema.is_mutable and self._outputs:  # outputs whose memory it may write are recomputed
+            written = _storages(tree_leaves((args, kwargs)))
+            for changed in [name for name, output in self._outputs.items() if not written.isdisjoint(output.storages)]:
+                del self._outputs[changed]
         result = func(*args, **kwargs)
-        if call in self._saved and call is not None:
+        if call in self._saved:
             self._outputs[call] = _Output(func, args, result, self._counter.history)
         return result
-
-    def _drop_written(self, arguments: object) -> None:
-        """Forget outputs whose memory an operator may write: they are recomputed."""
-        written = _storages(tree_leaves(arguments))
-        for call in [call for call, output in self._outputs.items() if not written.isdisjoint(output.storages)]:
-            del self._outputs[call]
 
 
 class _Replay(_Calls):
@@ -106,35 +106,28 @@ class _Replay(_Calls):
     A run may make others, as where a block has filled a cache in the first. From there on everything runs again, which is always right.
     """
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> object:
-        call = self._counter.name(func)
-        output = None if call is None else self._outputs.pop(call, None)
-        if call is None or output is None or not output.is_of(args, self._counter.history):
-            return func(*args, **(kwargs or {}))
+    def _run(self, call: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+        output = self._outputs.pop(call, None)
+        if output is None or output.made_after != (self._counter.history, _shapes(args)):
+            return func(*args, **kwargs)
         return output.take(call)
 
 
 class _Output:
-    """What a call returned, after which calls, and the random state that it left."""
+    """The saved output of a call, with the calls before it and the random state after it."""
 
     def __init__(self, func: OpOverload, args: tuple[Any, ...], result: object, history: int) -> None:
-        self._made_after = history, _shapes(args)
+        self.made_after = history, _shapes(args)
         leaves, self._structure = tree_flatten(result)
         self._leaves = [_alias(leaf) for leaf in leaves]
         self.storages = _storages(leaves)
         self._versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in self._leaves]
         self._generator = None
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
-        # an operator of others may draw random numbers without saying so
+        # operators of other packages may draw random numbers without the tag
         if device is not None and (torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "hf_osdp")):
             self._generator = _generator(device)
             self._state = self._generator.get_state()
-
-    def is_of(self, args: tuple[Any, ...], history: int) -> bool:
-        """Whether a call with these arguments, after these calls, is the one that returned it."""
-        return self._made_after == (history, _shapes(args))
 
     def take(self, call: str) -> object:
         """Return the saved output and restore the random state after the call; refuse an output that was changed in place since."""
@@ -149,12 +142,12 @@ class _Output:
 
 
 def _shapes(args: tuple[Any, ...]) -> tuple[object, ...]:
-    """Return what tells arguments of unlike calls apart: shapes and dtypes of tensors."""
+    """Return the shapes and dtypes of tensor arguments."""
     return tuple((tuple(arg.shape), arg.dtype) for arg in args if isinstance(arg, torch.Tensor))
 
 
 def _storages(leaves: Iterable[object]) -> set[int]:
-    """Return the identities of the storages behind tensors; subclasses that have none of their own are left out."""
+    """Return the identities of the tensors' storages, where they have one."""
     found = set()
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):

@@ -1,8 +1,4 @@
-"""Hooks of every optimizer's step that may be removed at any moment.
-
-torch runs its global hooks out of the dictionary that their handles remove them from, so that a step fails where a hook is removed
-meanwhile: by another hook, or by the garbage collector.
-"""
+"""Hooks of every optimizer's step that may be removed at any moment; a step of torch fails where a global hook is removed meanwhile."""
 
 from __future__ import annotations
 
@@ -16,29 +12,23 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 Hook = Callable[[torch.optim.Optimizer], None]
 
 
-class StepHooks:
-    """Hooks that torch runs as one, which stays."""
+class StepHooks(dict[object, Hook]):
+    """Hooks that torch runs as one, which `register` makes a global hook with the first of them, and which stays."""
 
     def __init__(self, register: Callable[[Any], object]) -> None:
-        """Take torch's function that registers a global hook; it is called with the first hook."""
-        self._register = register
-        self._is_registered = False
-        self._hooks: dict[object, Hook] = {}
-
-    def __len__(self) -> int:
-        return len(self._hooks)
+        self._register: Callable[[Any], object] | None = register
 
     def add(self, hook: Hook) -> Callable[[], object]:
         """Run a hook at each step from now on; return what removes it."""
-        if not self._is_registered:
+        if self._register is not None:
             self._register(self._run)
-            self._is_registered = True
+            self._register = None
         key = object()
-        self._hooks[key] = hook
-        return partial(self._hooks.pop, key, None)
+        self[key] = hook
+        return partial(self.pop, key, None)
 
     def _run(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        for hook in tuple(self._hooks.values()):
+        for hook in tuple(self.values()):
             hook(optimizer)
 
 

@@ -42,6 +42,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return getattr(module, CHECKPOINT_WRAPPER, module)
 
 
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return every parameter by each of its canonical names."""
+    return {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
     """Return every module once, by canonical name; a checkpoint wrapper stands for what it wraps."""
     modules: dict[str, nn.Module] = {}
@@ -93,10 +98,10 @@ def find_units(
             groups[(name,)] = GatherSpan.CALLS if embeds else GatherSpan.USE
     groups |= {_outermost_owners(tie, blocks): GatherSpan.STEP for tie in ties}
     taken = {name for names in groups for name in names}
-    for matrix in embedding_and_head(model):
-        for name, module in modules.items():
-            if name and module is matrix and _numel(module) and not any(_is_within(name, other) for other in taken):
-                groups[(name,)] = GatherSpan.USE
+    ends = embedding_and_head(model)
+    for name, module in modules.items():
+        if name and module in ends and _numel(module) and not any(_is_within(name, other) for other in taken):
+            groups[(name,)] = GatherSpan.USE
     keeping = _batch_norm_groups(modules, parts, {name for tie in ties for name in tie}) if low_precision else ()
     groups |= dict.fromkeys(keeping, GatherSpan.STEP)
     order = {name: index for index, name in enumerate(modules)}
@@ -159,33 +164,26 @@ def _describe_groups(
 ) -> tuple[UnitDescription, ...]:
     """Give each parameter to the group that has the innermost module around it; groups in `keeping` keep their dtype."""
     group_of = {name: names for names in spans for name in names}
-    specs: dict[tuple[str, ...], list[ParameterSpec]] = {names: [] for names in spans}
-    shared: dict[tuple[str, ...], list[tuple[str, ...]]] = {names: [] for names in spans}
-    for parameter, names in parameters.items():
-        group = group_of[next((name for name in reversed(_ancestors(names[0])) if name in group_of), "")]
-        specs[group].append(
-            ParameterSpec(
-                name=names[0],
-                shape=tuple(parameter.shape),
-                dtype=dtype_of(parameter.dtype),
-                requires_grad=parameter.requires_grad,
-                keeps_dtype=group in keeping,
-            )
-        )
-        if len(names) > 1:
-            shared[group].append(names)
+    held: dict[tuple[str, ...], dict[tuple[str, ...], nn.Parameter]] = {names: {} for names in spans}
+    for parameter, own in parameters.items():
+        held[group_of[next((name for name in reversed(_ancestors(own[0])) if name in group_of), "")]][own] = parameter
     return tuple(
         UnitDescription(
             fqn="+".join(names),
             module_names=names,
             class_name="+".join(class_of(modules[name]).__name__ for name in names),
             span=span,
-            parameters=tuple(specs[names]),
-            shared=tuple(shared[names]),
+            parameters=tuple(_specification(own[0], parameter, names in keeping) for own, parameter in held[names].items()),
+            shared=tuple(own for own in held[names] if len(own) > 1),
         )
         for names, span in spans.items()
-        if names == ("",) or specs[names]
+        if names == ("",) or held[names]
     )
+
+
+def _specification(name: str, parameter: nn.Parameter, keeps_dtype: bool) -> ParameterSpec:
+    dtype, shape = dtype_of(parameter.dtype), tuple(parameter.shape)
+    return ParameterSpec(name=name, shape=shape, dtype=dtype, requires_grad=parameter.requires_grad, keeps_dtype=keeps_dtype)
 
 
 def _find_ties(model: nn.Module, parameters: dict[nn.Parameter, tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -196,9 +194,7 @@ def _find_ties(model: nn.Module, parameters: dict[nn.Parameter, tuple[str, ...]]
         name = canonical_name(name)
         canonical[name] = first_name.setdefault(id(unwrapped(module)), name)
     ties: list[tuple[str, ...]] = []
-    for names in parameters.values():
-        if len(names) < 2:
-            continue
+    for names in (names for names in parameters.values() if len(names) > 1):
         owners = {canonical[name.rpartition(".")[0]] for name in names}
         joined = [tie for tie in ties if owners & set(tie)]
         ties = [tie for tie in ties if tie not in joined]

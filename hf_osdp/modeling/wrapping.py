@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import update_wrapper
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -91,28 +91,21 @@ def _inductor(budget: float) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
     return backend
 
 
-_Value = TypeVar("_Value")
-
-
 @contextmanager
 def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Let a module run `forward` inside the context; after it the module is as it was."""
-    own = module.__dict__.get("forward")
+    own = {key: value for key, value in vars(module).items() if key == "forward"}
     module.forward = forward
     try:
         yield
     finally:
-        if own is None:
-            module.__dict__.pop("forward", None)
-        else:
-            module.forward = own
+        del module.forward
+        vars(module).update(own)
 
 
-def cast_floating(value: _Value, dtype: torch.dtype | None) -> _Value:
+def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:  # noqa: ANN401
     """Cast floating-point tensors to the compute dtype, as FSDP2 casts each unit's inputs; None leaves them."""
-    if dtype is None:
-        return value
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value) if dtype else value
 
 
 def under_autocast(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:

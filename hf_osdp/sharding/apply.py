@@ -28,7 +28,7 @@ from ..errors import OSDPError, PlanError, PlanMismatchError
 from ..modeling.activation_offload import is_offloaded, offload
 from ..modeling.loss_pieces import heads_in_pieces
 from ..modeling.split_candidates import apply_split
-from ..modeling.units import canonical_name, modules_by_name
+from ..modeling.units import modules_by_name, named_parameters
 from ..modeling.wrapping import compile_forward, has_running_statistics, is_compiled, recomputation_of, recompute
 from ..planner.decision import UnitDecision
 from ..planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription
@@ -101,11 +101,13 @@ def apply_plan(
     alone = plan.world_size == 1 and not _casts(mp_policy) and plan.local_steps is None
     ignored = set(scalars)
     if alone:  # what does not live on the host stays plain
-        named = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+        named = named_parameters(model)
         ignored |= {named[p.name] for unit in units if not plan.decision(unit.fqn).on_host for p in unit.parameters}
     managed = [unit for unit in found if unit.decision.on_host or not alone]
+    # Copies beside compute need page-locked memory; on the CPU FSDP2 fails with it.
+    pins = meshes.device_type != "cpu" if pin_memory is None else pin_memory
     background = Background() if meshes.reduces_beside else None
-    _fully_shard(model, managed, ignored, meshes=meshes, mp_policy=mp_policy, pin_memory=pin_memory, background=background)
+    _fully_shard(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pins, background)
     WeightReads(model, units, scalars, background)
     return model
 
@@ -125,15 +127,11 @@ def _fully_shard(
     model: nn.Module,
     units: list[_Unit],
     ignored: set[nn.Parameter],
-    *,
     meshes: Meshes,
-    mp_policy: MixedPrecisionPolicy | None,
-    pin_memory: bool | None,
+    policy: MixedPrecisionPolicy,
+    pins: bool,
     background: Background | None,
 ) -> None:
-    policy = mp_policy or MixedPrecisionPolicy()
-    # Copies beside compute need page-locked memory; on the CPU FSDP2 fails with it.
-    pins = meshes.device_type != "cpu" if pin_memory is None else pin_memory
     for unit in units:
         fully_shard(
             unit.modules if len(unit.modules) > 1 else unit.modules[0],
@@ -187,13 +185,7 @@ def _set_collectives(module: nn.Module, decision: UnitDecision, meshes: Meshes, 
 
 def effective(decision: UnitDecision, unit: UnitDescription) -> UnitDecision:
     """Return the decision as FSDP2 is told: units that are in use for the whole step stay gathered, units of single calls never do."""
-    match unit.span:
-        case GatherSpan.USE:
-            return decision
-        case GatherSpan.CALLS:
-            return replace(decision, reshard_after_forward=True)
-        case GatherSpan.STEP:
-            return replace(decision, reshard_after_forward=False)
+    return decision if unit.span is GatherSpan.USE else replace(decision, reshard_after_forward=unit.span is GatherSpan.CALLS)
 
 
 def bottom_up(units: tuple[UnitDescription, ...]) -> tuple[UnitDescription, ...]:

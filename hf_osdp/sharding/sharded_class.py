@@ -9,11 +9,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..distributed.consensus import on_rank_zero
+from ..distributed.mesh import rank
 from ..distributed.process_group import require_all
 from ..errors import OSDPError
 from .state import full_state_dict
@@ -99,10 +99,10 @@ def _saving_whole_weights(save: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(save)
     def saved(self: nn.Module, *args: Any, **kwargs: Any) -> object:
         call = signature.bind(self, *args, **kwargs)
-        if {**call.arguments, **call.arguments.get("kwargs", {})}.get("state_dict") is not None:
-            return save(*call.args, **call.kwargs) if not dist.is_initialized() or dist.get_rank() == 0 else None
-        require_all(f"{type(self).__name__}.save_pretrained")
         owner = call.arguments if "state_dict" in signature.parameters else call.arguments.setdefault("kwargs", {})
+        if owner.get("state_dict") is not None:
+            return save(*call.args, **call.kwargs) if rank() == 0 else None
+        require_all(f"{type(self).__name__}.save_pretrained")
         owner["state_dict"] = full_state_dict(self)
         return on_rank_zero(lambda: save(*call.args, **call.kwargs))
 

@@ -30,7 +30,7 @@ from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.mesh import collective_device, rank, world_size
 from ..distributed.process_group import all_gather_objects
 from ..modeling.split.names import SlicedName, is_split, merge_optimizer_state, merge_state_dict, own_positions, split_optimizer_state
-from ..modeling.units import canonical_name
+from ..modeling.units import canonical_name, named_parameters
 from .gradients import local
 from .optimizer import low_bit_spec, steps_shards, unwrapped
 from .weight_reads import end_step
@@ -41,11 +41,22 @@ OptimizerState = dict[str, Any]
 """`{"state": {name: {key: value}}, "param_groups": [{"params": [names], ...}]}`"""
 
 
-class _SavedTensor(torch.Tensor):
-    """A tensor without data of its own, for saving and loading alone, without communication.
+class SlicedTensor(torch.Tensor):
+    """A tensor without data of its own, whose slices (`parts`, at their places in `whole`) are DTensors or plain tensors.
 
-    It answers the protocol by which DTensor itself is saved (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`).
+    It is saved and loaded by the protocol of DTensor itself (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`),
+    without communication, and can do nothing else.
     """
+
+    parts: tuple[torch.Tensor, ...]
+    whole: SlicedName
+
+    @staticmethod
+    def __new__(cls: type[SlicedTensor], parts: Sequence[torch.Tensor], whole: SlicedName) -> SlicedTensor:
+        first = parts[0]
+        tensor: SlicedTensor = torch.Tensor._make_wrapper_subclass(cls, torch.Size(whole.shape), dtype=first.dtype, device=first.device)
+        tensor.parts, tensor.whole = tuple(part.detach() for part in parts), whole
+        return tensor
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -59,8 +70,16 @@ class _SavedTensor(torch.Tensor):
         return f"{type(self).__name__}(shape={tuple(self.shape)})"
 
     def _chunks(self) -> Iterator[tuple[ChunkStorageMetadata, torch.Tensor]]:
-        """Yield this rank's chunks of the whole, each with the tensor that holds it."""
-        raise NotImplementedError
+        """Yield this rank's chunks of the whole, each with the part that holds it."""
+        for part, start in zip(self.parts, self.whole.starts, strict=True):
+            if isinstance(part, DTensor):
+                chunks = part.__create_chunk_list__() if local(part).numel() else []
+            else:
+                chunks = [ChunkStorageMetadata(offsets=torch.Size([0] * part.ndim), sizes=part.size())]
+            for chunk in chunks:
+                offsets = list(chunk.offsets)
+                offsets[self.whole.dim] += start
+                yield ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=chunk.sizes), part
 
     def __create_write_items__(self, fqn: str, tensor: torch.Tensor) -> list[WriteItem]:
         return [
@@ -76,97 +95,34 @@ class _SavedTensor(torch.Tensor):
         return [chunk for chunk, _ in self._chunks()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        holder = next(holder for chunk, holder in self._chunks() if chunk.offsets == index.offset)
-        return holder.local() if isinstance(holder, QuantizedState) else local(holder)
+        return next(local(part) for chunk, part in self._chunks() if chunk.offsets == index.offset)
 
 
-def _chunks_of(tensor: torch.Tensor) -> list[ChunkStorageMetadata]:
-    if isinstance(tensor, QuantizedState):
-        return tensor.__create_chunk_list__()
-    if isinstance(tensor, DTensor):
-        return tensor.__create_chunk_list__() if local(tensor).numel() else []
-    return [ChunkStorageMetadata(offsets=torch.Size([0] * tensor.ndim), sizes=tensor.size())]
+def _for_checkpoint(value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401  # numbers too
+    """Return an optimizer's state as it is saved: a plain tensor of the shard's shape as a DTensor, sharded as its parameter.
 
-
-class SlicedTensor(_SavedTensor):
-    """A tensor whose slices (`parts`, at their places in `whole`) are DTensors, plain tensors or quantized states."""
-
-    parts: tuple[torch.Tensor, ...]
-    whole: SlicedName
-
-    @staticmethod
-    def __new__(cls: type[SlicedTensor], parts: Sequence[torch.Tensor], whole: SlicedName) -> SlicedTensor:
-        first = parts[0]
-        tensor: SlicedTensor = torch.Tensor._make_wrapper_subclass(cls, torch.Size(whole.shape), dtype=first.dtype, device=first.device)
-        tensor.parts, tensor.whole = tuple(part.detach() for part in parts), whole
-        return tensor
-
-    def _chunks(self) -> Iterator[tuple[ChunkStorageMetadata, torch.Tensor]]:
-        for part, start in zip(self.parts, self.whole.starts, strict=True):
-            for chunk in _chunks_of(part):
-                offsets = list(chunk.offsets)
-                offsets[self.whole.dim] += start
-                yield ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=chunk.sizes), part
-
-
-class QuantizedState(_SavedTensor):
-    """A quantized state of one of torchao's optimizers, saved and loaded in float32.
-
-    So it goes over to any plan, any number of ranks, and AdamW. Where it is quantized in the same blocks again, codes of Fp8 come back as
-    they were; those of 8 and 4 bits but for blocks whose largest element is negative, which their tables hold rounded.
+    Quantized states of torchao's optimizers are saved and loaded in float32, on the host, so that they go over to any plan, any number of
+    ranks, and AdamW. Where they are quantized in the same blocks again, codes of Fp8 come back as they were; those of 8 and 4 bits but for
+    blocks whose largest element is negative, which their tables hold rounded.
     """
-
-    state: torch.Tensor
-    """A plain tensor of torchao's class, of the shard's shape."""
-    parameter: torch.Tensor
-    loaded: torch.Tensor | None
-    """What is read into, on the CPU."""
-
-    @staticmethod
-    def __new__(cls: type[QuantizedState], state: torch.Tensor, parameter: torch.Tensor, *, as_target: bool) -> QuantizedState:
-        tensor: QuantizedState = torch.Tensor._make_wrapper_subclass(cls, parameter.shape, dtype=torch.float32, device=parameter.device)
-        tensor.state, tensor.parameter = state, parameter
-        tensor.loaded = state.dequantize().cpu() if as_target else None
-        return tensor
-
-    def _chunks(self) -> Iterator[tuple[ChunkStorageMetadata, torch.Tensor]]:
-        yield from ((chunk, self) for chunk in _chunks_of(self.parameter))
-
-    def local(self) -> torch.Tensor:
-        """Return this rank's part, dequantized; of a target what is read into."""
-        return self.state.dequantize() if self.loaded is None else self.loaded
-
-    def dense(self) -> torch.Tensor:
-        """Return the state dequantized, sharded as its parameter."""
-        return _sharded_like(self.parameter, self.local().to(self.state.device))
-
-    def quantized(self) -> torch.Tensor:
-        """Return the state with what was read."""
-        if self.loaded is not None:
-            self.state.copy_(self.loaded.to(self.state.device))
-        return self.state
-
-
-def _sharded_like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    if not isinstance(parameter, DTensor):
-        return part
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride())
-
-
-def _for_checkpoint(value: torch.Tensor, parameter: torch.Tensor, *, as_target: bool) -> torch.Tensor:
-    """Return a state as it is saved: what an optimizer holds as a plain tensor of its shard's shape shows where it lies."""
-    if value.shape != local(parameter).shape or not value.dim() or isinstance(value, DTensor):
+    if not torch.is_tensor(value) or isinstance(value, DTensor) or not value.dim() or value.shape != local(parameter).shape:
         return value
-    if type(value).__module__.startswith("torchao."):
-        return QuantizedState(value, parameter, as_target=as_target)
-    return _sharded_like(parameter, value)
+    part = value.dequantize().cpu() if _is_quantized(value) else value
+    return DTensor(part, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else part
 
 
-def _as_held(value: Any) -> Any:  # noqa: ANN401  # numbers too
-    if isinstance(value, QuantizedState):
-        return value.quantized()
-    return local(value) if torch.is_tensor(value) else value
+def _as_held(value: Any, before: Any) -> Any:  # noqa: ANN401  # numbers too
+    """Return a state as the optimizer holds it, quantized where the one `before` is."""
+    if not torch.is_tensor(value):
+        return value
+    if not _is_quantized(before):
+        return local(value)
+    before.copy_(local(value).to(before.device))
+    return before
+
+
+def _is_quantized(value: object) -> bool:
+    return type(value).__module__.startswith("torchao.")
 
 
 def free_gathered(model: nn.Module) -> None:
@@ -261,18 +217,15 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_ta
     """
     optimizer = unwrapped(optimizer)
     fresh = not optimizer.state
-    with own_positions(optimizer):
+    with own_positions():
         _make_states(optimizer)
         state: OptimizerState = dict(get_optimizer_state_dict(model, optimizer))
     if fresh and not as_target:
         optimizer.state.clear()
         state["state"] = {}
     if steps_shards(optimizer):
-        named = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
-        state["state"] = {
-            name: {k: _for_checkpoint(v, named[name], as_target=as_target) if torch.is_tensor(v) else v for k, v in own.items()}
-            for name, own in state["state"].items()
-        }
+        named = named_parameters(model)
+        state["state"] = {name: {k: _for_checkpoint(v, named[name]) for k, v in own.items()} for name, own in state["state"].items()}
     if low_bit_spec(optimizer):
         for group in state["param_groups"]:
             group["lr"] = float(group["lr"])  # as AdamW's
@@ -280,12 +233,14 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_ta
 
 
 def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
-    """Set an optimizer's state, with values as `optimizer_state` gives them; parameters may have none."""
+    """Set an optimizer's state, in the form that `optimizer_state` returns; parameters without a state are allowed."""
     optimizer = unwrapped(optimizer)
     state = split_optimizer_state(state, model) if is_split(model) else state
     if steps_shards(optimizer):
-        state = {**state, "state": {name: {k: _as_held(v) for k, v in own.items()} for name, own in state["state"].items()}}
-    with own_positions(optimizer):
+        held = {name: optimizer.state.get(parameter, {}) for name, parameter in named_parameters(model).items()}
+        states = {name: {k: _as_held(v, held[name].get(k)) for k, v in own.items()} for name, own in state["state"].items()}
+        state = {**state, "state": states}
+    with own_positions():
         if state["state"]:
             set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
         else:
@@ -359,7 +314,6 @@ def _copy_on_rank_zero(value: torch.Tensor) -> torch.Tensor:
     if isinstance(value, SlicedTensor):
         parts = [_copy_on_rank_zero(part) for part in value.parts]
         return torch.cat(parts, dim=value.whole.dim) if rank() == 0 else parts[0]
-    value = value.dense() if isinstance(value, QuantizedState) else value
     whole = _gathered(value) if isinstance(value, DTensor) else value
     return whole.detach().to("cpu", copy=True) if rank() == 0 else torch.empty(0)
 
@@ -391,11 +345,6 @@ def _broadcast_into(target: torch.Tensor, source: torch.Tensor | None) -> None:
     if isinstance(target, SlicedTensor):
         for part, start, size in zip(target.parts, target.whole.starts, target.whole.sizes, strict=True):
             _broadcast_into(part, None if source is None else source.narrow(target.whole.dim, start, size))
-        return
-    if isinstance(target, QuantizedState):
-        dense = target.dense()
-        _broadcast_into(dense, source)
-        target.loaded = local(dense).cpu()
         return
     whole = source
     if world_size() > 1:

@@ -72,7 +72,7 @@ def make_optimizer(model: nn.Module, spec: OptimizerSpec, plan: Plan, units: Seq
 
 
 class _HoldsStates(torch.optim.Optimizer):
-    """Hold and allocate what an optimizer with states of other formats does, and update nothing: those compile kernels for each shape."""
+    """Allocate what an optimizer with quantized states does, and update nothing: the real one compiles kernels for each shape."""
 
     def __init__(self, parameters: list[nn.Parameter], spec: OptimizerSpec) -> None:
         super().__init__(parameters, {"lr": _LEARNING_RATE, "differentiable": False})

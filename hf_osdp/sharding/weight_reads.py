@@ -1,11 +1,7 @@
 """Weights that are read without a call of their module, and the check that every gradient was reduced.
 
-FSDP2 gathers a unit when its module is called. A fused loss that reads `model.lm_head.weight`, or a penalty on the weights of one
-block, calls nothing: it would see a shard, or the gradient of what it saw would never be reduced. So a read of an attribute such
-as `head.weight`, between the start of forward and the end of backward, gathers the unit, which then stays gathered and is reduced
-at the end of backward, as FSDP2 does with the root's parameters. So does the root where a part of the model is called alone.
-
-After each backward every unit is checked: a gradient that no reduction has taken raises an error. This sends nothing.
+FSDP2 gathers a unit when its module is called. A read of `head.weight` without that, between the start of forward and the end of backward,
+gathers the unit here; it stays gathered and is reduced at the end of backward, as the root is.
 """
 
 from __future__ import annotations
@@ -39,7 +35,7 @@ _REMEDY = (
     " model.parameters(), full_tensor() or a reference that was kept from before"
 )
 _MIXED = ("got mixed torch.Tensor and DTensor", "inputs with different meshes")
-"""What torch says of operators on shards and whole tensors, or on shards of several layouts."""
+"""Parts of torch's messages about operators on shards and whole tensors, or on shards of several layouts."""
 
 
 class WeightReads:
@@ -97,7 +93,7 @@ class WeightReads:
             self._hook(group, "_unsharded_param", self._end_is_due)
 
     def end_step(self) -> None:
-        """Let go of what reads have gathered, where no backward follows."""
+        """Free weights that were gathered for reads; for steps without backward."""
         self.active = False
         self._unpin()
         for group in self._gathered:
@@ -215,7 +211,7 @@ def end_step(model: nn.Module) -> None:
 
 @contextmanager
 def mixing_explained() -> Iterator[None]:
-    """Say what to do where a loss mixes whole tensors with shards, of which torch says only that it cannot."""
+    """Add the remedy to torch's error about a loss that mixes whole tensors with shards."""
     try:
         yield
     except RuntimeError as error:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from transformers import TrainingArguments
@@ -15,19 +15,14 @@ from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.modeling.loss_pieces import heads_in_pieces, loss_in_pieces
 from hf_osdp.modeling.units import find_units
-from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import ModelSplit
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.sharding.apply import apply_plan, verify_applied
-from hf_osdp.sharding.gradients import clip_grad_norm_
-from hf_osdp.sharding.optimizer import parameter_names, rebind_parameters
-from hf_osdp.sharding.state import full_state_dict
-from hf_osdp.sharding.steps import micro_step
 from tests.helpers.layouts import mixed_plan, plan_of
 from tests.helpers.models import SEQUENCE_LENGTH, tiny_batch, tiny_model
-from tests.helpers.training import Trained, assert_trained_alike
+from tests.helpers.training import assert_trained_alike, train_sharded, train_whole
 
-WORLD, STEPS, LAYERS, MAX_NORM = 2, 3, 2, 0.5
+WORLD, LAYERS = 2, 2
 
 
 def loss_of_logits(logits, labels, vocab_size, **_):
@@ -42,68 +37,38 @@ def model_of(name: str) -> nn.Module:
     return model
 
 
-def loss_of(model: nn.Module, batch: dict[str, torch.Tensor], *, reads: bool) -> torch.Tensor:
-    """The model's own loss; with `reads`, a penalty on its logits as well."""
+def loss_and_penalty(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The model's own loss, and a penalty on its logits."""
     out = model(**batch)
-    return out.loss + 0.01 * (out.logits.square().mean() if reads else 0)
+    return out.loss + 0.01 * out.logits.square().mean()
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, *, reads: bool) -> Trained:
-    steps, losses, norms = plan.accumulation_steps, [], []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        total = torch.zeros((), dtype=torch.float64)
-        for part in range(steps):
-            with micro_step(model, is_last=part == steps - 1, plan=plan):
-                loss = loss_of(model, tiny_batch(step, part=part * WORLD + dist.get_rank(), parts=WORLD * steps), reads=reads)
-                (loss / steps).backward()
-            total += loss.detach() / steps
-        norms.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        optimizer.step()
-        dist.all_reduce(total)
-        losses.append(total.item() / WORLD)
-    return Trained(losses=tuple(losses), norms=tuple(norms), parameters=full_state_dict(model))
-
-
-def train_alone(name: str, *, reads: bool) -> Trained:
-    """The reference: torch alone, one process, whole logits."""
-    model = model_of(name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    losses, norms = [], []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        loss = loss_of(model, tiny_batch(step), reads=reads)
-        loss.backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        optimizer.step()
-        losses.append(loss.item())
-    return Trained(losses=tuple(losses), norms=tuple(norms), parameters=model.state_dict())
+def own_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(**batch).loss
 
 
 @pytest.mark.parametrize(
-    ("name", "layout", "options", "reads"),
+    ("name", "layout", "options", "loss_of"),
     [
-        ("gpt2", "mixed", {"accumulation_steps": 2}, False),
-        pytest.param("gpt2", "everything", {"accumulation_steps": 2, "reduce_every_micro_step": False}, False, marks=pytest.mark.slow),
-        ("llama", "zero3", {}, True),
-        ("gpt2", "compiled", {}, False),
-        pytest.param("bert", "mixed", {"accumulation_steps": 2}, False, marks=pytest.mark.slow),
-        ("bert", "zero3", {}, True),
+        ("gpt2", "mixed", {"accumulation_steps": 2}, own_loss),
+        pytest.param("gpt2", "everything", {"accumulation_steps": 2, "reduce_every_micro_step": False}, own_loss, marks=pytest.mark.slow),
+        ("llama", "zero3", {}, loss_and_penalty),
+        ("gpt2", "compiled", {}, own_loss),
+        pytest.param("bert", "mixed", {"accumulation_steps": 2}, own_loss, marks=pytest.mark.slow),
+        ("bert", "zero3", {}, loss_and_penalty),
     ],
 )
 @pytest.mark.on_ranks(WORLD)
-def test_loss_in_pieces_trains_as_one_process(name, layout, options, reads):
+def test_loss_in_pieces_trains_as_one_process(name, layout, options, loss_of):
     model = model_of(name)
     loss_in_pieces(model, 5)
     units = find_units(model)
     plan = plan_of(units, WORLD, layout, **options)
     apply_plan(model, plan, units, meshes=Meshes("cpu"))
     verify_applied(model, plan, units)
-    whole = tiny_model(name, layers=LAYERS)
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, weight_decay=0.1)
-    rebind_parameters(optimizer, parameter_names(whole), model)
-    tolerance = 1e-9 if layout == "compiled" else 1e-12
-    assert_trained_alike(train(model, optimizer, plan, reads=reads), lambda: train_alone(name, reads=reads), tolerance)
+    trained = train_sharded(model, plan, loss_of=loss_of, steps=3, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
+    alone = partial(train_whole, model_of(name), loss_of=loss_of, steps=3, lr=1e-2)
+    assert_trained_alike(trained, alone, 1e-9 if layout == "compiled" else 1e-12)
 
 
 @pytest.mark.on_ranks(WORLD, init=False)

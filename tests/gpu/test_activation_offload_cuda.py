@@ -117,7 +117,7 @@ def test_copies_run_beside_the_forward_that_saves_and_end_with_it():
     x = torch.randn(8, 64, device=CUDA, requires_grad=True)
     block(x).sum().backward()  # so that memory is there, and no allocation waits
     torch.cuda.synchronize()
-    copies = offloading._copy_stream(CUDA)
+    copies = offloading.copy_stream(CUDA)
     with torch.cuda.stream(copies):
         torch.cuda._sleep(10**9)
     output = block(x)
@@ -132,7 +132,7 @@ def delay(model: nn.Module, dice: random.Random) -> None:
 
     def sleep(*_) -> None:
         if dice.random() < 0.3:
-            stream = dice.choice([torch.cuda.current_stream(CUDA), offloading._copy_stream(CUDA)])
+            stream = dice.choice([torch.cuda.current_stream(CUDA), offloading.copy_stream(CUDA)])
             with torch.cuda.stream(stream):
                 torch.cuda._sleep(dice.randint(1, LONGEST_SLEEP))
 
@@ -172,7 +172,7 @@ def test_backward_that_ends_early_leaves_no_memory_behind(last, way):
     before = torch.cuda.memory_allocated()
     for _ in range(5):
         loss = loss_of(model, ids)
-        with torch.cuda.stream(offloading._copy_stream(CUDA)):
+        with torch.cuda.stream(offloading.copy_stream(CUDA)):
             torch.cuda._sleep(LONGEST_SLEEP)
         torch.autograd.grad(loss, model.get_parameter(last))
         del loss

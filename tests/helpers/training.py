@@ -75,10 +75,11 @@ def train_alone(model_name: str, *, accumulation_steps: int = 1, device: str = "
 
 
 def train_whole(
-    model: nn.Module, *, accumulation_steps: int = 1, loss_of: Loss = tiny_loss, batch_of: Batches = tiny_batch, steps: int = STEPS
-) -> Trained:
+    model: nn.Module, *, accumulation_steps: int = 1, loss_of: Loss = tiny_loss, batch_of: Batches = tiny_batch, steps: int = STEPS,
+    lr: float = 1e-3,
+) -> Trained:  # fmt: skip
     """The same for a model as it is."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     losses, norms = [], []
     for step in range(steps):
         optimizer.zero_grad()
@@ -118,13 +119,14 @@ def train_by_layout(
 
 
 def train_sharded(
-    model: nn.Module, plan: Plan, *, loss_of: Loss = tiny_loss, batch_of: Batches = tiny_batch, steps: int = STEPS
-) -> Trained:
-    """Run the reference's steps on a model that is sharded already."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model: nn.Module, plan: Plan, *, loss_of: Loss = tiny_loss, batch_of: Batches = tiny_batch, steps: int | range = STEPS,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Trained:  # fmt: skip
+    """Run the reference's steps, or some of them, on a model that is sharded already."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
     world, rank, k = plan.world_size, dist.get_rank(), plan.accumulation_steps
     losses, norms = [], []
-    for step in range(steps):
+    for step in range(steps) if isinstance(steps, int) else steps:
         optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64, device=collective_device())
         for part in range(k):

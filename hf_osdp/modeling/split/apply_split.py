@@ -27,21 +27,18 @@ class SplitHead(SplitLinear):
     `outputs.logits` is None then. Without labels, or in evaluation, logits are whole as ever.
     """
 
-    def __init__(self, source: nn.Module, slices: int) -> None:
-        super().__init__(source, slices)
-        self._tied: tuple[SplitEmbedding, ...] = ()
-        self._has_labels = False
-        self._hidden: torch.Tensor | None = None
-        self._placeholder: torch.Tensor | None = None
-
-    def _slice(self, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool) -> VocabularySlice:
-        return VocabularySlice(weight, bias, transposed=transposed)
+    slice_class = VocabularySlice
+    _tied: tuple[SplitEmbedding, ...] = ()
+    """In a tuple, which registers nothing."""
+    _has_labels = False
+    _hidden: torch.Tensor | None = None
+    _placeholder: torch.Tensor | None = None
 
     def tie(self, source: nn.Embedding) -> SplitEmbedding:
         """Return the embedding in this head's slices. It alone registers them, so that each parameter has one name and one owner."""
         embedding = SplitEmbedding(source, self.slices, self.sizes)
         del self.slices
-        self._tied = (embedding,)  # in a tuple, which registers nothing
+        self._tied = (embedding,)
         return embedding
 
     def untie(self) -> dict[nn.Module, nn.Module]:
@@ -51,7 +48,7 @@ class SplitHead(SplitLinear):
         shared, own = self._tied[0].slices, nn.ModuleList()
         for part in cast("list[VocabularySlice]", shared):
             weight = nn.Parameter(part.weight.detach(), requires_grad=part.weight.requires_grad)
-            own.append(self._slice(weight, None, part.transposed))
+            own.append(VocabularySlice(weight, None, transposed=part.transposed))
         self._tied, self.slices = (), own.train(self.training)
         return dict(zip(own, shared, strict=True))
 
@@ -61,7 +58,7 @@ class SplitHead(SplitLinear):
         return super().__getattr__(name)
 
     def attach(self, model: nn.Module) -> None:
-        """Take over the loss of the model whose head this is. `check_model` has accepted the model."""
+        """Take over the loss of the model whose head this is; it has been checked."""
         self._labels_at = list(inspect.signature(type(model).forward).parameters).index("labels") - 1  # without self
         self._whole_loss = cast("Callable[..., torch.Tensor]", model.loss_function)
         model.loss_function = self.loss  # type: ignore[assignment]
@@ -114,11 +111,7 @@ class SplitHead(SplitLinear):
             lse, picked = part(hidden, local)
             sums.append(lse)
             chosen = picked if chosen is None else torch.where(inside, picked, chosen)
-        assert chosen is not None
-        return torch.stack(sums).logsumexp(dim=0) - chosen
-
-    def stay_tied(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing, in place of `tie_weights`: head and embedding hold the same slices, and nothing can untie them."""
+        return torch.stack(sums).logsumexp(dim=0) - cast(torch.Tensor, chosen)
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         labels = args[self._labels_at] if len(args) > self._labels_at else kwargs.get("labels")
@@ -133,16 +126,7 @@ class SplitHead(SplitLinear):
         return replace(output, logits=None)  # setting it would leave it under its key
 
 
-def language_model_of(model: nn.Module, head: nn.Module) -> nn.Module | None:
-    """Return the model inside `model` whose vocabulary projection `head` is; None where it is no model's."""
-    for module in model.modules():
-        get = getattr(module, "get_output_embeddings", None)
-        if callable(get) and get() is head:
-            return module
-    return None
-
-
-def check_model(model: nn.Module, fqn: str) -> None:
+def _check_model(model: nn.Module, fqn: str) -> None:
     """Raise OSDPError for a language model whose loss a head in slices cannot compute."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
@@ -180,9 +164,13 @@ def split_operators(model: nn.Module, splits: Sequence[OperatorSplit]) -> None:
         _replace(model, whole, head)
         if embedding is not None:
             _replace(model, embedding, head.tie(embedding))
-            owner.tie_weights = head.stay_tied  # type: ignore[assignment]
+            owner.tie_weights = _stay_tied  # type: ignore[assignment]
     if splits:
         keep_names(model)
+
+
+def _stay_tied(*args: object, **kwargs: object) -> None:
+    """Do nothing, in place of `tie_weights`: head and embedding hold the same slices, and nothing can untie them."""
 
 
 def _check(model: nn.Module, modules: dict[str, nn.Module], split: OperatorSplit) -> tuple[nn.Module | None, nn.Embedding | None]:
@@ -205,9 +193,9 @@ def _check(model: nn.Module, modules: dict[str, nn.Module], split: OperatorSplit
         for name, other in model.named_modules()
         if other is not module and any(id(parameter) in own for parameter in other._parameters.values())
     }
-    owner = language_model_of(model, module)
+    owner = next((m for m in model.modules() if getattr(m, "get_output_embeddings", lambda: None)() is module), None)
     if owner is not None:
-        check_model(owner, split.fqn)
+        _check_model(owner, split.fqn)
         return owner, _tied_embedding(split.fqn, module, sharing, owner)
     if sharing:
         raise OSDPError(
@@ -232,15 +220,9 @@ def _tied_embedding(fqn: str, head: nn.Module, sharing: dict[str, nn.Module], ow
     if not sharing:
         return None
     embedding = next(iter(sharing.values()))
-    if (
-        len(sharing) == 1
-        and head.bias is None
-        and type(embedding) is nn.Embedding
-        and embedding.max_norm is None
-        and not (embedding.scale_grad_by_freq or embedding.sparse)
-        and embedding is owner.get_input_embeddings()
-    ):
-        return embedding
+    if len(sharing) == 1 and head.bias is None and type(embedding) is nn.Embedding and embedding is owner.get_input_embeddings():
+        if embedding.max_norm is None and not (embedding.scale_grad_by_freq or embedding.sparse):
+            return embedding
     names = ", ".join(map(repr, sharing))
     raise OSDPError(
         f"{fqn!r} shares parameters with {names}; a head is split with one plain nn.Embedding, and has no bias then; leave it whole."

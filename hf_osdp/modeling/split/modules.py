@@ -28,25 +28,20 @@ class LinearSlice(nn.Module):
     The weight is `[features, in]`, or `[in, features]` where `transposed`, as in GPT-2's `Conv1D`; shared, not copied, where contiguous.
     """
 
-    weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool) -> None:
         super().__init__()
-        self.transposed = transposed
-        self.weight = weight
+        self.transposed, self.weight = transposed, weight
         self.register_parameter("bias", bias)
 
-    def project(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:  # noqa: ANN401
         """`[..., in]` → `[..., features]`, by the same function as the whole operator."""
         if not self.transposed:
             return F.linear(x, self.weight, self.bias)
         y = torch.addmm(cast(torch.Tensor, self.bias), x.view(-1, x.shape[-1]), self.weight)
         # No view: FSDP2 hooks a unit's output and warns of views, in-place changes of which lose its hook.
-        return cast(torch.Tensor, torch.ops.aten._unsafe_view(y, (*x.shape[:-1], self.weight.shape[1])))
-
-    def forward(self, x: torch.Tensor) -> Any:  # noqa: ANN401
-        return self.project(x)
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], self.weight.shape[1]))
 
 
 class VocabularySlice(LinearSlice):
@@ -67,20 +62,19 @@ class VocabularySlice(LinearSlice):
         if not x.is_floating_point():
             return _Lookup.apply(self.weight, x, other, self.padding)
         if other is None:
-            return self.project(x)
+            return super().forward(x)
         if not torch.is_grad_enabled():
             return self._statistics(x, other)
         return checkpoint(self._statistics, x, other, use_reentrant=False, preserve_rng_state=False)  # logits are made again in backward
 
     def _statistics(self, hidden: torch.Tensor, targets: torch.Tensor) -> object:
         """Return log-sum-exp and the targets' logits; low-precision logits go to float32 first, as in transformers' losses."""
-        logits = self.project(hidden)
+        logits = super().forward(hidden)
         return _Statistics.apply(logits.float() if logits.itemsize < 4 else logits, targets)
 
 
 class SplitOperator(nn.Module):
     slices: nn.ModuleList
-    """The slices, each with `weight` and perhaps `bias`."""
     sizes: tuple[int, ...]
     """Output features (rows of an embedding) of each."""
     leaves: dict[str, int]
@@ -113,6 +107,8 @@ class SplitLinear(SplitOperator):
     the last places otherwise. The weights are taken over, and the source is not to be used any more.
     """
 
+    slice_class = LinearSlice
+
     def __init__(self, source: nn.Module, slices: int) -> None:
         super().__init__()
         transposed = is_conv1d(source)
@@ -123,11 +119,8 @@ class SplitLinear(SplitOperator):
         self.leaves = {"weight": dim} if bias is None else {"weight": dim, "bias": 0}
         weights = _split_parameter(weight, self.sizes, dim)
         biases: Sequence[nn.Parameter | None] = [None] * slices if bias is None else _split_parameter(bias, self.sizes, 0)
-        self.slices = nn.ModuleList(self._slice(w, b, transposed) for w, b in zip(weights, biases, strict=True))
+        self.slices = nn.ModuleList(self.slice_class(w, b, transposed=transposed) for w, b in zip(weights, biases, strict=True))
         self.train(source.training)
-
-    def _slice(self, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool) -> LinearSlice:
-        return LinearSlice(weight, bias, transposed=transposed)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` → `[..., out_features]`."""

@@ -32,7 +32,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_osdp.errors import OSDPError
 from hf_osdp.modeling.split.apply_split import SplitHead, split_operators
-from hf_osdp.modeling.split.modules import SplitLinear, slice_sizes
+from hf_osdp.modeling.split.modules import SplitLinear
 from hf_osdp.modeling.split.names import is_split, merge_state_dict, slice_names, split_names
 from hf_osdp.planner.split import OperatorSplit
 from tests.helpers.models import tiny_batch, tiny_model
@@ -50,11 +50,6 @@ def operator(kind: str, features: int = 11, dtype: torch.dtype = torch.float32) 
 
 def integers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randint(-2, 3, shape).to(dtype)
-
-
-def test_slice_sizes_are_as_equal_as_can_be():
-    found = [slice_sizes(features, slices) for features, slices in ((8, 4), (11, 4), (5, 5), (6, 4))]
-    assert found == [(2, 2, 2, 2), (3, 3, 3, 2), (1,) * 5, (2, 2, 1, 1)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
