@@ -59,7 +59,7 @@ class Plan:
     """Estimated, of one optimizer step."""
     proven_optimal: bool = False
     """The search proved that no plan of its space is faster under the limit: every layout of every unit where equal units come in rows of
-    up to 8, and the layouts that the rule of `planner/search/stages.py` gives where rows are longer."""
+    up to 8, and the layouts that the rule of `planner/search/options.py` gives where rows are longer."""
     hardware: str = ""
     devices_per_node: int | None = None
     """Ranks of a node that the plan was made for; its groups follow those nodes."""

@@ -13,8 +13,8 @@ from ..cost.units import UnitBytes
 from ..decision import Batch, UnitLayout
 from ..description import Activations
 from ..problem import PlanningProblem
+from .options import Option, Timeline
 from .solver import ADVICE_WORK, Solution, any_within, least_peak
-from .stages import Option, Timeline
 from .strategies import batches, search_spaces
 from .timeline import BatchCosts, build_timeline
 
@@ -109,23 +109,22 @@ class Candidate:
         return {unit: min(group.options, key=key).layout for group in self.timeline.groups for unit in group.units}
 
 
-def all_candidates(problem: PlanningProblem, *, smallest_first: bool = False) -> Iterator[Candidate]:
-    """Yield every batch in every space, the largest micro-batches first unless said otherwise."""
+def all_candidates(
+    problem: PlanningProblem, costs: dict[Batch, BatchCosts] | None = None, *, smallest_first: bool = False
+) -> Iterator[Candidate]:
+    """Yield every batch in every space, the largest micro-batches first unless said otherwise; `costs` are shared with other searches."""
+    known = {} if costs is None else costs
     order = -1 if smallest_first else 1
     for batch in list(batches(problem.job, problem.hardware.world_size))[::order]:
-        costs = BatchCosts(problem, batch)
+        if batch not in known:
+            known[batch] = BatchCosts(problem, batch)
         for space in search_spaces(problem, batch):
-            yield Candidate(problem=problem, batch=batch, timeline=build_timeline(costs, space))
+            yield Candidate(problem=problem, batch=batch, timeline=build_timeline(known[batch], space))
 
 
-def possible_candidates(problem: PlanningProblem) -> list[Candidate]:
-    """Return the candidates that some host and some device have memory for.
-
-    Raises:
-        HardwareError: the host has too little for all of them.
-        OSDPError: no device has enough for any of them.
-    """
-    every = list(all_candidates(problem))
+def possible_candidates(problem: PlanningProblem, costs: dict[Batch, BatchCosts] | None = None) -> list[Candidate]:
+    """Return the candidates that some host and some device have memory for; HardwareError or OSDPError where there are none."""
+    every = list(all_candidates(problem, costs))
     fitting = [candidate for candidate in every if candidate.timeline.least_host_bytes <= candidate.timeline.host_limit_bytes]
     if not fitting:
         least = min(candidate.timeline.least_host_bytes for candidate in every)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..decision import UnitLayout
-from .stages import Option, Timeline, UnitGroup
+from .options import Option, Timeline, UnitGroup
 
 if TYPE_CHECKING:
     from ortools.linear_solver import pywraplp
@@ -61,7 +61,7 @@ class IntegerModel:
     """Counts of options for each group of units, without constraints on them.
 
     Args:
-        timeline: stages with their options.
+        timeline: parts with their options.
         limit_bytes: bytes that no moment may pass; None makes it a variable, to be minimized.
         linear: leave out what holds only for runs that exist; the model is then a relaxation, for `relax`.
     """

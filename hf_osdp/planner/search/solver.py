@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from ..decision import UnitLayout
 from ..job import TrainingJob
+from .options import Option, Timeline, UnitGroup, undominated
 from .program import Program
-from .stages import Option, Timeline, UnitGroup, undominated
 
 _RESOLUTION = 2**40
 """Integer steps that the largest possible objective is divided into."""
@@ -45,11 +45,11 @@ class Solution:
     proven: bool
 
 
-def fastest(timeline: Timeline, job: TrainingJob, limit_bytes: int, *, cutoff_s: float | None = None) -> Solution | None:
+def fastest(timeline: Timeline, job: TrainingJob, limit_bytes: int, *, cutoff_s: float = math.inf) -> Solution | None:
     """Return the options that cost least time with every moment within the limit.
 
     Args:
-        timeline: stages with their options.
+        timeline: parts with their options.
         job: which optimizer step runs.
         limit_bytes: bytes that no moment may pass.
         cutoff_s: look only for solutions faster than this.
@@ -63,7 +63,7 @@ def fastest(timeline: Timeline, job: TrainingJob, limit_bytes: int, *, cutoff_s:
         return None
     largest = sum(len(group.units) * max(option.seconds for option in group.options) for group in possible.groups) or 1.0
     scale = _RESOLUTION / largest
-    best = math.inf if cutoff_s is None else cutoff_s * scale
+    best = cutoff_s * scale
     relaxed = _relaxed(possible, job, limit_bytes, scale)
     if relaxed is None or relaxed[0] > best + _ROUNDING:
         return None
@@ -110,7 +110,7 @@ def any_within(timeline: Timeline, job: TrainingJob, limit_bytes: int, most_work
     possible = timeline.within(limit_bytes)
     if possible is None:
         return None
-    frugal = {group: set(undominated(group.options, Option.fits_where)) for group in possible.groups}
+    frugal = {group: set(undominated(group.options, by_memory=True)) for group in possible.groups}
     found = Program(possible.keeping(frugal), job, limit_bytes).solve(most_work)
     return None if found is None else found[0]
 

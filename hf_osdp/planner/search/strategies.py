@@ -6,7 +6,6 @@ import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ...errors import HardwareError
 from ..affine import Affine
@@ -53,8 +52,8 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
     single strategy gives every unit the same layout, and is offered with all blocks recomputed and with none, and so on.
 
     Returns:
-        The spaces; `osdp` has one, but two on one device with a host, or where segments hold more beside blocks that are recomputed: the
-        second has the first in it, at a higher cost.
+        The spaces. `osdp` has one; it has two, of which the second contains the first at a higher cost, on one device with a host, or
+        where segments hold more beside blocks that are recomputed.
 
     Raises:
         HardwareError: states or activations are to lie on a host that is not known.
@@ -63,10 +62,11 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
     """
     description, hardware = problem.description, problem.hardware
     _check_activations(description, problem.job)
-    choices = [choice for sharding in _shardings(problem.strategy, hardware) for choice in _choices(sharding, problem, batch)]
+    jobs = [problem.job]
     if problem.job.recompute is None and any(segment.held_bytes != Affine() for segment in description.segments):
-        saving = replace(problem, job=replace(problem.job, recompute=False))
-        choices = [c for sharding in _shardings(problem.strategy, hardware) for c in _choices(sharding, saving, batch)] + choices
+        jobs.insert(0, replace(problem.job, recompute=False))
+    shardings = _shardings(problem.strategy, hardware)
+    choices = [choice for job in jobs for sharding in shardings for choice in _choices(sharding, replace(problem, job=job), batch)]
     ways, offloadable = description.recomputations, description.offloadable
     shapes = shape_ids(description.units)
     alone = [shapes.count(shape) == 1 for shape in shapes]
@@ -75,8 +75,8 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
         for choice in choices
     ]
     if problem.job.communication is not None:
-        choice_of = WireChoice(problem, shapes)
-        spaces = [tuple(choice_of(i, layouts) for i, layouts in enumerate(space)) for space in spaces]
+        with_wires = WireChoice(problem, shapes)
+        spaces = [tuple(map(with_wires, shapes, space)) for space in spaces]
     return tuple({tuple(map(id, space)): space for space in spaces}.values())  # equal layouts are the same object, see `_product`
 
 
@@ -127,41 +127,33 @@ def _shardings(strategy: Strategy, hardware: Hardware) -> list[_Open]:
 
 def _choices(sharding: _Open, problem: PlanningProblem, batch: Batch) -> list[_Open]:
     """Return what the job leaves open beside the sharding, for each unit alone or for all units together."""
-    job, hardware = problem.job, problem.hardware
-    reduces = (True, False) if job.reduce_every_micro_step is None else (job.reduce_every_micro_step,)
+    job, hardware, several = problem.job, problem.hardware, batch.accumulation_steps > 1
     recomputes = (False, True) if job.recompute is None else (job.recompute,)
     offloads = _with_host("offload_activations", job.offload_activations, hardware)
+    early = (False,)
+    if job.step_in_backward and not several:  # scratch memory may be needed at a worse moment; fused kernels have none
+        early = (True,) if job.optimizer.step is OptimizerStep.FUSED else (True, False)
     free = replace(
         sharding,
-        reduces=reduces if batch.accumulation_steps > 1 else (True,),
+        reduces=(True,) if not several else (True, False) if job.reduce_every_micro_step is None else (job.reduce_every_micro_step,),
         activations=tuple(
             Activations(recomputation=Recomputation() if again else None, offloads=away) for away in offloads for again in recomputes
         ),
         saves_operators=job.recompute is None and problem.strategy is Strategy.OSDP,
         on_host=_with_host("host_offload", job.host_offload, hardware),
         states_on_host=_with_host("offload_optimizer", job.offload_optimizer, hardware),
-        steps_in_backward=_steps_in_backward(job, batch),
+        steps_in_backward=early,
     )
     if problem.strategy is not Strategy.OSDP:
-        places = [(host, states) for host in free.on_host for states in free.states_on_host if not (host and states)]
-        fixed = itertools.product(free.reduces, free.activations, places)
+        fixed = itertools.product(free.reduces, free.activations, free.on_host, free.states_on_host)
         return [
             replace(free, reduces=(reduce,), activations=(kept,), on_host=(host,), states_on_host=(states,))
-            for reduce, kept, (host, states) in fixed
+            for reduce, kept, host, states in fixed
+            if not (host and states)
         ]
     if hardware.world_size == 1 and len(free.on_host) > 1:  # one process is FSDP2's only where the host is used, which costs buffers
         return [replace(free, on_host=(False,)), free]
     return [free]
-
-
-def _steps_in_backward(job: TrainingJob, batch: Batch) -> tuple[bool, ...]:
-    """Return what may be chosen: a step that needs scratch memory may need it at a worse moment, one of fused kernels is never worse.
-
-    Of units that are like others, whose parameters are small beside an embedding's or a head's, `_layouts` leaves it out.
-    """
-    if not job.step_in_backward or batch.accumulation_steps > 1:
-        return (False,)
-    return (True,) if job.optimizer.step is OptimizerStep.FUSED else (True, False)
 
 
 def _with_host(name: str, asked: bool | None, hardware: Hardware) -> tuple[bool, ...]:
@@ -184,31 +176,21 @@ def _layouts(
         able += [Activations(recomputation=way, offloads=away) for way in again or (None,)]
     # A unit called several times cannot hold gradients: FSDP2 would reduce the held sum in one call, and the new gradient in another.
     always = not unit.trainable_numel or unit.span is GatherSpan.CALLS
-    return _product(
-        unit.span,
-        replace(
-            free,
-            activations=tuple(dict.fromkeys(able)),
-            saves_operators=False,
-            reduces=(True,) if always else free.reduces,
-            steps_in_backward=(False,) if always else free.steps_in_backward[: None if alone else 1],
-        ),
-    )
+    reduces = (True,) if always else free.reduces
+    # parameters of units that are like others are small beside an embedding's or a head's, and so is the scratch memory of their steps
+    early = (False,) if always else free.steps_in_backward[: None if alone else 1]
+    activations = tuple(dict.fromkeys(able))
+    closed = replace(free, activations=activations, saves_operators=False, reduces=reduces, steps_in_backward=early)
+    return _product(unit.span, closed)
 
 
 @functools.lru_cache(maxsize=256)
 def _product(span: GatherSpan, free: _Open) -> tuple[UnitLayout, ...]:
     """Return every layout with every other decision; the same object for the same question, as a model asks it of each block."""
     layouts = layouts_for(span, free.shard_sizes, reshard_after_forward=free.reshard_after_forward, stage_sizes=free.stage_sizes)
-    decided = itertools.product(layouts, free.reduces, free.activations, _places(free))
-    return tuple(replace(layout, reduce_every_micro_step=reduces, activations=kept, **place) for layout, reduces, kept, place in decided)
-
-
-def _places(free: _Open) -> list[dict[str, Any]]:
-    """Return where parameters and optimizer states may lie, and when the optimizer steps them."""
-    return [
-        {"on_host": host, "states_on_host": states and not host, "step_in_backward": early}
-        for host in free.on_host
-        for states in (free.states_on_host if not host else (False,))
-        for early in (free.steps_in_backward if not host and not states else (False,))
-    ]
+    places = itertools.product(free.on_host, free.states_on_host, free.steps_in_backward)
+    distinct = dict.fromkeys((host, states and not host, early and not (host or states)) for host, states, early in places)
+    return tuple(
+        replace(layout, reduce_every_micro_step=reduces, activations=kept, on_host=host, states_on_host=states, step_in_backward=early)
+        for layout, reduces, kept, (host, states, early) in itertools.product(layouts, free.reduces, free.activations, distinct)
+    )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from ..cost.collectives import Ring, between_ring, replicate_ring, shard_ring
@@ -20,8 +19,6 @@ from ..job import TrainingJob
 from ..problem import PlanningProblem
 from ..wire import WireFormat, formats_up_to
 
-_TERMS = {"gather_wire": "gather_forward", "reduce_wire": "reduce_scatter", "replica_wire": "all_reduce"}
-"""Fields of a layout, and the terms of `UnitSeconds` that they bear on."""
 Wires = dict[str, Any]
 """Fields of a layout → format, or None."""
 
@@ -30,25 +27,25 @@ class WireChoice:
     """The formats of a problem's units, found once for each shape, shard size and stage size: nothing else bears on them."""
 
     def __init__(self, problem: PlanningProblem, shapes: Sequence[int]) -> None:
-        self._problem, self._shapes = problem, shapes
+        self._problem, self._units = problem, dict(zip(shapes, problem.description.units, strict=True))
         self._wires: dict[tuple[int, int, int], Wires] = {}
         self._made: dict[tuple[int, int], tuple[UnitLayout, ...]] = {}
 
-    def __call__(self, index: int, layouts: tuple[UnitLayout, ...]) -> tuple[UnitLayout, ...]:
+    def __call__(self, shape: int, layouts: tuple[UnitLayout, ...]) -> tuple[UnitLayout, ...]:
         """Return a unit's layouts, each also with its formats, since codes take memory and a plan may fit only without.
 
         The same layouts give the same object for all units of one shape.
         """
-        key = self._shapes[index], id(layouts)
+        key = shape, id(layouts)
         if key not in self._made:
-            self._made[key] = tuple(dict.fromkeys([*(self._with_wires(index, layout) for layout in layouts), *layouts]))
+            self._made[key] = tuple(dict.fromkeys([*(replace(one, **self._wires_of(shape, one)) for one in layouts), *layouts]))
         return self._made[key]
 
-    def _with_wires(self, index: int, layout: UnitLayout) -> UnitLayout:
-        key = self._shapes[index], layout.shard_size, layout.stage_size
+    def _wires_of(self, shape: int, layout: UnitLayout) -> Wires:
+        key = shape, layout.shard_size, layout.stage_size
         if key not in self._wires:
-            self._wires[key] = fastest_wires(self._problem.description.units[index], layout, self._problem.hardware, self._problem.job)
-        return replace(layout, **self._wires[key])
+            self._wires[key] = fastest_wires(self._units[shape], layout, self._problem.hardware, self._problem.job)
+        return self._wires[key]
 
 
 def fastest_wires(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, job: TrainingJob) -> Wires:
@@ -57,18 +54,18 @@ def fastest_wires(unit: UnitDescription, layout: UnitLayout, hardware: Hardware,
     sharded = between_ring(hardware, g, layout.stage_size) if layout.two_stage else shard_ring(hardware, g)
     gathered = {job.precision.gathered_dtype(p) for p in unit.parameters}
     reduced = {job.precision.reduced_dtype(p) for p in unit.trainable}
-    offered = {
-        "gather_wire": _offered((wire for wire in formats if wire.for_parameters), gathered, sharded),
-        "reduce_wire": _offered(formats, reduced, sharded),
-        "replica_wire": _offered(formats, reduced, replicate_ring(hardware, g)),
+    parameters = [wire for wire in formats if wire.for_parameters]
+    offered = {  # field of a layout: formats, and the term of `UnitSeconds` that they bear on
+        "gather_wire": (_offered(parameters, gathered, sharded), "gather_forward"),
+        "reduce_wire": (_offered(formats, reduced, sharded), "reduce_scatter"),
+        "replica_wire": (_offered(formats, reduced, replicate_ring(hardware, g)), "all_reduce"),
     }
 
-    def seconds(name: str, wire: WireFormat | None) -> float:
-        changed: Wires = {name: wire}
-        taken: float = getattr(unit_seconds(unit, replace(layout, **changed), hardware, job), _TERMS[name])
-        return taken
+    def fastest(name: str, wires: Iterable[WireFormat], term: str) -> WireFormat | None:
+        options: list[Wires] = [{name: wire} for wire in (None, *wires)]
+        return min(options, key=lambda one: getattr(unit_seconds(unit, replace(layout, **one), hardware, job), term))[name]
 
-    return {name: min((None, *wires), key=partial(seconds, name)) for name, wires in offered.items()}
+    return {name: fastest(name, wires, term) for name, (wires, term) in offered.items()}
 
 
 def _offered(formats: Iterable[WireFormat], dtypes: set[DType], ring: Ring) -> list[WireFormat]:

@@ -45,7 +45,7 @@ def allocator(monkeypatch):
 
         monkeypatch.setattr(search_module, "capacity_needed", needed)
         monkeypatch.setattr(search_module, "is_replayed", lambda description, hardware: True)
-        search_module._asked.cache_clear()
+        search_module._searched.cache_clear()
         return asked
 
     return set_up

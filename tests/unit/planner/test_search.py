@@ -14,7 +14,7 @@ from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import StrategyResult, as_scripts_run, compare_strategies
-from hf_osdp.planner.search.search import _asked, fastest_without_limit, least_memory, search, search_or_floor
+from hf_osdp.planner.search.search import _searched, fastest_without_limit, least_memory, search, search_or_floor
 from hf_osdp.planner.search.solver import fastest
 from hf_osdp.quantities import format_bytes
 from tests.helpers.descriptions import at_random, transformer, ways
@@ -154,7 +154,7 @@ def test_search_or_floor_gives_a_bound_where_nothing_fits(reserved):
 def test_a_cutoff_leaves_out_what_is_not_faster_and_is_not_remembered_as_an_answer(world):
     asked = problem(MODEL, machine(*world), JOB, 2**33)
     step_s = search(asked).time.step_s
-    _asked.cache_clear()
+    _searched.cache_clear()
     assert isinstance(search_or_floor(asked, cutoff_s=0.99 * step_s), int)
     assert search_or_floor(asked, cutoff_s=1.01 * step_s).time.step_s == step_s
     assert isinstance(search_or_floor(asked, cutoff_s=0.99 * step_s), int), "what was found is not faster"
