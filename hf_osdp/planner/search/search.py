@@ -143,8 +143,9 @@ class _Search:
             found = self._least()
             if found.memory.on(self._hardware) > problem.room_bytes or self._missing(found, retries=True) > 0:
                 return None
-        proven = found.plan.proven_optimal and found is first
-        return replace(found, plan=replace(found.plan, proven_optimal=proven, memory_limit_bytes=problem.memory_limit_bytes))
+        if found is not first:
+            found = replace(found, plan=replace(found.plan, proven_optimal=False, memory_limit_bytes=problem.memory_limit_bytes))
+        return found
 
     def _first_served(self, first: SearchResult, *, retries: bool) -> SearchResult | None:
         """Search again with less memory by the bytes that were missing, or with half of what was taken last where no plan is left."""

@@ -1,8 +1,4 @@
-"""The search as an integer program, solved to a proven optimum by CP-SAT.
-
-Variables: for each group of equal units, how many take each option. Each moment of the step is a linear expression in
-them (memory.py has the formulas); within a run of units with one option the level moves by the same amount from unit to
-unit, so that only the ends of each run can be a peak. Constraint: every moment <= limit. Objective: the seconds of a step.
+"""The integer program of `program.py`, solved to a proven optimum by CP-SAT. Objective: the seconds of a step.
 
 Most options are never put to the solver. The linear relaxation bounds every plan from below, and its reduced costs say how much
 each option adds to the bound at least (reduced-cost fixing: Dantzig, Fulkerson, Johnson 1954). A program over the few options that
@@ -46,17 +42,9 @@ class Solution:
 
 
 def fastest(timeline: Timeline, job: TrainingJob, limit_bytes: int, *, cutoff_s: float = math.inf) -> Solution | None:
-    """Return the options that cost least time with every moment within the limit.
+    """Return the options that cost least time with every moment within the limit; None where nothing fits, or is faster than the cutoff.
 
-    Args:
-        timeline: parts with their options.
-        job: which optimizer step runs.
-        limit_bytes: bytes that no moment may pass.
-        cutoff_s: look only for solutions faster than this.
-
-    Returns:
-        The optimum, or None where nothing fits (or nothing is faster than the cutoff). Where the solver gave up, what it had found by
-        then, not proven; that may be nothing, at infinite cost.
+    Where the solver gave up, what it had found by then is returned, not proven; that may be nothing, at infinite cost.
     """
     possible = timeline.within(limit_bytes)
     if possible is None:
