@@ -121,7 +121,7 @@ class OptimizerSpec:
     def state_bytes(self, parameter: ParameterSpec, shard_size: int) -> int:
         """Return the bytes of a parameter's states on the rank that holds most of them.
 
-        With quantized states that may be another than rank 0: the last rank's rows, where they fill no whole blocks, are not quantized.
+        With quantized states that may be the last rank: its rows are not quantized where they fill no whole blocks.
         """
         return sum(self.state_tensors(parameter, shard_size))
 

@@ -45,7 +45,7 @@ _FABRIC_400G = _link(14e-6, 50, "4 x 100 Gb/s line rate")
 _FABRIC_3200G = _link(14e-6, 400, "8 x 400 Gb/s line rate (DGX H100 data sheet)")
 _V100_NVLINK = _nvlink(150, "V100 data sheet: NVLink 300 GB/s")
 _A100_NVLINK = _nvlink(300, "A100 data sheet: NVLink 600 GB/s")
-_HOPPER_NVLINK = {name: _nvlink(450, f"{name} data sheet: NVLink 900 GB/s") for name in ("H100", "H200")}
+_H100_NVLINK, _H200_NVLINK = (_nvlink(450, f"{name} data sheet: NVLink 900 GB/s") for name in ("H100", "H200"))
 _B200_NVLINK = _nvlink(900, "DGX B200 data sheet: NVLink 14.4 TB/s for 8 devices, 1800 GB/s each")
 _MI300X_FABRIC = _nvlink(448, "MI300X platform data sheet: Infinity Fabric, 7 links to peers, 896 GB/s")
 _LOOPBACK = Link(
@@ -174,8 +174,8 @@ _PRESETS: dict[str, tuple[DeviceSpec, Link, Link, HostSpec | None]] = {
     "a100-80": (
         _gpu("A100-80", 80, 79.14, (312, 312, 19.5, 19.5), 2039, (8, 0), _A100), _A100_NVLINK, _FABRIC_400G,
         replace(_DGX_A100, memory_bytes=2000 * GB)),
-    "h100": (_H100, _HOPPER_NVLINK["H100"], _FABRIC_3200G, _DGX_H100),  # 8
-    "h200": (_H200, _HOPPER_NVLINK["H200"], _FABRIC_3200G, _DGX_H100),
+    "h100": (_H100, _H100_NVLINK, _FABRIC_3200G, _DGX_H100),  # 8
+    "h200": (_H200, _H200_NVLINK, _FABRIC_3200G, _DGX_H100),
     "b200": (_B200, _B200_NVLINK, _FABRIC_3200G, _DGX_B200),
     "mi300x": (_MI300X, _MI300X_FABRIC, _FABRIC_3200G, None),
     "cpu": (_CPU, _LOOPBACK, _ETHERNET_10G_GLOO, None),
@@ -192,19 +192,16 @@ def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
 
     ```python
     preset("a100-80", nodes=2, devices_per_node=8)       # NVLink, 4 x 100 Gb/s between nodes
-    preset("v100-pcie-16", nodes=2, devices_per_node=8)  # PCIe 3.0, 25 Gb/s
     preset("rtx-4090", nodes=2, devices_per_node=2)      # workstations: PCIe 4.0, 10 GbE
     ```
+
+    Under NCCL the device reserves what the driver, a CUDA context and cuBLAS take, and each communicator of a plan takes
+    `COMMUNICATOR_BYTES`. The host is that of NVIDIA's own servers; it is None for devices that are sold without one.
 
     Args:
         name: one of `preset_names()`; upper case and `_` are accepted.
         nodes: machines.
-        devices_per_node: devices in each: 8 with NVLink, 4 or 8 in PCIe servers, 1 to 4 in workstations, usually.
-
-    Returns:
-        The hardware, with links within and between nodes as such machines usually have them. Under NCCL the device reserves
-        what the driver, a CUDA context and cuBLAS take, and each communicator of a plan takes `COMMUNICATOR_BYTES`. The host
-        is that of NVIDIA's own servers; it is None for devices that are sold without one.
+        devices_per_node: devices in each.
 
     Raises:
         HardwareError: the name is not known.

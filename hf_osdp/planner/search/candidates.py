@@ -80,17 +80,16 @@ class Candidate:
         """Return for each unit the option that needs least memory; most often no plan needs less."""
         units = sum(len(group.units) for group in self.timeline.groups)
 
-        def need(option: Option) -> tuple[int, float]:
-            """Bytes where all units take the option: what stays is there for all of them, what passes for one."""
-            return units * option.stays + max(option.transient, option.forward_peak, option.copy_out_peak), option.seconds
-
-        return self._each(need)
+        # of bytes where all units take the option, what stays is there for all of them, what passes for one
+        return self._each(lambda o: (units * o.stays + max(o.transient, o.forward_peak, o.copy_out_peak), o.seconds))
 
     def fits(self, limit_bytes: int) -> bool:
         """Return whether any plan fits, as far as is found out in a while."""
-        if self.floor_bytes > limit_bytes:
-            return False
-        return self._fit(self.frugal(), limit_bytes) or any_within(self.timeline, self.problem.job, limit_bytes, ADVICE_WORK) is not None
+        return self.floor_bytes <= limit_bytes and (self._fit(self.frugal(), limit_bytes) or self.any_within(limit_bytes))
+
+    def any_within(self, limit_bytes: int) -> bool:
+        """Return whether the solver soon finds a plan that fits."""
+        return any_within(self.timeline, self.problem.job, limit_bytes, ADVICE_WORK) is not None
 
     def least(self) -> tuple[dict[int, UnitLayout], int]:
         """Return the plan with the lowest peak, and that peak less what no plan avoids."""

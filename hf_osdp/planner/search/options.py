@@ -83,10 +83,10 @@ class Option:
         return self.bytes.held + min(0, self.left_by_forward, self.left_by_backward)
 
     @property
-    def own_peak(self) -> int:
-        """Its highest moment above the level before its forward, whatever its neighbours have."""
+    def lowest_peak(self) -> int:
+        """Its highest moment where it adds that, whatever its neighbours have."""
         backward = self.left_by_forward + max(self.gather_peak, self.compute_peak, self.reduce_peak)
-        return max(0, self.copy_out_peak, self.forward_peak, backward)
+        return self.lowest_level + max(0, self.copy_out_peak, self.forward_peak, backward)
 
     @property
     def host(self) -> int:
@@ -208,8 +208,7 @@ class Timeline:
         level = self.model_bytes + sum(min(0, p.bytes.saved) for p in self.parts if isinstance(p, RootSegment))
         level += sum(len(group.units) * nbytes for group, nbytes in least.items())
         level += sum(min(option.bytes.gathered for option in group.options) for group in self.whole_step)
-        room = {group: limit_bytes - level + nbytes for group, nbytes in least.items()}
-        kept = {group: {o for o in group.options if o.lowest_level + o.own_peak <= room[group]} for group in self.groups}
+        kept = {group: {o for o in group.options if level - least[group] + o.lowest_peak <= limit_bytes} for group in self.groups}
         return self.keeping(kept) if all(kept.values()) else None
 
     def fits_host(self, layouts: Mapping[int, UnitLayout]) -> bool:

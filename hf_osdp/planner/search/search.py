@@ -16,7 +16,7 @@ from ..plan import Plan
 from ..problem import PlanningProblem, Strategy
 from .candidates import Candidate, possible_candidates
 from .remedies import infeasible_error
-from .solver import ADVICE_WORK, Solution, any_within, fastest
+from .solver import Solution, fastest
 from .timeline import BatchCosts
 
 _ROUNDS = 6
@@ -202,11 +202,8 @@ class _Search:
         """Return the plan that needs least memory by its estimate, communicators included."""
         best: tuple[Candidate, dict[int, UnitLayout], int] | None = None
         for candidate in sorted(self.candidates, key=lambda candidate: candidate.floor_bytes):
-            if best is not None:
-                below = best[2] - 1
-                if candidate.floor_bytes > below or any_within(candidate.timeline, candidate.problem.job, below, ADVICE_WORK) is None:
-                    continue
-            best = candidate, *candidate.least()
+            if best is None or (candidate.floor_bytes < best[2] and candidate.any_within(best[2] - 1)):
+                best = candidate, *candidate.least()
         assert best is not None
         return _decoded(best[0], best[1], None, proven=False)
 

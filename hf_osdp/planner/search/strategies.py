@@ -23,16 +23,14 @@ Space = tuple[tuple[UnitLayout, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Open:
-    """What may be decided for a unit."""
+    """What may be decided for a unit; see `UnitLayout`. Where `saves_operators`, each unit has its own ways to recompute."""
 
     shard_sizes: tuple[int, ...]
     reshard_after_forward: bool | None
     """None leaves it open."""
     stage_sizes: tuple[int, ...] = (1,)
     reduces: tuple[bool, ...] = (True,)
-    """Reduce gradients in every micro-step, or hold whole ones."""
     activations: tuple[Activations, ...] = (Activations.SAVE,)
-    """Where `saves_operators`, each unit's own ways to recompute come in place of a full recomputation."""
     saves_operators: bool = False
     on_host: tuple[bool, ...] = (False,)
     states_on_host: tuple[bool, ...] = (False,)
@@ -49,16 +47,13 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
     """Return the spaces whose best plan is the strategy's best plan.
 
     Under `osdp` each unit takes any layout, recomputes or saves, offloads what it saves or not, holds its gradients or reduces them. A
-    single strategy gives every unit the same layout, and is offered with all blocks recomputed and with none, and so on.
-
-    Returns:
-        The spaces. `osdp` has one; it has two, of which the second contains the first at a higher cost, on one device with a host, or
-        where segments hold more beside blocks that are recomputed.
+    single strategy gives every unit the same layout, and is offered with all blocks recomputed and with none, and so on. `osdp` has one
+    space; it has two, of which the second contains the first at a higher cost, on one device with a host, or where segments hold more
+    beside blocks that are recomputed.
 
     Raises:
         HardwareError: states or activations are to lie on a host that is not known.
-        ValueError: activations are to be recomputed or offloaded, and none can be; HSDP in a world that has no group size
-            between 1 and all; two stages without several nodes of several devices.
+        ValueError: the strategy or a choice of the job is not possible here.
     """
     description, hardware = problem.description, problem.hardware
     _check_activations(description, problem.job)
