@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from ..cost.evaluate import CLOSE, capacity_needed, capacity_of, is_replayed
+from ..cost.evaluate import CLOSE, capacity_needed, capacity_of, is_replayed, runs_within
 from ..cost.memory import MemoryEstimate
 from ..cost.timing import TimeEstimate, estimate_time
 from ..decision import Batch, UnitLayout
@@ -141,7 +141,7 @@ class _Search:
         found = self._first_served(first, retries=False) or self._first_served(first, retries=True)
         if found is None:
             found = self._least()
-            if found.memory.on(self._hardware) > problem.room_bytes or self._missing(found, retries=True) > 0:
+            if found.memory.on(self._hardware) > problem.room_bytes or self._missing(found, retries=True, exactly=False):
                 return None
         if found is not first:
             found = replace(found, plan=replace(found.plan, proven_optimal=False, memory_limit_bytes=problem.memory_limit_bytes))
@@ -155,7 +155,7 @@ class _Search:
         for _ in range(_ROUNDS):
             if found is None:
                 too_much = less
-            elif (over := self._missing(found, retries=retries)) <= 0:
+            elif (over := self._missing(found, retries=retries, exactly=too_much is None)) <= 0:
                 return found
             else:
                 too_little = less
@@ -165,11 +165,13 @@ class _Search:
             found = self._fastest(less_bytes=less)
         return None
 
-    def _missing(self, found: SearchResult, *, retries: bool) -> int:
-        """Return the bytes that the allocator lacks for a plan under the limit, at most 0 where it runs."""
-        problem = self._problem
-        capacity = capacity_of(found.plan, self._hardware, problem.job, problem.memory_limit_bytes)
-        return capacity_needed(found.plan, problem.description, problem.job, retries=retries, enough_bytes=capacity) - capacity
+    def _missing(self, found: SearchResult, *, retries: bool, exactly: bool) -> int:
+        """Return the bytes that the allocator lacks for a plan under the limit, at most 0 where it runs; 1 for any unless `exactly`."""
+        plan, description, job = found.plan, self._problem.description, self._problem.job
+        capacity = capacity_of(plan, self._hardware, job, self._problem.memory_limit_bytes)
+        if retries and not exactly:  # how many are missing takes several replays
+            return int(not runs_within(plan, description, job, capacity))
+        return capacity_needed(plan, description, job, retries=retries, enough_bytes=capacity) - capacity
 
     def _fastest(self, *, less_bytes: int = 0, cutoff_s: float = math.inf) -> SearchResult | None:
         """Return the best plan under the limit, or under so many bytes less; None where none fits, or none is faster."""
