@@ -152,10 +152,7 @@ class Batch:
 def layouts_for(
     span: GatherSpan, shard_sizes: Sequence[int], *, reshard_after_forward: bool | None = None, stage_sizes: Sequence[int] = (1,)
 ) -> tuple[UnitLayout, ...]:
-    """Return the layouts that make sense for a unit; `reshard_after_forward=None` leaves that open where the span does.
-
-    Two stages need several whole nodes: a stage size above 1 goes with larger shard sizes that it divides.
-    """
+    """Return the layouts that make sense for a unit: None leaves resharding open where the span does, stages lie in several whole nodes."""
     fixed = {GatherSpan.STEP: False, GatherSpan.CALLS: True}.get(span, reshard_after_forward)
     reshards = (True, False) if fixed is None else (fixed,)
     sizes = [(size, stage) for size in shard_sizes for stage in stage_sizes if stage == 1 or (size > stage and size % stage == 0)]

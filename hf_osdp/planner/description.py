@@ -63,10 +63,7 @@ class GatherSpan(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """How a unit's forward runs again in backward: only its input is saved, and the outputs of the operators named here.
-
-    Of a unit whose forward is compiled, torch's partitioner chooses what is saved, by a budget.
-    """
+    """How a unit's forward runs again in backward: only its input is saved, and the outputs of the operators named here."""
 
     saved_calls: tuple[str, ...] = ()
     """Operators of the unit's forward: name and how many of that name came before, such as `addmm#0` and `attention#0`."""
@@ -75,8 +72,7 @@ class Recomputation:
     names: tuple[str, ...] = ()
     """What the calls are, as a person reads it: modules of products (`c_attn`), else operators."""
     budget: float | None = None
-    """Of a compiled unit: torch's `activation_memory_budget`, the part of what it would save that it may, between 0 and 1; None is 0, its
-    input alone."""
+    """Of a compiled unit: torch's `activation_memory_budget`, the part of what it would save that it may; None saves its input alone."""
 
     def __post_init__(self) -> None:
         if self.budget is not None and (self.saved_calls or not 0 < self.budget < 1):
@@ -275,8 +271,7 @@ class Segment:
     saved_bytes: Affine = Affine()
     """Live bytes that forward adds and backward removes: saved activations with the segment's output."""
     held_bytes: Affine = Affine()
-    """What forward frees where no block is recomputed, and recomputed blocks hold to run again: T5's position bias. Of segments between
-    blocks."""
+    """Of segments between blocks: what forward frees unless blocks are recomputed, which hold it to run again (T5's position bias)."""
     own_saved_bytes: Affine = Affine()
     """Of what is saved, the part that goes from the device while it waits on the host: nobody else holds it."""
     sent_bytes: Affine = Affine()
@@ -292,14 +287,10 @@ class Segment:
     offloaded_allocations: int | None = field(default=None, compare=False)
     """The same where what it saves waits on the host."""
     recomputed: tuple[RecomputedSegment, ...] = ()
-    """The same segment under each way to recompute it, from that which saves its input alone to that which saves most; none where it cannot
-    be recomputed."""
+    """The same segment under each way to recompute it, if there is one, from that which saves its input alone to that which saves most."""
 
     def under(self, activations: Activations) -> Segment:
-        """Return the costs under a choice about activations, wherever they wait.
-
-        A segment that lacks the way to recompute takes its first, and its only costs where it has none.
-        """
+        """Return the costs under a choice about activations; where that way to recompute is missing, of the first way, if there is one."""
         if activations.recomputation is None or not self.recomputed:
             return self
         return next((way.costs for way in self.recomputed if way.recomputation == activations.recomputation), self.recomputed[0].costs)

@@ -31,10 +31,7 @@ _ADDED = {"states_on_host", "step_in_backward", "gather_wire", "reduce_wire", "r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How one model is trained on one set of devices.
-
-    Every rank runs the same plan; `fingerprint` tells whether it does.
-    """
+    """How one model is trained on one set of devices. Every rank runs the same plan; `fingerprint` tells whether it does."""
 
     world_size: int
     strategy: str

@@ -120,10 +120,7 @@ _CPU = DeviceSpec(
 
 
 def _server(model: str, memory_gb: int, memory_gb_per_s: float, link: Link, source: str) -> HostSpec:
-    """Return a server as a whole, as one device has it to itself; `Hardware.scaled` shares it out.
-
-    Optimizer steps are taken at the line rate of its memory. Each device has a whole link, as long as switches let it.
-    """
+    """Return a server as one device has it to itself; `Hardware.scaled` shares it out, but for the link. Steps run at its memory's rate."""
     return HostSpec(
         memory_bytes=memory_gb * GB,
         to_device_bytes_per_s=link.bytes_per_s,

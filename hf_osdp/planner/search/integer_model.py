@@ -86,10 +86,7 @@ class IntegerModel:
         self._model.minimize(self._limit)
 
     def solve(self, most_work: float = math.inf) -> tuple[dict[int, UnitLayout], float, bool] | None:
-        """Return layouts by unit, the objective, and whether it is proven; None where nothing satisfies the constraints, or it gave up.
-
-        `most_work` is in CP-SAT's deterministic seconds; with an objective there is a limit in any case.
-        """
+        """Return layouts by unit, the objective, and whether it is proven; None if there are none, or none by `most_work`."""
         from ortools.sat.python import cp_model
 
         solver = cp_model.CpSolver()
@@ -109,9 +106,9 @@ class IntegerModel:
         return layouts, solver.objective_value, status == cp_model.OPTIMAL
 
     def relax(self) -> tuple[float, dict[UnitGroup, dict[Option, float]]] | None:
-        """Return the minimum over real numbers, and what each option of a group adds to it at least for each unit (reduced costs).
+        """Return the minimum over real numbers of a `linear` model, and what each option of a group adds at least (reduced costs).
 
-        None where no optimum was found, because there is no solution or rounding got in the way. The model must be `linear`.
+        None where no optimum was found, because there is no solution or rounding got in the way.
         """
         from ortools.linear_solver import pywraplp
 

@@ -24,10 +24,7 @@ from ..decision import Mesh, UnitLayout
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Option:
-    """A unit's layout with the constants that it brings into the search, in bytes and seconds of an optimizer step.
-
-    Peaks are the highest level of a phase above the level before it.
-    """
+    """A unit's layout with its bytes and the seconds of an optimizer step. Peaks are the highest level of a phase above that before it."""
 
     layout: UnitLayout
     bytes: UnitBytes

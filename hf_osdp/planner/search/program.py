@@ -80,10 +80,7 @@ class Program(IntegerModel):
         return taken
 
     def _constrain_forward(self) -> Bytes:
-        """Constrain each part, and return the level at the end.
-
-        Level + copy-out beside the gather buffer of the unit before ≤ limit, and level + forward peak ≤ limit.
-        """
+        """Constrain level + copy-out beside the gather buffer of the unit before, and level + forward peak; return the level at the end."""
         level = self._timeline.model_bytes + self._communicators() + self._sum(self._groups.values(), lambda o: o.bytes.held)
         level = level + self._sum(self._whole_step, lambda o: o.bytes.gathered)
         buffers: list[Bytes] = [own.of_last(lambda o: o.bytes.gather_buffer) for own in self._whole_step] or [0]
@@ -115,10 +112,7 @@ class Program(IntegerModel):
                 self._fits(level - option.left_by_forward + nbytes + option.copy_out_peak, self._at_least(x, 2))
 
     def _constrain_backward(self, level: Bytes) -> Bytes:
-        """Constrain each part, the last first, and return the level at the end.
-
-        Level + backward peak + reduction in flight + what is gathered ahead ≤ limit.
-        """
+        """Constrain level + backward peak + reduction in flight + what is gathered ahead, last part first; return the level at the end."""
         tail: Bytes = 0
         for index, part in reversed(list(enumerate(self._parts))):
             ahead = self._gathered_ahead(index)

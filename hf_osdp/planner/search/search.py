@@ -57,10 +57,7 @@ def search(problem: PlanningProblem) -> SearchResult:
 
 
 def search_or_floor(problem: PlanningProblem, *, cutoff_s: float = math.inf) -> SearchResult | int:
-    """Return what `search` finds, or where nothing fits a bound below every plan's peak, in bytes; it takes less time than the error.
-
-    A plan whose step takes `cutoff_s` or longer counts as none.
-    """
+    """Return what `search` finds below `cutoff_s`, or else a bound below every plan's peak, in bytes; it takes less time than the error."""
     searched, hardware = _searched(problem), problem.hardware
     if (found := searched.best(cutoff_s)) is not None:
         return found
@@ -73,9 +70,9 @@ def fastest_without_limit(problem: PlanningProblem) -> float:
 
 
 def least_memory(problem: PlanningProblem) -> int:
-    """Return the tightest limit that some plan of the strategy meets, in bytes of one rank, with what the device reserves and the margin.
+    """Return the tightest limit that some plan of the strategy meets, in bytes of one rank, whatever the problem's own limit.
 
-    The problem's own limit has no part in it. A ValueError where the world size does not divide the global batch.
+    What the device reserves and the margin are in it. A ValueError where the world size does not divide the global batch.
     """
     return problem.hardware.limit_for(_searched(problem).least()[1])
 
@@ -106,11 +103,7 @@ class _Search:
         return least, needed
 
     def _best(self, cutoff_s: float) -> SearchResult | None:
-        """Return the best plan.
-
-        Where the allocator does not serve the first plan, another is found by what that one missed; parts of the space may miss less:
-        single strategies, every block recomputed, or none.
-        """
+        """Search; where the allocator does not serve the first plan, also in parts of the space, whose plans may miss less."""
         problem = self._problem
         first = self._fastest(cutoff_s=cutoff_s)
         best = self._served(first)
@@ -130,10 +123,9 @@ class _Search:
         return best
 
     def _served(self, first: SearchResult | None) -> SearchResult | None:
-        """Return the fastest plan found that the allocator serves within the limit less the margin, where it can be replayed.
+        """Return the fastest plan found that the allocator serves, where it can be replayed; another than the first is not proven optimal.
 
-        Plans for which it never empties its cache come first, and the one that needs least comes last: there is one if any runs. A plan
-        that is not the first is not proven to be optimal.
+        Plans for which it never empties its cache come first, and the one that needs least comes last: there is one if any runs.
         """
         problem = self._problem
         if first is None or not is_replayed(problem.description, self._hardware):

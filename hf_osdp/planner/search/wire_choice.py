@@ -32,10 +32,7 @@ class WireChoice:
         self._made: dict[tuple[int, int], tuple[UnitLayout, ...]] = {}
 
     def __call__(self, shape: int, layouts: tuple[UnitLayout, ...]) -> tuple[UnitLayout, ...]:
-        """Return a unit's layouts, each also with its formats, since codes take memory and a plan may fit only without.
-
-        The same layouts give the same object for all units of one shape.
-        """
+        """Return layouts with and without formats, as codes take memory: the same object for the same layouts of units of one shape."""
         key = shape, id(layouts)
         if key not in self._made:
             self._made[key] = tuple(dict.fromkeys([*(replace(one, **self._wires_of(shape, one)) for one in layouts), *layouts]))
