@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ...errors import HardwareError
 from ..affine import Affine
-from ..cost.units import shape_ids
+from ..cost.collectives import Ring, between_ring, replicate_ring, shard_ring
+from ..cost.units import shape_ids, unit_seconds
 from ..decision import Batch, UnitLayout, layouts_for
-from ..description import Activations, GatherSpan, ModelDescription, Recomputation, UnitDescription
+from ..description import Activations, DType, GatherSpan, ModelDescription, Recomputation, UnitDescription
 from ..hardware import Hardware
 from ..job import OptimizerStep, TrainingJob, divisors
 from ..problem import PlanningProblem, Strategy
-from .wire_choice import WireChoice
+from ..wire import WireFormat, formats_up_to
 
 Space = tuple[tuple[UnitLayout, ...], ...]
 """For each unit, the layouts that it may take."""
@@ -70,8 +72,7 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
         for choice in choices
     ]
     if problem.job.communication is not None:
-        with_wires = WireChoice(problem, shapes)
-        spaces = [tuple(map(with_wires, shapes, space)) for space in spaces]
+        spaces = _with_wires(problem, shapes, spaces)
     return tuple({tuple(map(id, space)): space for space in spaces}.values())  # equal layouts are the same object, see `_product`
 
 
@@ -189,3 +190,58 @@ def _product(span: GatherSpan, free: _Open) -> tuple[UnitLayout, ...]:
         replace(layout, reduce_every_micro_step=reduces, activations=kept, on_host=host, states_on_host=states, step_in_backward=early)
         for layout, reduces, kept, (host, states, early) in itertools.product(layouts, free.reduces, free.activations, distinct)
     )
+
+
+def _with_wires(problem: PlanningProblem, shapes: Sequence[int], spaces: Iterable[Space]) -> list[Space]:
+    """Return the spaces with each layout also in its fastest formats: codes take memory, so that a plan may fit only without.
+
+    The same layouts give the same object for all units of one shape.
+    """
+    units = dict(zip(shapes, problem.description.units, strict=True))
+    made: dict[tuple[int, int], tuple[UnitLayout, ...]] = {}
+
+    @functools.cache
+    def wires(shape: int, shard_size: int, stage_size: int) -> dict[str, Any]:
+        layout = UnitLayout(shard_size=shard_size, stage_size=stage_size, reshard_after_forward=True)  # nothing else bears on them
+        return fastest_wires(units[shape], layout, problem.hardware, problem.job)
+
+    def offered(shape: int, layouts: tuple[UnitLayout, ...]) -> tuple[UnitLayout, ...]:
+        key = shape, id(layouts)
+        if key not in made:
+            sent = (replace(one, **wires(shape, one.shard_size, one.stage_size)) for one in layouts)
+            made[key] = tuple(dict.fromkeys([*sent, *layouts]))
+        return made[key]
+
+    return [tuple(map(offered, shapes, space)) for space in spaces]
+
+
+def fastest_wires(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, job: TrainingJob) -> dict[str, WireFormat | None]:
+    """Return the fastest format that the job allows by the estimate, by field of the layout; None where that is to send all as it is."""
+    formats, g = formats_up_to(job.communication), layout.shard_size
+    sharded = between_ring(hardware, g, layout.stage_size) if layout.two_stage else shard_ring(hardware, g)
+    gathered = {job.precision.gathered_dtype(p) for p in unit.parameters}
+    reduced = {job.precision.reduced_dtype(p) for p in unit.trainable}
+    parameters = [wire for wire in formats if wire.for_parameters]
+    offered = {  # field of a layout: formats, and the term of `UnitSeconds` that they bear on
+        "gather_wire": (_offered(parameters, gathered, sharded), "gather_forward"),
+        "reduce_wire": (_offered(formats, reduced, sharded), "reduce_scatter"),
+        "replica_wire": (_offered(formats, reduced, replicate_ring(hardware, g)), "all_reduce"),
+    }
+
+    def fastest(name: str, wires: Iterable[WireFormat], term: str) -> WireFormat | None:
+        options: list[dict[str, Any]] = [{name: wire} for wire in (None, *wires)]
+        return min(options, key=lambda one: getattr(unit_seconds(unit, replace(layout, **one), hardware, job), term))[name]
+
+    return {name: fastest(name, wires, term) for name, (wires, term) in offered.items()}
+
+
+def _offered(formats: Iterable[WireFormat], dtypes: set[DType], ring: Ring) -> list[WireFormat]:
+    """Return the formats that save something in a group: tensors of several dtypes are sent as they are.
+
+    The group lies inside a node, or has one rank of each node: among several ranks of several nodes, an exchange of codes would send more
+    over the slow link than a ring's partial sums.
+    """
+    if ring.size == 1 or ring.node_crossings not in (0, ring.size) or len(dtypes) != 1:
+        return []
+    (dtype,) = dtypes
+    return [wire for wire in formats if wire.bits < 8 * dtype.itemsize]
