@@ -190,7 +190,7 @@ class IntegerModel:
 
     @staticmethod
     def _sum(groups: Iterable[GroupCounts], value: Value) -> Bytes:
-        return sum(value(o) * x for own in groups for o, x in zip(own.group.options, own.counts, strict=True))
+        return sum(own.total(value) for own in groups)
 
     def _fits(self, level: Bytes, *literals: cp_model.BoolVarT) -> None:
         """Level ≤ limit, where all literals are true."""

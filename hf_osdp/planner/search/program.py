@@ -26,7 +26,7 @@ from .integer_model import GroupCounts, IntegerModel
 from .options import LaterCall, Option, Part, RootSegment, Timeline, UnitGroup
 
 if TYPE_CHECKING:
-    from .integer_model import Bytes, Count
+    from .integer_model import Bytes, Count, Value
 
 
 class Program(IntegerModel):
@@ -146,29 +146,19 @@ class Program(IntegerModel):
                     self._constrain_unlike_runs(part, level, tail, ahead)
             tail = own  # of the unit that backward meets before the first
         level = level + part.total(lambda o: o.change)
-        self._constrain_unit(part.of_first, level, tail, ahead, lambda o: o.change)
+        self._constrain_unit(part.of_first, level - part.of_first(lambda o: o.change), tail, ahead)
         return level
 
-    def _constrain_unit(
-        self,
-        picked: Callable[[Callable[[Option], int]], Bytes],
-        level: Bytes,
-        tail: Bytes,
-        ahead: Bytes = 0,
-        change: Callable[[Option], int] = lambda option: 0,
-    ) -> None:
-        """Require that level - d + gather + tail and level - d + max(compute + tail, reduce) + ahead are within the limit, for one unit.
-
-        `level` is the one before its backward, and d its `change` where that is in the level already.
-        """
+    def _constrain_unit(self, picked: Callable[[Value], Bytes], level: Bytes, tail: Bytes, ahead: Bytes = 0) -> None:
+        """Require for one unit that gather + tail and max(compute + tail, reduce) + ahead fit above the level before its backward."""
         if isinstance(tail, int):
             fixed = tail
-            self._fits(level + picked(lambda o: o.gather_peak + fixed - change(o)))
-            self._fits(level + picked(lambda o: max(o.compute_peak + fixed, o.reduce_peak) - change(o)) + ahead)
+            self._fits(level + picked(lambda o: o.gather_peak + fixed))
+            self._fits(level + picked(lambda o: max(o.compute_peak + fixed, o.reduce_peak)) + ahead)
             return
-        self._fits(level + picked(lambda o: o.gather_peak - change(o)) + tail)
-        self._fits(level + picked(lambda o: o.compute_peak - change(o)) + tail + ahead)
-        self._fits(level + picked(lambda o: o.reduce_peak - change(o)) + ahead)
+        self._fits(level + picked(lambda o: o.gather_peak) + tail)
+        self._fits(level + picked(lambda o: o.compute_peak) + tail + ahead)
+        self._fits(level + picked(lambda o: o.reduce_peak) + ahead)
 
     def _constrain_runs(self, part: GroupCounts, level: Bytes, tail: int) -> None:
         """Within a run the level moves evenly: its peak is at its first unit or near its last."""
