@@ -64,13 +64,14 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
         jobs.insert(0, replace(problem.job, recompute=False))
     shardings = _shardings(problem.strategy, hardware)
     choices = [choice for job in jobs for sharding in shardings for choice in _choices(sharding, replace(problem, job=job), batch)]
-    ways, offloadable = description.recomputations, description.offloadable
-    shapes = shape_ids(description.units)
-    alone = [shapes.count(shape) == 1 for shape in shapes]
-    spaces = [
-        tuple(_layouts(unit, ways[i], i in offloadable, choice, alone=alone[i]) for i, unit in enumerate(description.units))
-        for choice in choices
-    ]
+    offloadable, shapes = description.offloadable, shape_ids(description.units)
+    kinds = [(shape, ways, i in offloadable) for i, (shape, ways) in enumerate(zip(shapes, description.recomputations, strict=True))]
+    alike = {kind: (number, unit) for number, (kind, unit) in enumerate(zip(kinds, description.units, strict=True))}
+    numbers = [alike[kind][0] for kind in kinds]
+    spaces = []
+    for choice in choices:
+        made = {n: _layouts(unit, kind[1], kind[2], choice, alone=shapes.count(kind[0]) == 1) for kind, (n, unit) in alike.items()}
+        spaces.append(tuple(made[number] for number in numbers))
     if problem.job.communication is not None:
         spaces = _with_wires(problem, shapes, spaces)
     return tuple({tuple(map(id, space)): space for space in spaces}.values())  # equal layouts are the same object, see `_product`
