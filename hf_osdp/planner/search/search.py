@@ -115,9 +115,7 @@ class _Search:
         for part in parts:
             with suppress(ValueError):  # no group size between 1 and all
                 alone = _Search(part, self._costs)
-                if (first := alone._fastest()) is None or (best is not None and first.time.step_s >= best.time.step_s):
-                    continue  # the allocator makes no plan quicker
-                other = alone._served(first)
+                other = alone._served(alone._fastest(cutoff_s=math.inf if best is None else best.time.step_s))
                 if other is not None and (best is None or other.time.step_s < best.time.step_s):
                     best = replace(other, plan=replace(other.plan, strategy=problem.strategy.value, proven_optimal=False))
         return best
