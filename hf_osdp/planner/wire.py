@@ -27,6 +27,7 @@ class WireFormat(str, Enum):
     INT8 = "int8", 8, 256, 33, 25
     INT4 = "int4", 4, 128, 51, 44
 
+    _value_: str
     bits: int
     """Bits of one element's code."""
     block_size: int

@@ -127,7 +127,7 @@ def _choices(sharding: _Open, problem: PlanningProblem, batch: Batch) -> list[_O
     job, hardware, several = problem.job, problem.hardware, batch.accumulation_steps > 1
     recomputes = (False, True) if job.recompute is None else (job.recompute,)
     offloads = _with_host("offload_activations", job.offload_activations, hardware)
-    early = (False,)
+    early: tuple[bool, ...] = (False,)
     if job.step_in_backward and not several:  # scratch memory may be needed at a worse moment; fused kernels have none
         early = (True,) if job.optimizer.step is OptimizerStep.FUSED else (True, False)
     free = replace(
@@ -229,11 +229,12 @@ def fastest_wires(unit: UnitDescription, layout: UnitLayout, hardware: Hardware,
         "replica_wire": (_offered(formats, reduced, replicate_ring(hardware, g)), "all_reduce"),
     }
 
-    def fastest(name: str, wires: Iterable[WireFormat], term: str) -> WireFormat | None:
-        options: list[dict[str, Any]] = [{name: wire} for wire in (None, *wires)]
-        return min(options, key=lambda one: getattr(unit_seconds(unit, replace(layout, **one), hardware, job), term))[name]
+    def seconds(name: str, term: str, wire: WireFormat | None) -> float:
+        changed: dict[str, Any] = {name: wire}
+        taken: float = getattr(unit_seconds(unit, replace(layout, **changed), hardware, job), term)
+        return taken
 
-    return {name: fastest(name, wires, term) for name, (wires, term) in offered.items()}
+    return {name: min((None, *wires), key=functools.partial(seconds, name, term)) for name, (wires, term) in offered.items()}
 
 
 def _offered(formats: Iterable[WireFormat], dtypes: set[DType], ring: Ring) -> list[WireFormat]:
