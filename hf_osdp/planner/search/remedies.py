@@ -21,7 +21,7 @@ _SIZES = ("saved_bytes", "own_saved_bytes", "sent_bytes", "gradient_bytes")
 
 
 def infeasible_error(problem: PlanningProblem, least: Plan, memory: MemoryEstimate, needed_bytes: int) -> InfeasibleError:
-    """Return the error with the tightest limit that could be met, what fills it in the plan of `least` memory, and the cheapest ways out."""
+    """Return the error with the tightest limit that could be met, what fills it in the plan of `least` memory, and cheap ways out."""
     hardware, limit, room = problem.hardware, problem.memory_limit_bytes, problem.room_bytes
     peak, gaps = memory.peak, needed_bytes - memory.on(hardware)
     kinds = {name: getattr(peak.breakdown, name) for name in peak.breakdown.__slots__}
