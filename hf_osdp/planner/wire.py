@@ -23,30 +23,34 @@ TURNED = 32
 class WireFormat(str, Enum):
     """How values cross a link."""
 
-    BF16 = "bf16", 16, 1, 6, 18
-    INT8 = "int8", 8, 256, 33, 25
-    INT4 = "int4", 4, 128, 51, 44
+    BF16 = "bf16"
+    INT8 = "int8"
+    INT4 = "int4"
 
-    _value_: str
-    bits: int
-    """Bits of one element's code."""
-    block_size: int
-    """Elements that share a scale; 1 where there are no scales."""
-    encode_traffic: int
-    """Bytes that are read and written to encode one float32 element, operator by operator."""
-    decode_traffic: int
-    """The same to decode one, and to add it to a sum."""
+    @property
+    def block_size(self) -> int:
+        """Elements that share a scale; 1 where there are no scales."""
+        return {WireFormat.BF16: 1, WireFormat.INT8: 256, WireFormat.INT4: 128}[self]
 
-    def __new__(cls, name: str, bits: int, block_size: int, encode_traffic: int, decode_traffic: int) -> WireFormat:
-        made = str.__new__(cls, name)
-        made._value_, made.bits, made.block_size = name, bits, block_size
-        made.encode_traffic, made.decode_traffic = encode_traffic, decode_traffic
-        return made
+    @property
+    def bits(self) -> int:
+        """Bits of one element's code."""
+        return {WireFormat.BF16: 16, WireFormat.INT8: 8, WireFormat.INT4: 4}[self]
 
     @property
     def for_parameters(self) -> bool:
         """Whether parameters may be gathered so: an error of theirs does not average out over steps, as one of gradients does."""
         return self is not WireFormat.INT4
+
+    @property
+    def encode_traffic(self) -> int:
+        """Bytes that are read and written to encode one float32 element, operator by operator."""
+        return {WireFormat.BF16: 6, WireFormat.INT8: 33, WireFormat.INT4: 51}[self]
+
+    @property
+    def decode_traffic(self) -> int:
+        """The same to decode one, and to add it to a sum."""
+        return {WireFormat.BF16: 18, WireFormat.INT8: 25, WireFormat.INT4: 44}[self]
 
     def code_bytes(self, elements: int) -> int:
         """Return the bytes of the codes of a tensor: whole blocks."""
