@@ -14,7 +14,7 @@ os.environ["OSDP_CACHE"] = "0"  # what one test described is nothing to another,
 def searches_are_not_kept() -> None:
     """Let each test search for itself: many replace what a search calls."""
     if module := sys.modules.get("hf_osdp.planner.search.search"):
-        module._asked.cache_clear()
+        module._searched.cache_clear()
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:

@@ -64,9 +64,8 @@ class Envelope:
 
     def bytes(self, samples: int) -> int:
         """Return the peak as whole bytes, rounded up and never negative."""
-        if samples == 1 and self.single is not None:
-            return max(0, math.ceil(self.single - 1e-6))
-        return max(piece.bytes(samples) for piece in self.pieces)
+        pieces = self.pieces if samples > 1 or self.single is None else (Affine(constant=self.single),)
+        return max(piece.bytes(samples) for piece in pieces)
 
     def plus(self, other: Affine) -> Envelope:
         """Return the peak with every moment raised by a function."""

@@ -78,20 +78,22 @@ class UnitLayout:
 
     def describe(self, world_size: int) -> str:
         """Return short text for tables: `replicate`, `shard 2 x replicate 4, keep`, `shard 16 in 2 stages (2 x 8)`."""
-        match self.mode(world_size):
-            case ShardMode.REPLICATE:
-                text = "replicate"
-            case ShardMode.SHARD:
-                text = f"shard {world_size}"
-            case ShardMode.GROUP_SHARD:
-                text = f"shard {self.shard_size} x replicate {world_size // self.shard_size}"
+        text = "replicate" if self.shard_size == 1 else f"shard {self.shard_size}"
+        if 1 < self.shard_size < world_size:
+            text += f" x replicate {world_size // self.shard_size}"
         if self.two_stage:
-            text = f"{text} in 2 stages ({self.shard_size // self.stage_size} x {self.stage_size})"
-        more = {"keep": not self.reshard_after_forward, "hold gradients": not self.reduce_every_micro_step}
-        words = [*(word for word, said in more.items() if said), *self.activations.describe(), *(["on host"] if self.on_host else [])]
-        words += ["optimizer on host"] if self.states_on_host else ["step in backward"] if self.step_in_backward else []
-        words += [f"{name} in {wire.value}" for name, wire in self.wires.items()]
-        return ", ".join([text, *words])
+            text += f" in 2 stages ({self.shard_size // self.stage_size} x {self.stage_size})"
+        parts = [
+            text,
+            "" if self.reshard_after_forward else "keep",
+            "" if self.reduce_every_micro_step else "hold gradients",
+            *self.activations.describe(),
+            "on host" if self.on_host else "",
+            "optimizer on host" if self.states_on_host else "",
+            "step in backward" if self.step_in_backward else "",
+            *(f"{name} in {wire.value}" for name, wire in self.wires.items()),
+        ]
+        return ", ".join(filter(None, parts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,17 +152,9 @@ class Batch:
 def layouts_for(
     span: GatherSpan, shard_sizes: Sequence[int], *, reshard_after_forward: bool | None = None, stage_sizes: Sequence[int] = (1,)
 ) -> tuple[UnitLayout, ...]:
-    """Return the layouts that make sense for a unit; `reshard_after_forward=None` leaves that open where the span does.
-
-    Two stages need several whole nodes: a stage size above 1 goes with larger shard sizes that it divides.
-    """
-    match span:
-        case GatherSpan.STEP:
-            reshards: tuple[bool, ...] = (False,)
-        case GatherSpan.CALLS:
-            reshards = (True,)
-        case GatherSpan.USE:
-            reshards = (True, False) if reshard_after_forward is None else (reshard_after_forward,)
+    """Return the layouts that make sense for a unit: None leaves resharding open where the span does, stages lie in several whole nodes."""
+    fixed = {GatherSpan.STEP: False, GatherSpan.CALLS: True}.get(span, reshard_after_forward)
+    reshards = (True, False) if fixed is None else (fixed,)
     sizes = [(size, stage) for size in shard_sizes for stage in stage_sizes if stage == 1 or (size > stage and size % stage == 0)]
     return tuple(UnitLayout(shard_size=size, reshard_after_forward=free, stage_size=stage) for size, stage in sizes for free in reshards)
 
@@ -178,9 +172,6 @@ def meshes_of(shard_size: int, stage_size: int, world_size: int) -> frozenset[Me
         g = 1 or g = W          none: the axis over all ranks is the default process group, one rank alone needs none
         1 < g < W               2 groups: one axis over the g ranks that share a copy, one over the W / g replicas
         stages of s             those of g = s, and where g < W 3 more: replicas, nodes and ranks of a node
-
-    `DeviceMesh._init_one_process_group` (torch 2.11 to 2.13) takes the default group for an axis over all ranks and forms one for
-    any other. NCCL takes a group's memory when it first communicates, or at once where the default group is bound to a device.
     """
     sizes = {size for size in (shard_size, stage_size) if 1 < size < world_size}
     staged = {(shard_size, stage_size)} if 1 < stage_size < shard_size < world_size else set()

@@ -63,10 +63,7 @@ class GatherSpan(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """How a unit's forward runs again in backward: only its input is saved, and the outputs of the operators named here.
-
-    Of a unit whose forward is compiled, torch's partitioner chooses what is saved, by a budget.
-    """
+    """How a unit's forward runs again in backward: only its input is saved, and the outputs of the operators named here."""
 
     saved_calls: tuple[str, ...] = ()
     """Operators of the unit's forward: name and how many of that name came before, such as `addmm#0` and `attention#0`."""
@@ -75,8 +72,7 @@ class Recomputation:
     names: tuple[str, ...] = ()
     """What the calls are, as a person reads it: modules of products (`c_attn`), else operators."""
     budget: float | None = None
-    """Of a compiled unit: torch's `activation_memory_budget`, the part of what it would save that it may, between 0 and 1; None is 0, its
-    input alone."""
+    """Of a compiled unit: torch's `activation_memory_budget`, the part of what it would save that it may; None saves its input alone."""
 
     def __post_init__(self) -> None:
         if self.budget is not None and (self.saved_calls or not 0 < self.budget < 1):
@@ -106,11 +102,8 @@ class Activations:
 
     SAVE: ClassVar[Activations]
     RECOMPUTE: ClassVar[Activations]
-    """Only the unit's input is saved; its forward runs again in backward."""
     OFFLOAD: ClassVar[Activations]
-    """They wait on the host for backward."""
     RECOMPUTE_OFFLOAD: ClassVar[Activations]
-    """Only the unit's input is saved, and it waits on the host."""
     BASIC: ClassVar[tuple[Activations, ...]]
     """The four above, which every block that can be recomputed and offloaded has."""
 
@@ -130,11 +123,8 @@ class Activations:
         return (*again, "offload activations") if self.offloads else again
 
 
-Activations.SAVE = Activations()
-Activations.RECOMPUTE = Activations(recomputation=Recomputation())
-Activations.OFFLOAD = Activations(offloads=True)
-Activations.RECOMPUTE_OFFLOAD = Activations(recomputation=Recomputation(), offloads=True)
-Activations.BASIC = (Activations.SAVE, Activations.RECOMPUTE, Activations.OFFLOAD, Activations.RECOMPUTE_OFFLOAD)
+Activations.BASIC = tuple(Activations(recomputation=way, offloads=away) for away in (False, True) for way in (None, Recomputation()))
+Activations.SAVE, Activations.RECOMPUTE, Activations.OFFLOAD, Activations.RECOMPUTE_OFFLOAD = Activations.BASIC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +155,7 @@ class ParameterSpec:
 
     def sharded_numel(self, shard_size: int) -> int:
         """Return the elements of rank 0's shard: ceil(d0 / g) rows of dimension 0, padding included."""
-        if not self.shape:
-            return 1
-        return -(-self.shape[0] // shard_size) * math.prod(self.shape[1:])
+        return -(-self.shape[0] // shard_size) * math.prod(self.shape[1:]) if self.shape else 1
 
     def shard_numels(self, shard_size: int) -> tuple[int, ...]:
         """Return the different numbers of elements that ranks hold, rank 0's first: full chunks of rows, and what is left of them."""
@@ -283,8 +271,7 @@ class Segment:
     saved_bytes: Affine = Affine()
     """Live bytes that forward adds and backward removes: saved activations with the segment's output."""
     held_bytes: Affine = Affine()
-    """What forward frees where no block is recomputed, and recomputed blocks hold to run again: T5's position bias. Of segments between
-    blocks."""
+    """Of segments between blocks: what forward frees unless blocks are recomputed, which hold it to run again (T5's position bias)."""
     own_saved_bytes: Affine = Affine()
     """Of what is saved, the part that goes from the device while it waits on the host: nobody else holds it."""
     sent_bytes: Affine = Affine()
@@ -300,14 +287,10 @@ class Segment:
     offloaded_allocations: int | None = field(default=None, compare=False)
     """The same where what it saves waits on the host."""
     recomputed: tuple[RecomputedSegment, ...] = ()
-    """The same segment under each way to recompute it, from that which saves its input alone to that which saves most; none where it cannot
-    be recomputed."""
+    """The same segment under each way to recompute it, if there is one, from that which saves its input alone to that which saves most."""
 
     def under(self, activations: Activations) -> Segment:
-        """Return the costs under a choice about activations, wherever they wait.
-
-        A segment that lacks the way to recompute takes its first, and its only costs where it has none.
-        """
+        """Return the costs under a choice about activations; where that way to recompute is missing, of the first way, if there is one."""
         if activations.recomputation is None or not self.recomputed:
             return self
         return next((way.costs for way in self.recomputed if way.recomputation == activations.recomputation), self.recomputed[0].costs)
@@ -364,19 +347,13 @@ class ModelDescription:
         counts = Counter(unit.label for unit in self.units)
         if twice := [label for label, count in counts.items() if count > 1]:
             raise ValueError(f"Unit {twice[0]!r} is listed twice.")
-        self._check_segments()
-
-    def _check_segments(self) -> None:
-        """Refuse segments that name what is not there, as a damaged file may."""
-        for segment in self.segments:
+        for segment in self.segments:  # a damaged file may name what is not there
             if not 0 <= segment.unit < len(self.units):
                 raise ValueError(f"A segment is of unit {segment.unit}, but there are {len(self.units)}.")
-            for form in (segment, *(way.costs for way in segment.recomputed)):
-                places = [place for place in (form.allocations, form.offloaded_allocations) if place is not None]
-                if not all(0 <= place < len(self.allocations) for place in places):
-                    raise ValueError(
-                        f"A segment of unit {segment.unit} has allocations {max(places)}, but there are {len(self.allocations)}."
-                    )
+            forms = (segment, *(way.costs for way in segment.recomputed))
+            places = [place for form in forms for place in (form.allocations, form.offloaded_allocations) if place is not None]
+            if not all(0 <= place < len(self.allocations) for place in places):
+                raise ValueError(f"A segment of unit {segment.unit} has allocations {max(places)}, but there are {len(self.allocations)}.")
 
     @property
     def numel(self) -> int:
@@ -390,10 +367,8 @@ class ModelDescription:
     @property
     def recomputations(self) -> tuple[tuple[Recomputation, ...], ...]:
         """For each unit, the ways in which its activations can be recomputed, as its first segment has them."""
-        found: dict[int, tuple[Recomputation, ...]] = {}
-        for segment in self.segments:
-            found.setdefault(segment.unit, tuple(way.recomputation for way in segment.recomputed))
-        return tuple(found.get(index, ()) for index in range(len(self.units)))
+        first = {segment.unit: tuple(way.recomputation for way in segment.recomputed) for segment in reversed(self.segments)}
+        return tuple(first.get(index, ()) for index in range(len(self.units)))
 
     @property
     def offloadable(self) -> frozenset[int]:
@@ -409,7 +384,5 @@ class ModelDescription:
     @property
     def fingerprint(self) -> str:
         """Hash of the units and their parameters (names, shapes, dtypes): two models that it joins can share a plan."""
-        content = [
-            (u.fqn, u.module_names, [(p.name, p.shape, p.dtype.value, p.requires_grad) for p in u.parameters]) for u in self.units
-        ]  # fmt: skip
+        content = [(u.fqn, u.module_names, [(p.name, p.shape, p.dtype, p.requires_grad) for p in u.parameters]) for u in self.units]
         return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:16]

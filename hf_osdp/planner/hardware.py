@@ -94,10 +94,9 @@ class DeviceSpec:
             raise ValueError(f"Device {self.name!r}: memory, memory bandwidth and FLOP/s must be positive and finite.")
         if (largest := max(self.memory_bytes, self.reserved_bytes, self.communicator_bytes)) > _MOST_MEMORY_BYTES:
             raise ValueError(f"Device {self.name!r}: {largest} bytes of memory; the most are {_MOST_MEMORY_BYTES}.")
-        if not _finite(self.operator_s, self.unit_s, self.reserved_bytes, self.communicator_bytes):
-            raise ValueError(
-                f"Device {self.name!r}: operator_s, unit_s, reserved_bytes and communicator_bytes must be finite and at least 0."
-            )
+        names = ("operator_s", "unit_s", "reserved_bytes", "communicator_bytes")
+        if wrong := next((name for name in names if not _finite(getattr(self, name))), None):
+            raise ValueError(f"Device {self.name!r}: {wrong}={getattr(self, wrong)} must be finite and at least 0.")
         object.__setattr__(self, "flops_per_s", MappingProxyType(dict(self.flops_per_s)))
 
     def rate(self, dtype: DType) -> float:
@@ -149,7 +148,7 @@ class CollectiveTiming:
 
     @property
     def key(self) -> tuple[Collective, int, bool]:
-        """What tells it from other timings: collective, group size, and whether it crosses nodes."""
+        """What tells it from other timings."""
         return self.collective, self.group_size, self.crosses_nodes
 
     def __call__(self, nbytes: int) -> float:

@@ -22,8 +22,7 @@ class Precision:
     reduce: DType | None = None
     """Dtype of the gradient reduction; None takes the compute dtype."""
     autocast: bool = False
-    """One process computes in `compute` under `torch.autocast`, as Accelerate runs it: parameters and gradients keep their dtype, and the
-    copies that are multiplied count as activations."""
+    """One process computes in `compute` under `torch.autocast`: parameters and gradients keep their dtype, copies count as activations."""
 
     def gathered_dtype(self, parameter: ParameterSpec) -> DType:
         """Dtype of the unsharded parameter and of its unreduced gradient."""
@@ -132,10 +131,7 @@ class OptimizerSpec:
         return replace(self, formats=tuple(formats))
 
     def state_bytes(self, parameter: ParameterSpec, shard_size: int) -> int:
-        """Return the bytes of a parameter's states on the rank that holds most of them.
-
-        With quantized states that may be another than rank 0: the last rank's rows, where they fill no whole blocks, are not quantized.
-        """
+        """Return the bytes of a parameter's states on the rank that holds most: the last, where its rows fill no whole quantized blocks."""
         return sum(self.state_tensors(parameter, shard_size))
 
     def state_tensors(self, parameter: ParameterSpec, shard_size: int) -> tuple[int, ...]:
@@ -150,10 +146,7 @@ class OptimizerSpec:
         return parameter.numel * self.states * parameter.dtype.itemsize + sum(whole)
 
     def traffic_per_element(self, itemsize: int = 4) -> float:
-        """Return the tensors of the parameter's dtype that a step moves for one element.
-
-        Parameter and states are read and written, the gradient is read: `2 (1 + s) + 1` with s states.
-        """
+        """Return how often a step moves an element: parameter and states are read and written, the gradient is read, `2 (1 + s) + 1`."""
         return 2 * (1 + self.states + sum(form.bytes_per_element for form in self.formats if not form.factored) / itemsize) + 1
 
 
@@ -186,8 +179,7 @@ class TrainingJob:
     micro_batch_size: int | None = None
     """Fixed micro-batch size, or None to let the planner choose it."""
     reduce_every_micro_step: bool | None = None
-    """Fixed choice of when all gradients are reduced, or None to let the planner choose for each unit. Slices that run twice
-    (`GatherSpan.CALLS`) are reduced in every micro-step in any case."""
+    """Fixed choice of when all gradients are reduced, or None to let the planner choose for each unit (with `GatherSpan.CALLS`: always)."""
     recompute: bool | None = None
     """Recompute the activations of every block in backward, of none, or None to let the planner choose for each."""
     host_offload: bool | None = None
@@ -209,8 +201,7 @@ class TrainingJob:
     expandable_segments: bool = True
     """As torch's allocator for CUDA is set; hf_osdp sets it where the user has set nothing. It bears on reserved memory alone."""
     correction_bytes: int = 0
-    """Added to every moment: what a simulation or a measurement of an earlier plan found beside its estimate, see
-    `planner/cost/correction.py`."""
+    """Added to every moment: what was found beside the estimate of an earlier plan, see `planner/cost/correction.py`."""
 
     def __post_init__(self) -> None:
         for name in ("reduce_every_micro_step", "recompute", "host_offload", "offload_optimizer", "offload_activations"):

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import PlanError
 from ..reading import parse_json, problem_of_text, read_bytes
 from .decision import Batch, UnitDecision, UnitLayout, communicators_of
-from .description import Activations, GatherSpan, ModelDescription
+from .description import GatherSpan, ModelDescription
 from .files import validated, write_whole
 from .hardware import MOST_RANKS
 from .local_steps import LocalSteps
@@ -32,10 +32,7 @@ _ADDED = {"states_on_host", "step_in_backward", "gather_wire", "reduce_wire", "r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How one model is trained on one set of devices.
-
-    Every rank runs the same plan; `fingerprint` tells whether it does.
-    """
+    """How one model is trained on one set of devices. Every rank runs the same plan; `fingerprint` tells whether it does."""
 
     world_size: int
     """Ranks that share the model: all, or under `local_steps` those of a machine."""
@@ -63,7 +60,7 @@ class Plan:
     """Estimated, of one optimizer step."""
     proven_optimal: bool = False
     """The search proved that no plan of its space is faster under the limit: every layout of every unit where equal units come in rows of
-    up to 8, and the layouts that the rule of `planner/search/stages.py` gives where rows are longer."""
+    up to 8, and the layouts that the rule of `planner/search/options.py` gives where rows are longer."""
     hardware: str = ""
     devices_per_node: int | None = None
     """Ranks of a node that the plan was made for; its groups follow those nodes."""
@@ -87,52 +84,54 @@ class Plan:
         self._check_units()
 
     def _check_units(self) -> None:
-        seen: set[str] = set()
+        world, steps, seen = self.world_size, self.accumulation_steps, set[str]()
         for unit in self.units:
-            if self.world_size % unit.shard_size:
-                raise PlanError(
-                    f"Unit {unit.label!r} is sharded over {unit.shard_size} ranks, which does not divide the world size {self.world_size};"
-                    f" plan again for {self.world_size} processes."
-                )
-            if unit.step_in_backward and self.accumulation_steps > 1:
-                raise PlanError(
-                    f"Unit {unit.label!r} steps in backward, which {self.accumulation_steps} accumulation steps do not allow; plan again."
-                )
-            if unit.replica_wire is not None and unit.shard_size == self.world_size:
-                raise PlanError(f"Unit {unit.label!r} has a replica_wire, but is sharded over all ranks, without replicas; plan again.")
-            if unit.fqn in seen:
-                raise PlanError(f"Unit {unit.label!r} is listed twice in the plan.")
+            g, problem = unit.shard_size, ""
+            if world % g:
+                problem = f"is sharded over {g} ranks, which does not divide the world size {world}; plan again for {world} processes"
+            elif unit.step_in_backward and steps > 1:
+                problem = f"steps in backward, which {steps} accumulation steps do not allow; plan again"
+            elif unit.replica_wire is not None and g == world:
+                problem = "has a replica_wire, but is sharded over all ranks, without replicas; plan again"
+            elif unit.fqn in seen:
+                problem = "is listed twice in the plan"
+            if problem:
+                raise PlanError(f"Unit {unit.label!r} {problem}.")
             seen.add(unit.fqn)
 
     def to_fsdp_plan(self) -> dict[str, str]:
         """Return the plan as the `fsdp_plan` of transformers' `DistributedConfig`: module names → styles, with `*` for a layer's number.
 
-        As of transformers 5.23, it shards all that has no entry with the root: so are weights that several modules share, which are
-        gathered as long. A model's own rules, such as Llama's for its norm, stay beside these. `fsdp_size` and `dp_replicate_size` are
-        the shard size and how many times the world has that.
+        Transformers (5.23) shards all that has no entry with the root, such as weights that several modules share. A model's own rules stay
+        beside these. `fsdp_size` and `dp_replicate_size` are the shard size and how many times the world has that.
 
         Raises:
             PlanError: the plan says more than that can; the message names the first unit of which it does.
         """
-        sizes = {unit.shard_size for unit in self.units}
-        if len(sizes) > 1:
-            raise _no_fsdp_plan(f"units have {len(sizes)} group sizes ({', '.join(map(str, sorted(sizes)))})", "one mesh for all")
-        if self.compiled_classes or self.local_steps is not None:
-            raise _no_fsdp_plan("blocks are compiled" if self.compiled_classes else "machines take local steps", "what is sharded")
-        if not self.split.is_none:
-            raise _no_fsdp_plan(f"the model is split into {self.split.describe()}", "whole modules")
-        if 0 < (on_host := sum(unit.on_host for unit in self.units)) < len(self.units):
-            raise _no_fsdp_plan(f"{on_host} of {len(self.units)} units live on the host", "all on the host (fsdp_cpu_offload) or none")
+        sizes, on_host = sorted({unit.shard_size for unit in self.units}), sum(unit.on_host for unit in self.units)
+        listed = ", ".join(map(str, sizes))
+        beyond = [
+            (len(sizes) > 1, f"units have {len(sizes)} group sizes ({listed})", "one mesh for all"),
+            (self.compiled_classes, "blocks are compiled", "what is sharded"),
+            (self.local_steps, "machines take local steps", "what is sharded"),
+            (not self.split.is_none, f"the model is split into {self.split.describe()}", "whole modules"),
+            (
+                0 < on_host < len(self.units), f"{on_host} of {len(self.units)} units live on the host",
+                "all on the host (fsdp_cpu_offload) or none",
+            ),
+        ]  # fmt: skip
         for unit in self.units:
-            if reason := _beyond_fsdp_plan(unit, self.accumulation_steps):
-                raise _no_fsdp_plan(f"unit {unit.label!r} {reason}", "whether gathered parameters are kept")
+            reason = _beyond_fsdp_plan(unit, self.accumulation_steps)
+            beyond.append((reason, f"unit {unit.label!r} {reason}", "whether gathered parameters are kept"))
         styles: dict[str, str] = {}
         for unit in self.units:
-            if not unit.fqn or len(unit.module_names) > 1:
-                continue
-            layers, style = _LAYER.sub(".*", unit.fqn), "free_full_weight" if unit.reshard_after_forward else "keep_full_weight"
-            if styles.setdefault(layers, style) != style:
-                raise _no_fsdp_plan(f"of {layers} some are kept gathered and some are not", "one style for all of them")
+            if unit.fqn and len(unit.module_names) == 1:
+                layers, style = _LAYER.sub(".*", unit.fqn), "free_full_weight" if unit.reshard_after_forward else "keep_full_weight"
+                differs = styles.setdefault(layers, style) != style
+                beyond.append((differs, f"of {layers} some are kept gathered and some are not", "one style for all of them"))
+        for refused, reason, words in beyond:
+            if refused:
+                raise PlanError(f"This plan cannot be said as an fsdp_plan: {reason}, and that says only {words}; run it with hf_osdp.")
         return styles
 
     @classmethod
@@ -211,22 +210,14 @@ class Plan:
 
     def diff(self, other: Plan) -> tuple[str, ...]:
         """Return one line for each way in which `other` runs differently; none when the two run the same."""
-        lines = [
-            f"{name}: {getattr(self, name)} -> {getattr(other, name)}"
-            for name in ("world_size", "micro_batch_size", "accumulation_steps", "model_fingerprint", "compiled_classes")
-            if getattr(self, name) != getattr(other, name)
-        ]
-        if self.local_steps != other.local_steps:
-            lines.append(f"local steps: {self.local_steps} -> {other.local_steps}")
+        names = ("world_size", "micro_batch_size", "accumulation_steps", "model_fingerprint", "compiled_classes", "local_steps")
+        values = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        lines = [f"{name}: {before} -> {after}" for name, before, after in values if before != after]
         if self.split != other.split:
             lines.append(f"split: {self.split.describe()} -> {other.split.describe()}")
-        mine, theirs = ({u.fqn: u for u in plan.units} for plan in (self, other))
-        for fqn in dict.fromkeys([*mine, *theirs]):
-            before = mine[fqn].describe(self.world_size) if fqn in mine else "absent"
-            after = theirs[fqn].describe(other.world_size) if fqn in theirs else "absent"
-            if before != after:
-                lines.append(f"{fqn or '(root)'}: {before} -> {after}")
-        return tuple(lines)
+        mine, theirs = ({unit.label: unit.describe(plan.world_size) for unit in plan.units} for plan in (self, other))
+        pairs = [(label, mine.get(label, "absent"), theirs.get(label, "absent")) for label in dict.fromkeys([*mine, *theirs])]
+        return (*lines, *(f"{label}: {before} -> {after}" for label, before, after in pairs if before != after))
 
     def ranks_of_machine(self, world_size: int) -> int:
         """Return how many of so many ranks share the model; PlanError where machines take local steps and these are not as many."""
@@ -316,18 +307,13 @@ def _some(names: Iterable[str], limit: int = 6) -> str:
 
 def _beyond_fsdp_plan(unit: UnitDecision, accumulation_steps: int) -> str:
     """Return what of a decision an `fsdp_plan` has no word for, or nothing."""
-    if unit.activations != Activations.SAVE:
-        return "recomputes its activations" if unit.activations.recomputes else "offloads its activations"
-    if unit.two_stage:
-        return "has collectives in two stages"
-    if unit.wires:
-        return "is sent in fewer bits"
-    if unit.step_in_backward or unit.states_on_host:
-        return "steps in backward" if unit.step_in_backward else "has its optimizer states on the host"
-    if accumulation_steps > 1 and not unit.reduce_every_micro_step:
-        return "holds whole gradients between micro-steps"
-    return ""
-
-
-def _no_fsdp_plan(reason: str, words: str) -> PlanError:
-    return PlanError(f"This plan cannot be said as an fsdp_plan: {reason}, and that says only {words}; run it with hf_osdp.")
+    beyond = {
+        "recomputes its activations": unit.activations.recomputes,
+        "offloads its activations": unit.activations.offloads,
+        "has collectives in two stages": unit.two_stage,
+        "is sent in fewer bits": unit.wires,
+        "steps in backward": unit.step_in_backward,
+        "has its optimizer states on the host": unit.states_on_host,
+        "holds whole gradients between micro-steps": accumulation_steps > 1 and not unit.reduce_every_micro_step,
+    }
+    return next((words for words, holds in beyond.items() if holds), "")

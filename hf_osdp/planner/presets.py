@@ -45,7 +45,7 @@ _FABRIC_400G = _link(14e-6, 50, "4 x 100 Gb/s line rate")
 _FABRIC_3200G = _link(14e-6, 400, "8 x 400 Gb/s line rate (DGX H100 data sheet)")
 _V100_NVLINK = _nvlink(150, "V100 data sheet: NVLink 300 GB/s")
 _A100_NVLINK = _nvlink(300, "A100 data sheet: NVLink 600 GB/s")
-_HOPPER_NVLINK = {name: _nvlink(450, f"{name} data sheet: NVLink 900 GB/s") for name in ("H100", "H200")}
+_H100_NVLINK, _H200_NVLINK = (_nvlink(450, f"{name} data sheet: NVLink 900 GB/s") for name in ("H100", "H200"))
 _B200_NVLINK = _nvlink(900, "DGX B200 data sheet: NVLink 14.4 TB/s for 8 devices, 1800 GB/s each")
 _MI300X_FABRIC = _nvlink(448, "MI300X platform data sheet: Infinity Fabric, 7 links to peers, 896 GB/s")
 _LOOPBACK = Link(
@@ -57,7 +57,7 @@ _ETHERNET_10G_GLOO = Link(latency_s=0.5e-3, bytes_per_s=1.25 * GB, source="10GBA
 
 
 def _gpu(
-    name: str, gib: int, usable_gib: float, tflops: tuple[float, ...], gb_per_s: float, capability: tuple[int, int], source: str
+    name: str, gib: float, usable_gib: float, tflops: tuple[float, ...], gb_per_s: float, capability: tuple[int, int], source: str
 ) -> DeviceSpec:
     """Return a device from its data sheet; `tflops` are of fp16, bf16, fp32 and, where it has that, fp64.
 
@@ -68,7 +68,7 @@ def _gpu(
     workspaces = HOPPER_CUBLAS_BYTES if capability >= (9, 0) else CUBLAS_BYTES
     return DeviceSpec(
         name=name,
-        memory_bytes=gib * GIB,
+        memory_bytes=round(gib * GIB),
         reserved_bytes=round((gib - usable_gib) * GIB) + CONTEXT_BYTES + workspaces,
         flops_per_s={dtype: rate * TERA for dtype, rate in zip(dtypes, tflops, strict=False)},
         memory_bytes_per_s=gb_per_s * GB,
@@ -85,29 +85,6 @@ _ADA = "NVIDIA Ada GPU architecture whitepaper (2022), dense, tensor cores that 
 _BLACKWELL = "NVIDIA RTX Blackwell GPU architecture whitepaper (2025), dense, tensor cores that sum in float32; float32 without TF32"
 _A10 = "NVIDIA A10 data sheet (2021), dense; float32 without TF32"
 _ADA_SERVER = "data sheet (2023), dense, which is half of the rates with sparsity; float32 without TF32"
-_H100 = _gpu("H100", 80, 79.14, (989.4, 989.4, 66.9, 66.9), 3350, (9, 0),
-             "NVIDIA H100 SXM5 data sheet and Hopper whitepaper (2022), dense; float32 without TF32")  # fmt: skip
-_H200 = replace(
-    _H100,
-    name="H200",
-    memory_bytes=141 * GB,  # decimal, which is less than such a device has
-    reserved_bytes=CONTEXT_BYTES + HOPPER_CUBLAS_BYTES,
-    memory_bytes_per_s=4800 * GB,
-    source="NVIDIA H200 SXM data sheet (2024), dense; float32 without TF32",
-)
-_B200 = replace(
-    _H200,
-    name="B200",
-    memory_bytes=180 * GB,  # likewise: torch sees 178.35 GiB
-    flops_per_s={DType.FLOAT16: 2250 * TERA, DType.BFLOAT16: 2250 * TERA, DType.FLOAT32: 75 * TERA, DType.FLOAT64: 37 * TERA},
-    memory_bytes_per_s=8000 * GB,
-    capability=(10, 0),
-    source="NVIDIA HGX B200 and DGX B200 data sheets (2024), an eighth, dense; float32 without TF32; workspaces as on Hopper",
-)
-_MI300X = _gpu(  # usable: the least in logs; capability: as torch has it under ROCm, gfx942
-    "MI300X", 192, 191.69, (1307.4, 1307.4, 163.4, 163.4), 5300, (9, 4),
-    "AMD Instinct MI300X data sheet (2023), dense matrix rates; what no tensor can have is taken to be H100's, as nothing was run on it",
-)  # fmt: skip
 _CPU = DeviceSpec(
     name="CPU",
     memory_bytes=8 * GIB,
@@ -120,10 +97,7 @@ _CPU = DeviceSpec(
 
 
 def _server(model: str, memory_gb: int, memory_gb_per_s: float, link: Link, source: str) -> HostSpec:
-    """Return a server as a whole, as one device has it to itself; `Hardware.scaled` shares it out.
-
-    Optimizer steps are taken at the line rate of its memory. Each device has a whole link, as long as switches let it.
-    """
+    """Return a server as one device has it to itself; `Hardware.scaled` shares it out, but for the link. Steps run at its memory's rate."""
     return HostSpec(
         memory_bytes=memory_gb * GB,
         to_device_bytes_per_s=link.bytes_per_s,
@@ -174,10 +148,23 @@ _PRESETS: dict[str, tuple[DeviceSpec, Link, Link, HostSpec | None]] = {
     "a100-80": (
         _gpu("A100-80", 80, 79.14, (312, 312, 19.5, 19.5), 2039, (8, 0), _A100), _A100_NVLINK, _FABRIC_400G,
         replace(_DGX_A100, memory_bytes=2000 * GB)),
-    "h100": (_H100, _HOPPER_NVLINK["H100"], _FABRIC_3200G, _DGX_H100),  # 8
-    "h200": (_H200, _HOPPER_NVLINK["H200"], _FABRIC_3200G, _DGX_H100),
-    "b200": (_B200, _B200_NVLINK, _FABRIC_3200G, _DGX_B200),
-    "mi300x": (_MI300X, _MI300X_FABRIC, _FABRIC_3200G, None),
+    "h100": (  # 8
+        _gpu("H100", 80, 79.14, (989.4, 989.4, 66.9, 66.9), 3350, (9, 0),
+             "NVIDIA H100 SXM5 data sheet and Hopper whitepaper (2022), dense; float32 without TF32"),
+        _H100_NVLINK, _FABRIC_3200G, _DGX_H100),
+    "h200": (  # decimal bytes, which are less than such a device has
+        _gpu("H200", 141 * GB / GIB, 141 * GB / GIB, (989.4, 989.4, 66.9, 66.9), 4800, (9, 0),
+             "NVIDIA H200 SXM data sheet (2024), dense; float32 without TF32"),
+        _H200_NVLINK, _FABRIC_3200G, _DGX_H100),
+    "b200": (  # likewise: torch sees 178.35 GiB
+        _gpu("B200", 180 * GB / GIB, 180 * GB / GIB, (2250, 2250, 75, 37), 8000, (10, 0),
+             "NVIDIA HGX B200 and DGX B200 data sheets (2024), an eighth, dense; float32 without TF32; workspaces as on Hopper"),
+        _B200_NVLINK, _FABRIC_3200G, _DGX_B200),
+    "mi300x": (  # usable: the least in logs; capability: as torch has it under ROCm, gfx942
+        _gpu("MI300X", 192, 191.69, (1307.4, 1307.4, 163.4, 163.4), 5300, (9, 4),
+             "AMD Instinct MI300X data sheet (2023), dense matrix rates; what no tensor can have is taken to be H100's, as nothing was run"
+             " on it"),
+        _MI300X_FABRIC, _FABRIC_3200G, None),
     "cpu": (_CPU, _LOOPBACK, _ETHERNET_10G_GLOO, None),
 }  # fmt: skip
 
@@ -192,19 +179,16 @@ def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
 
     ```python
     preset("a100-80", nodes=2, devices_per_node=8)       # NVLink, 4 x 100 Gb/s between nodes
-    preset("v100-pcie-16", nodes=2, devices_per_node=8)  # PCIe 3.0, 25 Gb/s
     preset("rtx-4090", nodes=2, devices_per_node=2)      # workstations: PCIe 4.0, 10 GbE
     ```
+
+    Under NCCL the device reserves what the driver, a CUDA context and cuBLAS take, and each communicator of a plan takes
+    `COMMUNICATOR_BYTES`. The host is that of NVIDIA's own servers; it is None for devices that are sold without one.
 
     Args:
         name: one of `preset_names()`; upper case and `_` are accepted.
         nodes: machines.
-        devices_per_node: devices in each: 8 with NVLink, 4 or 8 in PCIe servers, 1 to 4 in workstations, usually.
-
-    Returns:
-        The hardware, with links within and between nodes as such machines usually have them. Under NCCL the device reserves
-        what the driver, a CUDA context and cuBLAS take, and each communicator of a plan takes `COMMUNICATOR_BYTES`. The host
-        is that of NVIDIA's own servers; it is None for devices that are sold without one.
+        devices_per_node: devices in each.
 
     Raises:
         HardwareError: the name is not known.

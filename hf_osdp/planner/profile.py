@@ -57,14 +57,12 @@ class SegmentWork:
 
     def difference(self, other: SegmentWork) -> float:
         """Return the largest relative difference of the four numbers, bytes and FLOPs each against their sum."""
-
-        def relative(mine: tuple[float, float], theirs: tuple[float, float]) -> float:
-            return max(abs(a - b) / max(sum(mine), sum(theirs), 1.0) for a, b in zip(mine, theirs, strict=True))
-
-        return max(
-            relative((self.forward_flops, self.backward_flops), (other.forward_flops, other.backward_flops)),
-            relative((self.forward_bytes, self.backward_bytes), (other.forward_bytes, other.backward_bytes)),
-        )
+        highest = 0.0
+        for names in (("forward_flops", "backward_flops"), ("forward_bytes", "backward_bytes")):
+            mine, theirs = ([getattr(work, name) for name in names] for work in (self, other))
+            differences = (abs(a - b) for a, b in zip(mine, theirs, strict=True))
+            highest = max(highest, max(differences) / max(sum(mine), sum(theirs), 1.0))
+        return highest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,11 +147,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str | bytes, *, source: str = "the profile") -> Profile:
-        """Read a profile from JSON as `to_json` writes it, and check every value; errors call it `source`.
-
-        Raises:
-            ProfileError: it is not JSON, a value is missing, unknown or out of range, or its version is another.
-        """
+        """Read a profile from JSON as `to_json` writes it; ProfileError, which calls it `source`, where it is not valid."""
 
         def invalid(problem: str) -> ProfileError:
             return ProfileError(f"{source} is not a valid profile: {problem}.")
@@ -217,7 +211,6 @@ def _timed(segment: Segment, description: ModelDescription, profile: Profile) ->
 
 
 def _mismatch(segment: Segment, description: ModelDescription, profile: Profile) -> str:
-    """Say which segment was not found, and what the profile has instead."""
     unit, length, dtype = description.units[segment.unit], description.sequence_length, description.compute_dtype
     had = {(times.class_name, times.sequence_length, times.compute_dtype) for times in profile.segments}
     there = "it has times of " + ", ".join(f"{name} at {tokens} tokens in {of.value}" for name, tokens, of in sorted(had))

@@ -1,4 +1,4 @@
-"""Rows of more than SHORT_ROW equal units: what the rule of `planner/search/stages.py` promises, against brute force over positions.
+"""Rows of more than SHORT_ROW equal units: what the rule of `planner/search/options.py` promises, against brute force over positions.
 
 Promised: the plan is optimal among those whose middle units are laid out by the rule. Not promised: that no other order
 of the middle would be faster. The brute force here is a second writing of memory.py over arrays, one entry a layout.

@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from hf_osdp.errors import InfeasibleError, OSDPError
+from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.affine import Envelope
 from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import Backend, Hardware
@@ -17,7 +17,7 @@ from hf_osdp.planner.job import LOW_BIT, Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import compare_strategies
-from hf_osdp.planner.search.search import SearchResult, least_memory, search
+from hf_osdp.planner.search.search import SearchResult, _searched, least_memory, search
 from hf_osdp.quantities import parse_bytes
 from tests.helpers.descriptions import transformer, untraced
 from tests.helpers.hardware import toy_hardware
@@ -59,17 +59,6 @@ def infeasible(name: str, strategy: Strategy = Strategy.OSDP, limit: int = 1) ->
     return caught.value
 
 
-@cache
-def ample_peak(name: str) -> int:
-    return search(problem(MODEL, MACHINES[name], JOB, AMPLE)).plan.peak_bytes
-
-
-def limits(name: str, count: int) -> list[int]:
-    """From the least that can be met to more than the fastest plan needs."""
-    least, most = infeasible(name).least_peak_bytes, ample_peak(name) * 5 // 4
-    return [least + (most - least) * k // (count - 1) for k in range(count)]
-
-
 # the extremes
 
 
@@ -99,13 +88,6 @@ def test_least_possible_memory_shards_all_over_all(name):
 # monotony
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_more_memory_never_gives_a_slower_plan(name):
-    times = [search(problem(MODEL, MACHINES[name], JOB, limit)).plan.step_s for limit in limits(name, 12)]
-    assert all(after <= before * (1 + 2e-7) for before, after in itertools.pairwise(times))
-    assert times[-1] < times[0]
-
-
 @pytest.mark.slow
 def test_more_memory_gives_a_deep_model_a_faster_plan():
     """Rows are counts there: what OR-tools' implied bounds once called infeasible was not."""
@@ -120,30 +102,6 @@ def test_more_memory_gives_a_deep_model_a_faster_plan():
     least = least_memory(problem(model, hardware, job))
     times = [search(problem(model, hardware, job, int(least * factor))).plan.step_s for factor in (1.5, 2, 3, 5, 10)]
     assert all(after < before for before, after in itertools.pairwise(times)), times
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_osdp_is_never_slower_than_a_single_strategy(name):
-    met = 0
-    for limit in limits(name, 5):
-        osdp, *others = compare_strategies(problem(MODEL, MACHINES[name], JOB, limit))
-        assert osdp.strategy is Strategy.OSDP
-        assert osdp.result.plan.peak_bytes <= limit
-        for other in others:
-            if other.result is None:
-                assert other.least_peak_bytes > limit
-                continue
-            met += 1
-            assert other.result.plan.peak_bytes <= limit
-            assert osdp.result.plan.step_s <= other.result.plan.step_s * (1 + 2e-7)
-    assert met >= 8
-
-
-def test_comparison_says_why_a_strategy_cannot_run():
-    rows = {row.strategy: row for row in compare_strategies(problem(MODEL, machine(Backend.GLOO, devices_per_node=2), JOB, AMPLE))}
-    assert rows[Strategy.HSDP].result is None
-    assert rows[Strategy.HSDP].reason == "no group size between 1 and all"
-    assert all(row.result for strategy, row in rows.items() if strategy is not Strategy.HSDP)
 
 
 # known strategies
@@ -243,34 +201,13 @@ def test_more_devices_are_a_remedy_where_states_fill_the_memory():
     assert any(re.match(r"\d+ devices", remedy) for remedy in error.remedies)
 
 
-def test_reserved_memory_counts():
-    hardware = MACHINES["4 x gloo"]
-    reserving = replace(hardware, device=replace(hardware.device, reserved_bytes=10**6))
-    least = infeasible("4 x gloo").least_peak_bytes + 10**6
-    assert search(problem(MODEL, reserving, JOB, least)).plan.peak_bytes == least
-    with pytest.raises(InfeasibleError) as caught:
-        search(problem(MODEL, reserving, JOB, least - 1))
-    assert caught.value.least_peak_bytes == least
-
-
 # the same question, the same answer
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_search_is_deterministic(name):
-    limit = limits(name, 4)[1]
-    assert search(problem(MODEL, MACHINES[name], JOB, limit)) == search(problem(MODEL, MACHINES[name], JOB, limit))
-
-
-def test_unit_that_runs_twice_is_refused():
-    twice = replace(MODEL, segments=(*MODEL.segments, MODEL.segments[1]))
-    with pytest.raises(OSDPError, match=r"Unit 'layers.0' runs more than once"):
-        search(problem(twice, MACHINES["4 x gloo"], JOB, AMPLE))
-
-
-def test_plan_of_a_search_is_for_its_model():
-    plan = search(problem(MODEL, MACHINES["4 x gloo"], JOB, AMPLE)).plan
-    plan.check(MODEL, 4)
-    assert plan.proven_optimal
-    assert plan.global_batch_size == JOB.global_batch_size
-    assert plan.memory_limit_bytes == AMPLE
+    least = infeasible(name).least_peak_bytes
+    asked = problem(MODEL, MACHINES[name], JOB, least + (search(problem(MODEL, MACHINES[name], JOB, AMPLE)).peak_bytes - least) // 3)
+    first = search(asked)
+    _searched.cache_clear()
+    assert search(asked) == first

@@ -91,7 +91,8 @@ def test_no_single_strategy_is_faster(model, world, backend, job, part):
     hardware = hardware_of(world, backend)
     limit = limit_between(model, hardware, job, part)
     best_s = search(problem(model, hardware, job, limit)).time.step_s
-    for strategy in (Strategy.FSDP, Strategy.DDP, Strategy.ZERO2, *([Strategy.HSDP] if hardware.world_size in (4, 6) else [])):
+    groups = [Strategy.HSDP] * (hardware.world_size in (4, 6)) + [Strategy.TWO_STAGE] * (hardware.nodes > 1)
+    for strategy in (Strategy.FSDP, Strategy.DDP, Strategy.ZERO2, *groups):
         try:
             assert search(problem(model, hardware, job, limit, strategy=strategy)).time.step_s >= best_s * (1 - EQUAL)
         except InfeasibleError as error:

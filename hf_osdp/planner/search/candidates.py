@@ -13,8 +13,8 @@ from ..cost.units import UnitBytes
 from ..decision import Batch, UnitLayout
 from ..description import Activations
 from ..problem import PlanningProblem
+from .options import Option, Timeline
 from .solver import ADVICE_WORK, Solution, any_within, least_peak
-from .stages import Option, Timeline
 from .strategies import batches, search_spaces
 from .timeline import BatchCosts, build_timeline
 
@@ -80,17 +80,16 @@ class Candidate:
         """Return for each unit the option that needs least memory; most often no plan needs less."""
         units = sum(len(group.units) for group in self.timeline.groups)
 
-        def need(option: Option) -> tuple[int, float]:
-            """Bytes where all units take the option: what stays is there for all of them, what passes for one."""
-            return units * option.stays + max(option.transient, option.forward_peak, option.copy_out_peak), option.seconds
-
-        return self._each(need)
+        # of bytes where all units take the option, what stays is there for all of them, what passes for one
+        return self._each(lambda o: (units * o.stays + max(o.transient, o.forward_peak, o.copy_out_peak), o.seconds))
 
     def fits(self, limit_bytes: int) -> bool:
         """Return whether any plan fits, as far as is found out in a while."""
-        if self.floor_bytes > limit_bytes:
-            return False
-        return self._fit(self.frugal(), limit_bytes) or any_within(self.timeline, self.problem.job, limit_bytes, ADVICE_WORK) is not None
+        return self.floor_bytes <= limit_bytes and (self._fit(self.frugal(), limit_bytes) or self.any_within(limit_bytes))
+
+    def any_within(self, limit_bytes: int) -> bool:
+        """Return whether the solver soon finds a plan that fits."""
+        return any_within(self.timeline, self.problem.job, limit_bytes, ADVICE_WORK) is not None
 
     def least(self) -> tuple[dict[int, UnitLayout], int]:
         """Return the plan with the lowest peak, and that peak less what no plan avoids."""
@@ -109,23 +108,22 @@ class Candidate:
         return {unit: min(group.options, key=key).layout for group in self.timeline.groups for unit in group.units}
 
 
-def all_candidates(problem: PlanningProblem, *, smallest_first: bool = False) -> Iterator[Candidate]:
-    """Yield every batch in every space, the largest micro-batches first unless said otherwise."""
+def all_candidates(
+    problem: PlanningProblem, costs: dict[Batch, BatchCosts] | None = None, *, smallest_first: bool = False
+) -> Iterator[Candidate]:
+    """Yield every batch in every space, the largest micro-batches first unless said otherwise; `costs` are shared with other searches."""
+    known = {} if costs is None else costs
     order = -1 if smallest_first else 1
     for batch in list(batches(problem.job, problem.hardware.world_size))[::order]:
-        costs = BatchCosts(problem, batch)
+        if batch not in known:
+            known[batch] = BatchCosts(problem, batch)
         for space in search_spaces(problem, batch):
-            yield Candidate(problem=problem, batch=batch, timeline=build_timeline(costs, space))
+            yield Candidate(problem=problem, batch=batch, timeline=build_timeline(known[batch], space))
 
 
-def possible_candidates(problem: PlanningProblem) -> list[Candidate]:
-    """Return the candidates that some host and some device have memory for.
-
-    Raises:
-        HardwareError: the host has too little for all of them.
-        OSDPError: no device has enough for any of them.
-    """
-    every = list(all_candidates(problem))
+def possible_candidates(problem: PlanningProblem, costs: dict[Batch, BatchCosts] | None = None) -> list[Candidate]:
+    """Return the candidates that some host and some device have memory for; HardwareError or OSDPError where there are none."""
+    every = list(all_candidates(problem, costs))
     fitting = [candidate for candidate in every if candidate.timeline.least_host_bytes <= candidate.timeline.host_limit_bytes]
     if not fitting:
         least = min(candidate.timeline.least_host_bytes for candidate in every)

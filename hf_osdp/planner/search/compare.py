@@ -48,30 +48,22 @@ def compare_strategies(
 ) -> tuple[StrategyResult, ...]:
     """Compare all strategies, each at its own best batch under the same limit, OSDP first.
 
-    Args:
-        problem: of the model whole.
-        split: the model as OSDP has it split.
-        other: the model whole with compiled blocks, or with eager ones where the problem's are compiled: for rows of that.
-
-    Returns:
-        One row a strategy; a strategy that cannot run here has a reason instead of a result. Two stages have a row where there are several
-        nodes of several devices. FSDP has rows as scripts run it where recomputation is left open: as Accelerate's FSDP2 comes, and with
-        every block recomputed (`as_scripts_run`). Where fewer bits may be sent, OSDP and the strategy asked for do so, and have another
-        row without.
+    The problem is of the model whole; OSDP takes the `split` one. `other` is the model with compiled blocks, or with eager ones where the
+    problem's are compiled, for rows of that. A strategy that cannot run here has a reason instead of a result. Two stages have a row where
+    there are several nodes of several devices. FSDP has rows as scripts run it (`as_scripts_run`) where recomputation is left open. Where
+    fewer bits may be sent, OSDP and the strategy asked for do so, and have another row without.
     """
     several = 1 < problem.hardware.devices_per_node < problem.hardware.world_size
     blocks = "eager" if problem.description.compiled_classes else "compiled"
     rows = []
-    exact = replace(problem, job=replace(problem.job, communication=None))
     for one in Strategy:
         if several or one is not Strategy.TWO_STAGE:
-            description = split if split and one is Strategy.OSDP else problem.description
-            as_it_is = replace(exact, strategy=one, description=description)
-            if problem.job.communication is not None and one in (problem.strategy, Strategy.OSDP):
-                rows.append(best_of(replace(as_it_is, job=problem.job)))
-                rows.append(best_of(as_it_is, "exact"))
+            asked = replace(problem, strategy=one, description=split if split and one is Strategy.OSDP else problem.description)
+            exact = replace(asked, job=replace(asked.job, communication=None))
+            if exact != asked and one in (problem.strategy, Strategy.OSDP):
+                rows += [best_of(asked), best_of(exact, "exact")]
             else:
-                rows.append(best_of(as_it_is))
+                rows.append(best_of(exact))
         if other is not None and one is problem.strategy:
             rows.append(best_of(replace(problem, description=other), blocks))
         if one is Strategy.FSDP and problem.job.recompute is None:
@@ -113,19 +105,12 @@ def best_of(problem: PlanningProblem, variant: str = "") -> StrategyResult:
 
 
 def frontier(problem: PlanningProblem, *, points: int = POINTS, at: Sequence[int] = ()) -> tuple[SearchResult, ...]:
-    """Return points of the Pareto front of peak memory and throughput, from the least memory that any plan needs to the problem's limit.
+    """Return points of the Pareto front of peak memory and throughput, by rising peak, up to the problem's limit.
 
     Each point is the fastest plan under some limit (the ε-constraint method: Haimes, Lasdon, Wismer 1971). Limits are put
     where most is not known yet: in the middle, by ratio, of the gap with the largest product of memory and throughput.
-    Limits are here what a plan may fill: the margin is left out of them.
-
-    Args:
-        problem: what is searched; its limit is the highest one.
-        points: at most so many searches, those of `at` aside.
-        at: limits that are searched in any case, such as the peaks of other plans, which the front is then not below.
-
-    Returns:
-        Search results by rising peak and rising throughput; equal ones only once.
+    Limits are here what a plan may fill: the margin is left out of them. At most `points` are searched, and the limits of `at`, such as
+    the peaks of other plans, which the front is then not below.
 
     Raises:
         InfeasibleError: nothing fits the problem's limit.
@@ -141,10 +126,9 @@ def frontier(problem: PlanningProblem, *, points: int = POINTS, at: Sequence[int
     last, least = fastest(problem.memory_limit_bytes), least_memory(problem)
     known = [fastest(least), last]
     for limit in at:
-        for gap, ((low, _), (_, high)) in enumerate(itertools.pairwise(known)):
-            if low < limit < high.peak_bytes:
-                known.insert(gap + 1, fastest(limit))
-                break
+        gaps = (gap for gap, ((low, _), (_, high)) in enumerate(itertools.pairwise(known)) if low < limit < high.peak_bytes)
+        if (gap := next(gaps, None)) is not None:
+            known.insert(gap + 1, fastest(limit))
     for _ in range(points - 2):
         sizes = [_unknown(low, below, above) for (low, below), (_, above) in itertools.pairwise(known)]
         if not any(sizes):
@@ -174,30 +158,17 @@ def choose_description(
     splits: Callable[[], Sequence[ModelSplit]],
     describe: Callable[[ModelSplit], ModelDescription],
 ) -> ModelDescription:
-    """Return the description, out of those of the plain and the split model, whose best plan is fastest.
+    """Return the description, out of those of the plain and the split model, whose best plan is fastest, or needs least if none fits.
 
     Splits are for memory: they are tried only where the limit keeps the plain model from running as fast as without one, or where blocks
-    are compiled, since a loss in pieces is compiled with them. Where nothing fits, the one that needs least. Single strategies take the
-    plain model.
-
-    Args:
-        problem: of the model as it is.
-        splits: ways to split it.
-        describe: from a split to the description of the model that is split so; a DescriptionError leaves the split out.
+    are compiled, since a loss in pieces is compiled with them. Single strategies take the plain model. A DescriptionError of `describe`
+    leaves a split out.
     """
-
-    def rank(description: ModelDescription) -> tuple[bool, float]:
-        """Rank what fits first, by its time, if it is faster than all before; then what needs least, by a bound."""
-        found = search_or_floor(replace(problem, description=description), cutoff_s=fastest_s)
-        return (True, float(found)) if isinstance(found, int) else (False, found.time.step_s)
-
     plain = problem.description
     if problem.strategy is not Strategy.OSDP:
         return plain
-    fastest_s = math.inf
-    ranked = [(rank(plain), plain)]
-    (over, step_s), _ = ranked[0]
-    if not over and not plain.compiled_classes and step_s <= _NEAR * fastest_without_limit(problem):
+    best, chosen = _rank(problem), plain
+    if not best[0] and not plain.compiled_classes and best[1] <= _NEAR * fastest_without_limit(problem):
         return plain
     for split in splits():
         try:
@@ -205,6 +176,13 @@ def choose_description(
         except DescriptionError as error:
             _log.debug("%s", error)
             continue
-        fastest_s = min((seconds for (over, seconds), _ in ranked if not over), default=math.inf)
-        ranked.append((rank(description), description))
-    return min(ranked, key=lambda pair: pair[0])[1]
+        rank = _rank(replace(problem, description=description), cutoff_s=math.inf if best[0] else best[1])
+        if rank < best:
+            best, chosen = rank, description
+    return chosen
+
+
+def _rank(problem: PlanningProblem, cutoff_s: float = math.inf) -> tuple[bool, float]:
+    """Rank what fits first, by its time, if that is below the cutoff; then what needs least, by a bound."""
+    found = search_or_floor(problem, cutoff_s=cutoff_s)
+    return (True, float(found)) if isinstance(found, int) else (False, found.time.step_s)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from ..decision import UnitLayout
-from .stages import Option, Timeline, UnitGroup
+from .options import Option, Timeline, UnitGroup
 
 if TYPE_CHECKING:
     from ortools.linear_solver import pywraplp
@@ -39,18 +40,15 @@ class GroupCounts:
 
     def total(self, value: Value) -> Bytes:
         """Return the sum of a number over all units."""
-        return self._weighted(value, self.counts)
+        return sum(value(o) * x for o, x in zip(self.group.options, self.counts, strict=True))
 
     def of_first(self, value: Value) -> Bytes:
         """Return a number of the first unit's option."""
-        return self._weighted(value, self.first)
+        return replace(self, counts=self.first).total(value)
 
     def of_last(self, value: Value) -> Bytes:
         """Return a number of the last unit's option."""
-        return self._weighted(value, self.last)
-
-    def _weighted(self, value: Value, variables: Sequence[Count]) -> Bytes:
-        return sum(value(o) * x for o, x in zip(self.group.options, variables, strict=True))
+        return replace(self, counts=self.last).total(value)
 
     def runs(self) -> list[tuple[Option, Count, Count]]:
         """Return option, count and whether it is used, in the order of backward."""
@@ -60,10 +58,8 @@ class GroupCounts:
 class IntegerModel:
     """Counts of options for each group of units, without constraints on them.
 
-    Args:
-        timeline: stages with their options.
-        limit_bytes: bytes that no moment may pass; None makes it a variable, to be minimized.
-        linear: leave out what holds only for runs that exist; the model is then a relaxation, for `relax`.
+    No moment may pass `limit_bytes`; None makes that a variable, to be minimized. `linear` leaves out what holds only for runs that exist:
+    the model is then a relaxation, for `relax`.
     """
 
     def __init__(self, timeline: Timeline, limit_bytes: int | None, *, linear: bool) -> None:
@@ -79,7 +75,7 @@ class IntegerModel:
         """The last `solve` found nothing, and did not prove that there is nothing."""
 
     def minimize_seconds(self, scale: float, at_most: int | None = None) -> None:
-        """Set the objective Σ scale · seconds, to be found where it is at most a bound; without an objective any solution will do."""
+        """Set the objective Σ scale · seconds, at most a bound; without an objective any solution will do."""
         cost = self._sum(self._groups.values(), lambda option: round(option.seconds * scale))
         self._model.minimize(cost)
         if at_most is not None:
@@ -90,10 +86,7 @@ class IntegerModel:
         self._model.minimize(self._limit)
 
     def solve(self, most_work: float = math.inf) -> tuple[dict[int, UnitLayout], float, bool] | None:
-        """Return layouts by unit, the objective, and whether it is proven; None where nothing satisfies the constraints, or it gave up.
-
-        `most_work` is in CP-SAT's deterministic seconds; with an objective there is a limit in any case.
-        """
+        """Return layouts by unit, the objective, and whether it is proven; None if there are none, or none by `most_work`."""
         from ortools.sat.python import cp_model
 
         solver = cp_model.CpSolver()
@@ -113,9 +106,9 @@ class IntegerModel:
         return layouts, solver.objective_value, status == cp_model.OPTIMAL
 
     def relax(self) -> tuple[float, dict[UnitGroup, dict[Option, float]]] | None:
-        """Return the minimum over real numbers, and what each option of a group adds to it at least for each unit (reduced costs).
+        """Return the minimum over real numbers of a `linear` model, and what each option of a group adds at least (reduced costs).
 
-        None where no optimum was found, because there is no solution or rounding got in the way. The model must be `linear`.
+        None where no optimum was found, because there is no solution or rounding got in the way.
         """
         from ortools.linear_solver import pywraplp
 
@@ -126,18 +119,17 @@ class IntegerModel:
                 linear = constraint.linear
                 _add_row(solver, variables, linear.vars, linear.coeffs, *linear.domain)
             else:
-                literals = constraint.exactly_one.literals
-                _add_row(solver, variables, literals, [1] * len(literals), 1, 1)
+                one = constraint.exactly_one.literals
+                _add_row(solver, variables, one, [1] * len(one), 1, 1)
         objective, scale = solver.Objective(), max(map(abs, program.objective.coeffs), default=1) or 1
         for index, coefficient in zip(program.objective.vars, program.objective.coeffs, strict=True):
             objective.SetCoefficient(variables[index], coefficient / scale)
         objective.SetMinimization()
         if solver.Solve() != pywraplp.Solver.OPTIMAL:
             return None
-        added = {
-            group: {o: variables[x.index].reduced_cost() * scale for o, x in zip(group.options, own.counts, strict=True)}
-            for group, own in self._groups.items()
-        }
+        added = {}
+        for group, own in self._groups.items():
+            added[group] = {o: variables[x.index].reduced_cost() * scale for o, x in zip(group.options, own.counts, strict=True)}
         return objective.Value() * scale + program.objective.offset, added
 
     def _declare(self, group: UnitGroup) -> GroupCounts:
@@ -198,7 +190,7 @@ class IntegerModel:
 
     @staticmethod
     def _sum(groups: Iterable[GroupCounts], value: Value) -> Bytes:
-        return sum(value(o) * x for own in groups for o, x in zip(own.group.options, own.counts, strict=True))
+        return sum(own.total(value) for own in groups)
 
     def _fits(self, level: Bytes, *literals: cp_model.BoolVarT) -> None:
         """Level ≤ limit, where all literals are true."""
@@ -221,8 +213,8 @@ def _add_row(
     row = solver.Constraint(
         -infinity if low <= -far else (low - margin * abs(low)) / scale, infinity if high >= far else (high + margin * abs(high)) / scale
     )
-    sums: dict[int, int] = {}
+    sums: Counter[int] = Counter()
     for index, coefficient in zip(indices, coefficients, strict=True):
-        sums[index] = sums.get(index, 0) + coefficient
+        sums[index] += coefficient
     for index, coefficient in sums.items():
         row.SetCoefficient(variables[index], coefficient / scale)

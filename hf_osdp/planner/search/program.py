@@ -3,8 +3,8 @@
 For a group of n equal units, x_k counts those that take option k: Σ_k x_k = n. A *run* is the units of a group with one option; in
 backward runs come in the order of the options. The *level* is what is held between two units' moments; it is linear in the counts:
 
-    level before forward of stage i:   held + Σ_{j<i} f_j        held: model, communicators, Σ (parameters, optimizer, gradients held)
-    level before backward of stage i:  held + Σ_{j≤i} f_j + Σ_{j>i} r_j
+    level before forward of part i:   held + Σ_{j<i} f_j        held: model, communicators, Σ (parameters, optimizer, gradients held)
+    level before backward of part i:  held + Σ_{j≤i} f_j + Σ_{j>i} r_j
 
 with f what a unit's forward leaves, r what its backward leaves, and d = r - f what backward changes the level by. Every moment's bytes,
 level and what passes, stay within the limit.
@@ -17,46 +17,35 @@ beside it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..decision import Mesh, groups_in
 from ..job import OptimizerStep, TrainingJob
 from .integer_model import GroupCounts, IntegerModel
-from .stages import LaterCall, Option, RootStage, Timeline, UnitGroup
+from .options import LaterCall, Option, Part, RootSegment, Timeline, UnitGroup
 
 if TYPE_CHECKING:
-    from .integer_model import Bytes, Count
+    from .integer_model import Bytes, Count, Value
 
 
 class Program(IntegerModel):
-    """The constraints of every moment; `minimize_...` and `solve` follow.
-
-    Args:
-        timeline: stages with their options.
-        job: which optimizer step runs.
-        limit_bytes: see `IntegerModel`, as for `linear`.
-    """
+    """The constraints of every moment; `minimize_...` and `solve` follow. Of the job, only the optimizer step bears on them."""
 
     def __init__(self, timeline: Timeline, job: TrainingJob, limit_bytes: int | None, *, linear: bool = False) -> None:
         super().__init__(timeline, limit_bytes, linear=linear)
         self._timeline, self._job = timeline, job
-        self._stages = [self._variables(stage) for stage in timeline.stages]
+        self._parts = [self._variables(part) for part in timeline.parts]
         self._whole_step = [self._groups[group] for group in timeline.whole_step]
         self._constrain_host()
-        level = self._constrain_forward()
-        level = self._constrain_backward(level)
-        self._constrain_finish(level)
+        self._constrain_finish(self._constrain_backward(self._constrain_forward()))
 
-    def _variables(self, stage: UnitGroup | LaterCall | RootStage) -> GroupCounts | RootStage:
-        """Return a stage's variables; a later call has those of its unit's own group."""
-        match stage:
-            case RootStage():
-                return stage
-            case UnitGroup():
-                return self._groups[stage]
-            case LaterCall():
-                own = next(variables for group, variables in self._groups.items() if group.units == (stage.unit,))
-                return GroupCounts(group=stage.of(own.group), counts=own.counts, used=own.used, first=own.first, last=own.last)
+    def _variables(self, part: Part) -> GroupCounts | RootSegment:
+        """Return a part's variables; a later call has those of its unit's own group."""
+        if isinstance(part, LaterCall):
+            own = next(variables for group, variables in self._groups.items() if group.units == (part.unit,))
+            return replace(own, group=part.of(own.group))
+        return self._groups[part] if isinstance(part, UnitGroup) else part
 
     def _constrain_host(self) -> None:
         """Σ (states + activations on the host) + what comes there for a moment ≤ the host's memory."""
@@ -91,33 +80,29 @@ class Program(IntegerModel):
         return taken
 
     def _constrain_forward(self) -> Bytes:
-        """For each stage: level + copy-out beside the gather buffer of the unit before ≤ limit; level + forward peak ≤ limit.
-
-        Returns:
-            The level at the end of forward.
-        """
+        """Constrain level + copy-out beside the gather buffer of the unit before, and level + forward peak; return the level at the end."""
         level = self._timeline.model_bytes + self._communicators() + self._sum(self._groups.values(), lambda o: o.bytes.held)
         level = level + self._sum(self._whole_step, lambda o: o.bytes.gathered)
         buffers: list[Bytes] = [own.of_last(lambda o: o.bytes.gather_buffer) for own in self._whole_step] or [0]
-        for stage in self._stages:
-            if isinstance(stage, RootStage):
+        for part in self._parts:
+            if isinstance(part, RootSegment):
                 for buffer in buffers:
-                    self._fits(level + stage.forward_peak + buffer)
-                level = level + stage.saved
+                    self._fits(level + part.bytes.forward_peak + buffer)
+                level = level + part.bytes.saved
                 continue
-            if len(stage.group.units) > 1 and not self._linear:
-                self._constrain_forward_runs(stage, level)
+            if len(part.group.units) > 1 and not self._linear:
+                self._constrain_forward_runs(part, level)
             for buffer in buffers:
-                self._fits(level + buffer + stage.of_first(lambda o: o.copy_out_peak))
-            level = level + stage.total(lambda o: o.left_by_forward)
-            self._fits(level + stage.of_last(lambda o: o.forward_peak - o.left_by_forward))
-            buffers = [stage.of_last(lambda o: o.bytes.gather_buffer)]
+                self._fits(level + buffer + part.of_first(lambda o: o.copy_out_peak))
+            level = level + part.total(lambda o: o.left_by_forward)
+            self._fits(level + part.of_last(lambda o: o.forward_peak - o.left_by_forward))
+            buffers = [part.of_last(lambda o: o.bytes.gather_buffer)]
         return level
 
-    def _constrain_forward_runs(self, stage: GroupCounts, level: Bytes) -> None:
+    def _constrain_forward_runs(self, part: GroupCounts, level: Bytes) -> None:
         """Forward only raises the level: each run's peak is at its last unit."""
         before: Bytes = 0
-        for option, x, used in reversed(stage.runs()):
+        for option, x, used in reversed(part.runs()):
             level = self._named(level)
             self._fits(level + before + option.copy_out_peak, used)
             before = self._latest(used, option.bytes.gather_buffer, before)
@@ -127,74 +112,57 @@ class Program(IntegerModel):
                 self._fits(level - option.left_by_forward + nbytes + option.copy_out_peak, self._at_least(x, 2))
 
     def _constrain_backward(self, level: Bytes) -> Bytes:
-        """For each stage, the last first: level + backward peak + reduction in flight + what is gathered ahead ≤ limit.
-
-        Returns:
-            The level at the end of backward.
-        """
+        """Constrain level + backward peak + reduction in flight + what is gathered ahead, last part first; return the level at the end."""
         tail: Bytes = 0
-        for index, stage in reversed(list(enumerate(self._stages))):
+        for index, part in reversed(list(enumerate(self._parts))):
             ahead = self._gathered_ahead(index)
-            if isinstance(stage, RootStage):
-                self._fits(level + stage.backward_peak + tail + ahead)
-                level = level - stage.saved + stage.gradients
+            if isinstance(part, RootSegment):
+                self._fits(level + part.bytes.backward_peak + tail + ahead)
+                level = level - part.bytes.saved + part.gradients
                 continue
-            level = self._constrain_group(stage, level, ahead, tail)
-            if isinstance(self._timeline.stages[index], UnitGroup):  # a later call reduces nothing
-                least, most = _tails(stage)
-                tail = least if least == most else stage.of_first(lambda o: o.bytes.reduce_tail)
-        running = {stage.unit for stage in self._stages if isinstance(stage, RootStage)}
+            level = self._constrain_group(part, level, ahead, tail)
+            if isinstance(self._timeline.parts[index], UnitGroup):  # a later call reduces nothing
+                least, most = _tails(part)
+                tail = least if least == most else part.of_first(lambda o: o.bytes.reduce_tail)
+        running = {part.unit for part in self._parts if isinstance(part, RootSegment)}
         idle = [own for own in self._whole_step if own.group.units[0] not in running]
         return level + self._sum(idle, lambda o: o.bytes.unsharded_gradients)
 
     def _gathered_ahead(self, index: int) -> Bytes:
-        """Return bytes that are gathered while the stage at `index` computes in backward."""
-        stage = self._timeline.stages[index]
-        if stage.prefetches:
-            for before in reversed(self._stages[:index]):
-                if isinstance(before, GroupCounts):
-                    return before.of_last(lambda o: o.bytes.prefetched)
-        return 0
+        """Return bytes that are gathered while the part at `index` computes in backward."""
+        groups = (before for before in reversed(self._parts[:index]) if isinstance(before, GroupCounts))
+        before = next(groups, None) if self._timeline.parts[index].prefetches else None
+        return 0 if before is None else before.of_last(lambda o: o.bytes.prefetched)
 
-    def _constrain_group(self, stage: GroupCounts, level: Bytes, ahead: Bytes, tail: Bytes) -> Bytes:
+    def _constrain_group(self, part: GroupCounts, level: Bytes, ahead: Bytes, tail: Bytes) -> Bytes:
         """Constrain backward from the group's last unit to its first, and return the level after; `tail` is in flight when it begins."""
-        if len(stage.group.units) > 1:
-            self._constrain_unit(stage.of_last, level, tail)
-            own, most = _tails(stage)
+        if len(part.group.units) > 1:
+            self._constrain_unit(part.of_last, level, tail)
+            own, most = _tails(part)
             if not self._linear:
                 if own == most and isinstance(tail, int) and own == tail:
-                    self._constrain_runs(stage, level, tail)
+                    self._constrain_runs(part, level, tail)
                 else:
-                    self._constrain_unlike_runs(stage, level, tail, ahead)
+                    self._constrain_unlike_runs(part, level, tail, ahead)
             tail = own  # of the unit that backward meets before the first
-        level = level + stage.total(lambda o: o.change)
-        self._constrain_unit(stage.of_first, level, tail, ahead, lambda o: o.change)
+        level = level + part.total(lambda o: o.change)
+        self._constrain_unit(part.of_first, level - part.of_first(lambda o: o.change), tail, ahead)
         return level
 
-    def _constrain_unit(
-        self,
-        picked: Callable[[Callable[[Option], int]], Bytes],
-        level: Bytes,
-        tail: Bytes,
-        ahead: Bytes = 0,
-        change: Callable[[Option], int] = lambda option: 0,
-    ) -> None:
-        """Require that level - d + gather + tail and level - d + max(compute + tail, reduce) + ahead are within the limit, for one unit.
-
-        `level` is the one before its backward, and d its `change` where that is in the level already.
-        """
+    def _constrain_unit(self, picked: Callable[[Value], Bytes], level: Bytes, tail: Bytes, ahead: Bytes = 0) -> None:
+        """Require for one unit that gather + tail and max(compute + tail, reduce) + ahead fit above the level before its backward."""
         if isinstance(tail, int):
             fixed = tail
-            self._fits(level + picked(lambda o: o.gather_peak + fixed - change(o)))
-            self._fits(level + picked(lambda o: max(o.compute_peak + fixed, o.reduce_peak) - change(o)) + ahead)
+            self._fits(level + picked(lambda o: o.gather_peak + fixed))
+            self._fits(level + picked(lambda o: max(o.compute_peak + fixed, o.reduce_peak)) + ahead)
             return
-        self._fits(level + picked(lambda o: o.gather_peak - change(o)) + tail)
-        self._fits(level + picked(lambda o: o.compute_peak - change(o)) + tail + ahead)
-        self._fits(level + picked(lambda o: o.reduce_peak - change(o)) + ahead)
+        self._fits(level + picked(lambda o: o.gather_peak) + tail)
+        self._fits(level + picked(lambda o: o.compute_peak) + tail + ahead)
+        self._fits(level + picked(lambda o: o.reduce_peak) + ahead)
 
-    def _constrain_runs(self, stage: GroupCounts, level: Bytes, tail: int) -> None:
+    def _constrain_runs(self, part: GroupCounts, level: Bytes, tail: int) -> None:
         """Within a run the level moves evenly: its peak is at its first unit or near its last."""
-        for option, x, used, following in self._backward_runs(stage, 0):
+        for option, x, used, following in self._backward_runs(part, 0):
             level = self._named(level)
             change, prefetched, peak = option.change, option.bytes.prefetched, option.backward_peak
             end = level + change * x
@@ -207,9 +175,9 @@ class Program(IntegerModel):
             self._fits(end - change + peak + following, used)
             level = end
 
-    def _constrain_unlike_runs(self, stage: GroupCounts, level: Bytes, tail: Bytes, ahead: Bytes) -> None:
+    def _constrain_unlike_runs(self, part: GroupCounts, level: Bytes, tail: Bytes, ahead: Bytes) -> None:
         """Do the same where options leave unlike reduce buffers in flight: a run's first unit meets that of the run before."""
-        for option, x, used, following in self._backward_runs(stage, ahead):
+        for option, x, used, following in self._backward_runs(part, ahead):
             level, own = self._named(level), option.bytes.reduce_tail
             change, prefetched, compute, reduce = option.change, option.bytes.prefetched, option.compute_peak, option.reduce_peak
             end, twice, thrice = level + change * x, self._at_least(x, 2), self._at_least(x, 3)
@@ -230,17 +198,17 @@ class Program(IntegerModel):
             self._fits(end - change + reduce + following, used)
             level, tail = end, self._latest(used, own, tail)
 
-    def _backward_runs(self, stage: GroupCounts, ahead: Bytes) -> list[tuple[Option, Count, Count, Bytes]]:
+    def _backward_runs(self, part: GroupCounts, ahead: Bytes) -> list[tuple[Option, Count, Count, Bytes]]:
         """Return the runs in the order of backward, each with what the unit after the run gathers ahead."""
         runs = []
-        for option, x, used in reversed(stage.runs()):
+        for option, x, used in reversed(part.runs()):
             runs.append((option, x, used, ahead))
             ahead = self._latest(used, option.bytes.prefetched, ahead)
         return runs[::-1]
 
     def _constrain_finish(self, level: Bytes) -> None:
         """Reductions of what is gathered for the whole step, one after the other, then level + optimizer scratch ≤ limit."""
-        running = [self._groups[group] for group in self._timeline.stages if isinstance(group, UnitGroup)]
+        running = [self._groups[group] for group in self._timeline.parts if isinstance(group, UnitGroup)]
         reduced = self._sum([*running, *self._whole_step], lambda o: o.bytes.reduced_after)
         level = level + self._sum(running, lambda o: o.bytes.gradients_settled)
         for own in self._whole_step:
@@ -257,9 +225,9 @@ class Program(IntegerModel):
                     self._fits(level + max(option.bytes.step_scratch, option.bytes.states_passing), used)
 
 
-def _tails(stage: GroupCounts) -> tuple[int, int]:
+def _tails(part: GroupCounts) -> tuple[int, int]:
     """Return the bytes of the least and of the largest reduce buffer that an option leaves in flight."""
-    tails = [option.bytes.reduce_tail for option in stage.group.options]
+    tails = [option.bytes.reduce_tail for option in part.group.options]
     return min(tails), max(tails)
 
 

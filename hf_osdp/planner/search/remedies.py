@@ -9,27 +9,25 @@ from typing import Any
 from ...errors import HardwareError, InfeasibleError
 from ...quantities import format_bytes
 from ..cost.memory import MemoryEstimate
-from ..description import ModelDescription, PhaseCost, Segment
+from ..description import ModelDescription, Segment
 from ..job import LOW_BIT, OptimizerSpec, Precision
 from ..plan import Plan
 from ..problem import PlanningProblem, Strategy
 from .candidates import all_candidates
 
-_MORE_DEVICES = (2, 4, 8, 16, 32, 64)
-_SHORTER = (2, 4, 8, 16, 32, 64)
+_FACTORS = (2, 4, 8, 16, 32, 64)
+"""More devices, or shorter sequences."""
 _SIZES = ("saved_bytes", "own_saved_bytes", "sent_bytes", "gradient_bytes")
 
 
 def infeasible_error(problem: PlanningProblem, least: Plan, memory: MemoryEstimate, needed_bytes: int) -> InfeasibleError:
-    """Return the error that names the tightest limit that could be met, what fills it, and the cheapest ways out.
-
-    `least` is the plan that needs least memory, and `needed_bytes` what it needs of a device, with what no tensor can have.
-    """
+    """Return the error with the tightest limit that could be met, what fills it in the plan of `least` memory, and cheap ways out."""
     hardware, limit, room = problem.hardware, problem.memory_limit_bytes, problem.room_bytes
     peak, gaps = memory.peak, needed_bytes - memory.on(hardware)
-    kinds = [(getattr(peak.breakdown, name), name) for name in peak.breakdown.__slots__]
-    outside = [*((nbytes, name) for name, nbytes in memory.outside(hardware).items()), (gaps, "gaps of torch's allocator")]
-    largest = ", ".join(f"{name} {format_bytes(nbytes)}" for nbytes, name in sorted([*kinds, *outside], reverse=True)[:2])
+    kinds = {name: getattr(peak.breakdown, name) for name in peak.breakdown.__slots__}
+    kinds |= {**memory.outside(hardware), "gaps of torch's allocator": gaps}
+    two = sorted(((nbytes, name) for name, nbytes in kinds.items()), reverse=True)[:2]
+    largest = ", ".join(f"{name} {format_bytes(nbytes)}" for nbytes, name in two)
     enough = hardware.limit_for(needed_bytes)
     more_memory = f"{'a memory limit' if enough <= hardware.device.memory_bytes else 'devices'} of {format_bytes(_rounded_up(enough))}"
     ways = (*_remedies(replace(problem, memory_limit_bytes=max(1, limit - gaps))), more_memory)
@@ -45,24 +43,20 @@ def infeasible_error(problem: PlanningProblem, least: Plan, memory: MemoryEstima
 
 
 def _remedies(problem: PlanningProblem) -> Iterator[str]:
-    """Yield changes after which some plan fits the limit, as phrases that complete "Use ...".
-
-    Those that cost nothing but a setting come first: another strategy, mixed precision, a shorter sequence, then more
-    devices.
-    """
+    """Yield changes after which some plan fits the limit, as phrases that complete "Use ...": settings first, then sizes and devices."""
     description, hardware, job = problem.description, problem.hardware, problem.job
     yield from _settings(problem)
     # half the bytes of activations and gradients
     half = replace(problem, description=_scaled(description, 0.5, constants=True), job=replace(job, precision=Precision.named("bf16")))
     if job.precision.compute is None and fits_by_estimate(half):
         yield "mixed_precision bf16 (estimated from the float32 trace)"
-    for factor in _SHORTER:
+    for factor in _FACTORS:
         length = description.sequence_length // factor  # activations shrink at least in proportion
         shorter = replace(_scaled(description, 1 / factor), sequence_length=max(1, length))
         if length >= 1 and fits_by_estimate(replace(problem, description=shorter)):
             yield f"sequence length {length}"
             break
-    for factor in _MORE_DEVICES if job.local_steps is None else ():
+    for factor in _FACTORS if job.local_steps is None else ():
         try:
             more = hardware.scaled(devices_per_node=factor) if hardware.world_size == 1 else hardware.scaled(nodes=hardware.nodes * factor)
         except HardwareError:
@@ -78,20 +72,22 @@ def _settings(problem: PlanningProblem) -> Iterator[str]:
     job = problem.job
     if problem.strategy is not Strategy.OSDP and fits_by_estimate(replace(problem, strategy=Strategy.OSDP)):
         yield "strategy osdp, which fits"
-    for name in ("recompute", "host_offload", "offload_optimizer", "offload_activations"):
-        open_: dict[str, Any] = {name: None}
-        if getattr(job, name) is False and fits_by_estimate(replace(problem, job=replace(job, **open_))):
-            yield f"{name} left to the planner"
-    low_bit = replace(job, optimizer=LOW_BIT["adamw8bit"], host_offload=False, offload_optimizer=False)
-    element_wise = replace(problem, job=replace(job, optimizer=OptimizerSpec(step=job.optimizer.step)))
-    if job.optimizer.needs_whole and fits_by_estimate(element_wise):
-        yield "an element-wise optimizer, which may be sharded (optim='adamw_torch')"
-    if job.optimizer.name == "adamw" and not (job.host_offload or job.offload_optimizer):
-        if fits_by_estimate(replace(problem, job=low_bit)):
-            yield "states of 8 bits (optim='adamw_torch_8bit')"
-    early = replace(job, clips_gradients=False, step_in_backward=True)
-    if job.clips_gradients and fits_by_estimate(replace(problem, job=early)):
-        yield "step_in_backward without clipping (max_grad_norm=0)"
+    changes: list[tuple[str, bool, dict[str, Any]]] = [
+        (f"{name} left to the planner", getattr(job, name) is False, {name: None})
+        for name in ("recompute", "host_offload", "offload_optimizer", "offload_activations")
+    ]
+    element_wise = {"optimizer": OptimizerSpec(step=job.optimizer.step)}
+    low_bit = {"optimizer": LOW_BIT["adamw8bit"], "host_offload": False, "offload_optimizer": False}
+    plain = job.optimizer.name == "adamw" and not (job.host_offload or job.offload_optimizer)
+    early = {"clips_gradients": False, "step_in_backward": True}
+    changes += [
+        ("an element-wise optimizer, which may be sharded (optim='adamw_torch')", job.optimizer.needs_whole, element_wise),
+        ("states of 8 bits (optim='adamw_torch_8bit')", plain, low_bit),
+        ("step_in_backward without clipping (max_grad_norm=0)", job.clips_gradients, early),
+    ]
+    for words, possible, change in changes:
+        if possible and fits_by_estimate(replace(problem, job=replace(job, **change))):
+            yield words
 
 
 def fits_by_estimate(problem: PlanningProblem) -> bool:
@@ -112,11 +108,10 @@ def _rounded_up(nbytes: int) -> int:
 def _scaled(description: ModelDescription, factor: float, *, constants: bool = False) -> ModelDescription:
     """Return the description with activations and gradients of other sizes."""
 
-    def phase(cost: PhaseCost) -> PhaseCost:
-        return replace(cost, peak_bytes=cost.peak_bytes.scaled(factor, constants=constants))
-
     def scaled(costs: Segment) -> Segment:
-        sizes = {name: getattr(costs, name).scaled(factor, constants=constants) for name in _SIZES}
-        return replace(costs, forward=phase(costs.forward), backward=phase(costs.backward), **sizes)
+        changed: dict[str, Any] = {name: getattr(costs, name).scaled(factor, constants=constants) for name in _SIZES}
+        for name, phase in (("forward", costs.forward), ("backward", costs.backward)):
+            changed[name] = replace(phase, peak_bytes=phase.peak_bytes.scaled(factor, constants=constants))
+        return replace(costs, **changed)
 
     return replace(description, segments=tuple(segment.each(scaled) for segment in description.segments))

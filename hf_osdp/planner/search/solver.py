@@ -1,8 +1,4 @@
-"""The search as an integer program, solved to a proven optimum by CP-SAT.
-
-Variables: for each group of equal units, how many take each option. Each moment of the step is a linear expression in
-them (memory.py has the formulas); within a run of units with one option the level moves by the same amount from unit to
-unit, so that only the ends of each run can be a peak. Constraint: every moment <= limit. Objective: the seconds of a step.
+"""The integer program of `program.py`, solved to a proven optimum by CP-SAT. Objective: the seconds of a step.
 
 Most options are never put to the solver. The linear relaxation bounds every plan from below, and its reduced costs say how much
 each option adds to the bound at least (reduced-cost fixing: Dantzig, Fulkerson, Johnson 1954). A program over the few options that
@@ -17,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from ..decision import UnitLayout
 from ..job import TrainingJob
+from .options import Option, Timeline, UnitGroup, undominated
 from .program import Program
-from .stages import Option, Timeline, UnitGroup, undominated
 
 _RESOLUTION = 2**40
 """Integer steps that the largest possible objective is divided into."""
@@ -45,25 +41,17 @@ class Solution:
     proven: bool
 
 
-def fastest(timeline: Timeline, job: TrainingJob, limit_bytes: int, *, cutoff_s: float | None = None) -> Solution | None:
-    """Return the options that cost least time with every moment within the limit.
+def fastest(timeline: Timeline, job: TrainingJob, limit_bytes: int, *, cutoff_s: float = math.inf) -> Solution | None:
+    """Return the options that cost least time with every moment within the limit; None where nothing fits, or is faster than the cutoff.
 
-    Args:
-        timeline: stages with their options.
-        job: which optimizer step runs.
-        limit_bytes: bytes that no moment may pass.
-        cutoff_s: look only for solutions faster than this.
-
-    Returns:
-        The optimum, or None where nothing fits (or nothing is faster than the cutoff). Where the solver gave up, what it had found by
-        then, not proven; that may be nothing, at infinite cost.
+    Where the solver gave up, what it had found by then is returned, not proven; that may be nothing, at infinite cost.
     """
     possible = timeline.within(limit_bytes)
     if possible is None:
         return None
     largest = sum(len(group.units) * max(option.seconds for option in group.options) for group in possible.groups) or 1.0
     scale = _RESOLUTION / largest
-    best = math.inf if cutoff_s is None else cutoff_s * scale
+    best = cutoff_s * scale
     relaxed = _relaxed(possible, job, limit_bytes, scale)
     if relaxed is None or relaxed[0] > best + _ROUNDING:
         return None
@@ -110,7 +98,7 @@ def any_within(timeline: Timeline, job: TrainingJob, limit_bytes: int, most_work
     possible = timeline.within(limit_bytes)
     if possible is None:
         return None
-    frugal = {group: set(undominated(group.options, Option.fits_where)) for group in possible.groups}
+    frugal = {group: set(undominated(group.options, by_memory=True)) for group in possible.groups}
     found = Program(possible.keeping(frugal), job, limit_bytes).solve(most_work)
     return None if found is None else found[0]
 

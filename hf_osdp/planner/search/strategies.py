@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import HardwareError
 from ..affine import Affine
-from ..cost.units import shape_ids
+from ..cost.collectives import Ring, between_ring, replicate_ring, shard_ring
+from ..cost.units import shape_ids, unit_seconds
 from ..decision import Batch, UnitLayout, layouts_for
-from ..description import Activations, GatherSpan, ModelDescription, Recomputation, UnitDescription
+from ..description import Activations, DType, GatherSpan, ModelDescription, Recomputation, UnitDescription
 from ..hardware import Hardware
 from ..job import OptimizerStep, TrainingJob, divisors
 from ..problem import PlanningProblem, Strategy
-from .wire_choice import WireChoice
+from ..wire import WireFormat, formats_up_to
 
 Space = tuple[tuple[UnitLayout, ...], ...]
 """For each unit, the layouts that it may take."""
@@ -24,16 +25,14 @@ Space = tuple[tuple[UnitLayout, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Open:
-    """What may be decided for a unit."""
+    """What may be decided for a unit; see `UnitLayout`. Where `saves_operators`, each unit has its own ways to recompute."""
 
     shard_sizes: tuple[int, ...]
     reshard_after_forward: bool | None
     """None leaves it open."""
     stage_sizes: tuple[int, ...] = (1,)
     reduces: tuple[bool, ...] = (True,)
-    """Reduce gradients in every micro-step, or hold whole ones."""
     activations: tuple[Activations, ...] = (Activations.SAVE,)
-    """Where `saves_operators`, each unit's own ways to recompute come in place of a full recomputation."""
     saves_operators: bool = False
     on_host: tuple[bool, ...] = (False,)
     states_on_host: tuple[bool, ...] = (False,)
@@ -50,17 +49,13 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
     """Return the spaces whose best plan is the strategy's best plan.
 
     Under `osdp` each unit takes any layout, recomputes or saves, offloads what it saves or not, holds its gradients or reduces them. A
-    single strategy gives every unit the same layout, and is offered with all blocks recomputed and with none, and so on.
-
-    Returns:
-        The spaces; `osdp` has one, but two on one device with a host, or where segments hold more beside blocks that are recomputed: the
-        second has the first in it, at a higher cost.
+    single strategy gives every unit the same layout, and is offered with all blocks recomputed and with none, and so on. `osdp` has one
+    space; it has two, of which the second contains the first at a higher cost, on one device with a host, or where segments hold more
+    beside blocks that are recomputed.
 
     Raises:
         HardwareError: states or activations are to lie on a host that is not known.
-        ValueError: activations are to be recomputed or offloaded, and none can be; HSDP in a world that has no group size
-            between 1 and all; two stages without several nodes of several devices; a strategy that shards what is trained, with an
-            optimizer that needs whole parameters.
+        ValueError: the strategy or a choice of the job is not possible here.
     """
     description, hardware = problem.description, problem.hardware
     _check_activations(description, problem.job)
@@ -68,21 +63,27 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
         raise ValueError(
             f"strategy={problem.strategy.value} shards what is trained, and {problem.job.optimizer.name} needs it whole; use osdp or ddp."
         )
-    choices = [choice for sharding in _shardings(problem.strategy, hardware) for choice in _choices(sharding, problem, batch)]
+    jobs = [problem.job]
     if problem.job.recompute is None and any(segment.held_bytes != Affine() for segment in description.segments):
-        saving = replace(problem, job=replace(problem.job, recompute=False))
-        choices = [c for sharding in _shardings(problem.strategy, hardware) for c in _choices(sharding, saving, batch)] + choices
-    ways, offloadable = description.recomputations, description.offloadable
-    shapes = shape_ids(description.units)
-    alone = [shapes.count(shape) == 1 for shape in shapes]
-    whole = [problem.job.optimizer.needs_whole and unit.trainable_numel > 0 for unit in description.units]
-    spaces = [
-        tuple(_layouts(unit, ways[i], i in offloadable, choice, alone=alone[i], whole=whole[i]) for i, unit in enumerate(description.units))
-        for choice in choices
-    ]
+        jobs.insert(0, replace(problem.job, recompute=False))
+    shardings = _shardings(problem.strategy, hardware)
+    choices = [choice for job in jobs for sharding in shardings for choice in _choices(sharding, replace(problem, job=job), batch)]
+    offloadable, shapes = description.offloadable, shape_ids(description.units)
+    kinds = [(shape, ways, i in offloadable) for i, (shape, ways) in enumerate(zip(shapes, description.recomputations, strict=True))]
+    alike = {kind: (number, unit) for number, (kind, unit) in enumerate(zip(kinds, description.units, strict=True))}
+    numbers = [alike[kind][0] for kind in kinds]
+    spaces = []
+    for choice in choices:
+        made = {
+            n: _layouts(
+                unit, kind[1], kind[2], choice, alone=shapes.count(kind[0]) == 1,
+                whole=problem.job.optimizer.needs_whole and unit.trainable_numel > 0,
+            )
+            for kind, (n, unit) in alike.items()
+        }  # fmt: skip
+        spaces.append(tuple(made[number] for number in numbers))
     if problem.job.communication is not None:
-        choice_of = WireChoice(problem, shapes)
-        spaces = [tuple(choice_of(i, layouts) for i, layouts in enumerate(space)) for space in spaces]
+        spaces = _with_wires(problem, shapes, spaces)
     return tuple({tuple(map(id, space)): space for space in spaces}.values())  # equal layouts are the same object, see `_product`
 
 
@@ -133,41 +134,33 @@ def _shardings(strategy: Strategy, hardware: Hardware) -> list[_Open]:
 
 def _choices(sharding: _Open, problem: PlanningProblem, batch: Batch) -> list[_Open]:
     """Return what the job leaves open beside the sharding, for each unit alone or for all units together."""
-    job, hardware = problem.job, problem.hardware
-    reduces = (True, False) if job.reduce_every_micro_step is None else (job.reduce_every_micro_step,)
+    job, hardware, several = problem.job, problem.hardware, batch.accumulation_steps > 1
     recomputes = (False, True) if job.recompute is None else (job.recompute,)
     offloads = _with_host("offload_activations", job.offload_activations, hardware)
+    early: tuple[bool, ...] = (False,)
+    if job.step_in_backward and not several:  # scratch memory may be needed at a worse moment; fused kernels have none
+        early = (True,) if job.optimizer.step is OptimizerStep.FUSED else (True, False)
     free = replace(
         sharding,
-        reduces=reduces if batch.accumulation_steps > 1 else (True,),
+        reduces=(True,) if not several else (True, False) if job.reduce_every_micro_step is None else (job.reduce_every_micro_step,),
         activations=tuple(
             Activations(recomputation=Recomputation() if again else None, offloads=away) for away in offloads for again in recomputes
         ),
         saves_operators=job.recompute is None and problem.strategy is Strategy.OSDP,
         on_host=_with_host("host_offload", job.host_offload, hardware),
         states_on_host=_with_host("offload_optimizer", job.offload_optimizer, hardware),
-        steps_in_backward=_steps_in_backward(job, batch),
+        steps_in_backward=early,
     )
     if problem.strategy is not Strategy.OSDP:
-        places = [(host, states) for host in free.on_host for states in free.states_on_host if not (host and states)]
-        fixed = itertools.product(free.reduces, free.activations, places)
+        fixed = itertools.product(free.reduces, free.activations, free.on_host, free.states_on_host)
         return [
             replace(free, reduces=(reduce,), activations=(kept,), on_host=(host,), states_on_host=(states,))
-            for reduce, kept, (host, states) in fixed
+            for reduce, kept, host, states in fixed
+            if not (host and states)
         ]
     if hardware.world_size == 1 and len(free.on_host) > 1:  # one process is FSDP2's only where the host is used, which costs buffers
         return [replace(free, on_host=(False,)), free]
     return [free]
-
-
-def _steps_in_backward(job: TrainingJob, batch: Batch) -> tuple[bool, ...]:
-    """Return what may be chosen: a step that needs scratch memory may need it at a worse moment, one of fused kernels is never worse.
-
-    Of units that are like others, whose parameters are small beside an embedding's or a head's, `_layouts` leaves it out.
-    """
-    if not job.step_in_backward or batch.accumulation_steps > 1:
-        return (False,)
-    return (True,) if job.optimizer.step is OptimizerStep.FUSED else (True, False)
 
 
 def _with_host(name: str, asked: bool | None, hardware: Hardware) -> tuple[bool, ...]:
@@ -190,33 +183,77 @@ def _layouts(
         able += [Activations(recomputation=way, offloads=away) for way in again or (None,)]
     # A unit called several times cannot hold gradients: FSDP2 would reduce the held sum in one call, and the new gradient in another.
     always = not unit.trainable_numel or unit.span is GatherSpan.CALLS
-    if whole:
-        free = replace(free, shard_sizes=(1,), stage_sizes=(1,))
-    return _product(
-        unit.span,
-        replace(
-            free,
-            activations=tuple(dict.fromkeys(able)),
-            saves_operators=False,
-            reduces=(True,) if always else free.reduces,
-            steps_in_backward=(False,) if always else free.steps_in_backward[: None if alone else 1],
-        ),
-    )
+    reduces = (True,) if always else free.reduces
+    # parameters of units that are like others are small beside an embedding's or a head's, and so is the scratch memory of their steps
+    early = (False,) if always else free.steps_in_backward[: None if alone else 1]
+    activations = tuple(dict.fromkeys(able))
+    closed = replace(free, activations=activations, saves_operators=False, reduces=reduces, steps_in_backward=early)
+    return _product(unit.span, replace(closed, shard_sizes=(1,), stage_sizes=(1,)) if whole else closed)
 
 
 @functools.lru_cache(maxsize=256)
 def _product(span: GatherSpan, free: _Open) -> tuple[UnitLayout, ...]:
     """Return every layout with every other decision; the same object for the same question, as a model asks it of each block."""
     layouts = layouts_for(span, free.shard_sizes, reshard_after_forward=free.reshard_after_forward, stage_sizes=free.stage_sizes)
-    decided = itertools.product(layouts, free.reduces, free.activations, _places(free))
-    return tuple(replace(layout, reduce_every_micro_step=reduces, activations=kept, **place) for layout, reduces, kept, place in decided)
+    places = itertools.product(free.on_host, free.states_on_host, free.steps_in_backward)
+    distinct = dict.fromkeys((host, states and not host, early and not (host or states)) for host, states, early in places)
+    return tuple(
+        replace(layout, reduce_every_micro_step=reduces, activations=kept, on_host=host, states_on_host=states, step_in_backward=early)
+        for layout, reduces, kept, (host, states, early) in itertools.product(layouts, free.reduces, free.activations, distinct)
+    )
 
 
-def _places(free: _Open) -> list[dict[str, Any]]:
-    """Return where parameters and optimizer states may lie, and when the optimizer steps them."""
-    return [
-        {"on_host": host, "states_on_host": states and not host, "step_in_backward": early}
-        for host in free.on_host
-        for states in (free.states_on_host if not host else (False,))
-        for early in (free.steps_in_backward if not host and not states else (False,))
-    ]
+def _with_wires(problem: PlanningProblem, shapes: Sequence[int], spaces: Iterable[Space]) -> list[Space]:
+    """Return the spaces with each layout also in its fastest formats: codes take memory, so that a plan may fit only without.
+
+    The same layouts give the same object for all units of one shape.
+    """
+    units = dict(zip(shapes, problem.description.units, strict=True))
+    made: dict[tuple[int, int], tuple[UnitLayout, ...]] = {}
+
+    @functools.cache
+    def wires(shape: int, shard_size: int, stage_size: int) -> dict[str, Any]:
+        layout = UnitLayout(shard_size=shard_size, stage_size=stage_size, reshard_after_forward=True)  # nothing else bears on them
+        return fastest_wires(units[shape], layout, problem.hardware, problem.job)
+
+    def offered(shape: int, layouts: tuple[UnitLayout, ...]) -> tuple[UnitLayout, ...]:
+        key = shape, id(layouts)
+        if key not in made:
+            sent = (replace(one, **wires(shape, one.shard_size, one.stage_size)) for one in layouts)
+            made[key] = tuple(dict.fromkeys([*sent, *layouts]))
+        return made[key]
+
+    return [tuple(map(offered, shapes, space)) for space in spaces]
+
+
+def fastest_wires(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, job: TrainingJob) -> dict[str, WireFormat | None]:
+    """Return the fastest format that the job allows by the estimate, by field of the layout; None where that is to send all as it is."""
+    formats, g = formats_up_to(job.communication), layout.shard_size
+    sharded = between_ring(hardware, g, layout.stage_size) if layout.two_stage else shard_ring(hardware, g)
+    gathered = {job.precision.gathered_dtype(p) for p in unit.parameters}
+    reduced = {job.precision.reduced_dtype(p) for p in unit.trainable}
+    parameters = [wire for wire in formats if wire.for_parameters]
+    offered = {  # field of a layout: formats, and the term of `UnitSeconds` that they bear on
+        "gather_wire": (_offered(parameters, gathered, sharded), "gather_forward"),
+        "reduce_wire": (_offered(formats, reduced, sharded), "reduce_scatter"),
+        "replica_wire": (_offered(formats, reduced, replicate_ring(hardware, g)), "all_reduce"),
+    }
+
+    def seconds(name: str, term: str, wire: WireFormat | None) -> float:
+        changed: dict[str, Any] = {name: wire}
+        taken: float = getattr(unit_seconds(unit, replace(layout, **changed), hardware, job), term)
+        return taken
+
+    return {name: min((None, *wires), key=functools.partial(seconds, name, term)) for name, (wires, term) in offered.items()}
+
+
+def _offered(formats: Iterable[WireFormat], dtypes: set[DType], ring: Ring) -> list[WireFormat]:
+    """Return the formats that save something in a group: tensors of several dtypes are sent as they are.
+
+    The group lies inside a node, or has one rank of each node: among several ranks of several nodes, an exchange of codes would send more
+    over the slow link than a ring's partial sums.
+    """
+    if ring.size == 1 or ring.node_crossings not in (0, ring.size) or len(dtypes) != 1:
+        return []
+    (dtype,) = dtypes
+    return [wire for wire in formats if wire.bits < 8 * dtype.itemsize]

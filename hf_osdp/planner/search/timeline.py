@@ -1,56 +1,139 @@
-"""From a problem, a batch and a search space to the timeline of stages, with every unit's options."""
+"""From a problem, a batch and a search space to the timeline of a micro-step, with every unit's options."""
 
 from __future__ import annotations
 
-import functools
+import itertools
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
+from ...errors import OSDPError
 from ..cost.memory import SegmentBytes, activation_host_bytes, gathered_ahead, merging_segments, resident_bytes
 from ..cost.timing import UnitTimer
 from ..cost.units import UnitBytes, gradients_arriving, reduce_input, shape_ids, unit_bytes
 from ..decision import Batch, UnitLayout, meshes_of
 from ..description import Activations, GatherSpan
 from ..problem import PlanningProblem
-from .stages import LaterCall, Option, RootStage, Stage, Timeline, UnitGroup, undominated
+from .options import LaterCall, Option, Part, RootSegment, Timeline, UnitGroup, undominated
 from .strategies import Space
 
 SHORT_ROW = 8
-"""Rows of up to so many equal units are searched unit by unit."""
-ROW_END = 1
-"""Units at each end of a longer row that are."""
+"""Rows of up to so many equal units are searched unit by unit; of longer rows the unit at each end is."""
 _MOST_BYTES = 2**48
 """An option that takes more fits nowhere; sums of these over all units stay within the solver's whole numbers."""
 
 
+class _Beside(NamedTuple):
+    """What other units of the same space bear on a unit's bytes."""
+
+    in_flight: bool
+    """One process: plain units leave in flight what a unit on the host before them has left there."""
+    recomputed: bool
+    """Some block may be recomputed."""
+
+
 class BatchCosts:
-    """What the timelines of all search spaces share, of one problem at one batch."""
+    """What layouts cost at one batch of a problem; shared by its search spaces, and by problems that differ in what is open."""
 
     def __init__(self, problem: PlanningProblem, batch: Batch) -> None:
         description = problem.description
         self.problem, self.batch = problem, batch
-        self.timer = UnitTimer(description, problem.hardware, problem.job, batch)
         self.calls: dict[int, list[int]] = {}
         """Indices of each unit's segments."""
         for index, segment in enumerate(description.segments):
             self.calls.setdefault(segment.unit, []).append(index)
-        self.arriving, self.merging = gradients_arriving(description, problem.job), merging_segments(description, problem.job)
+        for unit, indices in self.calls.items():
+            described = description.units[unit]
+            if described.span is GatherSpan.USE and len(indices) > 1:  # each call would gather it
+                raise OSDPError(f"Unit {described.label!r} runs more than once a forward pass; describe it with span STEP or CALLS.")
         self.ahead = gathered_ahead(description)
-        self.shapes = shape_ids(description.units)
-        self.kinds = _segment_kinds(self)
+        self._arriving, self._merging = gradients_arriving(description, problem.job), merging_segments(description, problem.job)
+        self._timer = UnitTimer(description, problem.hardware, problem.job, batch)
+        self._shapes = shape_ids(description.units)
+        self.kinds = self._segment_kinds()
+        self._terms: dict[tuple[object, ...], UnitBytes] = {}
+        self._made: dict[tuple[int, UnitLayout, _Beside], Option] = {}
 
+    def _segment_kinds(self) -> list[int]:
+        """Return a number for each segment: the same for those of units that are alike in every option."""
+        known: dict[tuple[object, ...], int] = {}
+        kinds = []
+        for index, segment in enumerate(self.problem.description.segments):
+            unit = segment.unit
+            several = unit if len(self.calls[unit]) > 1 else None  # a unit with several calls is like no other
+            ways = (Activations.SAVE, *(Activations(recomputation=way.recomputation) for way in segment.recomputed))
+            windows = tuple(self._timer.work(activations)[1][unit] for activations in ways)
+            alike = segment.each(lambda one: replace(one, unit=0))
+            kinds.append(known.setdefault((several, self._shapes[unit], alike, self._merging.get(index, 0), windows), len(known)))
+        return kinds
 
-def _segment_kinds(costs: BatchCosts) -> list[int]:
-    """Return a number for each segment: the same for those of units that are alike in every option."""
-    known: dict[tuple[object, ...], int] = {}
-    found = []
-    for index, segment in enumerate(costs.problem.description.segments):
-        unit = segment.unit
-        several = unit if len(costs.calls[unit]) > 1 else None  # a unit with several calls is like no other
-        ways = (Activations.SAVE, *(Activations(recomputation=way.recomputation) for way in segment.recomputed))
-        windows = tuple(costs.timer.work(activations)[1][unit] for activations in ways)
-        alike = segment.each(lambda one: replace(one, unit=0))
-        found.append(known.setdefault((several, costs.shapes[unit], alike, costs.merging.get(index, 0), windows), len(known)))
-    return found
+    def options(self, unit: int, layouts: tuple[UnitLayout, ...], beside: _Beside) -> tuple[Option, ...]:
+        """Return the options of a unit that are not dominated, in the order of the rule."""
+        whole_step = self.problem.description.units[unit].span is GatherSpan.STEP
+        indices = [] if whole_step else self.calls.get(unit, [])
+        kind = self.kinds[indices[0]] if indices else ~unit
+        made = []
+        for layout in layouts:
+            key = (kind, layout, beside)
+            if key not in self._made:
+                self._made[key] = self._option(unit, indices, layout, beside)
+            made.append(self._made[key])
+        made = [option for option in made if max(map(abs, option.levels)) <= _MOST_BYTES] or made[:1]
+        return tuple(sorted(undominated(made), key=lambda option: option.order))
+
+    def root_segment(self, index: int, beside: _Beside) -> RootSegment:
+        """Return a segment of a unit that is gathered for the whole step."""
+        unit, costs = self.problem.description.segments[index].unit, self._segment_bytes(index, Activations.SAVE, beside)
+        return RootSegment(unit=unit, bytes=costs, gradients=self._arriving[index], prefetches=self.ahead[index] is not None)
+
+    def _segment_bytes(self, index: int, activations: Activations, beside: _Beside) -> SegmentBytes:
+        """Return what a segment takes, with gradients of shared weights that merge in its backward."""
+        segment = self.problem.description.segments[index]
+        span, samples = self.problem.description.units[segment.unit].span, self.batch.micro_batch_size
+        costs = SegmentBytes.of(segment, span, samples, activations, recomputes=beside.recomputed)
+        return replace(costs, backward_peak=costs.backward_peak + self._merging.get(index, 0))
+
+    def _option(self, unit: int, indices: list[int], layout: UnitLayout, beside: _Beside) -> Option:
+        """Return a layout with all that it brings, over the unit's calls in forward order."""
+        hardware, terms = self.problem.hardware, self._unit_bytes(unit, layout, beside)
+        meshes: frozenset[tuple[int, int]] = frozenset()
+        if hardware.device.communicator_bytes:
+            meshes = meshes_of(layout.shard_size, layout.stage_size, hardware.world_size)
+        whole = Option(layout=layout, bytes=terms, seconds=self._timer(unit, layout).total_s, meshes=meshes)
+        if not indices:
+            return whole
+        first, *later = (self._call(index, whole, beside) for index in indices)
+        waiting = terms.waiting_gradients if later else 0
+        if later:  # gradients of the last call, whose backward comes first, wait for those of the first call
+            later[-1] = replace(later[-1], left_by_backward=waiting)
+        costs = self._segment_bytes(indices[0], layout.activations, beside)
+        after = terms.gradients_after + terms.reduced_after
+        reduced = costs.gradient - costs.saved - terms.kept - waiting + terms.reduce_input
+        highest = reduced + max(terms.unsharded_gradients, after + terms.reduce_work)
+        return replace(first, left_by_backward=after - waiting, reduce_peak=highest, later=tuple(later))
+
+    def _call(self, index: int, whole: Option, beside: _Beside) -> Option:
+        """Return one call of a unit that is freed after use, its gradients left out."""
+        layout, terms = whole.layout, whole.bytes
+        costs, own = self._segment_bytes(index, layout.activations, beside), 0 if terms.kept else terms.gathered
+        segment = self.problem.description.segments[index]
+        return replace(
+            whole,
+            left_by_forward=costs.saved + terms.kept,
+            copy_out_peak=terms.gather_buffer + terms.gathered,
+            forward_peak=terms.gather_buffer + terms.gathered + costs.forward_peak,
+            gather_peak=own + terms.prefetched + (0 if terms.kept else terms.cast_buffer),
+            compute_peak=own + costs.backward_peak,
+            activations_on_host=activation_host_bytes(segment, self.batch.micro_batch_size, layout.activations),
+        )
+
+    def _unit_bytes(self, unit: int, layout: UnitLayout, beside: _Beside) -> UnitBytes:
+        key = (self._shapes[unit], beside.in_flight, replace(layout, activations=Activations.SAVE))
+        if key not in self._terms:
+            described, job = self.problem.description.units[unit], self.problem.job
+            terms = unit_bytes(described, layout, self.problem.hardware.world_size, job, self.batch)
+            self._terms[key] = replace(terms, reduce_tail=reduce_input(described, 1, job)) if beside.in_flight else terms
+        return self._terms[key]
 
 
 def build_timeline(costs: BatchCosts, space: Space) -> Timeline:
@@ -58,136 +141,43 @@ def build_timeline(costs: BatchCosts, space: Space) -> Timeline:
 
     Units with span USE run at most once a micro-step, those with span CALLS perhaps several times.
     """
-    return _Builder(costs, space).timeline()
+    problem, hardware = costs.problem, costs.problem.hardware
+    spans = [unit.span for unit in problem.description.units]
+    beside = _Beside(
+        in_flight=hardware.world_size == 1 and any(layout.on_host for layouts in space for layout in layouts),
+        recomputed=any(layout.activations.recomputes for layouts in space for layout in layouts),
+    )
+    alone = [i for i, span in enumerate(spans) if span is GatherSpan.STEP or i not in costs.calls]
+    rest = {i: UnitGroup(units=(i,), options=costs.options(i, space[i], beside)) for i in alone}
+    return Timeline(
+        parts=tuple(_parts(costs, space, beside)),
+        whole_step=tuple(group for i, group in rest.items() if spans[i] is GatherSpan.STEP),
+        idle=tuple(group for i, group in rest.items() if spans[i] is not GatherSpan.STEP),
+        model_bytes=resident_bytes(problem.description, problem.job, costs.batch.micro_batch_size),
+        host_limit_bytes=0 if hardware.host is None else hardware.host.memory_bytes,
+        communicator_bytes=hardware.device.communicator_bytes,
+    )
 
 
-class _Builder:
-    """Options of units; equal units share them, and what layouts cost."""
+def _parts(costs: BatchCosts, space: Space, beside: _Beside) -> Iterator[Part]:
+    """Yield what a micro-step passes through, in forward order; rows are split where position matters."""
+    units = [segment.unit for segment in costs.problem.description.segments]
+    whole_step = {i for i, unit in enumerate(costs.problem.description.units) if unit.span is GatherSpan.STEP}
 
-    def __init__(self, costs: BatchCosts, space: Space) -> None:
-        self._costs, self._problem, self._batch, self._space = costs, costs.problem, costs.batch, space
-        self._units, self._segments = self._problem.description.units, self._problem.description.segments
-        # one process: plain units leave in flight what a unit on the host before them has left there
-        single = self._problem.hardware.world_size == 1
-        self._always_in_flight = single and any(layout.on_host for layouts in space for layout in layouts)
-        self._may_recompute = any(layout.activations.recomputes for layouts in space for layout in layouts)
-        self._terms: dict[tuple[object, ...], UnitBytes] = {}
-        self._segment_bytes = functools.cache(self._bytes_of_segment)
+    def row_key(index: int) -> object:
+        unit = units[index]
+        in_row = unit not in whole_step and costs.calls[unit][0] == index
+        return (costs.kinds[index], space[unit]) if in_row else index
 
-    def timeline(self) -> Timeline:
-        """Return the timeline."""
-        hardware, spans = self._problem.hardware, [unit.span for unit in self._units]
-        alone = {i for i, span in enumerate(spans) if span is GatherSpan.STEP} | (set(range(len(spans))) - set(self._costs.calls))
-        rest = {i: UnitGroup(units=(i,), options=self._options(i)) for i in sorted(alone)}
-        return Timeline(
-            stages=tuple(self._stages()),
-            whole_step=tuple(group for i, group in rest.items() if spans[i] is GatherSpan.STEP),
-            idle=tuple(group for i, group in rest.items() if spans[i] is not GatherSpan.STEP),
-            model_bytes=resident_bytes(self._problem.description, self._problem.job, self._batch.micro_batch_size),
-            host_limit_bytes=0 if hardware.host is None else hardware.host.memory_bytes,
-            communicator_bytes=hardware.device.communicator_bytes,
-        )
-
-    def _stages(self) -> list[Stage]:
-        """Return what a micro-step passes through, in forward order."""
-        stages: list[Stage] = []
-        row: UnitGroup | None = None
-        row_key: tuple[object, ...] = ()
-        for index, segment in enumerate(self._segments):
-            unit, prefetches = segment.unit, self._costs.ahead[index] is not None
-            if self._units[unit].span is GatherSpan.STEP:
-                stages += [*_parts(row), self._root_stage(index, prefetches)]
-                row = None
-            elif number := self._costs.calls[unit].index(index):
-                stages += [*_parts(row), LaterCall(unit=unit, number=number - 1, prefetches=prefetches)]
-                row = None
-            elif (key := (self._costs.kinds[index], self._space[unit])) == row_key and row is not None:
-                row = replace(row, units=(*row.units, unit))
-            else:
-                stages += _parts(row)
-                row, row_key = UnitGroup(units=(unit,), options=self._options(unit), prefetches=prefetches), key
-        return [*stages, *_parts(row)]
-
-    def _root_stage(self, index: int, prefetches: bool) -> RootStage:
-        costs = self._segment_bytes(index, Activations.SAVE)
-        return RootStage(
-            unit=self._segments[index].unit,
-            saved=costs.saved,
-            forward_peak=costs.forward_peak,
-            backward_peak=costs.backward_peak,
-            gradients=self._costs.arriving[index],
-            prefetches=prefetches,
-        )
-
-    def _bytes_of_segment(self, index: int, activations: Activations) -> SegmentBytes:
-        """Return what a segment takes, with gradients of shared weights that merge in its backward."""
-        segment = self._segments[index]
-        span, samples = self._units[segment.unit].span, self._batch.micro_batch_size
-        costs = SegmentBytes.of(segment, span, samples, activations, recomputes=self._may_recompute)
-        return replace(costs, backward_peak=costs.backward_peak + self._costs.merging.get(index, 0))
-
-    def _options(self, unit: int) -> tuple[Option, ...]:
-        """Return the options of a unit that are not dominated, in the order of the rule."""
-        hardware = self._problem.hardware
-        made = [self._option(unit, layout) for layout in self._space[unit]]
-        if hardware.device.communicator_bytes:
-            world_size = hardware.world_size
-            made = [replace(o, meshes=meshes_of(o.layout.shard_size, o.layout.stage_size, world_size)) for o in made]
-        made = [option for option in made if option.highest <= _MOST_BYTES] or made[:1]
-        return tuple(sorted(undominated(made, Option.dominates), key=lambda option: option.order))
-
-    def _option(self, unit: int, layout: UnitLayout) -> Option:
-        """Return a layout with all that it brings, over the unit's calls in forward order."""
-        terms, seconds = self._bytes(unit, layout), self._costs.timer(unit, layout).total_s
-        indices = [] if self._units[unit].span is GatherSpan.STEP else self._costs.calls.get(unit, [])
-        if not indices:
-            return Option(layout=layout, bytes=terms, seconds=seconds)
-        first, *later = (self._call(index, layout, terms, seconds) for index in indices)
-        waiting = terms.waiting_gradients if later else 0
-        if later:  # gradients of the last call, whose backward comes first, wait for those of the first call
-            later[-1] = replace(later[-1], left_by_backward=waiting)
-        costs = self._segment_bytes(indices[0], layout.activations)
-        after = terms.gradients_after + terms.reduced_after
-        reduced = costs.gradient - costs.saved - terms.kept - waiting + terms.reduce_input
-        highest = reduced + max(terms.unsharded_gradients, after + terms.reduce_work)
-        return replace(first, left_by_backward=after - waiting, reduce_peak=highest, later=tuple(later))
-
-    def _call(self, index: int, layout: UnitLayout, terms: UnitBytes, seconds: float) -> Option:
-        """Return one call of a unit that is freed after use, its gradients left out."""
-        costs, own = self._segment_bytes(index, layout.activations), 0 if terms.kept else terms.gathered
-        return Option(
-            layout=layout,
-            bytes=terms,
-            seconds=seconds,
-            left_by_forward=costs.saved + terms.kept,
-            copy_out_peak=terms.gather_buffer + terms.gathered,
-            forward_peak=terms.gather_buffer + terms.gathered + costs.forward_peak,
-            gather_peak=own + terms.prefetched + (0 if terms.kept else terms.cast_buffer),
-            compute_peak=own + costs.backward_peak,
-            activations_on_host=activation_host_bytes(self._segments[index], self._batch.micro_batch_size, layout.activations),
-        )
-
-    def _bytes(self, unit: int, layout: UnitLayout) -> UnitBytes:
-        key = (self._costs.shapes[unit], *(getattr(layout, name) for name in UnitLayout.__slots__ if name != "activations"))
-        if key not in self._terms:
-            job = self._problem.job
-            terms = unit_bytes(self._units[unit], layout, self._problem.hardware.world_size, job, self._batch)
-            if self._always_in_flight:
-                terms = replace(terms, reduce_tail=reduce_input(self._units[unit], 1, job))
-            self._terms[key] = terms
-        return self._terms[key]
-
-
-def _parts(row: UnitGroup | None) -> list[UnitGroup]:
-    """Split a row where position matters: into single units where it is short, else single units at both ends."""
-    if row is None:
-        return []
-    group = row
-
-    def part(*units: int) -> UnitGroup:
-        return replace(group, units=units, prefetches=group.prefetches or units[0] != group.units[0])
-
-    if len(row.units) <= SHORT_ROW:
-        return [part(unit) for unit in row.units]
-    first, middle, last = row.units[:ROW_END], row.units[ROW_END:-ROW_END], row.units[-ROW_END:]
-    return [*map(part, first), part(*middle), *map(part, last)]
+    for key, grouped in itertools.groupby(range(len(units)), row_key):
+        first, *others = row = list(grouped)
+        unit = units[first]
+        if isinstance(key, tuple):
+            options = costs.options(unit, space[unit], beside)
+            for part in [[index] for index in row] if len(row) <= SHORT_ROW else ([first], others[:-1], others[-1:]):
+                members = tuple(units[index] for index in part)
+                yield UnitGroup(units=members, options=options, prefetches=costs.ahead[part[0]] is not None)
+        elif unit in whole_step:
+            yield costs.root_segment(first, beside)
+        else:
+            yield LaterCall(unit=unit, number=costs.calls[unit].index(first) - 1, prefetches=costs.ahead[first] is not None)

@@ -43,9 +43,13 @@ def allocator(monkeypatch):
             peak = peak_of(plan, description, job)
             return math.ceil(peak * factor) if peak > above else peak
 
+        def runs(plan, description, job, capacity_bytes: int) -> bool:
+            return needed(plan, description, job) <= capacity_bytes
+
         monkeypatch.setattr(search_module, "capacity_needed", needed)
+        monkeypatch.setattr(search_module, "runs_within", runs)
         monkeypatch.setattr(search_module, "is_replayed", lambda description, hardware: True)
-        search_module._asked.cache_clear()
+        search_module._searched.cache_clear()
         return asked
 
     return set_up

@@ -16,7 +16,7 @@ from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.planner.search.search import search
-from hf_osdp.planner.search.wire_choice import fastest_wires
+from hf_osdp.planner.search.strategies import fastest_wires
 from hf_osdp.planner.wire import WireFormat, formats_up_to
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.problem import check_communication

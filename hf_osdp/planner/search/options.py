@@ -1,4 +1,4 @@
-"""A micro-step as a timeline of stages: groups of equal units, and segments of the root between them.
+"""A micro-step as a timeline: groups of equal units with the options of each, and segments of the root between them.
 
 A layout adds the same time to each of several equal units in a row; only the peak can tell them apart. A short row is
 searched unit by unit. In a long one the units at both ends, where peaks fall, still are, and of those between only how
@@ -12,20 +12,19 @@ by the rule.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence, Set
+import operator
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from ..cost.memory import SegmentBytes
 from ..cost.units import UnitBytes
 from ..decision import Mesh, UnitLayout
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Option:
-    """A unit's layout with the constants that it brings into the search, in bytes and seconds of an optimizer step.
-
-    Peaks are the highest level of a phase above the level before it.
-    """
+    """A unit's layout with its bytes and the seconds of an optimizer step. Peaks are the highest level of a phase above that before it."""
 
     layout: UnitLayout
     bytes: UnitBytes
@@ -81,29 +80,19 @@ class Option:
         return self.bytes.held + min(0, self.left_by_forward, self.left_by_backward)
 
     @property
-    def own_peak(self) -> int:
-        """Its highest moment above the level before its forward, whatever its neighbours have."""
+    def lowest_peak(self) -> int:
+        """Its highest moment where it adds that, whatever its neighbours have."""
         backward = self.left_by_forward + max(self.gather_peak, self.compute_peak, self.reduce_peak)
-        return max(0, self.copy_out_peak, self.forward_peak, backward)
-
-    @property
-    def highest(self) -> int:
-        """The largest of its terms, whatever its sign."""
-        own = (self.left_by_forward, self.left_by_backward, self.copy_out_peak, self.forward_peak, self.gather_peak, self.backward_peak)
-        return max(*map(abs, own), self.bytes.held, *(option.highest for option in self.later))
+        return self.lowest_level + max(0, self.copy_out_peak, self.forward_peak, backward)
 
     @property
     def host(self) -> int:
         """Bytes on the host: states and activations."""
         return self.bytes.host + self.activations_on_host
 
-    def dominates(self, other: Option) -> bool:
-        """Return whether it is no worse in time and at every moment, so that `other` is never needed."""
-        return self.seconds <= other.seconds and self.fits_where(other)
-
     def fits_where(self, other: Option) -> bool:
         """Return whether it is no worse at every moment, and needs no more communicators."""
-        return self.meshes <= other.meshes and all(a <= b for a, b in zip(self.levels, other.levels, strict=True))
+        return self.meshes <= other.meshes and all(map(operator.le, self.levels, other.levels))
 
     @functools.cached_property
     def levels(self) -> tuple[int, ...]:
@@ -124,11 +113,11 @@ class Option:
         )  # fmt: skip
 
 
-def undominated(options: Sequence[Option], dominates: Callable[[Option, Option], bool]) -> list[Option]:
-    """Return the options that no other makes needless; of equal ones the first."""
+def undominated(options: Iterable[Option], *, by_memory: bool = False) -> list[Option]:
+    """Return the options to which no other is as good in time and at every moment, or at every moment alone; of equal ones the first."""
     best: list[Option] = []
     for option in sorted(options, key=lambda option: (sum(option.levels), option.seconds)):  # none is dominated by a later one
-        if not any(dominates(other, option) for other in best):
+        if not any((by_memory or other.seconds <= option.seconds) and other.fits_where(option) for other in best):
             best.append(option)
     return best
 
@@ -142,7 +131,7 @@ class UnitGroup:
     options: tuple[Option, ...]
     """Not dominated, in the order in which backward meets them."""
     prefetches: bool = False
-    """The unit before the first is gathered while that one's backward computes; so for other stages."""
+    """The unit before the first is gathered while that one's backward computes; so for other parts."""
 
     def assign(self, counts: Sequence[int]) -> dict[int, UnitLayout]:
         """Give `counts[k]` units the k-th option, by the rule."""
@@ -165,26 +154,24 @@ class LaterCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RootStage:
+class RootSegment:
     """A segment of the root or of shared weights, which are gathered for the whole step."""
 
     unit: int
-    saved: int
-    forward_peak: int
-    backward_peak: int
+    bytes: SegmentBytes
     gradients: int
     """What its backward adds to the whole step's gradients."""
     prefetches: bool
 
 
-Stage: TypeAlias = "UnitGroup | LaterCall | RootStage"
+Part: TypeAlias = "UnitGroup | LaterCall | RootSegment"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """All stages of a micro-step, in forward order."""
+    """All parts of a micro-step, in forward order."""
 
-    stages: tuple[Stage, ...]
+    parts: tuple[Part, ...]
     whole_step: tuple[UnitGroup, ...]
     """Units that are gathered for the whole step, one group each."""
     idle: tuple[UnitGroup, ...]
@@ -199,7 +186,7 @@ class Timeline:
     @property
     def groups(self) -> tuple[UnitGroup, ...]:
         """Every group of which options are to be chosen."""
-        return (*(s for s in self.stages if isinstance(s, UnitGroup)), *self.whole_step, *self.idle)
+        return (*(p for p in self.parts if isinstance(p, UnitGroup)), *self.whole_step, *self.idle)
 
     @property
     def least_host_bytes(self) -> int:
@@ -209,17 +196,16 @@ class Timeline:
     def keeping(self, options: Mapping[UnitGroup, Set[Option]]) -> Timeline:
         """Return the timeline with only these options of each group, in their order."""
         less = {group: replace(group, options=tuple(o for o in group.options if o in options[group])) for group in self.groups}
-        stages = tuple(less[s] if isinstance(s, UnitGroup) else s for s in self.stages)
-        return replace(self, stages=stages, whole_step=tuple(less[g] for g in self.whole_step), idle=tuple(less[g] for g in self.idle))
+        parts = tuple(less[p] if isinstance(p, UnitGroup) else p for p in self.parts)
+        return replace(self, parts=parts, whole_step=tuple(less[g] for g in self.whole_step), idle=tuple(less[g] for g in self.idle))
 
     def within(self, limit_bytes: int) -> Timeline | None:
         """Return the timeline without options that pass the limit though all other units take the least; None if a group has no other."""
         least = {group: min(option.lowest_level for option in group.options) for group in self.groups}
-        level = self.model_bytes + sum(min(0, s.saved) for s in self.stages if isinstance(s, RootStage))
+        level = self.model_bytes + sum(min(0, p.bytes.saved) for p in self.parts if isinstance(p, RootSegment))
         level += sum(len(group.units) * nbytes for group, nbytes in least.items())
         level += sum(min(option.bytes.gathered for option in group.options) for group in self.whole_step)
-        room = {group: limit_bytes - level + nbytes for group, nbytes in least.items()}
-        kept = {group: {o for o in group.options if o.lowest_level + o.own_peak <= room[group]} for group in self.groups}
+        kept = {group: {o for o in group.options if level - least[group] + o.lowest_peak <= limit_bytes} for group in self.groups}
         return self.keeping(kept) if all(kept.values()) else None
 
     def fits_host(self, layouts: Mapping[int, UnitLayout]) -> bool:
