@@ -111,13 +111,14 @@ class Replay:
     def _run(self, capacity_bytes: int | None) -> Reserved:
         events, fits = self._events, True
         allocator = CachingAllocator(expandable_segments=self._expandable_segments, capacity_bytes=capacity_bytes)
+        held = {event.key for event in (*events.held, *events.states)}
         try:
-            _run(allocator, events.held, set())
+            _run(allocator, events.held)
             for number in range(self._steps):
-                made = _run(allocator, events.before_optimizer, set())
-                if number == 0:
-                    _run(allocator, events.states, set())
-                for key in _run(allocator, events.optimizer, made):
+                _run(allocator, events.before_optimizer)
+                _run(allocator, () if number else events.states)
+                _run(allocator, events.optimizer)
+                for key in [key for key in allocator.taken if key not in held]:
                     allocator.free(key)
         except DeviceFullError:
             fits = False
@@ -127,14 +128,9 @@ class Replay:
         )  # fmt: skip
 
 
-def _run(allocator: CachingAllocator, events: Sequence[Event], live: set[Hashable]) -> set[Hashable]:
-    """Replay events; return what they have made and not freed, with what was live before."""
+def _run(allocator: CachingAllocator, events: Iterable[Event]) -> None:
     for key, nbytes, stream in events:
-        if nbytes < 0:
-            if allocator.holds(key):  # what the first step has freed for good is not there in the second
-                allocator.free(key)
-            live.discard(key)
-        else:
+        if nbytes >= 0:
             allocator.allocate(key, nbytes, stream)
-            live.add(key)
-    return live
+        elif key in allocator.taken:  # what the first step has freed for good is not there in the second
+            allocator.free(key)
