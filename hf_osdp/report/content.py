@@ -184,7 +184,7 @@ def _row(explanation: Explanation, row: PlanRow) -> Content:
         "units": [explanation.description.units[i].fqn for i in row.units],
         "class": row.class_name,
         "layout": row.layout,
-        "bytes": {name: sum(getattr(estimate.units[i], name) for i in row.units) for name in asdict(estimate.units[0])},
+        "bytes": {name: sum(getattr(estimate.memory.units[i], name) for i in row.units) for name in asdict(estimate.memory.units[0])},
         "seconds": None if time is None else {term: sum(getattr(time.units[i], term) for i in row.units) for term in _TIME_TERMS},
         "quicker": None if reason is None else alternative(reason.quicker),
         "next_fitting": None if reason is None else alternative(reason.next_fitting),

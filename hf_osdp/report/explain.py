@@ -147,7 +147,7 @@ def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, ha
             totals[name] = total + times * seconds, exposed + times * seconds * share
 
     for index, (unit, choice) in enumerate(zip(description.units, layouts, strict=True)):
-        terms, window = unit_seconds(unit, choice, hardware, job), timer.work(choice.activations)[1][index]
+        terms, window = unit_seconds(unit, choice, hardware, job), timer.work(choice.activations.recomputation)[1][index]
         trip = timer.trips(choice.activations)[index]
         backward = {"all-gather": terms.gather_backward, _TRIPS: trip.back_beside}
         early = terms.reduce_scatter if batch.reduce_scatters(choice) > 1 else 0.0

@@ -61,7 +61,7 @@ def unit_bytes_table(explanation: Explanation) -> Table:
         saved[segment.unit] += max(0, SegmentBytes.of(segment, unit.span, plan.micro_batch_size, choice, recomputes=recomputes).saved)
 
     def cells(row: PlanRow) -> list[str]:
-        units = [explanation.estimate.units[i] for i in row.units]
+        units = [explanation.estimate.memory.units[i] for i in row.units]
         figures = (
             sum(unit.parameters for unit in units),
             sum(unit.optimizer for unit in units),

@@ -101,7 +101,7 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
     on_host = host_bytes_of_units(plan, description, estimate)
 
     def cells(row: PlanRow) -> list[str]:
-        held = sum(estimate.units[i].held + estimate.units[i].gradients_after for i in row.units)
+        held = sum(estimate.memory.units[i].held + estimate.memory.units[i].gradients_after for i in row.units)
         waiting = sum(on_host[i] for i in row.units)
         memory = [format_bytes(held), *([format_bytes(waiting) if waiting else "-"] if any(on_host) else [])]
         seconds = ["-", "-"]
@@ -132,7 +132,7 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
 
 def host_bytes_of_units(plan: Plan, description: ModelDescription, estimate: PlanEstimate) -> list[int]:
     """Return what the host holds of each unit for one device: states, and activations that wait for backward."""
-    held = [unit.host for unit in estimate.units]
+    held = [unit.host for unit in estimate.memory.units]
     layouts = plan.layouts(description)
     for segment in description.segments:
         held[segment.unit] += activation_host_bytes(segment, plan.micro_batch_size, layouts[segment.unit].activations)

@@ -1,13 +1,7 @@
 """Time of all-gather, reduce-scatter and all-reduce in the groups that a plan uses.
 
-Ring algorithm, α-β model (Thakur, Rabenseifner, Gropp 2005): in a group of n ranks, for N bytes of whole tensor,
-
-    all-gather, reduce-scatter:  (n - 1) α + (n - 1)/n N β
-    all-reduce:                  2 (n - 1) α + 2 (n - 1)/n N β
-
-Where a group spans nodes, β is the slower of the link inside a node and this group's share of the node's outer link. Two stages
-are two rings: of N nodes with 1/L of the bytes, and of the L ranks inside a node with all of them (docs/two_machines.md).
-A measured timing for the group, inside a node or across nodes as it lies, goes before the formula.
+Rings in the α-β model (Thakur, Rabenseifner, Gropp 2005), equations in docs/planner_search.md. A measured timing for the group, inside a
+node or across nodes as it lies, goes before the formula.
 """
 
 from __future__ import annotations

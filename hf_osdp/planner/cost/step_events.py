@@ -6,7 +6,6 @@ The order is FSDP2's (torch/distributed/fsdp/_fully_shard): see docs/allocator.m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from ..allocator.replay import COPY_IN, GATHER, REDUCE, REDUCE_REPLICAS, Event, EventLog, Replay, StepEvents
 from ..decision import Batch, UnitLayout
@@ -43,27 +42,9 @@ def step_events(
     return StepEvents(held=held, before_optimizer=before, states=states, optimizer=step.log.take(), traced=step.activations.traced)
 
 
-def replay_of(description: ModelDescription, layouts: tuple[UnitLayout, ...], world_size: int, job: TrainingJob, batch: Batch) -> Replay:
-    """Return what torch's allocator makes of a plan on CUDA in its first two steps; the last few are kept, since a search asks again."""
-    return _replay_of(_Itself(description), layouts, world_size, job, batch)
-
-
-class _Itself:
-    """A description that equals no other one: its own equality leaves out what is replayed."""
-
-    def __init__(self, description: ModelDescription) -> None:
-        self.description = description
-
-    def __hash__(self) -> int:
-        return id(self.description)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and other.description is self.description
-
-
-@lru_cache(maxsize=4)
-def _replay_of(one: _Itself, layouts: tuple[UnitLayout, ...], world_size: int, job: TrainingJob, batch: Batch) -> Replay:
-    return Replay(step_events(one.description, layouts, world_size, job, batch), expandable_segments=job.expandable_segments)
+def replay_of(description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch) -> Replay:
+    """Return what torch's allocator makes of a plan on CUDA in its first two steps."""
+    return Replay(step_events(description, layouts, world_size, job, batch), expandable_segments=job.expandable_segments)
 
 
 class _Unit:

@@ -1,21 +1,20 @@
-"""What one layout costs one unit: the terms from which memory and time are built.
-
-Every term is a whole number of bytes on the fullest rank, or seconds. The terms follow what FSDP2 allocates
-(torch/distributed/fsdp/_fully_shard), not an idealisation: gathering needs a buffer beside the gathered parameters, reducing needs a copy
-of the gradients, and a replicated unit is copied although nothing is sent.
-"""
+"""What one layout costs one unit, as FSDP2 allocates (torch/distributed/fsdp/_fully_shard): bytes on the fullest rank, and seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from ...errors import HardwareError
 from ..decision import Batch, UnitLayout
 from ..description import GatherSpan, ModelDescription, ParameterSpec, UnitDescription
 from ..hardware import Hardware, HostSpec
 from ..job import OptimizerSpec, OptimizerStep, TrainingJob
-from .wires import gather_message, gather_seconds, reduce_message, reduce_seconds, replica_message, replica_seconds
+from .wires import messages, wire_seconds
+
+layout_key = attrgetter(*(name for name in UnitLayout.__slots__ if name != "activations"))
+"""All of a layout that bears on the terms of its unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +109,28 @@ def shape_ids(units: Sequence[UnitDescription]) -> tuple[int, ...]:
     return tuple(known.setdefault(key, len(known)) for key in keys)
 
 
+class UnitMemory:
+    """Memory terms of each unit of a description, whatever is chosen for the others; those of equal units are computed once."""
+
+    def __init__(self, description: ModelDescription, world_size: int, job: TrainingJob, batch: Batch) -> None:
+        self._units, self._shapes, self._asked = description.units, shape_ids(description.units), (world_size, job, batch)
+        self._known: dict[tuple[object, ...], UnitBytes] = {}
+
+    def __call__(self, index: int, layout: UnitLayout, *, beside_host: bool) -> UnitBytes:
+        """Return the terms of a unit under a layout; `beside_host`: some unit of the plan is on the host.
+
+        In one process, plain units then leave in flight what a unit on the host before them has left there.
+        """
+        key = (self._shapes[index], beside_host, layout_key(layout))
+        if key not in self._known:
+            world_size, job, batch = self._asked
+            terms = unit_bytes(self._units[index], layout, world_size, job, batch)
+            if world_size == 1 and beside_host:
+                terms = replace(terms, reduce_tail=reduce_input(self._units[index], 1, job))
+            self._known[key] = terms
+        return self._known[key]
+
+
 def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch) -> UnitBytes:
     """Return the memory terms of `unit` under `layout`."""
     g, precision, trainable = layout.shard_size, job.precision, unit.trainable
@@ -139,8 +160,7 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
     # Held gradients are freed as they are reduced: of what is kept back only the excess over them counts.
     beside = max(0, kept_back + gradients - whole) if holds else kept_back
     joins_whole = holds and unit.span is not GatherSpan.STEP
-    unsharded = _unsharded(trainable, job)
-    scatter_input = reduce_input(unit, g, job) if copies else 0
+    unsharded, scatter_input = _unsharded(trainable, job), reduce_input(unit, g, job) if copies else 0
     return UnitBytes(
         parameters=0 if layout.on_host else sum(p.sharded_bytes(g) for p in unit.parameters),
         optimizer=0 if layout.on_host or layout.states_on_host else states,
@@ -205,8 +225,7 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
     g = layout.shard_size
     gathered, reduced = _gathered_bytes(unit, g, job), reduce_input(unit, g, job)
     shards = [p.sharded_bytes(g) for p in unit.trainable]
-    gather = gather_seconds(unit, layout, hardware, gathered)
-    scatter = reduce_seconds(unit, layout, hardware, reduced)
+    gather, scatter, replicas = wire_seconds(unit, layout, hardware, gathered, reduced)
     copy_out, copy_in = 0.0, 0.0
     if hardware.world_size > 1 or layout.on_host:
         copy_out, copy_in = _copy_seconds(unit, g, gathered, reduced, hardware)
@@ -228,7 +247,7 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
         gather_forward=gather,
         gather_backward=gather if frees else 0.0,
         reduce_scatter=scatter,
-        all_reduce=replica_seconds(unit, layout, hardware, reduced // g),
+        all_reduce=replicas,
         copy_forward=copy_out,
         copy_backward=copy_in + (copy_out if frees else 0.0),
         optimizer=_update_seconds(shards, hardware, job, on_host=layout.on_host) + passing_s,
@@ -290,7 +309,7 @@ def _beside_gathered(unit: UnitDescription, layout: UnitLayout, job: TrainingJob
     there, and copied.
     """
     if (g := layout.shard_size) > 1:
-        codes = gather_message(unit, layout).gather_buffers(layout.gather_wire)
+        codes = messages(unit, layout, g)[0].gather_buffers()
         return codes + (_gathered_bytes(unit, g, job) // layout.stage_size if layout.two_stage else 0)
     highest = done = 0
     for p in unit.parameters:
@@ -306,8 +325,7 @@ def _reduce_stage(unit: UnitDescription, layout: UnitLayout, world_size: int, jo
     """Return what reducing takes beside its input and output, of which a rank's part has `reduced` bytes."""
     stage = layout.shard_size // layout.stage_size * reduced if layout.two_stage else 0
     apart = any(job.precision.reduced_dtype(p).itemsize < 4 for p in unit.trainable)
-    codes = reduce_message(unit, layout).reduce_buffers(layout.reduce_wire, sums_apart=apart)
-    replicas = replica_message(unit, layout, world_size).reduce_buffers(layout.replica_wire, sums_apart=apart)
+    codes, replicas = (message.reduce_buffers(sums_apart=apart) for message in messages(unit, layout, world_size)[1:])
     return max(stage + codes, replicas)
 
 
@@ -328,11 +346,6 @@ def pinned_bytes(nbytes: int) -> int:
 
 
 def _step_scratch(shards: Sequence[int], job: TrainingJob) -> int:
-    match job.optimizer.step:
-        case OptimizerStep.FUSED:
-            return 0
-        case OptimizerStep.FOREACH:
-            return sum(shards)
-        case OptimizerStep.FOR_LOOP:
-            return int(job.optimizer.loop_scratch * max(shards, default=0))
-    raise AssertionError(job.optimizer.step)
+    if job.optimizer.step is OptimizerStep.FOREACH:
+        return sum(shards)
+    return int(job.optimizer.loop_scratch * max(shards, default=0)) if job.optimizer.step is OptimizerStep.FOR_LOOP else 0

@@ -1,4 +1,4 @@
-"""What the wire formats of a layout cost: seconds of a unit's collectives with encoding and decoding, and bytes of the buffers."""
+"""What a unit's collectives take under a layout: seconds, with those of encoding where fewer bits are sent, and bytes of buffers."""
 
 from __future__ import annotations
 
@@ -18,79 +18,66 @@ class Message:
     elements: int
     """Of the whole tensor in that group."""
     ranks: int
+    wire: WireFormat | None
+    """None where it is sent as it is: then nothing is encoded, and no buffers are needed."""
 
-    def sent_bytes(self, wire: WireFormat) -> int:
-        """Return the bytes of the whole encoded tensor."""
-        return wire.gathered_bytes(self.elements, self.ranks)
+    @property
+    def sent_bytes(self) -> int | None:
+        """Bytes of the whole encoded tensor."""
+        return None if self.wire is None else self.wire.gathered_bytes(self.elements, self.ranks)
 
-    def gather_buffers(self, wire: WireFormat | None) -> int:
+    def gather_buffers(self) -> int:
         """Return what a gather allocates beside its output: codes of all ranks, and temporaries."""
-        if wire is None:
+        if self.wire is None:
             return 0
-        return self.sent_bytes(wire) + wire.temporary_bytes(-(-self.elements // self.ranks))
+        part = -(-self.elements // self.ranks)
+        return self.wire.gathered_bytes(self.elements, self.ranks) + self.wire.temporary_bytes(part)
 
-    def reduce_buffers(self, wire: WireFormat | None, *, sums_apart: bool) -> int:
+    def reduce_buffers(self, *, sums_apart: bool) -> int:
         """Return what a reduction allocates beside input and output: codes sent and received, temporaries, and a float32 sum if `apart`."""
-        if wire is None:
+        if self.wire is None:
             return 0
-        return self.gather_buffers(wire) + self.sent_bytes(wire) + (4 * -(-self.elements // self.ranks) if sums_apart else 0)
+        sums = 4 * -(-self.elements // self.ranks) if sums_apart else 0
+        return self.gather_buffers() + self.wire.gathered_bytes(self.elements, self.ranks) + sums
 
-    def gather_seconds(self, wire: WireFormat | None, hardware: Hardware) -> float:
+    def gather_seconds(self, hardware: Hardware) -> float:
         """Return the time to encode a rank's part and to decode all."""
-        if wire is None:
+        if self.wire is None:
             return 0.0
-        traffic = wire.encode_traffic / self.ranks + wire.decode_traffic
+        traffic = self.wire.encode_traffic / self.ranks + self.wire.decode_traffic
         return self.elements * traffic / hardware.device.memory_bytes_per_s
 
-    def reduce_seconds(self, wire: WireFormat | None, hardware: Hardware) -> float:
+    def reduce_seconds(self, hardware: Hardware) -> float:
         """Return the time to encode the other ranks' parts, and to add theirs up."""
-        if wire is None:
+        if self.wire is None:
             return 0.0
-        traffic = (wire.encode_traffic + wire.decode_traffic) * (self.ranks - 1) / self.ranks
+        traffic = (self.wire.encode_traffic + self.wire.decode_traffic) * (self.ranks - 1) / self.ranks
         return self.elements * traffic / hardware.device.memory_bytes_per_s
 
 
-def gather_message(unit: UnitDescription, layout: UnitLayout) -> Message:
-    """Return the message of a unit's all-gather."""
-    g = layout.shard_size
-    return _sharded_message(sum(g * p.sharded_numel(g) for p in unit.parameters), layout)
+def messages(unit: UnitDescription, layout: UnitLayout, world_size: int) -> tuple[Message, Message, Message]:
+    """Return the messages of a unit's all-gather, of its reduce-scatter, and of the all-reduce between replicas, of what a rank holds."""
+    g, between = layout.shard_size, layout.shard_size // layout.stage_size
+    held, trained = (sum(p.sharded_numel(g) for p in parameters) for parameters in (unit.parameters, unit.trainable))
+    return (
+        Message(elements=held * between, ranks=between, wire=layout.gather_wire),
+        Message(elements=trained * between, ranks=between, wire=layout.reduce_wire),
+        Message(elements=trained, ranks=world_size // g, wire=layout.replica_wire),
+    )
 
 
-def reduce_message(unit: UnitDescription, layout: UnitLayout) -> Message:
-    """Return the message of a unit's reduce-scatter."""
-    g = layout.shard_size
-    return _sharded_message(sum(g * p.sharded_numel(g) for p in unit.trainable), layout)
-
-
-def replica_message(unit: UnitDescription, layout: UnitLayout, world_size: int) -> Message:
-    """Return the message of the all-reduce between replicas, of what a rank holds."""
-    g = layout.shard_size
-    return Message(elements=sum(p.sharded_numel(g) for p in unit.trainable), ranks=world_size // g)
-
-
-def _sharded_message(elements: int, layout: UnitLayout) -> Message:
-    return Message(elements=elements // layout.stage_size, ranks=layout.shard_size // layout.stage_size)
-
-
-def gather_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, nbytes: int) -> float:
-    """Return the seconds of a unit's all-gather of `nbytes`, in the layout's format."""
-    message, wire = gather_message(unit, layout), layout.gather_wire
-    sent = message.sent_bytes(wire) if wire else None
-    link_s = sharded_seconds(hardware, Collective.ALL_GATHER, layout.shard_size, layout.stage_size, nbytes, sent)
-    return link_s + message.gather_seconds(wire, hardware)
-
-
-def reduce_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, nbytes: int) -> float:
-    """Return the seconds of a unit's reduce-scatter of `nbytes`, in the layout's format."""
-    message, wire = reduce_message(unit, layout), layout.reduce_wire
-    sent = message.sent_bytes(wire) if wire else None
-    link_s = sharded_seconds(hardware, Collective.REDUCE_SCATTER, layout.shard_size, layout.stage_size, nbytes, sent)
-    return link_s + message.reduce_seconds(wire, hardware)
-
-
-def replica_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, nbytes: int) -> float:
-    """Return the seconds of a unit's all-reduce of `nbytes` between replicas, in the layout's format."""
-    message, wire = replica_message(unit, layout, hardware.world_size), layout.replica_wire
-    sent = message.sent_bytes(wire) if wire else nbytes
-    link_s = collective_seconds(hardware, Collective.ALL_REDUCE, replicate_ring(hardware, layout.shard_size), sent)
-    return link_s + message.reduce_seconds(wire, hardware) + message.gather_seconds(wire, hardware)
+def wire_seconds(
+    unit: UnitDescription, layout: UnitLayout, hardware: Hardware, gathered_bytes: int, reduced_bytes: int
+) -> tuple[float, float, float]:
+    """Return the seconds of the three collectives of `messages`, of a whole tensor of so many bytes each; replicas reduce their part."""
+    gather, scatter, replicas = messages(unit, layout, hardware.world_size)
+    size, stage = layout.shard_size, layout.stage_size
+    gather_s = sharded_seconds(hardware, Collective.ALL_GATHER, size, stage, gathered_bytes, gather.sent_bytes)
+    scatter_s = sharded_seconds(hardware, Collective.REDUCE_SCATTER, size, stage, reduced_bytes, scatter.sent_bytes)
+    part = reduced_bytes // size if replicas.sent_bytes is None else replicas.sent_bytes
+    replicas_s = collective_seconds(hardware, Collective.ALL_REDUCE, replicate_ring(hardware, size), part)
+    return (
+        gather_s + gather.gather_seconds(hardware),
+        scatter_s + scatter.reduce_seconds(hardware),
+        replicas_s + replicas.reduce_seconds(hardware) + replicas.gather_seconds(hardware),
+    )

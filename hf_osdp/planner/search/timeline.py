@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..cost.memory import SegmentBytes, activation_host_bytes, gathered_ahead, merging_segments, resident_bytes
 from ..cost.timing import UnitTimer
-from ..cost.units import UnitBytes, gradients_arriving, reduce_input, shape_ids, unit_bytes
+from ..cost.units import UnitBytes, UnitMemory, gradients_arriving, shape_ids
 from ..decision import Batch, UnitLayout, meshes_of
 from ..description import Activations, GatherSpan
 from ..problem import PlanningProblem
@@ -29,6 +29,7 @@ class BatchCosts:
         description = problem.description
         self.problem, self.batch = problem, batch
         self.timer = UnitTimer(description, problem.hardware, problem.job, batch)
+        self.memory = UnitMemory(description, problem.hardware.world_size, problem.job, batch)
         self.calls: dict[int, list[int]] = {}
         """Indices of each unit's segments."""
         for index, segment in enumerate(description.segments):
@@ -46,8 +47,8 @@ def _segment_kinds(costs: BatchCosts) -> list[int]:
     for index, segment in enumerate(costs.problem.description.segments):
         unit = segment.unit
         several = unit if len(costs.calls[unit]) > 1 else None  # a unit with several calls is like no other
-        ways = (Activations.SAVE, *(Activations(recomputation=way.recomputation) for way in segment.recomputed))
-        windows = tuple(costs.timer.work(activations)[1][unit] for activations in ways)
+        ways = (None, *(way.recomputation for way in segment.recomputed))
+        windows = tuple(costs.timer.work(way)[1][unit] for way in ways)
         alike = segment.each(lambda one: replace(one, unit=0))
         found.append(known.setdefault((several, costs.shapes[unit], alike, costs.merging.get(index, 0), windows), len(known)))
     return found
@@ -67,11 +68,8 @@ class _Builder:
     def __init__(self, costs: BatchCosts, space: Space) -> None:
         self._costs, self._problem, self._batch, self._space = costs, costs.problem, costs.batch, space
         self._units, self._segments = self._problem.description.units, self._problem.description.segments
-        # one process: plain units leave in flight what a unit on the host before them has left there
-        single = self._problem.hardware.world_size == 1
-        self._always_in_flight = single and any(layout.on_host for layouts in space for layout in layouts)
+        self._beside_host = any(layout.on_host for layouts in space for layout in layouts)
         self._may_recompute = any(layout.activations.recomputes for layouts in space for layout in layouts)
-        self._terms: dict[tuple[object, ...], UnitBytes] = {}
         self._segment_bytes = functools.cache(self._bytes_of_segment)
 
     def timeline(self) -> Timeline:
@@ -138,7 +136,7 @@ class _Builder:
 
     def _option(self, unit: int, layout: UnitLayout) -> Option:
         """Return a layout with all that it brings, over the unit's calls in forward order."""
-        terms, seconds = self._bytes(unit, layout), self._costs.timer(unit, layout).total_s
+        terms, seconds = self._costs.memory(unit, layout, beside_host=self._beside_host), self._costs.timer(unit, layout).total_s
         indices = [] if self._units[unit].span is GatherSpan.STEP else self._costs.calls.get(unit, [])
         if not indices:
             return Option(layout=layout, bytes=terms, seconds=seconds)
@@ -166,16 +164,6 @@ class _Builder:
             compute_peak=own + costs.backward_peak,
             activations_on_host=activation_host_bytes(self._segments[index], self._batch.micro_batch_size, layout.activations),
         )
-
-    def _bytes(self, unit: int, layout: UnitLayout) -> UnitBytes:
-        key = (self._costs.shapes[unit], *(getattr(layout, name) for name in UnitLayout.__slots__ if name != "activations"))
-        if key not in self._terms:
-            job = self._problem.job
-            terms = unit_bytes(self._units[unit], layout, self._problem.hardware.world_size, job, self._batch)
-            if self._always_in_flight:
-                terms = replace(terms, reduce_tail=reduce_input(self._units[unit], 1, job))
-            self._terms[key] = terms
-        return self._terms[key]
 
 
 def _parts(row: UnitGroup | None) -> list[UnitGroup]:

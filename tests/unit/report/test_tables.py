@@ -169,8 +169,8 @@ def test_plan_table_and_caption_show_what_the_host_holds_of_each_unit_and_of_a_m
     plan = replace(plan, units=(*plan.units[:2], *changed))
     estimate = estimated(description, plan, hardware)
     by_unit = host_bytes_of_units(plan, description, estimate)
-    assert by_unit[2] == estimate.units[2].host > 0 and by_unit[3] == 2 * 4 * 1000 and by_unit[:2] == [0, 0]
-    assert sum(by_unit) + estimate.units[2].host_moment == estimate.memory.host_bytes
+    assert by_unit[2] == estimate.memory.units[2].host > 0 and by_unit[3] == 2 * 4 * 1000 and by_unit[:2] == [0, 0]
+    assert sum(by_unit) + estimate.memory.units[2].host_moment == estimate.memory.host_bytes
     text = "\n".join(rendered(plan_table(plan, description, estimate)))
     assert "held      host" in text and all(format_bytes(nbytes) in text for nbytes in by_unit[2:])
     of_all = f"{format_bytes(8 * estimate.memory.host_bytes)} of the 8.00 TiB of a machine."
