@@ -28,28 +28,18 @@ class EventLog:
 
     def __init__(self) -> None:
         self._events: list[Event] = []
-        self._sizes: list[int] = [0]
+        self.sizes: list[int] = []
+        """Bytes of each allocation, by its number."""
 
     def make(self, nbytes: int, stream: int = COMPUTE) -> int:
         """Allocate, and return the allocation's number."""
-        number = len(self._sizes)
-        self._sizes.append(nbytes)
-        self._events.append(Event(number, nbytes, stream))
-        return number
+        self._events.append(Event(len(self.sizes), nbytes, stream))
+        self.sizes.append(nbytes)
+        return len(self.sizes) - 1
 
-    def bytes_of(self, number: int) -> int:
-        """Return the size of an allocation."""
-        return self._sizes[number]
-
-    def drop(self, number: int | None) -> None:
-        """Free an allocation, if there is one."""
-        if number is not None:
-            self._events.append(Event(number, -1, COMPUTE))
-
-    def drop_all(self, numbers: Iterable[int | None]) -> None:
-        """Free several."""
-        for number in numbers:
-            self.drop(number)
+    def drop(self, *numbers: int | None) -> None:
+        """Free allocations, those that there are."""
+        self._events += [Event(number, -1, COMPUTE) for number in numbers if number is not None]
 
     def take(self) -> list[Event]:
         """Return the events since the last call."""
