@@ -185,7 +185,7 @@ def _row(explanation: Explanation, row: PlanRow) -> Content:
         "class": row.class_name,
         "layout": row.layout,
         "bytes": {name: sum(getattr(estimate.memory.units[i], name) for i in row.units) for name in asdict(estimate.memory.units[0])},
-        "seconds": None if time is None else {term: sum(getattr(time.units[i], term) for i in row.units) for term in _TIME_TERMS},
+        "seconds": None if time is None else {term: row.seconds(time, term) for term in _TIME_TERMS},
         "quicker": None if reason is None else alternative(reason.quicker),
         "next_fitting": None if reason is None else alternative(reason.next_fitting),
     }

@@ -14,6 +14,7 @@ from rich.table import Column, Table
 from ..planner.allocator.replay import Reserved
 from ..planner.cost.evaluate import PlanEstimate
 from ..planner.cost.memory import MemoryBreakdown, Moment, activation_host_bytes
+from ..planner.cost.timing import TimeEstimate
 from ..planner.decision import ShardMode
 from ..planner.description import ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
@@ -66,6 +67,10 @@ class PlanRow:
         """The name, with the number of units where there are several."""
         return f"{self.name} ({len(self.units)})" if len(self.units) > 1 else self.name
 
+    def seconds(self, time: TimeEstimate, term: str) -> float:
+        """Return one term of the units' time in a step, such as `exposed_s`."""
+        return sum(getattr(time.units[i], term) for i in self.units)
+
 
 def plan_rows(plan: Plan, description: ModelDescription) -> tuple[PlanRow, ...]:
     """Return the plan's units, equal neighbours taken together."""
@@ -106,7 +111,7 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
         memory = [format_bytes(held), *([format_bytes(waiting) if waiting else "-"] if any(on_host) else [])]
         seconds = ["-", "-"]
         if (time := estimate.time) is not None:
-            seconds = [format_seconds(sum(getattr(time.units[i], term) for i in row.units)) for term in ("compute_s", "exposed_s")]
+            seconds = [format_seconds(row.seconds(time, term)) for term in ("compute_s", "exposed_s")]
         numel = sum(description.units[i].numel for i in row.units)
         way = plan.decision(description.units[row.units[0]].fqn).activations.recomputation
         layout = row.layout if way is None else row.layout.replace(way.describe(), way.describe().partition(":")[0])

@@ -48,20 +48,6 @@ class EventLog:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepEvents:
-    """What one optimizer step allocates and frees."""
-
-    held: Sequence[Event]
-    """What is there before the first step: parameters, buffers."""
-    before_optimizer: Sequence[Event]
-    states: Sequence[Event]
-    """What the optimizer makes in its first step, and holds."""
-    optimizer: Sequence[Event]
-    traced: bool = True
-    """Whether every segment's events were traced; else some allocate once for each of their terms."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
     """Peaks of a replay, in bytes."""
 
@@ -74,17 +60,27 @@ class Reserved:
     fits: bool = True
     """Whether the capacity is enough with these retries."""
     traced: bool = True
-    """As of `StepEvents`."""
+    """As of `Replay`."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Optimizer steps one after the other, through the allocator: the later ones begin with what the first has left in the cache.
+    """What one optimizer step allocates and frees; steps one after the other through the allocator, and what that takes.
 
-    The optimizer's states come in the first step, into memory that activations and gradients had before.
+    The optimizer's states come in the first step, into memory that activations and gradients had before. The later steps begin with what
+    the first has left in the cache.
     """
 
-    def __init__(self, events: StepEvents, *, expandable_segments: bool = True, steps: int = 2) -> None:
-        self._events, self._expandable_segments, self._steps = events, expandable_segments, steps
+    held: Sequence[Event]
+    """What is there before the first step: parameters, buffers."""
+    before_optimizer: Sequence[Event]
+    states: Sequence[Event]
+    """What the optimizer makes in its first step, and holds."""
+    optimizer: Sequence[Event]
+    traced: bool = True
+    """Whether every segment's events were traced; else some allocate once for each of their terms."""
+    expandable_segments: bool = True
+    steps: int = 2
 
     @cached_property
     def unlimited(self) -> Reserved:
@@ -99,22 +95,19 @@ class Replay:
         return replace(self.unlimited, alloc_retries=limited.alloc_retries, fits=limited.fits)
 
     def _run(self, capacity_bytes: int | None) -> Reserved:
-        events, fits = self._events, True
-        allocator = CachingAllocator(expandable_segments=self._expandable_segments, capacity_bytes=capacity_bytes)
-        held = {event.key for event in (*events.held, *events.states)}
+        held, fits = {event.key for event in (*self.held, *self.states)}, True
+        allocator = CachingAllocator(expandable_segments=self.expandable_segments, capacity_bytes=capacity_bytes)
         try:
-            _run(allocator, events.held)
-            for number in range(self._steps):
-                _run(allocator, events.before_optimizer)
-                _run(allocator, () if number else events.states)
-                _run(allocator, events.optimizer)
+            _run(allocator, self.held)
+            for number in range(self.steps):
+                _run(allocator, (*self.before_optimizer, *(() if number else self.states), *self.optimizer))
                 for key in [key for key in allocator.taken if key not in held]:
                     allocator.free(key)
         except DeviceFullError:
             fits = False
         return Reserved(
             peak_allocated_bytes=allocator.peak_allocated_bytes, peak_reserved_bytes=allocator.peak_reserved_bytes,
-            alloc_retries=allocator.alloc_retries, fits=fits, traced=events.traced,
+            alloc_retries=allocator.alloc_retries, fits=fits, traced=self.traced,
         )  # fmt: skip
 
 

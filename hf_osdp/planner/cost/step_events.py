@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..allocator.replay import COPY_IN, GATHER, REDUCE, REDUCE_REPLICAS, Event, EventLog, Replay, StepEvents
+from ..allocator.replay import COPY_IN, GATHER, REDUCE, REDUCE_REPLICAS, Event, EventLog, Replay
 from ..decision import Batch, UnitLayout
 from ..description import GatherSpan, ModelDescription, UnitDescription
 from ..job import OptimizerStep, TrainingJob
@@ -22,14 +22,7 @@ _STEP_COUNT_BYTES = 4
 
 
 def replay_of(description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch) -> Replay:
-    """Return what torch's allocator makes of a plan on CUDA in its first two steps."""
-    return Replay(step_events(description, layouts, world_size, job, batch), expandable_segments=job.expandable_segments)
-
-
-def step_events(
-    description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
-) -> StepEvents:
-    """Return the events of one optimizer step on the fullest rank.
+    """Return the events of one optimizer step on the fullest rank, and by them what torch's allocator makes of a plan on CUDA.
 
     Args:
         description: the model, with the allocation traces of its segments; a segment without one allocates once for each of its terms.
@@ -44,8 +37,10 @@ def step_events(
         step.micro_step(last=not left)
     before, states = step.log.take(), step.make_states()
     step.optimizer_step()
-    traced = all(segment.traced for segment in step.segments)
-    return StepEvents(held=held, before_optimizer=before, states=states, optimizer=step.log.take(), traced=traced)
+    return Replay(
+        held=held, before_optimizer=before, states=states, optimizer=step.log.take(),
+        traced=all(segment.traced for segment in step.segments), expandable_segments=job.expandable_segments,
+    )  # fmt: skip
 
 
 class _Unit:
