@@ -87,18 +87,12 @@ def package_versions() -> dict[str, str]:
 
 
 def _hardware(hardware: Hardware) -> Content:
-    device = hardware.device
     return {
         **_picked(hardware, "summary", "nodes", "devices_per_node"),
         "backend": hardware.backend.value,
-        **_picked(device, "memory_bytes", "reserved_bytes", "communicator_bytes"),
         "margin": hardware.free_share,
-        "flops_per_s": plain(device.flops_per_s),
-        **_picked(device, "memory_bytes_per_s", "operator_s", "unit_s", "source"),
-        "collectives": [
-            {"collective": timing.collective.value, **_picked(timing, "group_size", "latency_s", "seconds_per_byte")}
-            for timing in hardware.timings
-        ],
+        **plain(hardware.device),
+        "collectives": plain(hardware.timings),
     }
 
 

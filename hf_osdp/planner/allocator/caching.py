@@ -1,7 +1,6 @@
 """A model of torch's caching allocator for CUDA: what it reserves of the device when tensors come and go.
 
-The rules are those of `DeviceCachingAllocator` in c10/cuda/CUDACachingAllocator.cpp, torch 2.11 to 2.13, with its default settings
-but for `expandable_segments`. docs/allocator.md lists them with the tests that hold them.
+The rules are those of `DeviceCachingAllocator` (c10/cuda/CUDACachingAllocator.cpp, torch 2.11 to 2.13); docs/allocator.md lists them.
 """
 
 from __future__ import annotations

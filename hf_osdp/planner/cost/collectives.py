@@ -1,8 +1,4 @@
-"""Time of all-gather, reduce-scatter and all-reduce in the groups that a plan uses.
-
-Rings in the α-β model (Thakur, Rabenseifner, Gropp 2005), equations in docs/planner_search.md. A measured timing for the group, inside a
-node or across nodes as it lies, goes before the formula.
-"""
+"""Seconds of collectives in the groups that a plan uses: measured, else of rings (equations: docs/planner_search.md)."""
 
 from __future__ import annotations
 

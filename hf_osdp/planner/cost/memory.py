@@ -88,7 +88,7 @@ class MemoryEstimate:
     """All moments of a step in the order in which they come."""
 
     moments: tuple[Moment, ...]
-    units: tuple[UnitBytes, ...]
+    units: tuple[UnitBytes, ...] = ()
     """Memory terms of each unit, in the description's order."""
     host_bytes: int = 0
     """States that live on the host and activations that wait there, of one rank."""
@@ -182,10 +182,9 @@ def merging_segments(description: ModelDescription, job: TrainingJob) -> dict[in
 def gathered_ahead(description: ModelDescription) -> tuple[int | None, ...]:
     """For each segment, return the unit whose gather is in flight while the segment's backward computes; None where there is none.
 
-    FSDP2 prefetches the group whose forward ended before that of the group whose backward begins
-    (`FSDPParamGroup._backward_prefetch`). The root's forward ends last, so that its segments have no place in that order, nor
-    have those of shared weights of which one module never runs (T5's `shared`). Where it does, nothing runs ahead before
-    shared weights, for they are still gathered.
+    FSDP2 prefetches the group whose forward ended before (`FSDPParamGroup._backward_prefetch`). The root's forward ends last, so that its
+    segments have no place in that order, nor have those of shared weights of which one module never runs (T5's `shared`). Where it does,
+    nothing runs ahead before shared weights, for they are still gathered.
     """
     runs = Counter(segment.unit for segment in description.segments)
     ahead: list[int | None] = []
@@ -201,11 +200,7 @@ def gathered_ahead(description: ModelDescription) -> tuple[int | None, ...]:
 
 
 class _Walk:
-    """One micro-step over a description, with the bytes of each unit, as FSDP2 runs it.
-
-    What waits on the host is not in the level between forward and backward, but in the segment's own moments. Gradients of a unit's further
-    calls are whole until the first call's backward.
-    """
+    """One micro-step over a description, as FSDP2 runs it."""
 
     def __init__(
         self, description: ModelDescription, units: Sequence[UnitBytes], segments: Sequence[SegmentBytes], job: TrainingJob, batch: Batch

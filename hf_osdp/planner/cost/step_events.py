@@ -1,7 +1,4 @@
-"""What one optimizer step of an estimated plan allocates and frees on CUDA, in order, each on its stream.
-
-The order is FSDP2's (torch/distributed/fsdp/_fully_shard): see docs/allocator.md, "Events of an estimated plan".
-"""
+"""What one optimizer step of an estimated plan allocates on CUDA, in FSDP2's order, each on its stream (docs/allocator.md)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Time of one optimizer step; docs/planner_search.md has the equations.
-
-    step = A Σ_segments (forward + backward compute) + Σ_units (A (copies + exposed gathers) + exposed reductions + update)
-
-with A accumulation steps. A collective is exposed by what does not fit beside the compute that FSDP2 runs with it. Of a run of equal units,
-one computes while the next is gathered and the one before is reduced; the two share the links.
-"""
+"""Seconds of one optimizer step, by unit and by kind of work; docs/planner_search.md has the equations."""
 
 from __future__ import annotations
 
