@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from ..planner.cost.memory import SegmentBytes
 from ..planner.cost.timing import TimeEstimate
 from ..planner.plan import Plan
 from ..quantities import format_bytes, format_seconds
@@ -53,16 +52,13 @@ def unit_bytes_table(explanation: Explanation) -> Table:
 
     `while it runs` is the most that one unit of the row gathers and copies.
     """
-    plan, description = explanation.plan, explanation.description
-    recomputes = any(unit.activations.recomputes for unit in plan.units)
+    plan, description, memory = explanation.plan, explanation.description, explanation.estimate.memory
     saved = [0] * len(description.units)
-    for segment in description.segments:
-        unit = description.units[segment.unit]
-        choice = plan.decision(unit.fqn).activations
-        saved[segment.unit] += max(0, SegmentBytes.of(segment, unit.span, plan.micro_batch_size, choice, recomputes=recomputes).saved)
+    for segment, terms in zip(description.segments, memory.segments, strict=True):
+        saved[segment.unit] += max(0, terms.saved)
 
     def cells(row: PlanRow) -> list[str]:
-        units = [explanation.estimate.memory.units[i] for i in row.units]
+        units = [memory.units[i] for i in row.units]
         figures = (
             sum(unit.parameters for unit in units),
             sum(unit.optimizer for unit in units),

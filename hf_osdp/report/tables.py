@@ -13,7 +13,7 @@ from rich.table import Column, Table
 
 from ..planner.allocator.replay import Reserved
 from ..planner.cost.evaluate import PlanEstimate
-from ..planner.cost.memory import MemoryBreakdown, Moment, activation_host_bytes
+from ..planner.cost.memory import MemoryBreakdown, MemoryEstimate, Moment
 from ..planner.cost.timing import TimeEstimate
 from ..planner.decision import ShardMode
 from ..planner.description import ModelDescription, UnitDescription
@@ -103,7 +103,7 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
     `held` is parameters, gradients and optimizer states; `host` is what the host holds for each device, with activations, where it holds
     anything; `exposed` is communication that compute waits for.
     """
-    on_host = host_bytes_of_units(plan, description, estimate)
+    on_host = host_bytes_of_units(description, estimate.memory)
 
     def cells(row: PlanRow) -> list[str]:
         held = sum(estimate.memory.units[i].held + estimate.memory.units[i].gradients_after for i in row.units)
@@ -135,12 +135,11 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
     return table
 
 
-def host_bytes_of_units(plan: Plan, description: ModelDescription, estimate: PlanEstimate) -> list[int]:
+def host_bytes_of_units(description: ModelDescription, memory: MemoryEstimate) -> list[int]:
     """Return what the host holds of each unit for one device: states, and activations that wait for backward."""
-    held = [unit.host for unit in estimate.memory.units]
-    layouts = plan.layouts(description)
-    for segment in description.segments:
-        held[segment.unit] += activation_host_bytes(segment, plan.micro_batch_size, layouts[segment.unit].activations)
+    held = [unit.host for unit in memory.units]
+    for segment, terms in zip(description.segments, memory.segments, strict=True):
+        held[segment.unit] += terms.host
     return held
 
 

@@ -60,6 +60,9 @@ class SegmentBytes:
     gradient: int
     forward_peak: int
     backward_peak: int
+    host: int
+    """Page-locked memory of the host. A block's input is one tensor; the sizes of all that it saves are not known one by one: rounded up,
+    they are at most doubled."""
 
     @classmethod
     def of(
@@ -70,11 +73,17 @@ class SegmentBytes:
         What waits on the host leaves when forward ends and comes back when backward begins.
         """
         form = segment.under(activations)
+        sent = form.sent_bytes.bytes(samples) if activations.offloads else 0
         saved = form.saved_bytes.change(samples) if span is GatherSpan.STEP else form.saved_bytes.bytes(samples)
         saved += form.held_bytes.bytes(samples) if recomputes else 0
         left = max(0, saved - form.own_saved_bytes.bytes(samples)) if activations.offloads else saved
-        peaks = form.forward.peak_bytes.bytes(samples), form.backward.peak_bytes.bytes(samples) + saved - left
-        return cls(saved=left, gradient=form.gradient_bytes.bytes(samples), forward_peak=peaks[0], backward_peak=peaks[1])
+        return cls(
+            saved=left,
+            gradient=form.gradient_bytes.bytes(samples),
+            forward_peak=form.forward.peak_bytes.bytes(samples),
+            backward_peak=form.backward.peak_bytes.bytes(samples) + saved - left,
+            host=pinned_bytes(sent) if activations == Activations.RECOMPUTE_OFFLOAD else 2 * sent,
+        )
 
     @classmethod
     def least(cls, segment: Segment, span: GatherSpan, samples: int, choices: Iterable[Activations]) -> SegmentBytes:
@@ -90,6 +99,7 @@ class MemoryEstimate:
     moments: tuple[Moment, ...]
     units: tuple[UnitBytes, ...] = ()
     """Memory terms of each unit, in the description's order."""
+    segments: tuple[SegmentBytes, ...] = ()
     host_bytes: int = 0
     """States that live on the host and activations that wait there, of one rank."""
     communicators: int = 0
@@ -120,29 +130,22 @@ def estimate_memory(
     description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
 ) -> MemoryEstimate:
     """Return every moment of one optimizer step on the fullest rank; `layouts` has one a unit, in the description's order."""
-    samples = batch.micro_batch_size
     unit_memory, beside_host = UnitMemory(description, world_size, job, batch), any(layout.on_host for layout in layouts)
     pairs = zip(range(len(description.units)), layouts, strict=True)
     units = [unit_memory(index, layout, beside_host=beside_host) for index, layout in pairs]
-    pairs = [(segment, layouts[segment.unit].activations) for segment in description.segments]
     recomputes = any(layout.activations.recomputes for layout in layouts)
-    segments = [SegmentBytes.of(s, description.units[s.unit].span, samples, choice, recomputes=recomputes) for s, choice in pairs]
-    states = sum(unit.host for unit in units) + max((unit.host_moment for unit in units), default=0)
+    segments = [
+        SegmentBytes.of(s, description.units[s.unit].span, batch.micro_batch_size, layouts[s.unit].activations, recomputes=recomputes)
+        for s in description.segments
+    ]
+    on_host = sum(unit.host for unit in units) + max((unit.host_moment for unit in units), default=0)
     return MemoryEstimate(
         moments=_Walk(description, units, segments, job, batch).moments(),
         units=tuple(units),
-        host_bytes=states + sum(activation_host_bytes(s, samples, choice) for s, choice in pairs),
+        segments=tuple(segments),
+        host_bytes=on_host + sum(segment.host for segment in segments),
         communicators=communicators_of(layouts, world_size),
     )
-
-
-def activation_host_bytes(segment: Segment, samples: int, activations: Activations) -> int:
-    """Return what a segment's activations take of the host's page-locked memory.
-
-    A block's input is one tensor. The sizes of all that a block saves are not known one by one: rounded up, they are at most doubled.
-    """
-    nbytes = segment.under(activations).sent_bytes.bytes(samples) if activations.offloads else 0
-    return pinned_bytes(nbytes) if activations == Activations.RECOMPUTE_OFFLOAD else 2 * nbytes
 
 
 def peak_of_terms(

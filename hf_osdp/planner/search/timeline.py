@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from ..cost.memory import SegmentBytes, activation_host_bytes, gathered_ahead, merging_segments, resident_bytes
+from ..cost.memory import SegmentBytes, gathered_ahead, merging_segments, resident_bytes
 from ..cost.timing import UnitTimer
 from ..cost.units import UnitBytes, UnitMemory, gradients_arriving, shape_ids
 from ..decision import Batch, UnitLayout, meshes_of
@@ -162,7 +162,7 @@ class _Builder:
             forward_peak=terms.gather_buffer + terms.gathered + costs.forward_peak,
             gather_peak=own + terms.prefetched + (0 if terms.kept else terms.cast_buffer),
             compute_peak=own + costs.backward_peak,
-            activations_on_host=activation_host_bytes(self._segments[index], self._batch.micro_batch_size, layout.activations),
+            activations_on_host=costs.host,
         )
 
 

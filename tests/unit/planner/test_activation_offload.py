@@ -8,7 +8,7 @@ import pytest
 
 from hf_osdp.errors import HardwareError
 from hf_osdp.planner.affine import Affine, Envelope
-from hf_osdp.planner.cost.memory import SegmentBytes, activation_host_bytes, estimate_memory
+from hf_osdp.planner.cost.memory import SegmentBytes, estimate_memory
 from hf_osdp.planner.cost.timing import HostTrip, host_trips
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription, PhaseCost, Segment
@@ -91,7 +91,7 @@ def test_segment_bytes_that_leave_in_forward_come_back_in_backward(activations, 
 
 @pytest.mark.parametrize(("samples", "pinned"), [(1, 128), (2, 256), (3, 512), (5, 512)])
 def test_host_bytes_are_a_power_of_two_for_an_input_and_doubled_for_the_rest(samples, pinned):
-    found = [activation_host_bytes(segment(), samples, kept) for kept in Activations.BASIC]
+    found = [SegmentBytes.of(segment(), GatherSpan.USE, samples, kept).host for kept in Activations.BASIC]
     assert found == [0, 0, 2 * 700 * samples, pinned]
 
 

@@ -168,7 +168,7 @@ def test_plan_table_and_caption_show_what_the_host_holds_of_each_unit_and_of_a_m
     changed = replace(plan.units[2], on_host=True), replace(plan.units[3], activations=Activations.OFFLOAD)
     plan = replace(plan, units=(*plan.units[:2], *changed))
     estimate = estimated(description, plan, hardware)
-    by_unit = host_bytes_of_units(plan, description, estimate)
+    by_unit = host_bytes_of_units(description, estimate.memory)
     assert by_unit[2] == estimate.memory.units[2].host > 0 and by_unit[3] == 2 * 4 * 1000 and by_unit[:2] == [0, 0]
     assert sum(by_unit) + estimate.memory.units[2].host_moment == estimate.memory.host_bytes
     text = "\n".join(rendered(plan_table(plan, description, estimate)))
