@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import starmap
 
 from ..decision import Batch, UnitLayout, communicators_of
 from ..description import Activations, GatherSpan, ModelDescription, Segment
 from ..hardware import Hardware
 from ..job import OptimizerStep, TrainingJob
-from .units import UnitBytes, UnitMemory, gradients_arriving, merged_gradients, pinned_bytes
+from .units import UnitBytes, gradients_arriving, merged_gradients, once_per_shape, pinned_bytes, unit_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,20 +132,21 @@ def estimate_memory(
     description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
 ) -> MemoryEstimate:
     """Return every moment of one optimizer step on the fullest rank; `layouts` has one a unit, in the description's order."""
-    unit_memory, beside_host = UnitMemory(description, world_size, job, batch), any(layout.on_host for layout in layouts)
+    on_host = any(layout.on_host for layout in layouts)
+    unit_terms = partial(unit_bytes, world_size=world_size, job=job, batch=batch, beside_host=on_host)
     pairs = zip(range(len(description.units)), layouts, strict=True)
-    units = [unit_memory(index, layout, beside_host=beside_host) for index, layout in pairs]
+    units = [*starmap(once_per_shape(description.units, unit_terms), pairs)]
     recomputes = any(layout.activations.recomputes for layout in layouts)
     segments = [
         SegmentBytes.of(s, description.units[s.unit].span, batch.micro_batch_size, layouts[s.unit].activations, recomputes=recomputes)
         for s in description.segments
     ]
-    on_host = sum(unit.host for unit in units) + max((unit.host_moment for unit in units), default=0)
+    host_bytes = sum(unit.host for unit in units) + max((unit.host_moment for unit in units), default=0)
     return MemoryEstimate(
         moments=_Walk(description, units, segments, job, batch).moments(),
         units=tuple(units),
         segments=tuple(segments),
-        host_bytes=on_host + sum(segment.host for segment in segments),
+        host_bytes=host_bytes + sum(segment.host for segment in segments),
         communicators=communicators_of(layouts, world_size),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from ..allocator.replay import COPY_IN, GATHER, REDUCE, REDUCE_REPLICAS, Event, EventLog, Replay
 from ..decision import Batch, UnitLayout
@@ -10,7 +11,7 @@ from ..description import GatherSpan, ModelDescription, UnitDescription
 from ..job import OptimizerStep, TrainingJob
 from .activation_events import events_of_segments
 from .memory import first_uses, gathered_ahead, merging_segments
-from .units import UnitBytes, UnitMemory
+from .units import UnitBytes, once_per_shape, unit_bytes
 
 _MICRO_STEPS = 2
 """Micro-steps of an optimizer step that are replayed at most: those between the first and the last are like the first, or allocate less."""
@@ -84,10 +85,10 @@ class _Step:
     ) -> None:
         self.log = EventLog()
         self._description, self._job, self._samples = description, job, batch.micro_batch_size
-        memory, units = UnitMemory(description, world_size, job, batch), zip(description.units, layouts, strict=True)
+        terms = once_per_shape(description.units, partial(unit_bytes, world_size=world_size, job=job, batch=batch))
         self._units = [
-            _Unit(unit, layout, memory(index, layout, beside_host=False), world_size, job, batch)
-            for index, (unit, layout) in enumerate(units)
+            _Unit(unit, layout, terms(index, layout), world_size, job, batch)
+            for index, (unit, layout) in enumerate(zip(description.units, layouts, strict=True))
         ]
         self._ahead, self._merging = gathered_ahead(description), merging_segments(description, job)
         self._first_use = first_uses(description)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..affine import Affine
 from ..decision import Batch, UnitLayout
 from ..description import Activations, GatherSpan, ModelDescription, PhaseCost, Recomputation
 from ..hardware import Hardware
 from ..job import TrainingJob
-from .units import UnitSeconds, host_of, layout_key, shape_ids, unit_seconds
+from .units import UnitSeconds, host_of, once_per_shape, unit_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,23 +150,15 @@ class UnitTimer:
     """Time of each unit of a description in an optimizer step, whatever is chosen for the others."""
 
     def __init__(self, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> None:
-        self._description, self._hardware, self._job, self._batch = description, hardware, job, batch
-        self._shapes = shape_ids(description.units)
-        self._terms: dict[tuple[object, ...], UnitSeconds] = {}
+        self._description, self._hardware, self._batch = description, hardware, batch
+        self.terms = once_per_shape(description.units, partial(unit_seconds, hardware=hardware, job=job))
+        self.trips = functools.cache(partial(host_trips, description, hardware, batch.micro_batch_size))
+        """`host_trips` of a choice about activations."""
         self.work = functools.cache(self._work)
-        self.trips = functools.cache(functools.partial(host_trips, description, hardware, batch.micro_batch_size))
-        """`host_trips`, computed once for each choice about activations."""
 
     def _work(self, way: Recomputation | None) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
-        """Return `unit_work` for a way to recompute; where activations wait makes no difference."""
+        """Return `unit_work` of a way to recompute: where activations wait makes no difference."""
         return unit_work(self._description, self._hardware, self._batch.micro_batch_size, Activations(recomputation=way))
-
-    def terms(self, index: int, layout: UnitLayout) -> UnitSeconds:
-        """Return `unit_seconds` of a unit, computed once for equal units."""
-        key = (self._shapes[index], layout_key(layout))
-        if key not in self._terms:
-            self._terms[key] = unit_seconds(self._description.units[index], layout, self._hardware, self._job)
-        return self._terms[key]
 
     def __call__(self, index: int, layout: UnitLayout) -> UnitTime:
         """Return the seconds of a unit under a layout."""

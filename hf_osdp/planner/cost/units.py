@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
+from typing import TypeVar
 
 from ...errors import HardwareError
 from ..decision import Batch, UnitLayout
@@ -13,6 +14,7 @@ from ..hardware import Hardware, HostSpec
 from ..job import OptimizerSpec, OptimizerStep, TrainingJob
 from .wires import messages, wire_seconds
 
+T = TypeVar("T")
 layout_key = attrgetter(*(name for name in UnitLayout.__slots__ if name != "activations"))
 """All of a layout that bears on the terms of its unit."""
 
@@ -105,37 +107,34 @@ def shape_ids(units: Sequence[UnitDescription]) -> tuple[int, ...]:
     return tuple(known.setdefault(key, len(known)) for key in keys)
 
 
-class UnitMemory:
-    """Memory terms of each unit of a description, whatever is chosen for the others; those of equal units are computed once."""
+def once_per_shape(units: Sequence[UnitDescription], terms: Callable[[UnitDescription, UnitLayout], T]) -> Callable[[int, UnitLayout], T]:
+    """Return `terms` of a unit, by its index, and a layout, computed once for equal units."""
+    shapes = shape_ids(units)
+    known: dict[tuple[object, ...], T] = {}
 
-    def __init__(self, description: ModelDescription, world_size: int, job: TrainingJob, batch: Batch) -> None:
-        self._units, self._shapes, self._asked = description.units, shape_ids(description.units), (world_size, job, batch)
-        self._known: dict[tuple[object, ...], UnitBytes] = {}
+    def found(index: int, layout: UnitLayout) -> T:
+        key = (shapes[index], layout_key(layout))
+        if key not in known:
+            known[key] = terms(units[index], layout)
+        return known[key]
 
-    def __call__(self, index: int, layout: UnitLayout, *, beside_host: bool) -> UnitBytes:
-        """Return the terms of a unit under a layout; `beside_host`: some unit of the plan is on the host.
-
-        In one process, plain units then leave in flight what a unit on the host before them has left there.
-        """
-        key = (self._shapes[index], beside_host, layout_key(layout))
-        if key not in self._known:
-            world_size, job, batch = self._asked
-            terms = unit_bytes(self._units[index], layout, world_size, job, batch)
-            if world_size == 1 and beside_host:
-                terms = replace(terms, reduce_tail=reduce_input(self._units[index], 1, job))
-            self._known[key] = terms
-        return self._known[key]
+    return found
 
 
-def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch) -> UnitBytes:
-    """Return the memory terms of `unit` under `layout`."""
+def unit_bytes(
+    unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch, *, beside_host: bool = False
+) -> UnitBytes:
+    """Return the memory terms of `unit` under `layout`; `beside_host`: some unit of the plan is on the host.
+
+    In one process, plain units then leave in flight what a unit on the host before them has left there.
+    """
     g, precision, trainable = layout.shard_size, job.precision, unit.trainable
     shards = [p.sharded_bytes(g) for p in trainable]
     gradients = 0 if layout.on_host else sum(shards)
     casts = any(precision.gathered_dtype(p) is not p.dtype for p in unit.parameters)
     copies = world_size > 1 or casts or layout.on_host  # one process in its own precision trains the plain module
-    gathered, scatter_input = (_gathered(unit, g, job), reduce_input(unit, g, job)) if copies else (0, 0)
-    reduced = reduce_input(unit, g, job) // g
+    gathered, scatter_input = _gathered(unit, g, job) if copies else 0, reduce_input(unit, g, job)
+    reduced = scatter_input // g
     recast = any(precision.reduced_dtype(p) is not p.dtype for p in trainable)
     whole, unsharded = (_whole(trainable, dtype) for dtype in (precision.reduced_dtype, precision.gathered_dtype))
     holds = batch.holds_gradients(layout)
@@ -168,10 +167,10 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
         cast_buffer=_beside_gathered(unit, layout, job) if copies else 0,
         unsharded_gradients=0 if joins_whole else unsharded,
         waiting_gradients=unsharded if unit.span is GatherSpan.CALLS else 0,
-        reduce_input=scatter_input,
+        reduce_input=scatter_input if copies else 0,
         reduce_stage=_reduce_stage(unit, layout, world_size, job, reduced),
         last_gradient=0 if g == 1 or joins_whole else _whole(trainable[-1:], precision.gathered_dtype),
-        reduce_tail=scatter_input,
+        reduce_tail=scatter_input if copies or beside_host else 0,
         reduce_output=output,
         kept=0 if layout.reshard_after_forward else gathered,
         step_scratch=0 if layout.step_in_backward or layout.states_on_host else scratch,

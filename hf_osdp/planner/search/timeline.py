@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..cost.memory import SegmentBytes, gathered_ahead, merging_segments, resident_bytes
 from ..cost.timing import UnitTimer
-from ..cost.units import UnitBytes, UnitMemory, gradients_arriving, shape_ids
+from ..cost.units import UnitBytes, gradients_arriving, once_per_shape, shape_ids, unit_bytes
 from ..decision import Batch, UnitLayout, meshes_of
 from ..description import Activations, GatherSpan
 from ..problem import PlanningProblem
@@ -29,7 +29,9 @@ class BatchCosts:
         description = problem.description
         self.problem, self.batch = problem, batch
         self.timer = UnitTimer(description, problem.hardware, problem.job, batch)
-        self.memory = UnitMemory(description, problem.hardware.world_size, problem.job, batch)
+        terms = functools.partial(unit_bytes, world_size=problem.hardware.world_size, job=problem.job, batch=batch)
+        self.memory = {flag: once_per_shape(description.units, functools.partial(terms, beside_host=flag)) for flag in (False, True)}
+        """By whether some unit may be on the host."""
         self.calls: dict[int, list[int]] = {}
         """Indices of each unit's segments."""
         for index, segment in enumerate(description.segments):
@@ -68,7 +70,7 @@ class _Builder:
     def __init__(self, costs: BatchCosts, space: Space) -> None:
         self._costs, self._problem, self._batch, self._space = costs, costs.problem, costs.batch, space
         self._units, self._segments = self._problem.description.units, self._problem.description.segments
-        self._beside_host = any(layout.on_host for layouts in space for layout in layouts)
+        self._memory = costs.memory[any(layout.on_host for layouts in space for layout in layouts)]
         self._may_recompute = any(layout.activations.recomputes for layouts in space for layout in layouts)
         self._segment_bytes = functools.cache(self._bytes_of_segment)
 
@@ -136,7 +138,7 @@ class _Builder:
 
     def _option(self, unit: int, layout: UnitLayout) -> Option:
         """Return a layout with all that it brings, over the unit's calls in forward order."""
-        terms, seconds = self._costs.memory(unit, layout, beside_host=self._beside_host), self._costs.timer(unit, layout).total_s
+        terms, seconds = self._memory(unit, layout), self._costs.timer(unit, layout).total_s
         indices = [] if self._units[unit].span is GatherSpan.STEP else self._costs.calls.get(unit, [])
         if not indices:
             return Option(layout=layout, bytes=terms, seconds=seconds)
