@@ -143,7 +143,10 @@ def estimate_memory(
     ]
     host_bytes = sum(unit.host for unit in units) + max((unit.host_moment for unit in units), default=0)
     return MemoryEstimate(
-        moments=_Walk(description, units, segments, job, batch).moments(),
+        moments=tuple(
+            Moment(phase=phase, unit=unit, breakdown=MemoryBreakdown(**level))
+            for phase, unit, level in _Walk(description, units, segments, job, batch).moments()
+        ),
         units=tuple(units),
         segments=tuple(segments),
         host_bytes=host_bytes + sum(segment.host for segment in segments),
@@ -155,7 +158,7 @@ def peak_of_terms(
     description: ModelDescription, units: Sequence[UnitBytes], segments: Sequence[SegmentBytes], job: TrainingJob, batch: Batch
 ) -> int:
     """Return the peak of a step whose units and segments have these terms, whatever layouts they come from."""
-    return max(moment.total_bytes for moment in _Walk(description, units, segments, job, batch).moments())
+    return max(sum(level.values()) for _, _, level in _Walk(description, units, segments, job, batch).moments())
 
 
 def combined_scratch(job: TrainingJob, scratch: Sequence[int]) -> int:
@@ -216,7 +219,7 @@ class _Walk:
         self.whole_step = [i for i, unit in enumerate(description.units) if unit.span is GatherSpan.STEP]
         self.merging, self.ahead = merging_segments(description, job), gathered_ahead(description)
         self.arriving = gradients_arriving(description, job)
-        self.found: list[Moment] = []
+        self.found: list[tuple[str, str, dict[str, int]]] = []
         self.level = dict.fromkeys(MemoryBreakdown.__slots__, 0)
         """Bytes by what they are, between moments."""
         self._add(
@@ -228,12 +231,12 @@ class _Walk:
             correction=job.correction_bytes,
         )
 
-    def moments(self) -> tuple[Moment, ...]:
-        """Return every moment in its order."""
+    def moments(self) -> list[tuple[str, str, dict[str, int]]]:
+        """Return every moment in its order: phase, unit, and bytes by what they are."""
         self._forward()
         self._backward()
         self._finish()
-        return tuple(self.found)
+        return self.found
 
     def _moment(self, phase: str, unit: int | None, *, activations: int = 0, gathered: int = 0, buffers: int = 0) -> None:
         level = self.level.copy()
@@ -241,7 +244,7 @@ class _Walk:
         level["gathered"] += gathered
         level["buffers"] += buffers
         label = "(all)" if unit is None else self.description.units[unit].label
-        self.found.append(Moment(phase=phase, unit=label, breakdown=MemoryBreakdown(**level)))
+        self.found.append((phase, label, level))
 
     def _add(self, **changes: int) -> None:
         for name, nbytes in changes.items():
