@@ -109,7 +109,7 @@ class CachingAllocator:
         if nbytes <= 0:
             self.taken[key] = None
             return
-        size = _rounded(nbytes, MIN_BLOCK_BYTES)
+        size = -(-nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         small = size <= SMALL_BYTES
         pool = self._pools.get((small, stream)) or self._pools.setdefault((small, stream), _Pool(small=small))
         block = self._best_fit(pool, size) or self._new(pool, size)
@@ -125,7 +125,8 @@ class CachingAllocator:
         block.free = False
         self.taken[key] = block
         self.allocated_bytes += block.size
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
 
     def free(self, key: Hashable) -> None:
         """Give a tensor's memory back to the pool: FSDP2 holds references instead of recording streams, so that none waits for another.
