@@ -36,7 +36,7 @@ from hf_osdp.planner.hardware import GIB
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
-from hf_osdp.planner.search.search import _found, search
+from hf_osdp.planner.search.search import _asked, search
 from hf_osdp.quantities import format_seconds
 from hf_osdp.tracing.describe import describe
 
@@ -107,9 +107,9 @@ def _bound(problem: PlanningProblem, forward: float, backward: float) -> float:
         return replace(found, exposed_s=ahead_s + back_s)
 
     with patch.object(timing.UnitTimer, "__call__", pooled):
-        _found.cache_clear()
+        _asked.cache_clear()
         step_s = search(problem).time.step_s
-    _found.cache_clear()
+    _asked.cache_clear()
     return step_s
 
 
