@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 from ..affine import Affine
 from ..decision import Batch, UnitLayout
@@ -152,9 +151,9 @@ class UnitTimer:
     def __init__(self, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> None:
         self._description, self._hardware, self._batch = description, hardware, batch
         self.terms = once_per_shape(description.units, partial(unit_seconds, hardware=hardware, job=job))
-        self.trips = functools.cache(partial(host_trips, description, hardware, batch.micro_batch_size))
+        self.trips = cache(partial(host_trips, description, hardware, batch.micro_batch_size))
         """`host_trips` of a choice about activations."""
-        self.work = functools.cache(self._work)
+        self.work = cache(self._work)
 
     def _work(self, way: Recomputation | None) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
         """Return `unit_work` of a way to recompute: where activations wait makes no difference."""
