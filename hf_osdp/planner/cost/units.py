@@ -12,7 +12,7 @@ from ..decision import Batch, UnitLayout
 from ..description import DType, GatherSpan, ModelDescription, ParameterSpec, UnitDescription
 from ..hardware import Hardware, HostSpec
 from ..job import OptimizerSpec, OptimizerStep, TrainingJob
-from .wires import messages, wire_seconds
+from .collectives import messages, unit_collective_seconds
 
 T = TypeVar("T")
 layout_key = attrgetter(*(name for name in UnitLayout.__slots__ if name != "activations"))
@@ -219,7 +219,7 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
     """Return the time terms of `unit` under `layout`."""
     g = layout.shard_size
     gathered, reduced, shards = _gathered(unit, g, job), reduce_input(unit, g, job), [p.sharded_bytes(g) for p in unit.trainable]
-    gather, scatter, replicas = wire_seconds(unit, layout, hardware, gathered, reduced)
+    gather, scatter, replicas = unit_collective_seconds(unit, layout, hardware, gathered, reduced)
     copy_out, copy_in = 0.0, 0.0
     if hardware.world_size > 1 or layout.on_host:
         copy_out, copy_in = _copy_seconds(unit, g, gathered, reduced, hardware)
