@@ -183,9 +183,9 @@ def first_uses(description: ModelDescription) -> dict[int, int]:
 
 def merging_segments(description: ModelDescription, job: TrainingJob) -> dict[int, int]:
     """Return where gradients of shared parameters meet (the unit's first segment, which backward reaches last) and their sum's bytes."""
-    first = first_uses(description)
-    meeting = {first[i]: merged_gradients(u, job) for i, u in enumerate(description.units) if i in first}
-    return {index: nbytes for index, nbytes in meeting.items() if nbytes}
+    first, units = first_uses(description), enumerate(description.units)
+    several = ((i, unit) for i, unit in units if i in first and (unit.shared or unit.span is GatherSpan.CALLS))
+    return {first[i]: nbytes for i, unit in several if (nbytes := merged_gradients(unit, job))}
 
 
 def gathered_ahead(description: ModelDescription) -> tuple[int | None, ...]:
