@@ -69,7 +69,7 @@ class PlanRow:
 
     def seconds(self, time: TimeEstimate, term: str) -> float:
         """Return one term of the units' time in a step, such as `exposed_s`."""
-        return sum(getattr(time.units[i], term) for i in self.units)
+        return float(sum(getattr(time.units[i], term) for i in self.units))
 
 
 def plan_rows(plan: Plan, description: ModelDescription) -> tuple[PlanRow, ...]:
