@@ -25,7 +25,6 @@ class SegmentEvents:
 
     def forward(self) -> None:
         """Make the events of forward."""
-        self._waiting = dict(self.claims)
         self._run(self.trace.forward)
 
     def backward(self) -> list[int]:
@@ -43,6 +42,7 @@ class SegmentEvents:
         """Free what is left of the micro-step."""
         self._log.drop(*self._live.values())
         self._live.clear()
+        self._waiting.clear()
 
     def _run(self, steps: Sequence[int]) -> None:
         own, sizes, log, live = len(self._sizes), self._sizes, self._log, self._live
@@ -60,7 +60,7 @@ class SegmentEvents:
 
     def _let_go(self, number: int) -> None:
         """Free an own allocation when the last of those that hold it lets go."""
-        self._waiting[number] -= 1
+        self._waiting[number] = self._waiting.get(number, self.claims[number]) - 1
         if not self._waiting[number]:
             self._log.drop(self._live.pop(number, None))
 
