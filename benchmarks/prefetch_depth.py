@@ -30,14 +30,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, Python l
 
 from hf_osdp.modeling.catalogue import catalogue
 from hf_osdp.planner.cost import timing
-from hf_osdp.planner.cost.units import unit_seconds
 from hf_osdp.planner.decision import UnitLayout
 from hf_osdp.planner.description import GatherSpan, ModelDescription
 from hf_osdp.planner.hardware import GIB
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
-from hf_osdp.planner.search.search import _found, search
+from hf_osdp.planner.search.search import _asked, search
 from hf_osdp.quantities import format_seconds
 from hf_osdp.tracing.describe import describe
 
@@ -93,11 +92,10 @@ def _bound(problem: PlanningProblem, forward: float, backward: float) -> float:
     freed = [s.unit for s in description.segments if description.units[s.unit].span is GatherSpan.USE]
 
     def pooled(timer: timing.UnitTimer, index: int, layout: UnitLayout) -> timing.UnitTime:
-        found, (compute, windows) = stock(timer, index, layout), timer.work(layout.activations)
+        found, (compute, windows) = stock(timer, index, layout), timer.work(layout.activations.recomputation)
         if index not in freed:
             return found
-        batch, window = timer._batch, windows[index]
-        terms = unit_seconds(description.units[index], layout, problem.hardware, problem.job)
+        batch, window, terms = timer._batch, windows[index], timer.terms(index, layout)
         own_s, gather_s = compute[index] - window.backward, terms.gather_forward
         hidden_by_none = max(0.0, gather_s - window.forward) if index in freed[:2] else 0.0
         less_s = 0.0 if index == freed[-1] else own_s
@@ -109,9 +107,9 @@ def _bound(problem: PlanningProblem, forward: float, backward: float) -> float:
         return replace(found, exposed_s=ahead_s + back_s)
 
     with patch.object(timing.UnitTimer, "__call__", pooled):
-        _found.cache_clear()
+        _asked.cache_clear()
         step_s = search(problem).time.step_s
-    _found.cache_clear()
+    _asked.cache_clear()
     return step_s
 
 

@@ -23,7 +23,7 @@ from ..errors import OSDPError
 from ..modeling.batch import Loss, same_random_numbers, training_batch, without_packing
 from ..modeling.build import build_on_meta, checkpoint_blocks
 from ..modeling.wrapping import compiled_by, forward_replaced, under_autocast
-from ..planner.allocator.replay import Replay, StepEvents
+from ..planner.allocator.replay import Replay
 from ..planner.cost.correction import Correction
 from ..planner.cost.memory import MemoryBreakdown
 from ..planner.description import ModelDescription
@@ -127,8 +127,8 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
             autocast = under_autocast(fake.forward, getattr(torch, job.precision.compute.value))
             stack.enter_context(forward_replaced(fake, autocast))
         optimizer = make_optimizer(fake, job.optimizer, plan, description.units)
-        events = _run_step(fake, optimizer, fakes, plan, job, memory, chosen.loss)
-    reserved = Replay(events, expandable_segments=job.expandable_segments).unlimited.peak_reserved_bytes if on_cuda else None
+        replay = _run_step(fake, optimizer, fakes, plan, job, memory, chosen.loss)
+    reserved = replay.unlimited.peak_reserved_bytes if on_cuda else None
     return Simulation(
         peak_bytes=memory.peak_bytes,
         breakdown=MemoryBreakdown(**{kind.value: n for kind, n in memory.peak_by_kind.items() if kind is not Kind.HOST}),
@@ -191,7 +191,7 @@ def _run_step(
     job: TrainingJob,
     memory: MemoryTracker,
     loss: Loss | None,
-) -> StepEvents:
+) -> Replay:
     """Run one tracked optimizer step, with optimizer states as after an earlier one; return what it allocates."""
     host = host_parameters(model)
     memory.track(host, Kind.HOST, pinned=True)
@@ -212,11 +212,12 @@ def _run_step(
     # norms are a few bytes, and cannot be read from fakes
     train_step(model, optimizer, batch, plan, replace(job, clips_gradients=False), loss)
     made = [event for event in memory.events[:started] if event.nbytes > 0 and event.key in before]
-    return StepEvents(
+    return Replay(
         held=[event for event in made if event.key not in of_states],
         before_optimizer=memory.events[started : stepping[0]],
         states=[event for event in made if event.key in of_states],
         optimizer=memory.events[stepping[0] :],
+        expandable_segments=job.expandable_segments,
     )
 
 

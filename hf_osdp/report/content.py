@@ -87,18 +87,12 @@ def package_versions() -> dict[str, str]:
 
 
 def _hardware(hardware: Hardware) -> Content:
-    device = hardware.device
     return {
         **_picked(hardware, "summary", "nodes", "devices_per_node"),
         "backend": hardware.backend.value,
-        **_picked(device, "memory_bytes", "reserved_bytes", "communicator_bytes"),
         "margin": hardware.free_share,
-        "flops_per_s": plain(device.flops_per_s),
-        **_picked(device, "memory_bytes_per_s", "operator_s", "unit_s", "source"),
-        "collectives": [
-            {"collective": timing.collective.value, **_picked(timing, "group_size", "latency_s", "seconds_per_byte")}
-            for timing in hardware.timings
-        ],
+        **plain(hardware.device),
+        "collectives": plain(hardware.timings),
     }
 
 
@@ -184,8 +178,8 @@ def _row(explanation: Explanation, row: PlanRow) -> Content:
         "units": [explanation.description.units[i].fqn for i in row.units],
         "class": row.class_name,
         "layout": row.layout,
-        "bytes": {name: sum(getattr(estimate.units[i], name) for i in row.units) for name in asdict(estimate.units[0])},
-        "seconds": None if time is None else {term: sum(getattr(time.units[i], term) for i in row.units) for term in _TIME_TERMS},
+        "bytes": {name: sum(getattr(estimate.memory.units[i], name) for i in row.units) for name in asdict(estimate.memory.units[0])},
+        "seconds": None if time is None else {term: row.seconds(time, term) for term in _TIME_TERMS},
         "quicker": None if reason is None else alternative(reason.quicker),
         "next_fitting": None if reason is None else alternative(reason.next_fitting),
     }

@@ -9,9 +9,8 @@ from enum import Enum
 
 from ..errors import InfeasibleError
 from ..planner.cost.evaluate import PlanEstimate
-from ..planner.cost.memory import MemoryEstimate, estimate_memory
-from ..planner.cost.timing import UnitTimer, estimate_time
-from ..planner.cost.units import unit_seconds
+from ..planner.cost.memory import estimate_memory
+from ..planner.cost.timing import TimeEstimate, UnitTimer
 from ..planner.decision import UnitLayout
 from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
@@ -112,24 +111,22 @@ def explain(plan: Plan, inputs: PlanInputs) -> Explanation:
 
     The plan must be for the inputs' description (`Plan.check`); without hardware there are no seconds and no reasons.
     """
-    description, job, hardware, limit = inputs.description, inputs.job, inputs.hardware, plan.memory_limit_bytes
-    estimate, binding = inputs.estimate(plan), None
+    description, hardware, limit, estimate = inputs.description, inputs.hardware, plan.memory_limit_bytes, inputs.estimate(plan)
+    found = Explanation(plan=plan, description=description, estimate=estimate)
     if hardware is None or estimate.time is None:
-        return Explanation(plan=plan, description=description, estimate=estimate)
+        return found
     problem = inputs.problem(limit or _UNLIMITED)
-    if limit is not None:
-        binding = _binding(plan.global_batch_size / estimate.time.step_s, replace(problem, strategy=Strategy.parse(plan.strategy)))
     reasons = _RowReasons(plan, problem)
-    return Explanation(
-        plan=plan,
-        description=description,
-        estimate=estimate,
+    found = replace(
+        found,
         outside=estimate.memory.outside(hardware),
-        margin_bytes=0 if limit is None else limit - hardware.room_bytes(limit),
-        streams=stream_times(plan, description, job, hardware),
-        reasons=tuple(reasons.of(row) for row in plan_rows(plan, description)),
-        binding=binding,
+        streams=stream_times(plan, description, inputs.job, hardware),
+        reasons=tuple(map(reasons.of, plan_rows(plan, description))),
     )
+    if limit is None:
+        return found
+    binding = _binding(plan.global_batch_size / estimate.time.step_s, replace(problem, strategy=Strategy.parse(plan.strategy)))
+    return replace(found, margin_bytes=limit - hardware.room_bytes(limit), binding=binding)
 
 
 def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware) -> tuple[StreamTime, ...]:
@@ -146,8 +143,8 @@ def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, ha
             total, exposed = totals[name]
             totals[name] = total + times * seconds, exposed + times * seconds * share
 
-    for index, (unit, choice) in enumerate(zip(description.units, layouts, strict=True)):
-        terms, window = unit_seconds(unit, choice, hardware, job), timer.work(choice.activations)[1][index]
+    for index, choice in enumerate(layouts):
+        terms, window = timer.terms(index, choice), timer.work(choice.activations.recomputation)[1][index]
         trip = timer.trips(choice.activations)[index]
         backward = {"all-gather": terms.gather_backward, _TRIPS: trip.back_beside}
         early = terms.reduce_scatter if batch.reduce_scatters(choice) > 1 else 0.0
@@ -160,7 +157,7 @@ def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, ha
             add(steps, call.backward, **{"all-gather": terms.gather_backward})
     if not totals[_TRIPS][0]:
         del totals[_TRIPS]
-    time = estimate_time(description, layouts, hardware, job, batch)
+    time = TimeEstimate(units=tuple(map(timer, range(len(layouts)), layouts)))
     compute, copies, optimizer = (time.total(term) for term in ("compute_s", "copy_s", "optimizer_s"))
     named = {"compute": (compute, compute), **totals, "copies": (copies, copies), "optimizer": (optimizer, optimizer)}
     return tuple(StreamTime(name=name, total_s=total, exposed_s=exposed) for name, (total, exposed) in named.items())
@@ -186,22 +183,19 @@ class _RowReasons:
         return RowReason(row=row, quicker=first, next_fitting=second)
 
     def _alternative(self, row: PlanRow, choice: UnitLayout, added_s: float) -> Alternative:
-        hardware = self._problem.hardware
-        peak = self._memory(row.units, choice).on(hardware)
-        alone = min(self._memory((unit,), choice).on(hardware) for unit in {row.units[0], row.units[-1]})
-        over, single = self._over(peak), self._over(alone)
+        peak, *ends = (self._memory(units, choice)[0] for units in (row.units, row.units[:1], row.units[-1:]))
+        over, single = (0 if self._room is None else nbytes - self._room for nbytes in (peak, min(ends)))
         return Alternative(choice=choice, added_s=added_s, peak_bytes=peak, over_bytes=over, single_over_bytes=single)
 
-    def _over(self, peak_bytes: int) -> int:
-        return 0 if self._room is None else peak_bytes - self._room
-
     def _fits(self, units: tuple[int, ...], choice: UnitLayout) -> bool:
-        memory, host = self._memory(units, choice), self._problem.hardware.host
-        return (host is None or memory.host_bytes <= host.memory_bytes) and self._over(memory.on(self._problem.hardware)) <= 0
+        (peak, on_host), host = self._memory(units, choice), self._problem.hardware.host
+        return (host is None or on_host <= host.memory_bytes) and (self._room is None or peak <= self._room)
 
-    def _memory(self, units: tuple[int, ...], choice: UnitLayout) -> MemoryEstimate:
-        changed = [choice if index in units else own for index, own in enumerate(self._choices)]
-        return estimate_memory(self._problem.description, changed, self._problem.hardware.world_size, self._problem.job, self._batch)
+    def _memory(self, units: tuple[int, ...], choice: UnitLayout) -> tuple[int, int]:
+        """Return peak and bytes on the host where some units change."""
+        problem, changed = self._problem, [choice if index in units else own for index, own in enumerate(self._choices)]
+        memory = estimate_memory(problem.description, changed, problem.hardware.world_size, problem.job, self._batch)
+        return memory.on(problem.hardware), memory.host_bytes
 
 
 def _binding(samples_per_s: float, problem: PlanningProblem) -> Binding:
@@ -210,20 +204,16 @@ def _binding(samples_per_s: float, problem: PlanningProblem) -> Binding:
     Each is loosened alone: no limit; any micro-batch size; twice the global batch under the same limit.
     """
     job = problem.job
-
-    def loosened(problem: PlanningProblem) -> tuple[Plan, float] | None:
+    loosened = {Binds.MEMORY: replace(problem, memory_limit_bytes=_UNLIMITED)}
+    if job.micro_batch_size is not None:
+        loosened[Binds.MICRO_BATCH] = replace(problem, job=replace(job, micro_batch_size=None))
+    loosened[Binds.BATCH] = replace(problem, job=replace(job, global_batch_size=2 * job.global_batch_size))
+    for kind, other in loosened.items():
         with suppress(InfeasibleError):
-            found = search(problem).plan
-            assert found.samples_per_s is not None
-            if found.samples_per_s > _GAIN * samples_per_s:
-                return found, found.samples_per_s / samples_per_s
-        return None
-
-    if better := loosened(replace(problem, memory_limit_bytes=_UNLIMITED)):
-        return Binding(kind=Binds.MEMORY, gain=better[1], peak_bytes=better[0].peak_bytes)
-    any_size = replace(problem, job=replace(job, micro_batch_size=None))
-    if job.micro_batch_size is not None and (better := loosened(any_size)):
-        return Binding(kind=Binds.MICRO_BATCH, gain=better[1], batch_size=better[0].micro_batch_size)
-    if better := loosened(replace(problem, job=replace(job, global_batch_size=2 * job.global_batch_size))):
-        return Binding(kind=Binds.BATCH, gain=better[1], batch_size=better[0].global_batch_size)
+            plan = search(other).plan
+            assert plan.samples_per_s is not None
+            if (gain := plan.samples_per_s / samples_per_s) > _GAIN:
+                peak = plan.peak_bytes if kind is Binds.MEMORY else None
+                batch = {Binds.MICRO_BATCH: plan.micro_batch_size, Binds.BATCH: plan.global_batch_size}.get(kind)
+                return Binding(kind=kind, gain=gain, peak_bytes=peak, batch_size=batch)
     return Binding(kind=Binds.NOTHING, gain=1.0)

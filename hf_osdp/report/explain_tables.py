@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from ..planner.cost.memory import SegmentBytes
+from ..planner.cost.timing import TimeEstimate
 from ..planner.plan import Plan
 from ..quantities import format_bytes, format_seconds
 from .explain import Alternative, Binding, Binds, Explanation, RowReason
@@ -18,9 +18,9 @@ _UNIT_TERMS = {
 def explanation_tables(explanation: Explanation) -> list[Table | str]:
     """Return all tables of an explanation; without hardware there are no seconds and no alternatives."""
     parts: list[Table | str] = [peak_table(explanation), unit_bytes_table(explanation)]
-    if not explanation.streams:
+    if (time := explanation.estimate.time) is None:
         return [*parts, "The hardware is not known, so there are no seconds and no alternatives."]
-    parts += [stream_table(explanation), _unit_seconds_table(explanation), reason_table(explanation)]
+    parts += [stream_table(explanation), _unit_seconds_table(explanation, time), reason_table(explanation)]
     return parts if explanation.binding is None else [*parts, binding_text(explanation.binding, explanation.plan)]
 
 
@@ -52,16 +52,13 @@ def unit_bytes_table(explanation: Explanation) -> Table:
 
     `while it runs` is the most that one unit of the row gathers and copies.
     """
-    plan, description = explanation.plan, explanation.description
-    recomputes = any(unit.activations.recomputes for unit in plan.units)
+    plan, description, memory = explanation.plan, explanation.description, explanation.estimate.memory
     saved = [0] * len(description.units)
-    for segment in description.segments:
-        unit = description.units[segment.unit]
-        choice = plan.decision(unit.fqn).activations
-        saved[segment.unit] += max(0, SegmentBytes.of(segment, unit.span, plan.micro_batch_size, choice, recomputes=recomputes).saved)
+    for segment, terms in zip(description.segments, memory.segments, strict=True):
+        saved[segment.unit] += max(0, terms.saved)
 
     def cells(row: PlanRow) -> list[str]:
-        units = [explanation.estimate.units[i] for i in row.units]
+        units = [memory.units[i] for i in row.units]
         figures = (
             sum(unit.parameters for unit in units),
             sum(unit.optimizer for unit in units),
@@ -76,12 +73,10 @@ def unit_bytes_table(explanation: Explanation) -> Table:
     return make_table("Bytes on each device, by unit", map(cells, plan_rows(plan, description)), text=["units"], figures=figures)
 
 
-def _unit_seconds_table(explanation: Explanation) -> Table:
+def _unit_seconds_table(explanation: Explanation, time: TimeEstimate) -> Table:
     """Return seconds of each row of units in a step; `exposed` is the communication that compute waits for."""
-    time = explanation.estimate.time
-    assert time is not None
     rows = [
-        [row.label, *(format_seconds(sum(getattr(time.units[i], term) for i in row.units)) for term in _UNIT_TERMS.values())]
+        [row.label, *(format_seconds(row.seconds(time, term)) for term in _UNIT_TERMS.values())]
         for row in plan_rows(explanation.plan, explanation.description)
     ]
     return make_table("Seconds of a step, by unit", rows, text=["units"], figures=list(_UNIT_TERMS))
@@ -115,17 +110,14 @@ def _overrun(other: Alternative, units: int) -> str:
 
 def binding_text(binding: Binding, plan: Plan) -> str:
     faster = f"{binding.gain:.2f}x the samples/s"
-    match binding.kind:
-        case Binds.MEMORY:
-            assert binding.peak_bytes is not None
-            return f"What binds: memory. Without a limit the peak would be {format_bytes(binding.peak_bytes)}, at {faster}."
-        case Binds.MICRO_BATCH:
-            return f"What binds: the micro-batch size that was asked for. {binding.batch_size} would give {faster}."
-        case Binds.BATCH:
-            return f"What binds: the global batch. {binding.batch_size} samples a step would give {faster} under the same limit."
-        case Binds.NOTHING:
-            return f"What binds: nothing. More memory or a larger batch would not make it faster; {plan.strategy} is at its best here."
-    raise AssertionError(binding.kind)
+    if binding.kind is Binds.MEMORY:
+        assert binding.peak_bytes is not None
+        return f"What binds: memory. Without a limit the peak would be {format_bytes(binding.peak_bytes)}, at {faster}."
+    return {
+        Binds.MICRO_BATCH: f"What binds: the micro-batch size that was asked for. {binding.batch_size} would give {faster}.",
+        Binds.BATCH: f"What binds: the global batch. {binding.batch_size} samples a step would give {faster} under the same limit.",
+        Binds.NOTHING: f"What binds: nothing. More memory or a larger batch would not make it faster; {plan.strategy} is at its best here.",
+    }[binding.kind]
 
 
 def _share(part: float, whole: float) -> str:

@@ -13,7 +13,8 @@ from rich.table import Column, Table
 
 from ..planner.allocator.replay import Reserved
 from ..planner.cost.evaluate import PlanEstimate
-from ..planner.cost.memory import MemoryBreakdown, Moment, activation_host_bytes
+from ..planner.cost.memory import MemoryBreakdown, MemoryEstimate, Moment
+from ..planner.cost.timing import TimeEstimate
 from ..planner.decision import ShardMode
 from ..planner.description import ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
@@ -66,6 +67,10 @@ class PlanRow:
         """The name, with the number of units where there are several."""
         return f"{self.name} ({len(self.units)})" if len(self.units) > 1 else self.name
 
+    def seconds(self, time: TimeEstimate, term: str) -> float:
+        """Return one term of the units' time in a step, such as `exposed_s`."""
+        return float(sum(getattr(time.units[i], term) for i in self.units))
+
 
 def plan_rows(plan: Plan, description: ModelDescription) -> tuple[PlanRow, ...]:
     """Return the plan's units, equal neighbours taken together."""
@@ -98,15 +103,15 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
     `held` is parameters, gradients and optimizer states; `host` is what the host holds for each device, with activations, where it holds
     anything; `exposed` is communication that compute waits for.
     """
-    on_host = host_bytes_of_units(plan, description, estimate)
+    on_host = host_bytes_of_units(description, estimate.memory)
 
     def cells(row: PlanRow) -> list[str]:
-        held = sum(estimate.units[i].held + estimate.units[i].gradients_after for i in row.units)
+        held = sum(estimate.memory.units[i].held + estimate.memory.units[i].gradients_after for i in row.units)
         waiting = sum(on_host[i] for i in row.units)
         memory = [format_bytes(held), *([format_bytes(waiting) if waiting else "-"] if any(on_host) else [])]
         seconds = ["-", "-"]
         if (time := estimate.time) is not None:
-            seconds = [format_seconds(sum(getattr(time.units[i], term) for i in row.units)) for term in ("compute_s", "exposed_s")]
+            seconds = [format_seconds(row.seconds(time, term)) for term in ("compute_s", "exposed_s")]
         numel = sum(description.units[i].numel for i in row.units)
         way = plan.decision(description.units[row.units[0]].fqn).activations.recomputation
         layout = row.layout if way is None else row.layout.replace(way.describe(), way.describe().partition(":")[0])
@@ -127,12 +132,11 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
     return table
 
 
-def host_bytes_of_units(plan: Plan, description: ModelDescription, estimate: PlanEstimate) -> list[int]:
+def host_bytes_of_units(description: ModelDescription, memory: MemoryEstimate) -> list[int]:
     """Return what the host holds of each unit for one device: states, and activations that wait for backward."""
-    held = [unit.host for unit in estimate.units]
-    layouts = plan.layouts(description)
-    for segment in description.segments:
-        held[segment.unit] += activation_host_bytes(segment, plan.micro_batch_size, layouts[segment.unit].activations)
+    held = [unit.host for unit in memory.units]
+    for segment, terms in zip(description.segments, memory.segments, strict=True):
+        held[segment.unit] += terms.host
     return held
 
 

@@ -10,13 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from hf_osdp.planner.affine import Affine
-from hf_osdp.planner.cost.memory import (
-    SegmentBytes,
-    activation_host_bytes,
-    estimate_memory,
-    gathered_ahead,
-    resident_bytes,
-)
+from hf_osdp.planner.cost.memory import SegmentBytes, estimate_memory, gathered_ahead, resident_bytes
 from hf_osdp.planner.cost.units import merged_gradients, reduce_input, unit_bytes
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription, Segment
@@ -199,8 +193,8 @@ def test_each_moment_is_the_sum_of_what_is_there(seed, world_size, job, batch, k
     wanted = [*sums.forward(), *sums.backward(), *sums.finish()]
     assert [(m.phase, m.unit, asdict(m.breakdown)) for m in found.moments] == wanted
     assert found.peak_bytes == max(sum(there.values()) for _, _, there in wanted) == found.peak.total_bytes
-    waits = [activation_host_bytes(s, batch.micro_batch_size, choices[s.unit].activations) for s in description.segments]
-    assert found.host_bytes == sum(u.host for u in sums.units) + max(u.host_moment for u in sums.units) + sum(waits)
+    waits = sum(terms.host for terms in sums.bytes)
+    assert found.host_bytes == sum(u.host for u in sums.units) + max(u.host_moment for u in sums.units) + waits
 
 
 def test_segments_of_units_gathered_for_the_step_may_free_more_than_they_save():

@@ -1,7 +1,6 @@
 """A model of torch's caching allocator for CUDA: what it reserves of the device when tensors come and go.
 
-The rules are those of `DeviceCachingAllocator` in c10/cuda/CUDACachingAllocator.cpp, torch 2.11 to 2.13, with its default settings
-but for `expandable_segments`. docs/allocator.md lists them with the tests that hold them.
+The rules are those of `DeviceCachingAllocator` (c10/cuda/CUDACachingAllocator.cpp, torch 2.11 to 2.13); docs/allocator.md lists them.
 """
 
 from __future__ import annotations
@@ -35,17 +34,16 @@ class DeviceFullError(OSDPError):
 class _Block:
     """A stretch of a segment: taken, free, or with no memory behind its addresses."""
 
-    __slots__ = ("address", "expandable", "free", "mapped", "next", "pool", "prev", "size")
+    __slots__ = ("address", "free", "mapped", "next", "pool", "prev", "size")
 
-    def __init__(self, pool: _Pool, address: int, size: int, *, expandable: bool, mapped: bool = True) -> None:
-        self.pool, self.address, self.size = pool, address, size
-        self.expandable, self.mapped, self.free = expandable, mapped, True
+    def __init__(self, pool: _Pool, address: int, size: int, *, mapped: bool = True) -> None:
+        self.pool, self.address, self.size, self.mapped, self.free = pool, address, size, mapped, True
         self.prev: _Block | None = None
         self.next: _Block | None = None
 
     def split(self, size: int, *, mapped: bool = True) -> _Block:
         """Shorten to `size` bytes, and return the rest as a free block behind."""
-        rest = _Block(self.pool, self.address + size, self.size - size, expandable=self.expandable, mapped=mapped)
+        rest = _Block(self.pool, self.address + size, self.size - size, mapped=mapped)
         rest.prev, rest.next = self, self.next
         if self.next is not None:
             self.next.prev = rest
@@ -54,8 +52,7 @@ class _Block:
 
     def room(self) -> int:
         """Return the size that it could be expanded to."""
-        after = self.next
-        return self.size + (after.size if after is not None and not after.mapped else 0)
+        return self.size + (self.next.size if self.next is not None and not self.next.mapped else 0)
 
 
 class _Pool:
@@ -98,8 +95,9 @@ class CachingAllocator:
     def __init__(self, *, expandable_segments: bool = True, capacity_bytes: int | None = None) -> None:
         self.expandable_segments, self.capacity_bytes = expandable_segments, capacity_bytes
         self.allocated_bytes = self.reserved_bytes = self.peak_allocated_bytes = self.peak_reserved_bytes = self.alloc_retries = 0
+        self.taken: dict[Hashable, _Block | None] = {}
+        """By key; None where a tensor has no bytes."""
         self._pools: dict[tuple[bool, int], _Pool] = {}
-        self._taken: dict[Hashable, _Block | None] = {}
         self._addresses = itertools.count(_SEGMENT_SPACE, _SEGMENT_SPACE)
 
     def allocate(self, key: Hashable, nbytes: int, stream: int = 0) -> None:
@@ -109,46 +107,45 @@ class CachingAllocator:
             DeviceFullError: `capacity_bytes` are not enough.
         """
         if nbytes <= 0:
-            self._taken[key] = None
+            self.taken[key] = None
             return
-        size = _rounded(nbytes, MIN_BLOCK_BYTES)
+        size = -(-nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         small = size <= SMALL_BYTES
         pool = self._pools.get((small, stream)) or self._pools.setdefault((small, stream), _Pool(small=small))
-        block = self._best_fit(pool, size) or self._new(pool, size) or self._retry(pool, size)
+        block = self._best_fit(pool, size) or self._new(pool, size)
+        if block is None:
+            self.alloc_retries += 1
+            self.empty_cache()
+            block = self._new(pool, size)
+        if block is None:
+            raise DeviceFullError(f"{size} bytes do not fit: {self.reserved_bytes} of {self.capacity_bytes} are reserved.")
         rest = block.size - size
         if rest >= MIN_BLOCK_BYTES if small or self.expandable_segments else rest > SMALL_BYTES:
             pool.add(block.split(size))
         block.free = False
-        self._taken[key] = block
+        self.taken[key] = block
         self.allocated_bytes += block.size
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
 
     def free(self, key: Hashable) -> None:
-        """Give a tensor's memory back to the pool.
-
-        FSDP2 holds references instead of recording streams, so that no memory waits for another stream.
+        """Give a tensor's memory back to the pool: FSDP2 holds references instead of recording streams, so that none waits for another.
 
         Raises:
             KeyError: nothing is allocated under this key.
         """
-        block = self._taken.pop(key)
+        block = self.taken.pop(key)
         if block is None:
             return
         self.allocated_bytes -= block.size
         block.free = True
-        self._merge(block)
-        block.pool.add(block)
-
-    def holds(self, key: Hashable) -> bool:
-        """Whether something is allocated under this key."""
-        return key in self._taken
+        _release(block)
 
     def empty_cache(self) -> None:
         """Return to the device all that is free as a whole: segments, or pages of expandable ones."""
         for pool in self._pools.values():
-            free = [block for _, _, block in pool.blocks]
-            for block in free:
-                if block.expandable:
+            for _, _, block in tuple(pool.blocks):
+                if self.expandable_segments:
                     self._unmap(block)
                 elif block.prev is None and block.next is None:
                     pool.remove(block)
@@ -160,24 +157,16 @@ class CachingAllocator:
         at = bisect_left(blocks, (size,))
         if at == len(blocks):
             return None
-        while blocks[at][2].expandable and at + 1 < len(blocks) and blocks[at + 1][2].room() < blocks[at][2].room():
+        while self.expandable_segments and at + 1 < len(blocks) and blocks[at + 1][2].room() < blocks[at][2].room():
             at += 1
         return blocks.pop(at)[2]
 
     def _new(self, pool: _Pool, size: int) -> _Block | None:
         """Take a block of memory from the device; None where it has no more."""
-        return self._expanded(pool, size) if self.expandable_segments else self._segment(pool, size)
-
-    def _retry(self, pool: _Pool, size: int) -> _Block:
-        self.alloc_retries += 1
-        self.empty_cache()
-        block = self._new(pool, size)
-        if block is None:
-            raise DeviceFullError(
-                f"{size} bytes do not fit: {self.allocated_bytes} are allocated and {self.reserved_bytes} reserved of"
-                f" {self.capacity_bytes}; give more, or allocate less."
-            )
-        return block
+        if self.expandable_segments:
+            return self._expanded(pool, size)
+        nbytes = pool.page_bytes if pool.small or size < LARGE_BYTES else _rounded(size, LARGE_ROUND_BYTES)
+        return _Block(pool, next(self._addresses), nbytes) if self._reserve(nbytes) else None
 
     def _reserve(self, nbytes: int) -> bool:
         if self.capacity_bytes is not None and self.reserved_bytes + nbytes > self.capacity_bytes:
@@ -186,19 +175,13 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return True
 
-    def _segment(self, pool: _Pool, size: int) -> _Block | None:
-        nbytes = SMALL_SEGMENT_BYTES if pool.small else LARGE_SEGMENT_BYTES
-        if not pool.small and size >= LARGE_BYTES:
-            nbytes = _rounded(size, LARGE_ROUND_BYTES)
-        return _Block(pool, next(self._addresses), nbytes, expandable=False) if self._reserve(nbytes) else None
-
     def _expanded(self, pool: _Pool, size: int) -> _Block | None:
         """Take the lowest address where free and unmapped blocks side by side have room; the unmapped ones get memory."""
         if size > _SEGMENT_SPACE:  # as a plan file may say
             return None
         block = _with_room(pool, size)
         if block is None:
-            block = _Block(pool, next(self._addresses), _SEGMENT_SPACE, expandable=True, mapped=False)
+            block = _Block(pool, next(self._addresses), _SEGMENT_SPACE, mapped=False)
             pool.add(block)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
@@ -221,8 +204,7 @@ class CachingAllocator:
         block.mapped = True
         if nbytes < block.size:
             pool.add(block.split(nbytes, mapped=False))
-        self._merge(block)
-        pool.add(block)
+        _release(block)
         return True
 
     def _unmap(self, block: _Block) -> None:
@@ -239,23 +221,24 @@ class CachingAllocator:
             head, block = block, block.split(start - block.address)
             pool.add(head)
         block.mapped = False
-        self._merge(block)
-        pool.add(block)
+        _release(block)
         self.reserved_bytes -= end - start
 
-    def _merge(self, block: _Block) -> None:
-        """Join free neighbours in the segment of the same kind, mapped or not."""
-        before, after = block.prev, block.next
-        if before is not None and before.free and before.mapped is block.mapped:
-            block.pool.remove(before)
-            block.address, block.size, block.prev = before.address, block.size + before.size, before.prev
-            if before.prev is not None:
-                before.prev.next = block
-        if after is not None and after.free and after.mapped is block.mapped:
-            block.pool.remove(after)
-            block.size, block.next = block.size + after.size, after.next
-            if after.next is not None:
-                after.next.prev = block
+
+def _release(block: _Block) -> None:
+    """Put a block into its pool, joined with free neighbours in the segment of the same kind, mapped or not."""
+    pool, before, after = block.pool, block.prev, block.next
+    if before is not None and before.free and before.mapped is block.mapped:
+        pool.remove(before)
+        block.address, block.size, block.prev = before.address, block.size + before.size, before.prev
+        if before.prev is not None:
+            before.prev.next = block
+    if after is not None and after.free and after.mapped is block.mapped:
+        pool.remove(after)
+        block.size, block.next = block.size + after.size, after.next
+        if after.next is not None:
+            after.next.prev = block
+    pool.add(block)
 
 
 def _with_room(pool: _Pool, size: int) -> _Block | None:

@@ -28,47 +28,23 @@ class EventLog:
 
     def __init__(self) -> None:
         self._events: list[Event] = []
-        self._sizes: list[int] = [0]
+        self.sizes: list[int] = []
+        """Bytes of each allocation, by its number."""
 
     def make(self, nbytes: int, stream: int = COMPUTE) -> int:
         """Allocate, and return the allocation's number."""
-        number = len(self._sizes)
-        self._sizes.append(nbytes)
-        self._events.append(Event(number, nbytes, stream))
-        return number
+        self._events.append(Event(len(self.sizes), nbytes, stream))
+        self.sizes.append(nbytes)
+        return len(self.sizes) - 1
 
-    def bytes_of(self, number: int) -> int:
-        """Return the size of an allocation."""
-        return self._sizes[number]
-
-    def drop(self, number: int | None) -> None:
-        """Free an allocation, if there is one."""
-        if number is not None:
-            self._events.append(Event(number, -1, COMPUTE))
-
-    def drop_all(self, numbers: Iterable[int | None]) -> None:
-        """Free several."""
-        for number in numbers:
-            self.drop(number)
+    def drop(self, *numbers: int | None) -> None:
+        """Free allocations, those that there are."""
+        self._events += [Event(number, -1, COMPUTE) for number in numbers if number is not None]
 
     def take(self) -> list[Event]:
         """Return the events since the last call."""
         taken, self._events = self._events, []
         return taken
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepEvents:
-    """What one optimizer step allocates and frees."""
-
-    held: Sequence[Event]
-    """What is there before the first step: parameters, buffers."""
-    before_optimizer: Sequence[Event]
-    states: Sequence[Event]
-    """What the optimizer makes in its first step, and holds."""
-    optimizer: Sequence[Event]
-    traced: bool = True
-    """Whether every segment's events were traced; else some allocate once for each of their terms."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,17 +60,27 @@ class Reserved:
     fits: bool = True
     """Whether the capacity is enough with these retries."""
     traced: bool = True
-    """As of `StepEvents`."""
+    """As of `Replay`."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Optimizer steps one after the other, through the allocator: the later ones begin with what the first has left in the cache.
+    """What one optimizer step allocates and frees; steps one after the other through the allocator, and what that takes.
 
-    The optimizer's states come in the first step, into memory that activations and gradients had before.
+    The optimizer's states come in the first step, into memory that activations and gradients had before. The later steps begin with what
+    the first has left in the cache.
     """
 
-    def __init__(self, events: StepEvents, *, expandable_segments: bool = True, steps: int = 2) -> None:
-        self._events, self._expandable_segments, self._steps = events, expandable_segments, steps
+    held: Sequence[Event]
+    """What is there before the first step: parameters, buffers."""
+    before_optimizer: Sequence[Event]
+    states: Sequence[Event]
+    """What the optimizer makes in its first step, and holds."""
+    optimizer: Sequence[Event]
+    traced: bool = True
+    """Whether every segment's events were traced; else some allocate once for each of their terms."""
+    expandable_segments: bool = True
+    steps: int = 2
 
     @cached_property
     def unlimited(self) -> Reserved:
@@ -109,32 +95,25 @@ class Replay:
         return replace(self.unlimited, alloc_retries=limited.alloc_retries, fits=limited.fits)
 
     def _run(self, capacity_bytes: int | None) -> Reserved:
-        events, fits = self._events, True
-        allocator = CachingAllocator(expandable_segments=self._expandable_segments, capacity_bytes=capacity_bytes)
+        held, fits = {event.key for event in (*self.held, *self.states)}, True
+        allocator = CachingAllocator(expandable_segments=self.expandable_segments, capacity_bytes=capacity_bytes)
         try:
-            _run(allocator, events.held, set())
-            for number in range(self._steps):
-                made = _run(allocator, events.before_optimizer, set())
-                if number == 0:
-                    _run(allocator, events.states, set())
-                for key in _run(allocator, events.optimizer, made):
+            _run(allocator, self.held)
+            for number in range(self.steps):
+                _run(allocator, (*self.before_optimizer, *(() if number else self.states), *self.optimizer))
+                for key in [key for key in allocator.taken if key not in held]:
                     allocator.free(key)
         except DeviceFullError:
             fits = False
         return Reserved(
             peak_allocated_bytes=allocator.peak_allocated_bytes, peak_reserved_bytes=allocator.peak_reserved_bytes,
-            alloc_retries=allocator.alloc_retries, fits=fits, traced=events.traced,
+            alloc_retries=allocator.alloc_retries, fits=fits, traced=self.traced,
         )  # fmt: skip
 
 
-def _run(allocator: CachingAllocator, events: Sequence[Event], live: set[Hashable]) -> set[Hashable]:
-    """Replay events; return what they have made and not freed, with what was live before."""
+def _run(allocator: CachingAllocator, events: Iterable[Event]) -> None:
     for key, nbytes, stream in events:
-        if nbytes < 0:
-            if allocator.holds(key):  # what the first step has freed for good is not there in the second
-                allocator.free(key)
-            live.discard(key)
-        else:
+        if nbytes >= 0:
             allocator.allocate(key, nbytes, stream)
-            live.add(key)
-    return live
+        elif key in allocator.taken:  # what the first step has freed for good is not there in the second
+            allocator.free(key)

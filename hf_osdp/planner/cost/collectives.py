@@ -1,14 +1,4 @@
-"""Time of all-gather, reduce-scatter and all-reduce in the groups that a plan uses.
-
-Ring algorithm, α-β model (Thakur, Rabenseifner, Gropp 2005): in a group of n ranks, for N bytes of whole tensor,
-
-    all-gather, reduce-scatter:  (n - 1) α + (n - 1)/n N β
-    all-reduce:                  2 (n - 1) α + 2 (n - 1)/n N β
-
-Where a group spans nodes, β is the slower of the link inside a node and this group's share of the node's outer link. Two stages
-are two rings: of N nodes with 1/L of the bytes, and of the L ranks inside a node with all of them (docs/two_machines.md).
-A measured timing for the group, inside a node or across nodes as it lies, goes before the formula.
-"""
+"""What collectives take in the groups that a plan uses: seconds, measured, else of rings (docs/planner_search.md), and bytes of buffers."""
 
 from __future__ import annotations
 
@@ -16,7 +6,10 @@ import functools
 from collections import Counter
 from dataclasses import dataclass
 
+from ..decision import UnitLayout
+from ..description import UnitDescription
 from ..hardware import Collective, Hardware
+from ..wire import WireFormat
 
 TWO_STAGE = {
     Collective.ALL_GATHER: Collective.TWO_STAGE_ALL_GATHER,
@@ -108,3 +101,75 @@ def _lap_seconds(hardware: Hardware, ring: Ring, nbytes: int) -> float:
         share = hardware.inter_node.bytes_per_s / ring.sharing
         rate = share if ring.node_crossings == ring.size else min(rate, share)
     return latency + hops / ring.size * nbytes / rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """What one direction sends in the group whose link is slow."""
+
+    elements: int
+    """Of the whole tensor in that group."""
+    ranks: int
+    wire: WireFormat | None
+    """None where it is sent as it is: then nothing is encoded, and no buffers are needed."""
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """Bytes of the whole encoded tensor."""
+        return None if self.wire is None else self.wire.gathered_bytes(self.elements, self.ranks)
+
+    def gather_buffers(self) -> int:
+        """Return what a gather allocates beside its output: codes of all ranks, and temporaries."""
+        if self.wire is None:
+            return 0
+        part = -(-self.elements // self.ranks)
+        return self.wire.gathered_bytes(self.elements, self.ranks) + self.wire.temporary_bytes(part)
+
+    def reduce_buffers(self, *, sums_apart: bool) -> int:
+        """Return what a reduction allocates beside input and output: codes sent and received, temporaries, and a float32 sum if `apart`."""
+        if self.wire is None:
+            return 0
+        sums = 4 * -(-self.elements // self.ranks) if sums_apart else 0
+        return self.gather_buffers() + self.wire.gathered_bytes(self.elements, self.ranks) + sums
+
+    def gather_seconds(self, hardware: Hardware) -> float:
+        """Return the time to encode a rank's part and to decode all."""
+        if self.wire is None:
+            return 0.0
+        codec = hardware.codec(self.wire)
+        return self.elements * (codec.encode_s / self.ranks + codec.decode_s)
+
+    def reduce_seconds(self, hardware: Hardware) -> float:
+        """Return the time to encode the other ranks' parts, and to add theirs up."""
+        if self.wire is None:
+            return 0.0
+        codec = hardware.codec(self.wire)
+        return self.elements * (codec.encode_s + codec.decode_s) * (self.ranks - 1) / self.ranks
+
+
+def messages(unit: UnitDescription, layout: UnitLayout, world_size: int) -> tuple[Message, Message, Message]:
+    """Return the messages of a unit's all-gather, of its reduce-scatter, and of the all-reduce between replicas, of what a rank holds."""
+    g, between = layout.shard_size, layout.shard_size // layout.stage_size
+    held, trained = (sum(p.sharded_numel(g) for p in parameters) for parameters in (unit.parameters, unit.trainable))
+    return (
+        Message(elements=held * between, ranks=between, wire=layout.gather_wire),
+        Message(elements=trained * between, ranks=between, wire=layout.reduce_wire),
+        Message(elements=trained, ranks=world_size // g, wire=layout.replica_wire),
+    )
+
+
+def unit_collective_seconds(
+    unit: UnitDescription, layout: UnitLayout, hardware: Hardware, gathered_bytes: int, reduced_bytes: int
+) -> tuple[float, float, float]:
+    """Return the seconds of the three collectives of `messages`, of a whole tensor of so many bytes each; replicas reduce their part."""
+    gather, scatter, replicas = messages(unit, layout, hardware.world_size)
+    size, stage = layout.shard_size, layout.stage_size
+    gather_s = sharded_seconds(hardware, Collective.ALL_GATHER, size, stage, gathered_bytes, gather.sent_bytes)
+    scatter_s = sharded_seconds(hardware, Collective.REDUCE_SCATTER, size, stage, reduced_bytes, scatter.sent_bytes)
+    part = reduced_bytes // size if replicas.sent_bytes is None else replicas.sent_bytes
+    replicas_s = collective_seconds(hardware, Collective.ALL_REDUCE, replicate_ring(hardware, size), part)
+    return (
+        gather_s + gather.gather_seconds(hardware),
+        scatter_s + scatter.reduce_seconds(hardware),
+        replicas_s + replicas.reduce_seconds(hardware) + replicas.gather_seconds(hardware),
+    )

@@ -28,10 +28,6 @@ class Correction:
     timings: tuple[CollectiveTiming, ...] = ()
     """Collectives as they were observed; they replace those of the same kind, group size and place."""
 
-    def __post_init__(self) -> None:
-        if not 0 < self.compute_factor < float("inf"):
-            raise ValueError(f"compute_factor={self.compute_factor} must be positive and finite.")
-
     def of_job(self, job: TrainingJob) -> TrainingJob:
         """Return the job with the extra bytes at every moment; what an earlier correction added stays."""
         return replace(job, correction_bytes=job.correction_bytes + self.extra_bytes)
@@ -74,11 +70,8 @@ def correction_of(
     Description, hardware and job are what the plan was made from, with earlier corrections in them; an observation that is None says
     nothing.
     """
-    estimate = estimate_plan(plan, description, job)
-    observed = Correction(
-        extra_bytes=0 if peak_bytes is None else peak_bytes - estimate.memory.peak_bytes,
-        timings=tuple(timings),
-    )
+    extra_bytes = 0 if peak_bytes is None else peak_bytes - estimate_plan(plan, description, job).memory.peak_bytes
+    observed = Correction(extra_bytes=extra_bytes, timings=tuple(timings))
     if step_s is None:
         return observed
     layouts, batch, measured = plan.layouts(description), plan.batch, observed.of_hardware(hardware)

@@ -1,4 +1,4 @@
-"""What a given plan costs, unit by unit, whether it was searched for or read from a file."""
+"""What a given plan costs, whether it was searched for or read from a file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..allocator.replay import Replay, Reserved
-from ..decision import Batch, UnitLayout
+from ..decision import UnitLayout
 from ..description import ModelDescription
 from ..hardware import Backend, Collective, Hardware
 from ..job import TrainingJob
@@ -14,8 +14,7 @@ from ..plan import Plan
 from .collectives import TWO_STAGE
 from .memory import MemoryEstimate, estimate_memory
 from .step_events import replay_of
-from .timing import TimeEstimate, estimate_time
-from .units import UnitBytes, unit_bytes, unit_seconds
+from .timing import TimeEstimate, UnitTimer
 
 CLOSE = 2**-8
 """Share of the memory to which the capacity that a plan needs is found."""
@@ -25,8 +24,6 @@ CLOSE = 2**-8
 class PlanEstimate:
     """Bytes and seconds that a plan is expected to need."""
 
-    units: tuple[UnitBytes, ...]
-    """Memory terms of each unit, in the description's order."""
     memory: MemoryEstimate
     time: TimeEstimate | None = None
     """None where the hardware is not known, as `collectives`."""
@@ -41,22 +38,19 @@ def estimate_plan(plan: Plan, description: ModelDescription, job: TrainingJob, h
 
     Without hardware there is no estimate of time or of reserved memory.
     """
-    layouts, batch = plan.layouts(description), plan.batch
-    pairs = zip(description.units, layouts, strict=True)
-    units = tuple(unit_bytes(unit, layout, plan.world_size, job, batch) for unit, layout in pairs)
-    memory = estimate_memory(description, layouts, plan.world_size, job, batch)
+    layouts, limit = plan.layouts(description), plan.memory_limit_bytes
+    memory = estimate_memory(description, layouts, plan.world_size, job, plan.batch)
     if hardware is None:
-        return PlanEstimate(units=units, memory=memory)
+        return PlanEstimate(memory=memory)
     reserved = None
     if hardware.backend is Backend.NCCL:  # the CPU has no such allocator
-        capacity = capacity_of(plan, hardware, job, plan.memory_limit_bytes) if plan.memory_limit_bytes else None
         replay = _replay(plan, description, job)
-        reserved = replay.unlimited if capacity is None else replay.within(capacity)
+        reserved = replay.within(capacity_of(plan, hardware, job, limit)) if limit else replay.unlimited
+    timer = UnitTimer(description, hardware, job, plan.batch)
     return PlanEstimate(
-        units=units,
         memory=memory,
-        time=estimate_time(description, layouts, hardware, job, batch),
-        collectives=_collectives(description, layouts, hardware, job, batch),
+        time=TimeEstimate(units=tuple(map(timer, range(len(layouts)), layouts))),
+        collectives=_collectives(plan, layouts, description.calls, timer),
         reserved=reserved,
     )
 
@@ -74,20 +68,22 @@ def is_replayed(description: ModelDescription, hardware: Hardware) -> bool:
     return hardware.backend.overlaps and bool(description.allocations)
 
 
-def runs_within(plan: Plan, description: ModelDescription, job: TrainingJob, capacity_bytes: int, *, retries: bool = True) -> bool:
-    """Return whether the allocator can serve two steps of a plan from so many bytes; `retries`: after emptying its cache to make room."""
-    replayed = _replay(plan, description, job).within(capacity_bytes)
-    return replayed.fits and (retries or not replayed.alloc_retries)
+def runs_within(plan: Plan, description: ModelDescription, job: TrainingJob, capacity_bytes: int) -> bool:
+    """Return whether the allocator can serve two steps of a plan from so many bytes, perhaps after emptying its cache."""
+    return _replay(plan, description, job).within(capacity_bytes).fits
 
 
 def capacity_needed(
     plan: Plan, description: ModelDescription, job: TrainingJob, *, retries: bool = True, enough_bytes: int | None = None
 ) -> int:
-    """Return a capacity in bytes with which a plan runs, at most a 256th above the least; `enough_bytes`, where that is enough."""
+    """Return a capacity in bytes with which two steps of a plan run, at most a 256th above the least; `enough_bytes`, where that is enough.
+
+    With `retries`, after emptying the cache to make room.
+    """
     replay = _replay(plan, description, job)
-    if not retries:
-        return replay.unlimited.peak_reserved_bytes
     too_little, enough = replay.unlimited.peak_allocated_bytes - 1, replay.unlimited.peak_reserved_bytes
+    if not retries:
+        return enough
     if enough_bytes is not None and too_little < enough_bytes < enough:
         if replay.within(enough_bytes).fits:
             return enough_bytes
@@ -102,18 +98,16 @@ def capacity_needed(
 
 
 def _replay(plan: Plan, description: ModelDescription, job: TrainingJob) -> Replay:
-    return replay_of(description, tuple(plan.layouts(description)), plan.world_size, job, plan.batch)
+    return replay_of(description, plan.layouts(description), plan.world_size, job, plan.batch)
 
 
-def _collectives(
-    description: ModelDescription, layouts: Sequence[UnitLayout], hardware: Hardware, job: TrainingJob, batch: Batch
-) -> dict[Collective, float]:
+def _collectives(plan: Plan, layouts: Sequence[UnitLayout], calls: Sequence[int], timer: UnitTimer) -> dict[Collective, float]:
     """Sum gathers of every micro-step, reduce-scatters as often as the batch says, and one all-reduce between replicas."""
     seconds = dict.fromkeys(Collective, 0.0)
-    for unit, calls, layout in zip(description.units, description.calls, layouts, strict=True):
-        terms = unit_seconds(unit, layout, hardware, job)
+    for index, (times, layout) in enumerate(zip(calls, layouts, strict=True)):
+        terms = timer.terms(index, layout)
         gather, scatter = TWO_STAGE.values() if layout.two_stage else TWO_STAGE.keys()
-        seconds[gather] += batch.accumulation_steps * calls * (terms.gather_forward + terms.gather_backward)
-        seconds[scatter] += batch.reduce_scatters(layout) * terms.reduce_scatter
+        seconds[gather] += plan.accumulation_steps * times * (terms.gather_forward + terms.gather_backward)
+        seconds[scatter] += plan.batch.reduce_scatters(layout) * terms.reduce_scatter
         seconds[Collective.ALL_REDUCE] += terms.all_reduce
     return seconds

@@ -17,8 +17,7 @@ from ..hardware import Collective, Hardware
 from ..job import TrainingJob
 from ..local_steps import LocalSteps
 from ..wire import PIECE_ELEMENTS, WireFormat, formats_up_to
-from .collectives import collective_seconds, replicate_ring
-from .wires import Message
+from .collectives import Message, collective_seconds, replicate_ring
 
 _PASSES = 14
 """Reads and writes of an element in an outer step: difference, momentum, update, copies into the message and out of it."""
@@ -43,11 +42,11 @@ def outer_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware,
 def between_seconds(elements: int, nbytes: int, hardware: Hardware, local: LocalSteps, wire: WireFormat | None) -> float:
     """Return the seconds to average so many elements between machines in a format, coding included."""
     own = -(-elements // hardware.world_size)
-    message = Message(elements=own, ranks=local.machines)
-    sent = nbytes if wire is None else hardware.world_size * message.sent_bytes(wire)
+    message = Message(elements=own, ranks=local.machines, wire=wire)
+    sent = nbytes if message.sent_bytes is None else hardware.world_size * message.sent_bytes
     link, hops = hardware.inter_node, 2 * (local.machines - 1)
     link_s = hops * (sent / local.machines / link.bytes_per_s + own / PIECE_ELEMENTS * link.latency_s)
-    return link_s + message.reduce_seconds(wire, hardware) + message.gather_seconds(wire, hardware)
+    return link_s + message.reduce_seconds(hardware) + message.gather_seconds(hardware)
 
 
 def fastest_wire(hardware: Hardware, local: LocalSteps, coarsest: WireFormat | None) -> WireFormat | None:

@@ -1,31 +1,18 @@
-"""Peak memory as the highest moment of a step, not as a sum.
-
-A micro-step is walked through as FSDP2 runs it. Let, for unit u under its layout, h be the bytes held throughout,
-f what its forward leaves behind (saved activations, gathered parameters that are kept), and r what its gradients add
-once its backward is done. With segments 1..n in forward order,
-
-    forward of i:   Σ h + Σ_{j<i} f_j                 + (gathered + gather buffer)_i + max(workspace_i, gather buffer_{i-1})
-    backward of i:  Σ h + Σ_{j<=i} f_j + Σ_{j>i} r_j  + max over i's own moments
-    optimizer:      Σ h + Σ r + scratch
-
-What waits on the host is in f no more, and in i's own moments again. Gradients of a unit's further calls are in r, whole, until
-the first call's backward.
-
-A segment's own moments in backward are the copy-out of its parameters, its compute (with the next gather already
-in flight), and the copy of its gradients into the reduce buffer.
-"""
+"""Peak memory as the highest moment of a step, not as a sum; docs/planner.md has the equations of its moments."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import starmap
 
 from ..decision import Batch, UnitLayout, communicators_of
 from ..description import Activations, GatherSpan, ModelDescription, Segment
 from ..hardware import Hardware
 from ..job import OptimizerStep, TrainingJob
-from .units import UnitBytes, gradients_arriving, merged_gradients, pinned_bytes, reduce_input, unit_bytes
+from .units import UnitBytes, gradients_arriving, merged_gradients, once_per_shape, pinned_bytes, unit_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +35,8 @@ class MemoryBreakdown:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, name) for name in self.__slots__)
+        held = self.parameters + self.gradients + self.optimizer + self.model_buffers + self.correction
+        return held + self.activations + self.gathered + self.buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +62,9 @@ class SegmentBytes:
     gradient: int
     forward_peak: int
     backward_peak: int
+    host: int
+    """Page-locked memory of the host. A block's input is one tensor; the sizes of all that it saves are not known one by one: rounded up,
+    they are at most doubled."""
 
     @classmethod
     def of(
@@ -84,8 +75,8 @@ class SegmentBytes:
         What waits on the host leaves when forward ends and comes back when backward begins.
         """
         form = segment.under(activations)
-        frees = span is GatherSpan.STEP
-        saved = form.saved_bytes.change(samples) if frees else form.saved_bytes.bytes(samples)
+        sent = form.sent_bytes.bytes(samples) if activations.offloads else 0
+        saved = form.saved_bytes.change(samples) if span is GatherSpan.STEP else form.saved_bytes.bytes(samples)
         saved += form.held_bytes.bytes(samples) if recomputes else 0
         left = max(0, saved - form.own_saved_bytes.bytes(samples)) if activations.offloads else saved
         return cls(
@@ -93,6 +84,7 @@ class SegmentBytes:
             gradient=form.gradient_bytes.bytes(samples),
             forward_peak=form.forward.peak_bytes.bytes(samples),
             backward_peak=form.backward.peak_bytes.bytes(samples) + saved - left,
+            host=pinned_bytes(sent) if activations == Activations.RECOMPUTE_OFFLOAD else 2 * sent,
         )
 
     @classmethod
@@ -107,6 +99,9 @@ class MemoryEstimate:
     """All moments of a step in the order in which they come."""
 
     moments: tuple[Moment, ...]
+    units: tuple[UnitBytes, ...] = ()
+    """Memory terms of each unit, in the description's order."""
+    segments: tuple[SegmentBytes, ...] = ()
     host_bytes: int = 0
     """States that live on the host and activations that wait there, of one rank."""
     communicators: int = 0
@@ -137,36 +132,33 @@ def estimate_memory(
     description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
 ) -> MemoryEstimate:
     """Return every moment of one optimizer step on the fullest rank; `layouts` has one a unit, in the description's order."""
-    samples = batch.micro_batch_size
-    units = [unit_bytes(unit, layout, world_size, job, batch) for unit, layout in zip(description.units, layouts, strict=True)]
-    if world_size == 1 and any(layout.on_host for layout in layouts):
-        # plain units leave in flight what a unit on the host before them has left there
-        units = [replace(t, reduce_tail=reduce_input(u, 1, job)) for t, u in zip(units, description.units, strict=True)]
-    pairs = [(segment, layouts[segment.unit].activations) for segment in description.segments]
+    on_host = any(layout.on_host for layout in layouts)
+    unit_terms = partial(unit_bytes, world_size=world_size, job=job, batch=batch, beside_host=on_host)
+    pairs = zip(range(len(description.units)), layouts, strict=True)
+    units = [*starmap(once_per_shape(description.units, unit_terms), pairs)]
     recomputes = any(layout.activations.recomputes for layout in layouts)
-    segments = [SegmentBytes.of(s, description.units[s.unit].span, samples, choice, recomputes=recomputes) for s, choice in pairs]
-    states = sum(unit.host for unit in units) + max((unit.host_moment for unit in units), default=0)
+    segments = [
+        SegmentBytes.of(s, description.units[s.unit].span, batch.micro_batch_size, layouts[s.unit].activations, recomputes=recomputes)
+        for s in description.segments
+    ]
+    host_bytes = sum(unit.host for unit in units) + max((unit.host_moment for unit in units), default=0)
     return MemoryEstimate(
-        moments=_Walk(description, units, segments, job, batch).moments(),
-        host_bytes=states + sum(activation_host_bytes(s, samples, choice) for s, choice in pairs),
+        moments=tuple(
+            Moment(phase=phase, unit=unit, breakdown=MemoryBreakdown(**level))
+            for phase, unit, level in _Walk(description, units, segments, job, batch).moments()
+        ),
+        units=tuple(units),
+        segments=tuple(segments),
+        host_bytes=host_bytes + sum(segment.host for segment in segments),
         communicators=communicators_of(layouts, world_size),
     )
-
-
-def activation_host_bytes(segment: Segment, samples: int, activations: Activations) -> int:
-    """Return what a segment's activations take of the host's page-locked memory.
-
-    A block's input is one tensor. The sizes of all that a block saves are not known one by one: rounded up, they are at most doubled.
-    """
-    nbytes = segment.under(activations).sent_bytes.bytes(samples) if activations.offloads else 0
-    return pinned_bytes(nbytes) if activations == Activations.RECOMPUTE_OFFLOAD else 2 * nbytes
 
 
 def peak_of_terms(
     description: ModelDescription, units: Sequence[UnitBytes], segments: Sequence[SegmentBytes], job: TrainingJob, batch: Batch
 ) -> int:
     """Return the peak of a step whose units and segments have these terms, whatever layouts they come from."""
-    return max(moment.total_bytes for moment in _Walk(description, units, segments, job, batch).moments())
+    return max(sum(level.values()) for _, _, level in _Walk(description, units, segments, job, batch).moments())
 
 
 def combined_scratch(job: TrainingJob, scratch: Sequence[int]) -> int:
@@ -191,18 +183,17 @@ def first_uses(description: ModelDescription) -> dict[int, int]:
 
 def merging_segments(description: ModelDescription, job: TrainingJob) -> dict[int, int]:
     """Return where gradients of shared parameters meet (the unit's first segment, which backward reaches last) and their sum's bytes."""
-    first = first_uses(description)
-    meeting = {first[i]: merged_gradients(u, job) for i, u in enumerate(description.units) if i in first}
-    return {index: nbytes for index, nbytes in meeting.items() if nbytes}
+    first, units = first_uses(description), enumerate(description.units)
+    several = ((i, unit) for i, unit in units if i in first and (unit.shared or unit.span is GatherSpan.CALLS))
+    return {first[i]: nbytes for i, unit in several if (nbytes := merged_gradients(unit, job))}
 
 
 def gathered_ahead(description: ModelDescription) -> tuple[int | None, ...]:
     """For each segment, return the unit whose gather is in flight while the segment's backward computes; None where there is none.
 
-    FSDP2 prefetches the group whose forward ended before that of the group whose backward begins
-    (`FSDPParamGroup._backward_prefetch`). The root's forward ends last, so that its segments have no place in that order, nor
-    have those of shared weights of which one module never runs (T5's `shared`). Where it does, nothing runs ahead before
-    shared weights, for they are still gathered.
+    FSDP2 prefetches the group whose forward ended before (`FSDPParamGroup._backward_prefetch`). The root's forward ends last, so that its
+    segments have no place in that order, nor have those of shared weights of which one module never runs (T5's `shared`). Where it does,
+    nothing runs ahead before shared weights, for they are still gathered.
     """
     runs = Counter(segment.unit for segment in description.segments)
     ahead: list[int | None] = []
@@ -218,103 +209,109 @@ def gathered_ahead(description: ModelDescription) -> tuple[int | None, ...]:
 
 
 class _Walk:
-    """One micro-step over a description, with the bytes of each unit."""
+    """One micro-step over a description, as FSDP2 runs it."""
 
     def __init__(
         self, description: ModelDescription, units: Sequence[UnitBytes], segments: Sequence[SegmentBytes], job: TrainingJob, batch: Batch
     ) -> None:
         self.description, self.units, self.segments, self.job = description, units, segments, job
-        self.labels = [unit.label for unit in description.units]
         self.first_use = first_uses(description)
-        spans = [unit.span for unit in description.units]
-        self.whole_step = [i for i, span in enumerate(spans) if span is GatherSpan.STEP]
+        self.whole_step = [i for i, unit in enumerate(description.units) if unit.span is GatherSpan.STEP]
         self.merging, self.ahead = merging_segments(description, job), gathered_ahead(description)
         self.arriving = gradients_arriving(description, job)
-        self.level = dict.fromkeys(MemoryBreakdown.__slots__, 0) | {
-            "parameters": sum(u.parameters for u in units),
-            "optimizer": sum(u.optimizer for u in units),
-            "gradients": sum(u.gradients_held for u in units),
-            "gathered": sum(units[i].gathered for i in self.whole_step),
-            "model_buffers": _model_buffers(description, job, batch.micro_batch_size),
-            "correction": job.correction_bytes,
-        }
-        """Bytes by what they are (`MemoryBreakdown`), between moments."""
+        self.found: list[tuple[str, str, dict[str, int]]] = []
+        self.level = dict.fromkeys(MemoryBreakdown.__slots__, 0)
+        """Bytes by what they are, between moments."""
+        self._add(
+            parameters=sum(u.parameters for u in units),
+            optimizer=sum(u.optimizer for u in units),
+            gradients=sum(u.gradients_held for u in units),
+            gathered=sum(units[i].gathered for i in self.whole_step),
+            model_buffers=_model_buffers(description, job, batch.micro_batch_size),
+            correction=job.correction_bytes,
+        )
 
-    def moments(self) -> tuple[Moment, ...]:
-        """Return every moment in its order."""
-        return (*self.forward(), *self.backward(), *self.finish())
+    def moments(self) -> list[tuple[str, str, dict[str, int]]]:
+        """Return every moment in its order: phase, unit, and bytes by what they are."""
+        self._forward()
+        self._backward()
+        self._finish()
+        return self.found
 
-    def _moment(self, phase: str, unit: str, **extra: int) -> Moment:
-        above = {name: self.level[name] + nbytes for name, nbytes in extra.items()}
-        return Moment(phase=phase, unit=unit, breakdown=MemoryBreakdown(**(self.level | above)))
+    def _moment(self, phase: str, unit: int | None, *, activations: int = 0, gathered: int = 0, buffers: int = 0) -> None:
+        level = self.level.copy()
+        level["activations"] += activations
+        level["gathered"] += gathered
+        level["buffers"] += buffers
+        label = "(all)" if unit is None else self.description.units[unit].label
+        self.found.append((phase, label, level))
 
     def _add(self, **changes: int) -> None:
         for name, nbytes in changes.items():
             self.level[name] += nbytes
 
-    def forward(self) -> Iterator[Moment]:
-        """Yield the moments of the forward pass, and add what it leaves behind to the level."""
+    def _forward(self) -> None:
+        """Note the moments of the forward pass, and add what it leaves behind to the level."""
         buffer = max((self.units[i].gather_buffer for i in self.whole_step), default=0)
         for index, (segment, terms) in enumerate(zip(self.description.segments, self.segments, strict=True)):
-            unit, label = self.units[segment.unit], self.labels[segment.unit]
-            if segment.unit in self.whole_step:
-                yield self._moment("forward", label, activations=terms.forward_peak, gathered=buffer)
+            number, unit = segment.unit, self.units[segment.unit]
+            if number in self.whole_step:
+                self._moment("forward", number, activations=terms.forward_peak, gathered=buffer)
             else:
                 # FSDP2 frees the buffer of the unit before only when this one has been copied out of its own
-                yield self._moment("forward: gather", label, gathered=buffer + unit.gather_buffer + unit.gathered)
+                self._moment("forward: gather", number, gathered=buffer + unit.gather_buffer + unit.gathered)
                 buffer = unit.gather_buffer
-                yield self._moment("forward", label, activations=terms.forward_peak, gathered=buffer + unit.gathered)
-                if index == self.first_use[segment.unit]:
+                self._moment("forward", number, activations=terms.forward_peak, gathered=buffer + unit.gathered)
+                if index == self.first_use[number]:
                     self._add(gathered=unit.kept)
             self._add(activations=terms.saved)
 
-    def backward(self) -> Iterator[Moment]:
-        """Yield the moments of the backward pass, segments in reverse order."""
+    def _backward(self) -> None:
+        """Note the moments of the backward pass, segments in reverse order."""
         segments = self.description.segments
         in_flight = 0  # the reduce input that the unit before left behind
         waiting: set[int] = set()
         for index in range(len(segments) - 1, -1, -1):
             number, terms, before = segments[index].unit, self.segments[index], self.ahead[index]
-            unit, label = self.units[number], self.labels[number]
+            unit = self.units[number]
             compute = terms.backward_peak + self.merging.get(index, 0)
             ahead = 0 if before is None else self.units[before].prefetched
             if number in self.whole_step:
-                yield self._moment("backward", label, activations=compute, gathered=ahead, buffers=in_flight)
+                self._moment("backward", number, activations=compute, gathered=ahead, buffers=in_flight)
                 self._add(activations=-terms.saved, gradients=self.arriving[index])
                 continue
             own, cast = (0, 0) if unit.kept else (unit.gathered, unit.cast_buffer)
-            yield self._moment("backward: gather", label, gathered=own + unit.prefetched, buffers=in_flight + cast)
-            yield self._moment("backward", label, activations=compute, gathered=own + ahead, buffers=in_flight)
+            self._moment("backward: gather", number, gathered=own + unit.prefetched, buffers=in_flight + cast)
+            self._moment("backward", number, activations=compute, gathered=own + ahead, buffers=in_flight)
             self._add(activations=-terms.saved)
             if index != self.first_use[number]:
                 self._add(gradients=0 if number in waiting else unit.waiting_gradients)
                 waiting.add(number)
                 continue
             self._add(gathered=-unit.kept, gradients=-unit.waiting_gradients if number in waiting else 0)
-            yield from self._reduce(label, unit, terms.gradient, ahead)
+            self._reduce(
+                "backward: reduce", number, unit.gradients_after, unit.unsharded_gradients, gathered=ahead, activations=terms.gradient
+            )
             in_flight = unit.reduce_tail
         idle = set(self.whole_step) - {segment.unit for segment in segments}
         self._add(gradients=sum(self.units[i].unsharded_gradients for i in idle))
 
-    def _reduce(self, label: str, unit: UnitBytes, gradient: int, ahead: int) -> Iterator[Moment]:
-        whole = gradient + unit.unsharded_gradients
-        yield self._moment("backward: reduce", label, activations=whole, gathered=ahead, buffers=unit.reduce_input)
-        self._add(gradients=unit.gradients_after, buffers=unit.reduced_after)
+    def _reduce(self, phase: str, number: int, left: int, whole: int = 0, *, gathered: int = 0, activations: int = 0) -> None:
+        """Note the moments of a reduction that adds `left` bytes of gradients; `whole` are those before it that are not in the level."""
+        unit = self.units[number]
+        self._moment(phase, number, activations=activations + whole, gathered=gathered, buffers=unit.reduce_input)
+        self._add(gradients=left, buffers=unit.reduced_after)
         buffers = unit.reduce_input + unit.reduce_work
-        yield self._moment("backward: reduce", label, activations=gradient, gathered=ahead, buffers=buffers)
+        self._moment(phase, number, activations=activations, gathered=gathered, buffers=buffers)
 
-    def finish(self) -> Iterator[Moment]:
-        """Yield the reductions that come last, and the optimizer step."""
+    def _finish(self) -> None:
+        """Note the reductions that come last, and the optimizer step."""
         running = {segment.unit for segment in self.description.segments} - set(self.whole_step)
         self._add(gradients=sum(self.units[i].gradients_settled for i in running))
-        for index in self.whole_step:
-            unit, label = self.units[index], self.labels[index]
+        for number in self.whole_step:
+            unit = self.units[number]
             self._add(gathered=-unit.gathered)
-            yield self._moment("reduce", label, buffers=unit.reduce_input)
-            settled = unit.gradients_after + unit.gradients_settled - unit.unsharded_gradients
-            self._add(gradients=settled, buffers=unit.reduced_after)
-            yield self._moment("reduce", label, buffers=unit.reduce_input + unit.reduce_work)
+            self._reduce("reduce", number, unit.gradients_after + unit.gradients_settled - unit.unsharded_gradients)
         self.level["buffers"] = 0
         scratch = combined_scratch(self.job, [unit.step_scratch for unit in self.units])
-        passing = max((unit.states_passing for unit in self.units), default=0)
-        yield self._moment("optimizer step", "(all)", buffers=max(scratch, passing))
+        self._moment("optimizer step", None, buffers=max(scratch, *(unit.states_passing for unit in self.units), 0))

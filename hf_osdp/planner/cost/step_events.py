@@ -1,21 +1,18 @@
-"""What one optimizer step of an estimated plan allocates and frees on CUDA, in order, each on its stream.
-
-The order is FSDP2's (torch/distributed/fsdp/_fully_shard): see docs/allocator.md, "Events of an estimated plan".
-"""
+"""What one optimizer step of an estimated plan allocates on CUDA, in FSDP2's order, each on its stream (docs/allocator.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import partial
 
-from ..allocator.replay import COPY_IN, GATHER, REDUCE, REDUCE_REPLICAS, Event, EventLog, Replay, StepEvents
+from ..allocator.replay import COPY_IN, GATHER, REDUCE, REDUCE_REPLICAS, Event, EventLog, Replay
 from ..decision import Batch, UnitLayout
 from ..description import GatherSpan, ModelDescription, UnitDescription
 from ..job import OptimizerStep, TrainingJob
-from .activation_events import ActivationEvents
+from .activation_events import events_of_segments
 from .local_steps import outer_tensors
 from .memory import first_uses, gathered_ahead, merging_segments
-from .units import unit_bytes
+from .units import UnitBytes, once_per_shape, unit_bytes
 
 _MICRO_STEPS = 2
 """Micro-steps of an optimizer step that are replayed at most: those between the first and the last are like the first, or allocate less."""
@@ -23,10 +20,8 @@ _STEP_COUNT_BYTES = 4
 """A parameter's count of steps, which Adam with fused kernels keeps on the device."""
 
 
-def step_events(
-    description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
-) -> StepEvents:
-    """Return the events of one optimizer step on the fullest rank, for `Replay`.
+def replay_of(description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch) -> Replay:
+    """Return the events of one optimizer step on the fullest rank, and by them what torch's allocator makes of a plan on CUDA.
 
     Args:
         description: the model, with the allocation traces of its segments; a segment without one allocates once for each of its terms.
@@ -41,38 +36,19 @@ def step_events(
         step.micro_step(last=not left)
     before, states = step.log.take(), step.make_states()
     step.optimizer_step()
-    return StepEvents(held=held, before_optimizer=before, states=states, optimizer=step.log.take(), traced=step.activations.traced)
-
-
-def replay_of(description: ModelDescription, layouts: tuple[UnitLayout, ...], world_size: int, job: TrainingJob, batch: Batch) -> Replay:
-    """Return what torch's allocator makes of a plan on CUDA in its first two steps; the last few are kept, since a search asks again."""
-    return _replay_of(_Itself(description), layouts, world_size, job, batch)
-
-
-class _Itself:
-    """A description that equals no other one: its own equality leaves out what is replayed."""
-
-    def __init__(self, description: ModelDescription) -> None:
-        self.description = description
-
-    def __hash__(self) -> int:
-        return id(self.description)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and other.description is self.description
-
-
-@lru_cache(maxsize=4)
-def _replay_of(one: _Itself, layouts: tuple[UnitLayout, ...], world_size: int, job: TrainingJob, batch: Batch) -> Replay:
-    return Replay(step_events(one.description, layouts, world_size, job, batch), expandable_segments=job.expandable_segments)
+    return Replay(
+        held=held, before_optimizer=before, states=states, optimizer=step.log.take(),
+        traced=all(segment.traced for segment in step.segments), expandable_segments=job.expandable_segments,
+    )  # fmt: skip
 
 
 class _Unit:
     """One unit's parameters as FSDP2 handles them, and which of its tensors are there now."""
 
-    def __init__(self, unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch) -> None:
-        self.span, self.layout = unit.span, layout
-        self.terms = unit_bytes(unit, layout, world_size, job, batch)
+    def __init__(
+        self, unit: UnitDescription, layout: UnitLayout, terms: UnitBytes, world_size: int, job: TrainingJob, batch: Batch
+    ) -> None:
+        self.layout, self.terms, self.whole_step = layout, terms, unit.span is GatherSpan.STEP
         g, precision, trainable = layout.shard_size, job.precision, unit.trainable
         self.trained = [p.sharded_bytes(g) for p in trainable]
         self.trained_here = [] if layout.on_host else self.trained
@@ -88,14 +64,12 @@ class _Unit:
             for p in unit.parameters
         ]
         """Of each parameter its shard, its gathered size, and whether it is cast."""
-        self.cast_bytes = sum(whole // g for _, whole, cast in self.sources if cast)
         self.gradient_sizes = [p.numel * precision.gathered_dtype(p).itemsize for p in trainable]
         whole = sum(p.numel * precision.reduced_dtype(p).itemsize for p in trainable)
         self.whole_factor = whole / sum(self.gradient_sizes) if trainable else 1
         """Bytes of a gradient that is held whole over those of one as autograd makes it."""
-        self.reduced = sum(p.sharded_numel(g) * precision.reduced_dtype(p).itemsize for p in trainable)
         self.recast = any(precision.reduced_dtype(p) is not p.dtype for p in trainable)
-        self.replicas = g < world_size
+        self.replicas, self.reduce_stream = g < world_size, REDUCE_REPLICAS if g < world_size else REDUCE
         self.holds = batch.holds_gradients(layout) and self.handled
         self.buffer: int | None = None
         self.gathered: list[int] = []
@@ -115,14 +89,18 @@ class _Step:
     ) -> None:
         self.log = EventLog()
         self._description, self._job, self._samples = description, job, batch.micro_batch_size
-        self._units = [_Unit(u, layout, world_size, job, batch) for u, layout in zip(description.units, layouts, strict=True)]
+        terms = once_per_shape(description.units, partial(unit_bytes, world_size=world_size, job=job, batch=batch))
+        self._units = [
+            _Unit(unit, layout, terms(index, layout), world_size, job, batch)
+            for index, (unit, layout) in enumerate(zip(description.units, layouts, strict=True))
+        ]
         self._ahead, self._merging = gathered_ahead(description), merging_segments(description, job)
         self._first_use = first_uses(description)
         last_use = {segment.unit: index for index, segment in enumerate(description.segments)}
         uses = [segment.unit for segment in description.segments]
         arriving = [self._units[unit].gradient_sizes if index == last_use[unit] else () for index, unit in enumerate(uses)]
         activations = [layout.activations for layout in layouts]
-        self.activations = ActivationEvents(description, activations, batch.micro_batch_size, arriving, self.log)
+        self.segments = events_of_segments(description, activations, batch.micro_batch_size, arriving, self.log)
         self._last_buffer: int | None = None
         self._reduce_input: int | None = None
         self._reducing_replicas: list[int] = []
@@ -150,14 +128,15 @@ class _Step:
         outputs = self.log.make(self._description.output_bytes.bytes(self._samples)) if self._job.holds_outputs else None
         self._backward(last)
         self.log.drop(outputs)
-        self.activations.end()
+        for segment in self.segments:
+            segment.end()
 
     def optimizer_step(self) -> None:
         """Make the events of the optimizer's scratch, and free gradients."""
         for unit in self._units:
             there = [self.log.make(nbytes) for nbytes in unit.states]
             self._make_scratch([max(unit.trained_here)] if there else [])
-            self.log.drop_all(there)
+            self.log.drop(*there)
         rest = [unit for unit in self._units if not unit.layout.step_in_backward and not unit.states]
         self._make_scratch([nbytes for unit in rest for nbytes in unit.trained_here])
         for unit in self._units:
@@ -167,26 +146,26 @@ class _Step:
         """Make what a step of parameters of these sizes takes for a moment."""
         log, step = self.log, self._job.optimizer.step
         if step is OptimizerStep.FOREACH:
-            log.drop_all([log.make(nbytes, stream) for nbytes in trained])
+            log.drop(*[log.make(nbytes, stream) for nbytes in trained])
         elif step is OptimizerStep.FOR_LOOP:
             for nbytes in trained:
                 half = int(nbytes * self._job.optimizer.loop_scratch / 2)
-                log.drop_all([log.make(half, stream), log.make(half, stream)])
+                log.drop(log.make(half, stream), log.make(half, stream))
 
     def _free_gradients(self, unit: _Unit) -> None:
-        self.log.drop_all([unit.gradient, *unit.gradients])
+        self.log.drop(unit.gradient, *unit.gradients)
         unit.gradient, unit.gradients = None, []
 
     def _forward(self) -> None:
         for number, unit in enumerate(self._units):
-            if unit.span is GatherSpan.STEP and (number not in self._first_use or not self._description.units[number].fqn):
+            if unit.whole_step and (number not in self._first_use or not self._description.units[number].fqn):
                 self._gather(unit, forward=True)
-        for index, segment in enumerate(self._description.segments):
+        for segment, events in zip(self._description.segments, self.segments, strict=True):
             unit = self._units[segment.unit]
             if not unit.gathered:
                 self._gather(unit, forward=True)
-            self.activations.forward(index)
-            if unit.span is not GatherSpan.STEP and unit.layout.reshard_after_forward:
+            events.forward()
+            if not unit.whole_step and unit.layout.reshard_after_forward:
                 self._free_gathered(unit)
         self.log.drop(self._last_buffer)
         self._last_buffer = None
@@ -219,10 +198,10 @@ class _Step:
                 if cast:
                     inputs[-1] = log.make(whole // unit.layout.shard_size, COPY_IN)
                     log.drop(brought)
-        elif unit.cast_bytes:
-            inputs.append(log.make(unit.cast_bytes, COPY_IN))
+        elif cast_bytes := sum(whole // unit.layout.shard_size for _, whole, cast in unit.sources if cast):
+            inputs.append(log.make(cast_bytes, COPY_IN))
         unit.buffer = log.make(unit.terms.gather_buffer, COPY_IN)
-        log.drop_all(inputs)
+        log.drop(*inputs)
         if unit.terms.cast_buffer:  # what lies between two stages
             log.drop(log.make(unit.terms.cast_buffer, GATHER))
 
@@ -241,12 +220,12 @@ class _Step:
         log.drop(before)
 
     def _free_gathered(self, unit: _Unit) -> None:
-        self.log.drop_all(unit.gathered)
+        self.log.drop(*unit.gathered)
         unit.gathered = []
 
     def _backward(self, last: bool) -> None:
         segments = self._description.segments
-        late = {number for number, unit in enumerate(self._units) if unit.span is GatherSpan.STEP}
+        late = {number for number, unit in enumerate(self._units) if unit.whole_step}
         for index in range(len(segments) - 1, -1, -1):
             number = segments[index].unit
             unit = self._units[number]
@@ -254,16 +233,16 @@ class _Step:
                 self._gather(unit, forward=False)
             if (ahead := self._ahead[index]) is not None and not self._units[ahead].gathered:
                 self._start_gather(self._units[ahead])
-            gradients = self.activations.backward(index)
+            gradients = self.segments[index].backward()
             if merged := self._merging.get(index, 0):
                 gradients = self._merged(unit, gradients, merged)
             self._arrive(unit, gradients)
-            if unit.span is GatherSpan.STEP:
+            if unit.whole_step:
                 continue
             if index > self._first_use[number]:
                 if unit.layout.reshard_after_forward:
                     self._free_gathered(unit)
-            elif self.activations.hands_back(index):
+            elif self.segments[index].handed[True]:  # it makes a gradient of its input, as far as is known
                 self._free_gathered(unit)
                 self._reduce(unit, last)
             else:  # no gradient of its input tells FSDP2 that its backward is over: it comes last, as the root does
@@ -273,12 +252,12 @@ class _Step:
     def _finish_backward(self, late: set[int], last: bool) -> None:
         """Reduce what comes last."""
         for number in sorted(late):
+            unit = self._units[number]
             if number not in self._first_use:  # its modules run somewhere in the others' segments
-                self._units[number].gradients = [self.log.make(nbytes) for nbytes in self._units[number].gradient_sizes]
-            self._free_gathered(self._units[number])
-            self._reduce(self._units[number], last)
-        self.log.drop(self._reduce_input)
-        self.log.drop_all(self._reducing_replicas)
+                unit.gradients = [self.log.make(nbytes) for nbytes in unit.gradient_sizes]
+            self._free_gathered(unit)
+            self._reduce(unit, last)
+        self.log.drop(self._reduce_input, *self._reducing_replicas)
         self._reduce_input, self._reducing_replicas = None, []
 
     def _merged(self, unit: _Unit, gradients: list[int], merged_bytes: int) -> list[int]:
@@ -288,16 +267,16 @@ class _Step:
             log.drop(log.make(merged_bytes))
         sums = []
         for gradient in gradients:
-            sums.append(log.make(log.bytes_of(gradient)))
-            before = [number for number in unit.gradients if log.bytes_of(number) == log.bytes_of(gradient)][:1]
-            unit.gradients = [number for number in unit.gradients if number not in before]
-            log.drop_all([*before, gradient])
+            sums.append(log.make(log.sizes[gradient]))
+            before = next((number for number in unit.gradients if log.sizes[number] == log.sizes[gradient]), None)
+            unit.gradients = [number for number in unit.gradients if number != before]
+            log.drop(before, gradient)
         return sums
 
     def _arrive(self, unit: _Unit, gradients: list[int]) -> None:
         """Keep new gradients; those of a plain module are added to what is there."""
         if not unit.handled and unit.gradients and len(unit.gradients) == len(unit.gradient_sizes):
-            self.log.drop_all(gradients)
+            self.log.drop(*gradients)
         else:
             unit.gradients = gradients + unit.gradients  # backward meets the last parameters first
 
@@ -316,24 +295,25 @@ class _Step:
             unit.gradients, unit.whole = unit.whole, []
         log.drop(self._reduce_input)
         self._reduce_input = log.make(unit.terms.reduce_input) if unit.terms.reduce_input else None
-        sharded = unit.layout.shard_size > 1
-        log.drop_all(reversed(unit.gradients[:-1] if sharded else unit.gradients))
-        late, unit.gradients = (unit.gradients[-1:] if sharded else []), []
-        reduced = log.make(unit.reduced, REDUCE)
+        late = unit.gradients[-1:] if unit.layout.shard_size > 1 else []
+        log.drop(*(gradient for gradient in reversed(unit.gradients) if gradient not in late))
+        unit.gradients = []
+        reduced = log.make(unit.terms.reduce_input // unit.layout.shard_size, REDUCE)
         if unit.terms.reduce_stage:
             log.drop(log.make(unit.terms.reduce_stage, REDUCE))
         self._settle(unit, reduced, last)
-        log.drop_all(late)
+        log.drop(*late)
 
     def _hold_whole(self, unit: _Unit) -> None:
+        """Add a micro-step's gradients to those that are held, or hold them, cast where the reduction's dtype is another."""
         log = self.log
         if unit.whole:
-            log.drop_all(unit.gradients)
+            log.drop(*unit.gradients)
         elif unit.whole_factor == 1:
             unit.whole = unit.gradients
         else:
             for gradient in unit.gradients:
-                unit.whole.append(log.make(int(log.bytes_of(gradient) * unit.whole_factor)))
+                unit.whole.append(log.make(int(log.sizes[gradient] * unit.whole_factor)))
                 log.drop(gradient)
         unit.gradients = []
 
@@ -348,19 +328,16 @@ class _Step:
             return
         log.drop(unit.partial)
         unit.partial = None
-        becomes_gradient = not unit.layout.on_host and unit.gradient is None  # else it goes to the host, or is added to what is there
-        result = log.make(sum(unit.trained), REDUCE_REPLICAS if unit.replicas else REDUCE) if unit.recast else reduced
-        if becomes_gradient:
+        result = log.make(sum(unit.trained), unit.reduce_stream) if unit.recast else reduced
+        if unit.layout.step_in_backward:
+            self._make_scratch(unit.trained_here, unit.reduce_stream)
+        elif not unit.layout.on_host and unit.gradient is None:  # else it goes to the host, or is added to what is there
             unit.gradient = result
-        elif unit.recast:
+        if unit.recast and unit.gradient != result:
             log.drop(result)
-        steps = unit.layout.step_in_backward
-        if steps:
-            self._make_scratch(unit.trained_here, REDUCE_REPLICAS if unit.replicas else REDUCE)
-            unit.gradient = None
-        if steps and unit.recast:
-            log.drop(result)
-        if (unit.recast or steps or not becomes_gradient) and unit.replicas:
+        if unit.gradient == reduced:
+            return
+        if unit.replicas:
             self._reducing_replicas.append(reduced)
-        elif unit.recast or steps or not becomes_gradient:
+        else:
             log.drop(reduced)

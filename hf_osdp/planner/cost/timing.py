@@ -1,44 +1,17 @@
-"""Time of one optimizer step.
-
-    step = A Σ_segments (forward + backward compute) + Σ_units (A (copies + exposed gathers) + exposed reductions + update)
-
-with A accumulation steps. A collective is exposed by what does not fit beside the compute that FSDP2 runs with it:
-
-    forward:   max(0, gather_u - F)        F: forward compute of the segment before u, during which u is gathered
-    backward:  max(0, gather_u + reduce_u - B)   B: u's own backward compute; reduce_u: reduce-scatter, and in the last
-                                                 micro-step the all-reduce between replicas
-
-Activations that wait on the host go there beside a forward's compute, as the gather of the next unit does (of equal units, F
-stands for it), and come back beside the unit's own backward; the input of a recomputed unit comes back before it, for
-recomputation begins with it. Both ways take of the device's memory bandwidth, however well they are hidden.
-
-The second takes the steady state of a run of equal units: while one computes, the next is gathered and the one before is
-reduced, and the two share the links. Under gloo F = B = 0: nothing overlaps but, between machines,
-the all-reduce between replicas, which a thread runs beside the backward of the next unit (of equal units, the unit's own stands
-for it), unless its result is cast or stepped with at once. What is gathered first and reduced last
-(root, shared embedding) is exposed as a whole. Compute is what was measured; without a measurement it is a roofline:
-matrix products at the device's rate for the compute dtype, everything else at its memory bandwidth, and on the CPU the
-cost of dispatching each operator. A GPU works while the CPU issues what comes next, and
-waits where a micro-step has less work than that takes:
-
-    Σ passes = max(Σ work, Σ issue)    issue = operators * operator_s + unit_s (FSDP2's hooks, once for each unit in each pass)
-
-with the wait shared out among the passes that lack work. Copies (with all that FSDP2 does beside collectives) and update are
-measured terms of the form `call + tensors * per tensor + bytes * per byte` where the hardware has them
-(`Hardware.fsdp_overhead`), else copies at the speed of memory.
-"""
+"""Seconds of one optimizer step, by unit and by kind of work; docs/planner_search.md has the equations."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 from ..affine import Affine
 from ..decision import Batch, UnitLayout
 from ..description import Activations, GatherSpan, ModelDescription, PhaseCost, Recomputation
 from ..hardware import Hardware
 from ..job import TrainingJob
-from .units import UnitSeconds, host_of, shape_ids, unit_seconds
+from .units import UnitSeconds, host_of, once_per_shape, unit_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,38 +151,24 @@ class UnitTimer:
     """Time of each unit of a description in an optimizer step, whatever is chosen for the others."""
 
     def __init__(self, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> None:
-        self._description, self._hardware, self._job, self._batch = description, hardware, job, batch
-        self._work: dict[Recomputation | None, tuple[tuple[float, ...], tuple[Windows, ...]]] = {}
-        self._trips: dict[Activations, tuple[HostTrip, ...]] = {}
-        self._shapes = shape_ids(description.units)
-        self._terms: dict[tuple[object, ...], UnitSeconds] = {}
+        self._description, self._hardware, self._batch, self._precision = description, hardware, batch, job.precision
+        self.terms = once_per_shape(description.units, partial(unit_seconds, hardware=hardware, job=job))
+        self.trips = cache(partial(host_trips, description, hardware, batch.micro_batch_size))
+        """`host_trips` of a choice about activations."""
+        self.work = cache(self._work)
 
-    def work(self, activations: Activations) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
-        """Return `unit_work`, computed once; where activations wait makes no difference."""
-        way = activations.recomputation
-        if way not in self._work:
-            kept = Activations(recomputation=way)
-            compute_s, windows = unit_work(self._description, self._hardware, self._batch.micro_batch_size, kept)
-            recast = [any(self._job.precision.reduced_dtype(p) is not p.dtype for p in u.trainable) for u in self._description.units]
-            windows = tuple(replace(w, replicas=0.0) if casts else w for w, casts in zip(windows, recast, strict=True))
-            self._work[way] = compute_s, windows
-        return self._work[way]
-
-    def trips(self, activations: Activations) -> tuple[HostTrip, ...]:
-        """Return `host_trips`, computed once."""
-        if activations not in self._trips:
-            self._trips[activations] = host_trips(self._description, self._hardware, self._batch.micro_batch_size, activations)
-        return self._trips[activations]
+    def _work(self, way: Recomputation | None) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
+        """Return `unit_work` of a way to recompute, in which what is cast at once hides no reduction between replicas."""
+        samples, activations = self._batch.micro_batch_size, Activations(recomputation=way)
+        compute_s, windows = unit_work(self._description, self._hardware, samples, activations)
+        recast = [any(self._precision.reduced_dtype(p) is not p.dtype for p in unit.trainable) for unit in self._description.units]
+        return compute_s, tuple(replace(w, replicas=0.0) if casts else w for w, casts in zip(windows, recast, strict=True))
 
     def __call__(self, index: int, layout: UnitLayout) -> UnitTime:
         """Return the seconds of a unit under a layout."""
-        placed = layout.on_host, layout.states_on_host, layout.gather_wire, layout.reduce_wire, layout.replica_wire
-        key = (self._shapes[index], layout.shard_size, layout.reshard_after_forward, layout.stage_size, *placed)
-        terms = self._terms.get(key)
-        if terms is None:
-            terms = self._terms[key] = unit_seconds(self._description.units[index], layout, self._hardware, self._job)
-        compute_s, windows = self.work(layout.activations)
-        return unit_time(terms, layout, windows[index], compute_s[index], self._batch, self.trips(layout.activations)[index])
+        compute_s, windows = self.work(layout.activations.recomputation)
+        trip = self.trips(layout.activations)[index]
+        return unit_time(self.terms(index, layout), layout, windows[index], compute_s[index], self._batch, trip)
 
 
 def unit_time(

@@ -1,22 +1,23 @@
-"""What one layout costs one unit: the terms from which memory and time are built.
-
-Every term is a whole number of bytes on the fullest rank, or seconds. The terms follow what FSDP2 allocates
-(torch/distributed/fsdp/_fully_shard), not an idealisation: gathering needs a buffer beside the gathered parameters, reducing needs a copy
-of the gradients, and a replicated unit is copied although nothing is sent.
-"""
+"""What one layout costs one unit, as FSDP2 allocates (torch/distributed/fsdp/_fully_shard): bytes on the fullest rank, and seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import TypeVar
 
 from ...errors import HardwareError
 from ..decision import Batch, UnitLayout
-from ..description import GatherSpan, ModelDescription, ParameterSpec, UnitDescription
+from ..description import DType, GatherSpan, ModelDescription, ParameterSpec, UnitDescription
 from ..hardware import Hardware, HostSpec
 from ..job import OptimizerSpec, OptimizerStep, TrainingJob
+from .collectives import messages, unit_collective_seconds
 from .local_steps import outer_seconds, outer_tensors
-from .wires import gather_message, gather_seconds, reduce_message, reduce_seconds, replica_message, replica_seconds
+
+T = TypeVar("T")
+layout_key = attrgetter(*(name for name in UnitLayout.__slots__ if name != "activations"))
+"""All of a layout that bears on the terms of its unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,16 +25,15 @@ class UnitBytes:
     """Memory terms of one unit under one layout, in bytes."""
 
     parameters: int
-    """Sharded parameters, held throughout."""
+    """Sharded parameters, held throughout, as `optimizer` states and `gradients_held`, which earlier micro-steps left."""
     optimizer: int
-    """Optimizer states, and the outer state of local steps, held throughout."""
+    """Optimizer states and, of local steps, the outer state."""
     gradients_held: int
-    """Gradients held throughout, because earlier micro-steps left them."""
     gradients_after: int
     """What the unit's gradients add once its backward is done."""
     gradients_settled: int
-    """What they add when the last micro-step ends: negative where whole gradients that were held become shards. Counted then and not unit
-    by unit, because the micro-steps before end with all of them whole."""
+    """What they add when the last micro-step ends: negative where whole gradients that were held become shards. The micro-steps before end
+    with all of them whole, so that it counts at the end and not unit by unit."""
     reduced_after: int
     """Reduced gradients that FSDP2 keeps until the end of backward beside those above."""
     gathered: int
@@ -41,8 +41,7 @@ class UnitBytes:
     gather_buffer: int
     """Output of the all-gather before it is copied out; 0 where nothing is sent."""
     cast_buffer: int
-    """What parameters that are cast to the compute dtype or brought to the device, and what lies between two stages of a gather, take
-    beyond `gathered` and `gather_buffer`."""
+    """What a gather takes beyond these two: parameters that are cast or brought to the device, and what lies between two stages."""
     unsharded_gradients: int
     """Gradients as autograd makes them, before they are reduced or added to whole ones that are held."""
     reduce_input: int
@@ -50,8 +49,7 @@ class UnitBytes:
     reduce_stage: int
     """What the first of two stages of the reduce-scatter leaves to the second, and codes of fewer bits, or those between replicas."""
     last_gradient: int
-    """The last parameter's gradient as autograd made it, which a loop variable of FSDP2's `foreach_reduce` keeps alive until
-    the reduce-scatter is done."""
+    """The last parameter's gradient as autograd made it: a loop variable of FSDP2's `foreach_reduce` keeps it until that is done."""
     reduce_tail: int
     """The reduce-scatter's input while the next unit's backward runs: it is freed when that one ends."""
     reduce_output: int
@@ -65,7 +63,7 @@ class UnitBytes:
     states_passing: int = 0
     """What is on the device while parameters step whose states come from the host: a unit's at most, and temporaries of one parameter."""
     host_moment: int = 0
-    """What comes to the host beside them for a moment: a gradient that is then added to the one that is there. Units take turns."""
+    """A gradient that comes to the host for a moment, to be added to the one that is there. Units take turns."""
     waiting_gradients: int = 0
     """Gradients of all calls but the first, whole until that one's backward (`GatherSpan.CALLS`)."""
 
@@ -111,18 +109,37 @@ def shape_ids(units: Sequence[UnitDescription]) -> tuple[int, ...]:
     return tuple(known.setdefault(key, len(known)) for key in keys)
 
 
-def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch) -> UnitBytes:
-    """Return the memory terms of `unit` under `layout`."""
+def once_per_shape(units: Sequence[UnitDescription], terms: Callable[[UnitDescription, UnitLayout], T]) -> Callable[[int, UnitLayout], T]:
+    """Return `terms` of a unit, by its index, and a layout, computed once for equal units."""
+    shapes = shape_ids(units)
+    known: dict[tuple[object, ...], T] = {}
+
+    def found(index: int, layout: UnitLayout) -> T:
+        key = (shapes[index], layout_key(layout))
+        if key not in known:
+            known[key] = terms(units[index], layout)
+        return known[key]
+
+    return found
+
+
+def unit_bytes(
+    unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch, *, beside_host: bool = False
+) -> UnitBytes:
+    """Return the memory terms of `unit` under `layout`; `beside_host`: some unit of the plan is on the host.
+
+    In one process, plain units then leave in flight what a unit on the host before them has left there.
+    """
     g, precision, trainable = layout.shard_size, job.precision, unit.trainable
     shards = [p.sharded_bytes(g) for p in trainable]
     gradients = 0 if layout.on_host else sum(shards)
     casts = any(precision.gathered_dtype(p) is not p.dtype for p in unit.parameters)
     # one process in its own precision trains the plain module
     copies = world_size > 1 or casts or layout.on_host or job.local_steps is not None
-    gathered = _gathered_bytes(unit, g, job) if copies else 0
-    reduced = sum(p.sharded_numel(g) * precision.reduced_dtype(p).itemsize for p in trainable)
+    gathered, scatter_input = _gathered(unit, g, job) if copies else 0, reduce_input(unit, g, job)
+    reduced = scatter_input // g
     recast = any(precision.reduced_dtype(p) is not p.dtype for p in trainable)
-    whole = _whole_gradients(trainable, job)
+    whole, unsharded = (_whole(trainable, dtype) for dtype in (precision.reduced_dtype, precision.gathered_dtype))
     holds = batch.holds_gradients(layout)
     accumulates = batch.accumulation_steps > 1 and not holds
     if not copies:  # a plain parameter adds up its gradient where it is
@@ -131,7 +148,7 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
     held = whole if holds else reduced if partial else gradients if accumulates else 0
     output = reduced if copies and (recast or accumulates or layout.on_host) else 0
     if holds:  # whole gradients go before it comes, but for the last one's
-        last = _whole_gradients(trainable[-1:], job) if g > 1 else 0
+        last = _whole(trainable[-1:], precision.reduced_dtype) if g > 1 else 0
         output = max(0, reduced + (gradients if recast else 0) + last - whole)
     kept_back = reduced if g < world_size and (recast or layout.on_host or layout.step_in_backward) else 0
     states = sum(job.optimizer.state_bytes(p, g) for p in trainable)
@@ -142,8 +159,6 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
     # Held gradients are freed as they are reduced: of what is kept back only the excess over them counts.
     beside = max(0, kept_back + gradients - whole) if holds else kept_back
     joins_whole = holds and unit.span is not GatherSpan.STEP
-    unsharded = _unsharded(trainable, job)
-    scatter_input = reduce_input(unit, g, job) if copies else 0
     return UnitBytes(
         parameters=0 if layout.on_host else sum(p.sharded_bytes(g) for p in unit.parameters),
         optimizer=outer + (0 if layout.on_host or layout.states_on_host else states),
@@ -156,10 +171,10 @@ def unit_bytes(unit: UnitDescription, layout: UnitLayout, world_size: int, job: 
         cast_buffer=_beside_gathered(unit, layout, job) if copies else 0,
         unsharded_gradients=0 if joins_whole else unsharded,
         waiting_gradients=unsharded if unit.span is GatherSpan.CALLS else 0,
-        reduce_input=scatter_input,
+        reduce_input=scatter_input if copies else 0,
         reduce_stage=_reduce_stage(unit, layout, world_size, job, reduced),
-        last_gradient=0 if g == 1 or joins_whole else _unsharded(trainable[-1:], job),
-        reduce_tail=scatter_input,
+        last_gradient=0 if g == 1 or joins_whole else _whole(trainable[-1:], precision.gathered_dtype),
+        reduce_tail=scatter_input if copies or beside_host else 0,
         reduce_output=output,
         kept=0 if layout.reshard_after_forward else gathered,
         step_scratch=0 if layout.step_in_backward or layout.states_on_host else scratch,
@@ -190,7 +205,7 @@ def gradients_arriving(description: ModelDescription, job: TrainingJob) -> tuple
     for unit, at_latest in last.items():
         for p in description.units[unit].trainable:
             comes = traced.get(p.name, at_latest)
-            arriving[next((index for index in whole_step if index >= comes), whole_step[-1])] += _unsharded([p], job)
+            arriving[next((index for index in whole_step if index >= comes), whole_step[-1])] += _whole([p], job.precision.gathered_dtype)
     return tuple(arriving)
 
 
@@ -200,16 +215,15 @@ def merged_gradients(unit: UnitDescription, job: TrainingJob) -> int:
     A parameter has several gradients where it has several names, or its unit several calls.
     """
     shared = {names[0] for names in unit.shared}
-    return _unsharded([p for p in unit.trainable if unit.span is GatherSpan.CALLS or p.name in shared], job)
+    several = [p for p in unit.trainable if unit.span is GatherSpan.CALLS or p.name in shared]
+    return _whole(several, job.precision.gathered_dtype)
 
 
 def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, job: TrainingJob) -> UnitSeconds:
     """Return the time terms of `unit` under `layout`."""
     g = layout.shard_size
-    gathered, reduced = _gathered_bytes(unit, g, job), reduce_input(unit, g, job)
-    shards = [p.sharded_bytes(g) for p in unit.trainable]
-    gather = gather_seconds(unit, layout, hardware, gathered)
-    scatter = reduce_seconds(unit, layout, hardware, reduced)
+    gathered, reduced, shards = _gathered(unit, g, job), reduce_input(unit, g, job), [p.sharded_bytes(g) for p in unit.trainable]
+    gather, scatter, replicas = unit_collective_seconds(unit, layout, hardware, gathered, reduced)
     copy_out, copy_in = 0.0, 0.0
     outer_s = 0.0 if job.local_steps is None else outer_seconds(unit, layout, hardware, job.local_steps)
     if hardware.world_size > 1 or layout.on_host or job.local_steps is not None:
@@ -222,20 +236,20 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
             copy_out += brought
         else:
             gather += brought
-    passing_s = 0.0
+    update = _update_seconds(shards, hardware, job, on_host=layout.on_host)
     if layout.states_on_host:  # the way there of one unit beside the way back of another
         host = host_of(hardware)
         slower = min(host.to_device_bytes_per_s, host.to_host_bytes_per_s)
-        passing_s = sum(job.optimizer.state_bytes(p, g) for p in unit.trainable) / slower
+        update += sum(job.optimizer.state_bytes(p, g) for p in unit.trainable) / slower
     frees = layout.reshard_after_forward
     return UnitSeconds(
         gather_forward=gather,
         gather_backward=gather if frees else 0.0,
         reduce_scatter=scatter,
-        all_reduce=replica_seconds(unit, layout, hardware, reduced // g),
+        all_reduce=replicas,
         copy_forward=copy_out,
         copy_backward=copy_in + (copy_out if frees else 0.0),
-        optimizer=_update_seconds(shards, hardware, job, on_host=layout.on_host) + passing_s + outer_s,
+        optimizer=update + outer_s,
     )
 
 
@@ -273,29 +287,23 @@ def _update_seconds(shards: Sequence[int], hardware: Hardware, job: TrainingJob,
     return update + (3 * nbytes / device.memory_bytes_per_s + dispatch if job.clips_gradients else 0.0)
 
 
-def _gathered_bytes(unit: UnitDescription, g: int, job: TrainingJob) -> int:
+def _gathered(unit: UnitDescription, g: int, job: TrainingJob) -> int:
     return sum(g * p.sharded_numel(g) * job.precision.gathered_dtype(p).itemsize for p in unit.parameters)
 
 
-def _whole_gradients(parameters: Iterable[ParameterSpec], job: TrainingJob) -> int:
-    return sum(p.numel * job.precision.reduced_dtype(p).itemsize for p in parameters)
-
-
-def _unsharded(parameters: Iterable[ParameterSpec], job: TrainingJob) -> int:
-    return sum(p.numel * job.precision.gathered_dtype(p).itemsize for p in parameters)
+def _whole(parameters: Iterable[ParameterSpec], dtype_of: Callable[[ParameterSpec], DType]) -> int:
+    return sum(p.numel * dtype_of(p).itemsize for p in parameters)
 
 
 def _beside_gathered(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) -> int:
     """Return what parameters that are cast or come from the host take beyond the gathered ones and the gather's buffer.
 
-    Shards are cast and brought over all at once, before anything of their unit is gathered: never more than what is there then.
-    What lies between two stages of a gather that runs ahead, and codes of fewer bits, are there beside the parameters of the unit that
-    backward met before; they are taken for as large as the unit's own. Replicas are, one after the other, brought to the device, cast
-    there, and copied.
+    Shards are cast and brought over before anything of their unit is gathered: never more than what is there then. Replicas are, one after
+    the other, brought to the device, cast there, and copied.
     """
     if (g := layout.shard_size) > 1:
-        codes = gather_message(unit, layout).gather_buffers(layout.gather_wire)
-        return codes + (_gathered_bytes(unit, g, job) // layout.stage_size if layout.two_stage else 0)
+        codes = messages(unit, layout, g)[0].gather_buffers()
+        return codes + (_gathered(unit, g, job) // layout.stage_size if layout.two_stage else 0)
     highest = done = 0
     for p in unit.parameters:
         whole, cast = p.numel * job.precision.gathered_dtype(p).itemsize, job.precision.gathered_dtype(p) is not p.dtype
@@ -310,8 +318,7 @@ def _reduce_stage(unit: UnitDescription, layout: UnitLayout, world_size: int, jo
     """Return what reducing takes beside its input and output, of which a rank's part has `reduced` bytes."""
     stage = layout.shard_size // layout.stage_size * reduced if layout.two_stage else 0
     apart = any(job.precision.reduced_dtype(p).itemsize < 4 for p in unit.trainable)
-    codes = reduce_message(unit, layout).reduce_buffers(layout.reduce_wire, sums_apart=apart)
-    replicas = replica_message(unit, layout, world_size).reduce_buffers(layout.replica_wire, sums_apart=apart)
+    codes, replicas = (message.reduce_buffers(sums_apart=apart) for message in messages(unit, layout, world_size)[1:])
     return max(stage + codes, replicas)
 
 
@@ -332,11 +339,6 @@ def pinned_bytes(nbytes: int) -> int:
 
 
 def _step_scratch(shards: Sequence[int], job: TrainingJob) -> int:
-    match job.optimizer.step:
-        case OptimizerStep.FUSED:
-            return 0
-        case OptimizerStep.FOREACH:
-            return sum(shards)
-        case OptimizerStep.FOR_LOOP:
-            return int(job.optimizer.loop_scratch * max(shards, default=0))
-    raise AssertionError(job.optimizer.step)
+    if job.optimizer.step is OptimizerStep.FOREACH:
+        return sum(shards)
+    return int(job.optimizer.loop_scratch * max(shards, default=0)) if job.optimizer.step is OptimizerStep.FOR_LOOP else 0

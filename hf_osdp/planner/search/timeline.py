@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from ...errors import OSDPError
-from ..cost.memory import SegmentBytes, activation_host_bytes, gathered_ahead, merging_segments, resident_bytes
+from ..cost.memory import SegmentBytes, gathered_ahead, merging_segments, resident_bytes
 from ..cost.timing import UnitTimer
-from ..cost.units import UnitBytes, gradients_arriving, reduce_input, shape_ids, unit_bytes
+from ..cost.units import gradients_arriving, once_per_shape, shape_ids, unit_bytes
 from ..decision import Batch, UnitLayout, meshes_of
 from ..description import Activations, GatherSpan
 from ..problem import PlanningProblem
@@ -26,8 +27,8 @@ _MOST_BYTES = 2**48
 class _Beside(NamedTuple):
     """What other units of the same space bear on a unit's bytes."""
 
-    in_flight: bool
-    """One process: plain units leave in flight what a unit on the host before them has left there."""
+    on_host: bool
+    """Some unit may be on the host."""
     recomputed: bool
     """Some block may be recomputed."""
 
@@ -51,7 +52,9 @@ class BatchCosts:
         self._timer = UnitTimer(description, problem.hardware, problem.job, batch)
         self._shapes = shape_ids(description.units)
         self.kinds = self._segment_kinds()
-        self._terms: dict[tuple[object, ...], UnitBytes] = {}
+        terms = partial(unit_bytes, world_size=problem.hardware.world_size, job=problem.job, batch=batch)
+        self._memory = {flag: once_per_shape(description.units, partial(terms, beside_host=flag)) for flag in (False, True)}
+        """By whether some unit may be on the host."""
         self._made: dict[tuple[int, UnitLayout, _Beside], Option] = {}
 
     def _segment_kinds(self) -> list[int]:
@@ -61,8 +64,8 @@ class BatchCosts:
         for index, segment in enumerate(self.problem.description.segments):
             unit = segment.unit
             several = unit if len(self.calls[unit]) > 1 else None  # a unit with several calls is like no other
-            ways = (Activations.SAVE, *(Activations(recomputation=way.recomputation) for way in segment.recomputed))
-            windows = tuple(self._timer.work(activations)[1][unit] for activations in ways)
+            ways = (None, *(way.recomputation for way in segment.recomputed))
+            windows = tuple(self._timer.work(way)[1][unit] for way in ways)
             alike = segment.each(lambda one: replace(one, unit=0))
             kinds.append(known.setdefault((several, self._shapes[unit], alike, self._merging.get(index, 0), windows), len(known)))
         return kinds
@@ -95,7 +98,7 @@ class BatchCosts:
 
     def _option(self, unit: int, indices: list[int], layout: UnitLayout, beside: _Beside) -> Option:
         """Return a layout with all that it brings, over the unit's calls in forward order."""
-        hardware, terms = self.problem.hardware, self._unit_bytes(unit, layout, beside)
+        hardware, terms = self.problem.hardware, self._memory[beside.on_host](unit, layout)
         meshes: frozenset[tuple[int, int]] = frozenset()
         if hardware.device.communicator_bytes:
             meshes = meshes_of(layout.shard_size, layout.stage_size, hardware.world_size)
@@ -116,7 +119,6 @@ class BatchCosts:
         """Return one call of a unit that is freed after use, its gradients left out."""
         layout, terms = whole.layout, whole.bytes
         costs, own = self._segment_bytes(index, layout.activations, beside), 0 if terms.kept else terms.gathered
-        segment = self.problem.description.segments[index]
         return replace(
             whole,
             left_by_forward=costs.saved + terms.kept,
@@ -124,16 +126,8 @@ class BatchCosts:
             forward_peak=terms.gather_buffer + terms.gathered + costs.forward_peak,
             gather_peak=own + terms.prefetched + (0 if terms.kept else terms.cast_buffer),
             compute_peak=own + costs.backward_peak,
-            activations_on_host=activation_host_bytes(segment, self.batch.micro_batch_size, layout.activations),
+            activations_on_host=costs.host,
         )
-
-    def _unit_bytes(self, unit: int, layout: UnitLayout, beside: _Beside) -> UnitBytes:
-        key = (self._shapes[unit], beside.in_flight, replace(layout, activations=Activations.SAVE))
-        if key not in self._terms:
-            described, job = self.problem.description.units[unit], self.problem.job
-            terms = unit_bytes(described, layout, self.problem.hardware.world_size, job, self.batch)
-            self._terms[key] = replace(terms, reduce_tail=reduce_input(described, 1, job)) if beside.in_flight else terms
-        return self._terms[key]
 
 
 def build_timeline(costs: BatchCosts, space: Space) -> Timeline:
@@ -144,7 +138,7 @@ def build_timeline(costs: BatchCosts, space: Space) -> Timeline:
     problem, hardware = costs.problem, costs.problem.hardware
     spans = [unit.span for unit in problem.description.units]
     beside = _Beside(
-        in_flight=hardware.world_size == 1 and any(layout.on_host for layouts in space for layout in layouts),
+        on_host=any(layout.on_host for layouts in space for layout in layouts),
         recomputed=any(layout.activations.recomputes for layouts in space for layout in layouts),
     )
     alone = [i for i, span in enumerate(spans) if span is GatherSpan.STEP or i not in costs.calls]

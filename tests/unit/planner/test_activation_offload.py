@@ -8,9 +8,9 @@ import pytest
 
 from hf_osdp.errors import HardwareError
 from hf_osdp.planner.affine import Affine, Envelope
-from hf_osdp.planner.cost.memory import SegmentBytes, activation_host_bytes, estimate_memory
+from hf_osdp.planner.cost.memory import SegmentBytes
 from hf_osdp.planner.cost.timing import HostTrip, host_trips
-from hf_osdp.planner.decision import Batch, UnitLayout
+from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription, PhaseCost, Segment
 from hf_osdp.planner.hardware import Backend, Hardware, HostSpec
 from hf_osdp.planner.job import TrainingJob
@@ -91,16 +91,8 @@ def test_segment_bytes_that_leave_in_forward_come_back_in_backward(activations, 
 
 @pytest.mark.parametrize(("samples", "pinned"), [(1, 128), (2, 256), (3, 512), (5, 512)])
 def test_host_bytes_are_a_power_of_two_for_an_input_and_doubled_for_the_rest(samples, pinned):
-    found = [activation_host_bytes(segment(), samples, kept) for kept in Activations.BASIC]
+    found = [SegmentBytes.of(segment(), GatherSpan.USE, samples, kept).host for kept in Activations.BASIC]
     assert found == [0, 0, 2 * 700 * samples, pinned]
-
-
-def test_host_bytes_of_an_estimate_are_those_of_every_block():
-    description = recomputable(input_bytes=2e6, own_bytes=8e6)
-    plain = UnitLayout(shard_size=1, reshard_after_forward=False)
-    layouts = [replace(plain, activations=OFFLOAD if i in description.recomputable else SAVE) for i in range(len(description.units))]
-    estimate = estimate_memory(description, layouts, 1, TrainingJob(global_batch_size=1), ONCE)
-    assert estimate.host_bytes == len(description.recomputable) * 2 * 8e6
 
 
 def planned(description: ModelDescription, hardware: Hardware, job: TrainingJob, limit: int) -> set[Activations]:

@@ -1,4 +1,4 @@
-"""Ring α-β model: each collective, each kind of group, and measured timings before the formula."""
+"""Ring α-β model, and measured timings before it; `tests/property/test_group_properties.py` has the rings of any world."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_osdp.planner.cost.collectives import Ring, collective_seconds, replicate_ring, shard_ring, sharded_seconds
+from hf_osdp.planner.cost.collectives import collective_seconds, replicate_ring, shard_ring, sharded_seconds
 from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, Hardware
 from tests.helpers.hardware import toy_hardware
 
@@ -44,23 +44,6 @@ LAPS = {
 @pytest.mark.parametrize(("hardware", "collective", "ring", "size", "nbytes", "wanted_s"), LAPS.values(), ids=LAPS)
 def test_collective_seconds_are_laps_of_the_ring(hardware, collective, ring, size, nbytes, wanted_s):
     assert collective_seconds(hardware, collective, ring(hardware, size), nbytes) == pytest.approx(wanted_s)
-
-
-RINGS = {
-    "inside a node": (TWO, shard_ring, 4, Ring(size=4, node_crossings=0, sharing=1)),
-    "over nodes": (TWO, shard_ring, 8, Ring(size=8, node_crossings=2, sharing=1)),
-    "replicas of all": (TWO, replicate_ring, 1, Ring(size=8, node_crossings=2, sharing=1)),
-    "replicas of a shard": (TWO, replicate_ring, 4, Ring(size=2, node_crossings=2, sharing=4)),
-    "no replicas": (TWO, replicate_ring, 8, Ring(size=1, node_crossings=0, sharing=1)),
-    # one of the three pairs lies across, and has the link to itself
-    "only groups that leave share": (machine(nodes=2, devices_per_node=3), shard_ring, 2, Ring(size=2, node_crossings=2, sharing=1)),
-}
-
-
-@pytest.mark.parametrize(("hardware", "ring", "size", "wanted"), RINGS.values(), ids=RINGS)
-def test_rings_cross_and_share_links_as_their_ranks_lie(hardware, ring, size, wanted):
-    """Over any world: `tests/property/test_group_properties.py`."""
-    assert ring(hardware, size) == wanted
 
 
 @pytest.mark.parametrize("collective", [GATHER, SCATTER])

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hf_osdp.planner.affine import Affine, Envelope
-from hf_osdp.planner.cost.memory import MemoryEstimate, combined_scratch, estimate_memory, gathered_ahead, merging_segments
+from hf_osdp.planner.cost.memory import MemoryEstimate, combined_scratch, estimate_memory, gathered_ahead
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
-from hf_osdp.planner.description import Activations, DType, GatherSpan, ModelDescription, ParameterSpec, PhaseCost, Segment, UnitDescription
+from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, ParameterSpec, PhaseCost, Segment, UnitDescription
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from tests.helpers.descriptions import transformer
 
@@ -55,16 +54,6 @@ def estimate(
     return estimate_memory(description, everywhere(description, g, **chosen), world_size, job, batch)
 
 
-def test_what_a_block_keeps_to_run_again_is_held_where_any_block_is_recomputed():
-    plain = blocks(saved=1000, head_saved=500)
-    holding = replace(plain, segments=(*plain.segments[:-1], replace(plain.segments[-1], held_bytes=Affine(constant=300.0))))
-    layouts = everywhere(holding, 4)
-    peak = estimate_memory(plain, layouts, 4, JOB, ONCE).peak_bytes
-    assert estimate_memory(holding, layouts, 4, JOB, ONCE).peak_bytes == peak
-    layouts[2] = replace(layouts[2], activations=Activations.RECOMPUTE)
-    assert estimate_memory(holding, layouts, 4, JOB, ONCE).peak_bytes == peak + 300
-
-
 PEAKS = {
     # parameter and two states, cut in 4; b3 is gathered ahead, into a buffer of P bytes
     "activations dominate: at the head": (
@@ -95,53 +84,16 @@ def test_peak_in_closed_form(description, asked, where, total_bytes):
     assert memory.peak is next(moment for moment in memory.moments if moment.total_bytes == total_bytes), "the first of the highest"
 
 
-def test_kept_parameters_stay_until_backward():
-    freed, kept = (estimate(blocks(saved=10**5), g=4, keep=keep) for keep in (False, True))
-    head = [next(m for m in e.moments if m.phase == "forward" and m.unit == "(root)") for e in (freed, kept)]
-    assert head[1].breakdown.gathered - head[0].breakdown.gathered == LAYERS * P
-    assert kept.moments[-1].total_bytes == freed.moments[-1].total_bytes
-
-
-def test_moments_are_forward_then_backward_reversed_then_reduce_then_optimizer():
-    moments = estimate(blocks(), g=4).moments
-    phases = [phase for phase, _ in itertools.groupby(m.phase.partition(":")[0] for m in moments)]
-    assert phases == ["forward", "backward", "reduce", "optimizer step"]
-    assert [m.unit for m in moments if m.phase == "forward"] == ["b0", "b1", "b2", "b3", "(root)"]
-    assert [m.unit for m in moments if m.phase == "backward"] == ["(root)", "b3", "b2", "b1", "b0"]
-
-
 @pytest.mark.parametrize("layouts", [everywhere(blocks(), 1)[:-1], everywhere(blocks(), 1) * 2])
 def test_estimate_needs_one_layout_a_unit(layouts):
     with pytest.raises(ValueError, match="zip"):
         estimate_memory(blocks(), layouts, 1, JOB, ONCE)
 
 
-@pytest.mark.parametrize("hold", [True, False])
-def test_last_moment_holds_parameters_gradients_and_states_however_gradients_were_held(hold):
-    description = transformer()
-    last = estimate(description, g=1, batch=TWICE, reduce_every_micro_step=not hold).moments[-1]
-    assert last.total_bytes == 4 * 4 * description.numel + description.input_bytes.bytes(1)
-    assert last.breakdown == estimate(description, g=1).moments[-1].breakdown
-
-
-def test_one_process_gathers_and_reduces_nothing():
-    memory = estimate(transformer(), g=1, world_size=1)
-    assert {(m.breakdown.gathered, m.breakdown.buffers) for m in memory.moments} == {(0, 0)}
-
-
 @pytest.mark.parametrize(("step", "expected"), [(OptimizerStep.FOREACH, 60), (OptimizerStep.FOR_LOOP, 30), (OptimizerStep.FUSED, 60)])
 def test_scratch_of_a_loop_is_its_largest(step, expected):
     job = TrainingJob(global_batch_size=1, optimizer=OptimizerSpec(step=step))
     assert (combined_scratch(job, [10, 20, 30]), combined_scratch(job, [])) == (expected, 0)
-
-
-def test_gradients_of_shared_weights_meet_in_their_first_segment():
-    description = transformer()
-    root, tied, *rest = description.units
-    shared = replace(description, units=(root, replace(tied, shared=(("embedding.weight", "head.weight"),)), *rest))
-    assert (merging_segments(description, JOB), merging_segments(shared, JOB)) == ({}, {0: 4 * tied.numel})
-    plain, merging = ([m for m in estimate(d, g=4).moments if m.phase == "backward"] for d in (description, shared))
-    assert [b.total_bytes - a.total_bytes for a, b in zip(plain, merging, strict=True)] == [0] * 5 + [4 * tied.numel]
 
 
 @pytest.mark.parametrize(

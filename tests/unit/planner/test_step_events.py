@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.planner.affine import Affine, Envelope
-from hf_osdp.planner.allocator.replay import COMPUTE, COPY_IN, REDUCE, REDUCE_REPLICAS, Event, Replay, StepEvents
+from hf_osdp.planner.allocator.replay import COMPUTE, COPY_IN, REDUCE, REDUCE_REPLICAS, Event, Replay
 from hf_osdp.planner.cost.memory import estimate_memory
-from hf_osdp.planner.cost.step_events import replay_of, step_events
+from hf_osdp.planner.cost.step_events import replay_of
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, AllocationTrace, DType, Handed, ModelDescription, ParameterSpec, PhaseCost, Segment
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
@@ -51,26 +51,23 @@ def sizes(events, stream: int) -> Counter[int]:
     return Counter(event.nbytes for event in events if event.nbytes > 0 and event.stream == stream)
 
 
-def test_sharded_unit_is_gathered_twice_by_way_of_a_buffer_on_the_copy_in_stream():
-    events = step_events(model(), [FULL] * BLOCKS, WORLD, JOB, ONE)
-    assert sizes(events.before_optimizer, COPY_IN) == {4 * MiB: 2 * BLOCKS}
-    assert sizes(events.before_optimizer, REDUCE) == {MiB: BLOCKS}  # shards of gradients
-    assert sizes(events.held, COMPUTE) == {MiB: BLOCKS}
+BF16, HALF = Precision.named("bf16"), Precision(compute=DType.BFLOAT16, reduce=DType.BFLOAT16)
+STREAMS = {
+    "sharded: gathered twice by way of a buffer": (FULL, Precision(), {COPY_IN: {4 * MiB: 2 * BLOCKS}, REDUCE: {MiB: BLOCKS}}),
+    "replica: copied without a buffer": (REPLICA, Precision(), {COPY_IN: {}}),
+    "kept: gathered once": (replace(FULL, reshard_after_forward=False), Precision(), {COPY_IN: {4 * MiB: BLOCKS}}),
+    "shards are cast before they are gathered": (FULL, BF16, {COPY_IN: {MiB // 2: 2 * BLOCKS, 2 * MiB: 2 * BLOCKS}}),
+    "gradients are cast after they are reduced": (
+        replace(FULL, shard_size=2), HALF, {REDUCE: {MiB: BLOCKS}, REDUCE_REPLICAS: {2 * MiB: BLOCKS}},
+    ),
+}  # fmt: skip
 
 
-def test_replica_is_copied_without_a_buffer_and_kept_unit_is_gathered_once():
-    assert not sizes(step_events(model(), [REPLICA] * BLOCKS, WORLD, JOB, ONE).before_optimizer, COPY_IN)
-    kept = step_events(model(), [replace(FULL, reshard_after_forward=False)] * BLOCKS, WORLD, JOB, ONE)
-    assert sizes(kept.before_optimizer, COPY_IN) == {4 * MiB: BLOCKS}
-
-
-def test_shards_are_cast_on_the_copy_in_stream_and_gradients_after_their_reduction():
-    job = replace(JOB, precision=Precision.named("bf16"))
-    full = step_events(model(), [FULL] * BLOCKS, WORLD, job, ONE).before_optimizer
-    assert sizes(full, COPY_IN) == {MiB // 2: 2 * BLOCKS, 2 * MiB: 2 * BLOCKS}
-    half = replace(job, precision=Precision(compute=DType.BFLOAT16, reduce=DType.BFLOAT16))
-    hybrid = step_events(model(), [replace(FULL, shard_size=2)] * BLOCKS, WORLD, half, ONE).before_optimizer
-    assert sizes(hybrid, REDUCE) == {MiB: BLOCKS} and sizes(hybrid, REDUCE_REPLICAS) == {2 * MiB: BLOCKS}
+@pytest.mark.parametrize(("choice", "precision", "wanted"), STREAMS.values(), ids=STREAMS)
+def test_tensors_lie_on_the_streams_of_fsdp2(choice, precision, wanted):
+    events = replay_of(model(), [choice] * BLOCKS, WORLD, replace(JOB, precision=precision), ONE)
+    assert {stream: sizes(events.before_optimizer, stream) for stream in wanted} == wanted
+    assert sizes(events.held, COMPUTE) == {4 * MiB // choice.shard_size: BLOCKS}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +79,7 @@ def test_shards_are_cast_on_the_copy_in_stream_and_gradients_after_their_reducti
 def test_a_step_frees_all_that_it_makes(choice, hold, steps, traced):
     batch = Batch(micro_batch_size=2, accumulation_steps=steps)
     job = replace(JOB, global_batch_size=8 * steps, precision=Precision.named("bf16"))
-    events = step_events(model(traced=traced), [replace(choice, reduce_every_micro_step=not hold)] * BLOCKS, WORLD, job, batch)
+    events = replay_of(model(traced=traced), [replace(choice, reduce_every_micro_step=not hold)] * BLOCKS, WORLD, job, batch)
     live: set = set()
     for event in (*events.before_optimizer, *events.optimizer):
         if event.nbytes < 0:
@@ -107,7 +104,7 @@ def test_recomputed_segment_takes_its_own_trace():
     less = AllocationTrace(sizes=((0, 7 * MiB),), forward=(), backward=(0, ~0), gradients=())
     segments = tuple(replace(s, recomputed=ways(replace(s, allocations=1))) for s in description.segments)
     description = replace(description, segments=segments, allocations=(TRACE, less))
-    events = step_events(description, [replace(FULL, activations=Activations.RECOMPUTE)] * BLOCKS, WORLD, JOB, ONE)
+    events = replay_of(description, [replace(FULL, activations=Activations.RECOMPUTE)] * BLOCKS, WORLD, JOB, ONE)
     assert sizes(events.before_optimizer, COMPUTE)[14 * MiB] == BLOCKS
 
 
@@ -116,7 +113,7 @@ def test_recomputed_segment_takes_its_own_trace():
 )
 def test_optimizer_has_its_states_in_the_first_step_and_scratch_in_each(step, scratch):
     job = replace(JOB, optimizer=OptimizerSpec(step=step))
-    events = step_events(model(), [FULL] * BLOCKS, WORLD, job, ONE)
+    events = replay_of(model(), [FULL] * BLOCKS, WORLD, job, ONE)
     assert sizes(events.optimizer, COMPUTE).total() == scratch
     assert sizes(events.states, COMPUTE)[MiB] == 2 * BLOCKS
 
@@ -124,14 +121,13 @@ def test_optimizer_has_its_states_in_the_first_step_and_scratch_in_each(step, sc
 def test_second_step_begins_with_what_the_first_has_cached_and_the_states():
     """The states come into memory that activations had, so that the second step's activations need more."""
     activation = [Event("a", 40 * MiB, 0), Event("a", -1, 0)]
-    events = StepEvents(held=(), before_optimizer=activation, states=[Event("s", 40 * MiB, 0)], optimizer=())
-    assert Replay(events, steps=1).unlimited.peak_reserved_bytes == 40 * MiB
-    assert Replay(events).unlimited.peak_reserved_bytes == Replay(events, steps=3).unlimited.peak_reserved_bytes == 80 * MiB
+    replays = (Replay(held=(), before_optimizer=activation, states=[Event("s", 40 * MiB, 0)], optimizer=(), steps=n) for n in (1, 2, 3))
+    assert [replay.unlimited.peak_reserved_bytes for replay in replays] == [40 * MiB, 80 * MiB, 80 * MiB]
 
 
 def test_capacity_counts_retries_and_says_whether_it_is_enough():
     two = [Event("a", 40 * MiB, 1), Event("a", -1, 0), Event("b", 40 * MiB, 2), Event("b", -1, 0)]
-    events = StepEvents(held=(), before_optimizer=two, states=(), optimizer=())
-    enough = Replay(events).within(60 * MiB)
+    replay = Replay(held=(), before_optimizer=two, states=(), optimizer=())
+    enough = replay.within(60 * MiB)
     assert (enough.peak_reserved_bytes, enough.alloc_retries, enough.fits) == (80 * MiB, 3, True)
-    assert not Replay(events).within(20 * MiB).fits
+    assert not replay.within(20 * MiB).fits

@@ -85,29 +85,24 @@ def test_reasons_are_none_on_one_device():
     assert not any(r.quicker or r.next_fitting for r in explained(best(alone, job, 2**32), alone, job).reasons)
 
 
-def test_binding_is_memory_where_no_limit_is_faster():
-    binding, free = EXPLANATION.binding, best(limit=2**50)
-    assert binding.kind is Binds.MEMORY
-    assert binding.gain == pytest.approx(free.samples_per_s / MIXED.samples_per_s)
-    assert binding.peak_bytes == free.peak_bytes > LIMIT
+ALONE, ALONE_JOB = bare_preset("h100"), TrainingJob(global_batch_size=2**14)
+ONE_SAMPLE = replace(JOB, micro_batch_size=1)
+BINDING = {
+    Binds.MEMORY: (lambda: MIXED, HARDWARE, JOB, lambda: best(limit=2**50)),
+    Binds.BATCH: (best, HARDWARE, JOB, lambda: best(job=replace(JOB, global_batch_size=128))),
+    Binds.MICRO_BATCH: (lambda: best(job=ONE_SAMPLE), HARDWARE, ONE_SAMPLE, best),
+    Binds.NOTHING: (lambda: best(ALONE, ALONE_JOB, 2**50), ALONE, ALONE_JOB, lambda: best(ALONE, ALONE_JOB, 2**50)),
+}
 
 
-def test_binding_is_the_batch_where_memory_does_not_bind():
-    free, twice = best(), best(job=replace(JOB, global_batch_size=128))
-    binding = explained(free).binding
-    assert (binding.kind, binding.batch_size) == (Binds.BATCH, 128)
-    assert binding.gain == pytest.approx(twice.samples_per_s / free.samples_per_s)
-
-
-def test_binding_is_a_fixed_micro_batch_that_is_too_small():
-    job = replace(JOB, micro_batch_size=1)
-    binding = explained(best(job=job), job=job).binding
-    assert (binding.kind, binding.batch_size) == (Binds.MICRO_BATCH, best().micro_batch_size)
-
-
-def test_binding_is_nothing_on_one_device_whose_batch_is_all_compute():
-    alone, job = bare_preset("h100"), TrainingJob(global_batch_size=2**14)
-    assert explained(best(alone, job, 2**50), alone, job).binding.kind is Binds.NOTHING
+@pytest.mark.parametrize("kind", Binds)
+def test_binding_is_what_gains_most_where_it_is_loosened(kind):
+    plan, hardware, job, loosened = BINDING[kind]
+    plan, free = plan(), loosened()
+    binding = explained(plan, hardware, job).binding
+    assert binding.kind is kind and binding.gain == pytest.approx(free.samples_per_s / plan.samples_per_s)
+    assert binding.peak_bytes == (free.peak_bytes if kind is Binds.MEMORY else None)
+    assert binding.batch_size == {Binds.BATCH: 128, Binds.MICRO_BATCH: free.micro_batch_size}.get(kind)
 
 
 @pytest.mark.parametrize("kind", Binds)

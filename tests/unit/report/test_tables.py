@@ -168,9 +168,9 @@ def test_plan_table_and_caption_show_what_the_host_holds_of_each_unit_and_of_a_m
     changed = replace(plan.units[2], on_host=True), replace(plan.units[3], activations=Activations.OFFLOAD)
     plan = replace(plan, units=(*plan.units[:2], *changed))
     estimate = estimated(description, plan, hardware)
-    by_unit = host_bytes_of_units(plan, description, estimate)
-    assert by_unit[2] == estimate.units[2].host > 0 and by_unit[3] == 2 * 4 * 1000 and by_unit[:2] == [0, 0]
-    assert sum(by_unit) + estimate.units[2].host_moment == estimate.memory.host_bytes
+    by_unit = host_bytes_of_units(description, estimate.memory)
+    assert by_unit[2] == estimate.memory.units[2].host > 0 and by_unit[3] == 2 * 4 * 1000 and by_unit[:2] == [0, 0]
+    assert sum(by_unit) + estimate.memory.units[2].host_moment == estimate.memory.host_bytes
     text = "\n".join(rendered(plan_table(plan, description, estimate)))
     assert "held      host" in text and all(format_bytes(nbytes) in text for nbytes in by_unit[2:])
     of_all = f"{format_bytes(8 * estimate.memory.host_bytes)} of the 8.00 TiB of a machine."
@@ -179,23 +179,16 @@ def test_plan_table_and_caption_show_what_the_host_holds_of_each_unit_and_of_a_m
 
 def test_plan_caption_says_where_the_peak_is_and_what_a_step_takes():
     estimate = estimated(SMALL, PLAN)
-    lines = plan_caption(PLAN, estimate)
-    assert lines[0].startswith("Peak ") and "of 32.0 GiB" in lines[0]
-    assert f"in {estimate.memory.peak.phase} of {estimate.memory.peak.unit}" in lines[0]
-    assert lines[1].startswith("Peak allocated / reserved by torch: ")
-    assert lines[2].startswith("Step ") and "samples/s" in lines[2]
-    assert "Gradients are reduced once a step" in lines[3] and lines[4].startswith("Proven")
+    peak, reserved, step, reduced, proven = plan_caption(PLAN, estimate)
+    assert peak.startswith("Peak ") and f"of 32.0 GiB in {estimate.memory.peak.phase} of {estimate.memory.peak.unit}" in peak
+    assert reserved.startswith("Peak allocated / reserved by torch: ") and step.startswith("Step ") and "samples/s" in step
+    assert "Gradients are reduced once a step" in reduced and proven.startswith("Proven")
     single = replace(PLAN, strategy="ddp", accumulation_steps=1)
     assert len(plan_caption(single, estimated(SMALL, single))) == 3
     assert not [line for line in plan_caption(PLAN, estimated(SMALL, PLAN, None)) if "reserved by torch" in line]
-
-
-@pytest.mark.parametrize(
-    ("held", "said"), [(0, "in every micro-step."), (1, "in every micro-step, but for 1 of 4 units, whose whole gradients are held")]
-)
-def test_plan_caption_says_which_gradients_are_held(held, said):
-    units = tuple(replace(unit, reduce_every_micro_step=i >= held) for i, unit in enumerate(PLAN.units))
-    assert said in plan_caption(replace(PLAN, units=units), estimated(SMALL, PLAN))[3]
+    for held, said in {0: "in every micro-step.", 1: "in every micro-step, but for 1 of 4 units, whose whole gradients are held"}.items():
+        units = tuple(replace(unit, reduce_every_micro_step=i >= held) for i, unit in enumerate(PLAN.units))
+        assert said in plan_caption(replace(PLAN, units=units), estimated(SMALL, PLAN))[3]
 
 
 @pytest.mark.parametrize(
