@@ -28,10 +28,11 @@ from .compiled import TracedCompiler
 from .cuda_kernels import CudaKernels
 from .equal_blocks import RecordedCall, block_key, call_key
 from .fake_model import OutsideReads, fake_copy, release_of_stored
-from .known_values import FakeifyTensors, KnownValues
+from .known_values import KnownValues
 from .memory_tracker import CUDA_BLOCK_BYTES
 from .recomputation import LoggedCall, OperatorLog, recomputations, with_modes, with_share, worthwhile
 from .recorder import Recorder, SegmentRecord
+from .repeated import Repeatable
 from .segments import Samples, held_by_recomputed, is_idle, linear_bytes, segments_of, with_offloaded
 
 _T = TypeVar("_T")
@@ -107,7 +108,7 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
         checkpoint_blocks(fake, options.checkpointed_blocks)
     modules = modules_by_name(fake)
     slices = [part for head in fake.modules() if isinstance(head, SplitHead) for part in head.untie().items()]
-    models = _Models(model, fake, modules, slices, mode)
+    models = _Models(model, fake, modules, slices, mode, {})
     tracers: list[_Tracer] = []
     kept: list[int] = []
     order: list[int] = []
@@ -209,6 +210,8 @@ class _Models(NamedTuple):
     slices: Sequence[tuple[nn.Module, nn.Module]]
     """Of heads that share slices with an embedding: the head's own, each with the embedding's."""
     mode: FakeTensorMode
+    seen: dict[object, Repeatable | None]
+    """Operators that ran, see `Recorder`."""
 
 
 class _Tracer:
@@ -220,7 +223,7 @@ class _Tracer:
         recomputed: Mapping[int, Recomputation],
         offloaded: Collection[int],
     ) -> None:
-        self._model, self._fake, modules, slices, self._mode = models
+        self._model, self._fake, modules, slices, self._mode, self._seen = models
         self._options = options
         self._logs: dict[int, list[list[LoggedCall]]] = {}
         """Operators of recomputed units: for each batch those of forward, then those of its second run."""
@@ -300,13 +303,13 @@ class _Tracer:
                 stack.enter_context(context)
             known = stack.enter_context(KnownValues(alone=True))
             fakes = known.fakes_of(batch, self._mode, self._options.compute_dtype)
-            recorder = self._recorder = Recorder(block_bytes=CUDA_BLOCK_BYTES if self._options.cuda_kernels else 1)
+            block_bytes = CUDA_BLOCK_BYTES if self._options.cuda_kernels else 1
+            recorder = self._recorder = Recorder(self._mode, known, self._seen, block_bytes=block_bytes)
             self._calls.clear()
             stack.enter_context(recorder)
             stack.enter_context(self.compiler.recording(recorder))
             if self._cuda is not None:
                 stack.enter_context(self._cuda)
-            stack.enter_context(FakeifyTensors(self._mode, known))
             output = output_of(self._fake, fakes, self._options.loss)
             loss = loss_of(output)
             storages = {storage._cdata: storage.nbytes() for storage in map(torch.Tensor.untyped_storage, tensors_of(output))}
