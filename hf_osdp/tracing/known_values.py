@@ -193,8 +193,9 @@ class KnownValues(TorchDispatchMode):
 
 def is_known(func: OpOverload, result: object) -> bool:
     """Whether an operator's result would be known, were its arguments."""
-    made = list(tensors_in(result))
-    return func._overloadpacket in _ANSWERS or func._overloadpacket in _INDEXED or (not func.is_view and all(map(_is_small, made)))
+    packet = func._overloadpacket
+    is_small = not func.is_view and packet not in _UNSET and all(map(_is_small, tensors_in(result)))
+    return is_small or packet in _ANSWERS or packet in _INDEXED
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

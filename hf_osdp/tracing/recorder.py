@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -154,26 +154,38 @@ class Recorder(MemoryTracker):
     ) -> object:
         if func is _DEVICE_OF and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # torch asks at every operator
-        args, kwargs = self._known.only_fakes(func, args, kwargs or {}, self._mode)
-        self._follow()
-        phase, call = self._phase, Call(func, args, kwargs)
-        seen = None if call.key is None else self._seen.get(call.key)
-        if seen is not None and not (seen.is_small and self._known.knows_all(call.storages)):
-            result = seen.again(call, self._mode)
-            for tensor in () if seen.is_view else tensors_in(result):
-                self._update(tensor.untyped_storage())
-            phase.operators += 1
-            phase.matmul_flops += seen.flops
-            phase.traffic_bytes += seen.traffic_bytes
-        else:
-            flops, traffic = phase.matmul_flops, phase.traffic_bytes
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-            phase.count(func, args, kwargs, result)
-            if call.key is not None and call.key not in self._seen:
-                flops, traffic = phase.matmul_flops - flops, phase.traffic_bytes - traffic
-                self._seen[call.key] = Repeatable.of(call, result, is_small=is_known(func, result), flops=flops, traffic_bytes=traffic)
-        phase.levels.append(self.current_bytes)
+        with torch._C.DisableTorchFunction():  # shapes and the like come from the tensors, not through a mode for functions
+            args, kwargs = self._known.only_fakes(func, args, kwargs or {}, self._mode)
+            self._follow()
+            phase, call = self._phase, Call(func, args, kwargs)
+            result = self._repeated(call, phase)
+            if result is None:
+                began = replace(phase)
+                result = super().__torch_dispatch__(func, types, args, kwargs)
+                phase.count(func, args, kwargs, result)
+                if call.key is not None and call.key not in self._seen:
+                    costs = (getattr(phase, name) - getattr(began, name) for name in ("matmul_flops", "traffic_bytes"))
+                    self._seen[call.key] = Repeatable.of(call, result, is_known(func, result), *costs)
+            phase.levels.append(self.current_bytes)
         return result
+
+    def _repeated(self, call: Call, phase: PhaseRecord) -> object:
+        """Return what an operator returned before for the same key, and count it; None where it has to run."""
+        seen = None if call.key is None else self._seen.get(call.key)
+        if seen is None or (seen.is_small and self._known.knows_all(call.storages)):
+            return None
+        result = seen.again(call, self._mode)
+        for tensor in () if seen.is_view else tensors_in(result):
+            self._update(tensor.untyped_storage())
+        phase.operators += 1
+        phase.matmul_flops += seen.flops
+        phase.traffic_bytes += seen.traffic_bytes
+        return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare each operator a wrapper: code that dynamo compiles runs outside of this mode."""
+        return False
 
     @property
     def _phase(self) -> PhaseRecord:

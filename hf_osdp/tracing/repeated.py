@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from .tensors import DEVICE
 
 _NAMESPACES = frozenset({"aten", "hf_osdp"})
+_EMPTY = torch.ops.aten.empty_strided.default
 _BY_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -70,25 +71,21 @@ class Repeatable(NamedTuple):
     traffic_bytes: int
 
     @classmethod
-    def of(cls, call: Call, result: Any, *, is_small: bool, flops: int, traffic_bytes: int) -> Repeatable | None:  # noqa: ANN401
-        """Describe a result; None where it is another's memory, or more than one kernel's plain tensors."""
+    def of(cls, call: Call, result: Any, is_small: bool, flops: int, traffic_bytes: int) -> Repeatable | None:  # noqa: ANN401
+        """Describe a result; None where it is more than new plain tensors or a view of the first argument, or hangs on values."""
         kind = type(result)
         results = result if kind in (tuple, list) else (result,)
         made = [each for each in results if each is not None]
-        if not call.tensors or not made or not _BY_VALUES.isdisjoint(call.func.tags) or not all(type(each) is FakeTensor for each in made):
+        by_shapes = (call.tensors or call.func is _EMPTY) and _BY_VALUES.isdisjoint(call.func.tags)
+        if not (by_shapes and made and all(map(_is_plain, made))):
             return None
-        given = {storage._cdata for storage in call.storages}
-        own = [each.untyped_storage() for each in made]
-        is_view = len(own) == 1 and kind is FakeTensor and own[0]._cdata == call.storages[0]._cdata and made[0] is not call.tensors[0]
-        if not is_view and (given & {s._cdata for s in own} or len({s._cdata for s in own}) < len(own)):
-            return None
-        if not all(each.layout is torch.strided and not each.is_complex() for each in made):
+        given, own = ([storage._cdata for storage in s] for s in (call.storages, map(torch.Tensor.untyped_storage, made)))
+        is_view = kind is FakeTensor and own == given[:1] and result is not call.tensors[0]
+        is_new = len({*given, *own}) == len({*given}) + len(own) and all(map(_fills_its_storage, made))
+        if not (is_view or is_new):
             return None
         specs = [None if each is None else _Made(each.shape, each.stride(), each.storage_offset(), each.dtype) for each in results]
-        found = cls(is_view, kind, specs, is_small, flops, traffic_bytes)
-        if not is_view and any(each.storage_offset() or s.nbytes() != _span(each) for each, s in zip(made, own, strict=True)):
-            return None
-        return found
+        return cls(is_view, kind, specs, is_small, flops, traffic_bytes)
 
     def again(self, call: Call, mode: FakeTensorMode) -> Any:  # noqa: ANN401
         """Return the like for arguments of the same key."""
@@ -106,10 +103,11 @@ class Repeatable(NamedTuple):
         return self.kind(found) if self.kind in (tuple, list) else found[0]
 
 
-def _span(tensor: torch.Tensor) -> int:
-    """Return the bytes of memory that a tensor of this shape and stride needs."""
-    if 0 in tensor.shape:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+def _is_plain(value: object) -> bool:
+    return type(value) is FakeTensor and value.layout is torch.strided and not value.is_complex()
 
+
+def _fills_its_storage(tensor: torch.Tensor) -> bool:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    elements = last + 1 if tensor.numel() else 0
+    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == elements * tensor.element_size()

@@ -33,7 +33,7 @@ from .memory_tracker import CUDA_BLOCK_BYTES
 from .recomputation import LoggedCall, OperatorLog, recomputations, with_modes, with_share, worthwhile
 from .recorder import Recorder, SegmentRecord
 from .repeated import Repeatable
-from .segments import Samples, held_by_recomputed, is_idle, linear_bytes, segments_of, with_offloaded
+from .segments import Samples, are_lines, held_by_recomputed, is_idle, linear_bytes, segments_of, with_offloaded
 
 _T = TypeVar("_T")
 _BUDGETS = (0.13, 0.28, 0.53, 0.78)
@@ -69,7 +69,7 @@ class TraceOptions:
     loss: Loss | None = None
     """Computes the loss from a model and a batch; None takes the model's output for the batch."""
     samples: Samples = (1, 2, 3)
-    """Batch sizes: costs are linear through the last two, which rise by one, and raised where the first lies above.
+    """Three batch sizes: costs are linear through the last two, which rise by one, and raised where the first lies above.
 
     A single sample alone is no good point: expanding a dimension of size 1 copies nothing, so torch takes other paths.
     """
@@ -112,29 +112,37 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
     tracers: list[_Tracer] = []
     kept: list[int] = []
     order: list[int] = []
+    output_bytes: list[Affine] = []
+    lines: list[Segment] = []
+    """The segments as those that are traced later are, without the first batch size."""
+    samples: Samples = options.samples
     allocations: dict[AllocationTrace, int] = {}
 
     def by_sample(values: Iterable[_T]) -> list[_T]:
         """Return what was seen of each batch for each of the batch sizes, of which two may be the same."""
-        seen = dict(zip(batches, values, strict=True))
-        return [seen[count] for count in options.samples]
+        seen = dict(zip(dict.fromkeys(samples), values, strict=True))
+        return [seen[count] for count in samples]
 
     def traced(recomputed: Mapping[int, Recomputation] = {}, offloaded: Collection[int] = ()) -> list[Segment]:
+        nonlocal samples
         with _forwards_restored(fake):
             tracer = _Tracer(models, units, options, recomputed, offloaded)
             try:
-                records = by_sample(tracer.run_all(batches.values()))
+                records = by_sample(tracer.run_all(batches[count] for count in dict.fromkeys(samples)))
             finally:
                 tracer.compiler.close()
         _refuse_fake_gradients(model)
-        segments = segments_of(records, options.samples)
+        segments = segments_of(records, samples)
         if not tracers:
+            output_bytes.append(linear_bytes(by_sample(tracer.output_bytes), samples))
+            if are_lines(records, samples, {*options.recomputable, *options.offloadable}):
+                samples, lines[:] = samples[1:], segments_of(records[1:], samples[1:])
             kept[:] = [index for index, segment in enumerate(segments) if not is_idle(segment)]
             order[:] = [segment.unit for segment in segments]
         if [segment.unit for segment in segments] != order:
             raise DescriptionError("The model runs other units where its blocks are recomputed or offloaded.")
         tracers.append(tracer)
-        traces = allocation_traces(records[1], records[2], options.samples[1], kept, lambda i: units[i].span is GatherSpan.USE)
+        traces = allocation_traces(records[-2], records[-1], options.samples[1], kept, lambda i: units[i].span is GatherSpan.USE)
         numbers = [None if trace is None else allocations.setdefault(trace, len(allocations)) for trace in traces]
         return [replace(segment, allocations=number) for segment, number in zip(segments, numbers, strict=True)]
 
@@ -142,10 +150,10 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
     if options.offloadable:
         segments = with_offloaded(segments, traced(offloaded=options.offloadable), options.offloadable)
     if options.recomputable:
-        segments = _with_recomputed(segments, traced, lambda: tracers[-1].recomputed_calls, options)
+        segments = _with_recomputed(segments, lines or segments, traced, lambda: tracers[-1].recomputed_calls, options)
     return Trace(
         segments=tuple(segments[index] for index in kept),
-        output_bytes=linear_bytes(by_sample(tracers[0].output_bytes), options.samples),
+        output_bytes=output_bytes[0],
         outside_reads=frozenset().union(*(tracer.reads.found for tracer in tracers)),
         kernels={kernel: call for tracer in tracers for kernel, call in tracer.kernels.items()},
         allocations=tuple(allocations),
@@ -154,6 +162,7 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
 
 def _with_recomputed(
     plain: list[Segment],
+    lines: list[Segment],
     traced: Callable[..., list[Segment]],
     recomputed_calls: Callable[[], Mapping[int, Sequence[LoggedCall]]],
     options: TraceOptions,
@@ -179,7 +188,7 @@ def _with_recomputed(
     found = []
     for index, one in enumerate(plain):
         if one.unit not in wholly:
-            found.append(replace(one, held_bytes=held_by_recomputed(one, full[index])))
+            found.append(replace(one, held_bytes=held_by_recomputed(lines[index], full[index])))
             continue
         own = (Recomputation(), *ways.get(one.unit, ()))
         forms = [RecomputedSegment(recomputation=way, costs=with_modes(trace[index], way)) for way, trace in zip(own, traces, strict=False)]
@@ -273,15 +282,15 @@ class _Tracer:
 
     @property
     def recomputed_calls(self) -> dict[int, Sequence[LoggedCall]]:
-        """Operators that run again in backward, of units that are wholly recomputed, at the second batch size.
+        """Operators that run again in backward, of units that are wholly recomputed, at the batch size before the last.
 
         Torch stops when the last tensor that backward needs is there again. What can be saved, forward says.
         """
         traced: dict[int, Sequence[LoggedCall]] = {}
         for unit, logs in self._logs.items():
             if len(logs) >= 4:  # forward and its second run, for two batches and more
-                forward = {one.call: one for one in logs[2]}
-                traced[unit] = [forward[one.call] for one in logs[3] if one.call in forward]
+                forward = {one.call: one for one in logs[-4]}
+                traced[unit] = [forward[one.call] for one in logs[-3] if one.call in forward]
         return traced | {unit: traced[other] for unit, other in self._like.items() if other in traced}
 
     def _logged(self, unit: int, module: nn.Module) -> Callable[..., Any]:

@@ -14,6 +14,8 @@ from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import checkpoint_blocks
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import GatherSpan
+from hf_osdp.tracing import trace
+from hf_osdp.tracing.recorder import Recorder
 from hf_osdp.tracing.trace import TraceOptions, trace_segments
 from tests.helpers.sampling import slow_but
 
@@ -84,6 +86,31 @@ def test_reuse_of_equal_blocks_changes_nothing(meta_model, name, fused):
             slack = 2 * 32 * TOKENS * 4 * samples if name in ("T5ForConditionalGeneration", "BartForConditionalGeneration") else 16
             assert abs(one.saved_bytes(samples) - other.saved_bytes(samples)) <= slack
             assert abs(one.backward.peak_bytes.bytes(samples) - other.backward.peak_bytes.bytes(samples)) <= slack
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    slow_but(
+        [(name, fused) for name in ARCHITECTURES for fused in (False, True)],
+        daily=[("GPT2LMHeadModel", False), ("GPT2LMHeadModel", True), ("T5ForConditionalGeneration", False)],
+    ),
+)
+def test_repeated_operators_and_left_out_samples_change_nothing(meta_model, monkeypatch, name, fused):
+    model = meta_model(name, **ARCHITECTURES[name])
+    units = find_units(model)
+    blocks = [i for i, unit in enumerate(units) if unit.span is GatherSpan.USE and "Embedding" not in unit.class_name]
+    options = TraceOptions(cuda_kernels=fused, recomputable=blocks, offloadable=blocks)
+    runs, again = [], []
+    run, repeated = trace._Tracer._run, Recorder._repeated
+    monkeypatch.setattr(trace._Tracer, "_run", lambda *args: runs.append(1) or run(*args))
+    monkeypatch.setattr(Recorder, "_repeated", lambda *args: (found := repeated(*args)) is not None and again.append(1) or found)
+    quick = trace_segments(model, units, training_batch(model, TOKENS), options)
+    few, runs[:] = len(runs), []
+    monkeypatch.setattr(Recorder, "_repeated", lambda *_: None)
+    monkeypatch.setattr(trace, "are_lines", lambda *_: False)
+    assert trace_segments(model, units, training_batch(model, TOKENS), options) == quick
+    assert again
+    assert few < len(runs) or (name, fused) != ("GPT2LMHeadModel", False)  # elsewhere a single sample lies on no line
 
 
 @pytest.mark.parametrize("name", slow_but(ARCHITECTURES, daily=["GPT2LMHeadModel", "ViTForImageClassification"]))
