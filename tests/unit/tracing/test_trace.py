@@ -103,13 +103,14 @@ def test_repeated_operators_and_left_out_samples_change_nothing(meta_model, monk
     runs, again = [], []
     run, repeated = trace._Tracer._run, Recorder._repeated
     monkeypatch.setattr(trace._Tracer, "_run", lambda *args: runs.append(1) or run(*args))
-    monkeypatch.setattr(Recorder, "_repeated", lambda *args: (found := repeated(*args)) is not None and again.append(1) or found)
+    monkeypatch.setattr(Recorder, "_repeated", lambda *args: again.append(repeated(*args)) or again[-1])
     quick = trace_segments(model, units, training_batch(model, TOKENS), options)
-    few, runs[:] = len(runs), []
+    few = len(runs)
+    runs.clear()
     monkeypatch.setattr(Recorder, "_repeated", lambda *_: None)
     monkeypatch.setattr(trace, "are_lines", lambda *_: False)
     assert trace_segments(model, units, training_batch(model, TOKENS), options) == quick
-    assert again
+    assert any(result is not None for result in again)
     assert few < len(runs) or (name, fused) != ("GPT2LMHeadModel", False)  # elsewhere a single sample lies on no line
 
 
