@@ -89,7 +89,7 @@ class Repeatable(NamedTuple):
 
     def again(self, call: Call, mode: FakeTensorMode) -> Any:  # noqa: ANN401
         """Return the like for arguments of the same key."""
-        with torch._C._DisableTorchDispatch():  # type: ignore[attr-defined]
+        with torch._C._DisableTorchDispatch():
             if self.is_view:
                 made = self.made[0]
                 assert made is not None

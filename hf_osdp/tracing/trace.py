@@ -108,7 +108,9 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
         checkpoint_blocks(fake, options.checkpointed_blocks)
     modules = modules_by_name(fake)
     slices = [part for head in fake.modules() if isinstance(head, SplitHead) for part in head.untie().items()]
-    models = _Models(model, fake, modules, slices, mode, {})
+    blocks = [(i, module) for i, module in segment_modules(modules, units) if units[i].span is GatherSpan.USE]
+    keys = {i: block_key(module) for i, module in blocks} if options.reuse_equal_blocks else {}
+    models = _Models(model, fake, modules, slices, mode, {}, keys)
     tracers: list[_Tracer] = []
     kept: list[int] = []
     order: list[int] = []
@@ -221,6 +223,8 @@ class _Models(NamedTuple):
     mode: FakeTensorMode
     seen: dict[object, Repeatable | None]
     """Operators that ran, see `Recorder`."""
+    keys: Mapping[int, Hashable]
+    """Of units whose blocks may equal others."""
 
 
 class _Tracer:
@@ -232,7 +236,7 @@ class _Tracer:
         recomputed: Mapping[int, Recomputation],
         offloaded: Collection[int],
     ) -> None:
-        self._model, self._fake, modules, slices, self._mode, self._seen = models
+        self._model, self._fake, modules, slices, self._mode, self._seen, self._keys = models
         self._options = options
         self._logs: dict[int, list[list[LoggedCall]]] = {}
         """Operators of recomputed units: for each batch those of forward, then those of its second run."""
@@ -264,9 +268,7 @@ class _Tracer:
         self._modules = segment_modules(modules, units)
         unit_of = {module: i for i, module in self._modules}
         self._modules += [(unit_of[shared], own) for own, shared in slices]
-        blocks = {i for i, unit in enumerate(units) if unit.span is GatherSpan.USE}
         self._step_names = _step_names(units)
-        self._keys = {i: block_key(module) for i, module in self._modules if i in blocks} if options.reuse_equal_blocks else {}
 
     def run_all(self, batches: Iterable[Mapping[str, Any]]) -> list[list[SegmentRecord]]:
         autocast, loss = self._options.autocast, self._options.loss
