@@ -129,15 +129,18 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
         nonlocal samples
         with _forwards_restored(fake):
             tracer = _Tracer(models, units, options, recomputed, offloaded)
+            counts = list(dict.fromkeys(samples))
+            tracer.logs_before = 2 * counts.index(options.samples[1])
             try:
-                records = by_sample(tracer.run_all(batches[count] for count in dict.fromkeys(samples)))
+                records = by_sample(tracer.run_all(batches[count] for count in counts))
             finally:
                 tracer.compiler.close()
         _refuse_fake_gradients(model)
         segments = segments_of(records, samples)
         if not tracers:
             output_bytes.append(linear_bytes(by_sample(tracer.output_bytes), samples))
-            if are_lines(records, samples, {*options.recomputable, *options.offloadable}):
+            chosen = {*options.recomputable, *options.offloadable}
+            if sum(segment.unit in chosen for segment in segments) <= len(chosen) and are_lines(records, samples, chosen):
                 samples, lines[:] = samples[1:], segments_of(records[1:], samples[1:])
             kept[:] = [index for index, segment in enumerate(segments) if not is_idle(segment)]
             order[:] = [segment.unit for segment in segments]
@@ -240,6 +243,8 @@ class _Tracer:
         self._options = options
         self._logs: dict[int, list[list[LoggedCall]]] = {}
         """Operators of recomputed units: for each batch those of forward, then those of its second run."""
+        self.logs_before = 2
+        """Of these, how many come before those of the batch size whose costs count."""
         self._like: dict[int, int] = {}
         """Of units that were not traced, the equal one that was."""
         self._recorder: Recorder
@@ -284,15 +289,16 @@ class _Tracer:
 
     @property
     def recomputed_calls(self) -> dict[int, Sequence[LoggedCall]]:
-        """Operators that run again in backward, of units that are wholly recomputed, at the batch size before the last.
+        """Operators that run again in backward, of units that are wholly recomputed, at the second batch size.
 
         Torch stops when the last tensor that backward needs is there again. What can be saved, forward says.
         """
         traced: dict[int, Sequence[LoggedCall]] = {}
         for unit, logs in self._logs.items():
             if len(logs) >= 4:  # forward and its second run, for two batches and more
-                forward = {one.call: one for one in logs[-4]}
-                traced[unit] = [forward[one.call] for one in logs[-3] if one.call in forward]
+                ahead, again = logs[self.logs_before : self.logs_before + 2]
+                forward = {one.call: one for one in ahead}
+                traced[unit] = [forward[one.call] for one in again if one.call in forward]
         return traced | {unit: traced[other] for unit, other in self._like.items() if other in traced}
 
     def _logged(self, unit: int, module: nn.Module) -> Callable[..., Any]:
