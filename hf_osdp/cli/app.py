@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -92,4 +93,5 @@ for _name, (_command, _example) in _COMMANDS.items():
 
 def main() -> None:
     """Run `hf-osdp`."""
+    gc.set_threshold(100_000, 50, 1000)  # looking for garbage in all that torch and transformers import takes a fifth of a plan's time
     app()

@@ -27,7 +27,6 @@ _MOST_KNOWN = 2**22
 _MOST_KNOWN_FLOATS = 2**12
 """The same of floating-point numbers: lengths, weights of samples, and no activations."""
 _UNKNOWN = object()
-_DEVICE_OF = torch.ops.prim.device.default
 _LIKE = frozenset({aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full})
 """They take shape and dtype of their first argument, and no value."""
 _UNSET = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided})
@@ -47,6 +46,8 @@ class KnownValues(TorchDispatchMode):
         self._alone = alone
         self._values: dict[int, tuple[torch.UntypedStorage, weakref.ref[torch.UntypedStorage]]] = {}
         """By fake storage, so that views and what is written through them are right by themselves; with the fake one itself."""
+        self._fakes = WeakIdKeyDictionary()
+        """Of real tensors that came in."""
 
     def know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """Remember a tensor's values, unless they are too many; its views share them."""
@@ -83,6 +84,31 @@ class KnownValues(TorchDispatchMode):
             return None
         with _disable_current_modes():
             return torch.empty(0, dtype=tensor.dtype).set_(known, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def knows_all(self, storages: Iterable[torch.UntypedStorage]) -> bool:
+        return all(storage._cdata in self._values for storage in storages)
+
+    def only_fakes(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return an operator's arguments with fake tensors, which count nowhere, in the place of real ones."""
+
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            if isinstance(tensor, FakeTensor):
+                return tensor
+            if tensor not in self._fakes:
+                with _disable_current_modes():  # or it would count
+                    self._fakes[tensor] = fake_like(tensor, mode)
+                self.know(self._fakes[tensor], tensor)
+            made: torch.Tensor = self._fakes[tensor]
+            return made
+
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": DEVICE}
+        fresh = func is aten.lift_fresh.default  # which brings in what was made just now
+        if not fresh and not all(isinstance(tensor, FakeTensor) for tensor in tensors_in((args, kwargs))):
+            args, kwargs = tree_map_only(torch.Tensor, fake, (args, kwargs))
+        return args, kwargs
 
     def count(self, mask: torch.Tensor, shape: torch.Size) -> int:
         """Count the elements that are true in a mask, expanded to this shape if need be; all where they are not known."""
@@ -165,6 +191,13 @@ class KnownValues(TorchDispatchMode):
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
 
+def is_known(func: OpOverload, result: object) -> bool:
+    """Whether an operator's result would be known, were its arguments."""
+    packet = func._overloadpacket
+    is_small = not func.is_view and packet not in _UNSET and all(map(_is_small, tensors_in(result)))
+    return is_small or packet in _ANSWERS or packet in _INDEXED
+
+
 def _is_small(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= (_MOST_KNOWN_FLOATS if tensor.is_floating_point() or tensor.is_complex() else _MOST_KNOWN)
 
@@ -173,40 +206,6 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     for number, argument in enumerate(func._schema.arguments):
         if argument.is_write:
             yield from tensors_in(args[number] if number < len(args) else kwargs.get(argument.name))
-
-
-class FakeifyTensors(TorchDispatchMode):
-    """Put fake tensors, which count nowhere, in the place of real ones; enter it last, so that the modes below see fake ones alone."""
-
-    def __init__(self, mode: FakeTensorMode, known: KnownValues) -> None:
-        super().__init__()
-        self._mode, self._known = mode, known
-        self._fakes = WeakIdKeyDictionary()
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> object:
-        if func is _DEVICE_OF and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device  # torch asks at every operator, which would take half of a trace's time
-        if any(map(is_dtensor, types)):
-            return NotImplemented
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") is not None:
-            kwargs["device"] = DEVICE
-        fresh = func is aten.lift_fresh.default  # which brings in what was made just now
-        if not fresh and not all(isinstance(tensor, FakeTensor) for tensor in tensors_in((args, kwargs))):
-            args, kwargs = tree_map_only(torch.Tensor, self._fake, (args, kwargs))
-        return func(*args, **kwargs)
-
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        if tensor not in self._fakes:
-            with _disable_current_modes():  # or it would count
-                self._fakes[tensor] = fake_like(tensor, self._mode)
-            self._known.know(self._fakes[tensor], tensor)
-        made: torch.Tensor = self._fakes[tensor]
-        return made
 
 
 # Answers where values are not known.

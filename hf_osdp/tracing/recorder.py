@@ -9,23 +9,27 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import _get_sequence_nr
 from torch.utils.flop_counter import flop_registry
 
 from ..modeling.selective import operator_name
 from ..planner.allocator.replay import Event
 from .attention import attention_flops
+from .known_values import KnownValues, is_known
 from .memory_tracker import MemoryTracker
+from .repeated import Call, Repeatable
 from .tensors import tensors_in
 
 aten = torch.ops.aten
 
+_DEVICE_OF = torch.ops.prim.device.default
 _PICKS_ROWS = frozenset({aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward})
 """Their first argument is a table of which they read about as many bytes as they write."""
 _MOVES_NOTHING = frozenset({
@@ -97,8 +101,10 @@ class Recorder(MemoryTracker):
     outside of them is unit 0's, the root's.
     """
 
-    def __init__(self, *, block_bytes: int) -> None:
+    def __init__(self, mode: FakeTensorMode, known: KnownValues, seen: dict[object, Repeatable | None], *, block_bytes: int) -> None:
+        """Record operators on tensors of a mode, whose values are `known`; `seen` keeps what operators returned for other recorders."""
         super().__init__(block_bytes=block_bytes)
+        self._mode, self._known, self._seen = mode, known, seen
         self.records: list[SegmentRecord] = []
         self.inside = False
         self._current = self._pending = SegmentRecord(unit=0, first_node=_get_sequence_nr())
@@ -146,12 +152,40 @@ class Recorder(MemoryTracker):
     def __torch_dispatch__(
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
-        self._follow()
-        kwargs = kwargs or {}
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        self._phase.count(func, args, kwargs, result)
-        self._phase.levels.append(self.current_bytes)
+        if func is _DEVICE_OF and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # torch asks at every operator
+        with torch._C.DisableTorchFunction():  # shapes and the like come from the tensors, not through a mode for functions
+            args, kwargs = self._known.only_fakes(func, args, kwargs or {}, self._mode)
+            self._follow()
+            phase, call = self._phase, Call(func, args, kwargs)
+            result = self._repeated(call, phase)
+            if result is None:
+                began = replace(phase)
+                result = super().__torch_dispatch__(func, types, args, kwargs)
+                phase.count(func, args, kwargs, result)
+                if call.key is not None and call.key not in self._seen:
+                    costs = (getattr(phase, name) - getattr(began, name) for name in ("matmul_flops", "traffic_bytes"))
+                    self._seen[call.key] = Repeatable.of(call, result, is_known(func, result), *costs)
+            phase.levels.append(self.current_bytes)
         return result
+
+    def _repeated(self, call: Call, phase: PhaseRecord) -> object:
+        """Return what an operator returned before for the same key, and count it; None where it has to run."""
+        seen = None if call.key is None else self._seen.get(call.key)
+        if seen is None or (seen.is_small and self._known.knows_all(call.storages)):
+            return None
+        result = seen.again(call, self._mode)
+        for tensor in () if seen.is_view else tensors_in(result):
+            self._update(tensor.untyped_storage())
+        phase.operators += 1
+        phase.matmul_flops += seen.flops
+        phase.traffic_bytes += seen.traffic_bytes
+        return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Spare each operator a wrapper: code that dynamo compiles runs outside of this mode."""
+        return False
 
     @property
     def _phase(self) -> PhaseRecord:

@@ -1,4 +1,4 @@
-"""Segment records at three batch sizes → segments, whose costs are linear in the batch size."""
+"""Segment records at two or three batch sizes → segments, whose costs are linear in the batch size."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..planner.affine import Affine, Envelope
 from ..planner.description import PhaseCost, Segment
 from .recorder import PhaseRecord, SegmentRecord
 
-Samples = tuple[int, int, int]
-"""The batch sizes; the last two rise by one."""
+Samples = Sequence[int]
+"""The batch sizes: two that rise by one, and before them perhaps another, down to which costs may be no line."""
 
 
 def segments_of(traces: Sequence[Sequence[SegmentRecord]], samples: Samples) -> list[Segment]:
@@ -21,6 +21,22 @@ def segments_of(traces: Sequence[Sequence[SegmentRecord]], samples: Samples) -> 
     alike = list(zip(*traces, strict=True))
     kept = [linear_bytes([(record.copy_of or record).kept_bytes for record in records], samples) for records in alike]
     return _with_kept([_segment(records, samples) for records in alike], kept)
+
+
+def are_lines(traces: Sequence[Sequence[SegmentRecord]], samples: Samples, units: Collection[int]) -> bool:
+    """Whether these units' segments have all moments on one line through three batch sizes, as they then have when they run again."""
+
+    def moments(record: SegmentRecord) -> list[int]:
+        if record.copy_of is not None:
+            return [_released(record)]
+        figures = [record.end_bytes - record.start_bytes, record.sent_bytes, record.input_gradient_bytes, record.kept_bytes]
+        ahead = [level - record.start_bytes for level in record.forward.levels]
+        return [*figures, *ahead, *(level - record.end_bytes for level in record.backward.levels)]
+
+    alike = [list(map(moments, records)) for records in zip(*traces, strict=True) if records[0].unit in units]
+    return all(len(set(map(len, found))) == 1 for found in alike) and all(
+        _linear(values[-2:], samples[-2:])(samples[0]) == values[0] for found in alike for values in set(zip(*found, strict=True))
+    )
 
 
 def _with_kept(segments: Sequence[Segment], kept: Sequence[Affine]) -> list[Segment]:
@@ -55,14 +71,15 @@ def is_idle(segment: Segment) -> bool:
 
 
 def linear_bytes(values: Sequence[float], samples: Samples) -> Affine:
-    """Fit bytes at the three batch sizes: linear through the last two, and not below the first."""
-    fit = _linear(values[1:], samples)
+    """Fit bytes at the batch sizes: linear through the last two, and not below the first."""
+    fit = _linear(values[-2:], samples[-2:])
     return Affine(constant=fit.constant + max(0.0, values[0] - fit(samples[0])), per_sample=fit.per_sample)
 
 
 def _linear(values: Sequence[float], samples: Samples) -> Affine:
-    slope = (values[1] - values[0]) / (samples[2] - samples[1])
-    return Affine(constant=values[0] - slope * samples[1], per_sample=slope)
+    """Return the line through two values."""
+    slope = (values[1] - values[0]) / (samples[1] - samples[0])
+    return Affine(constant=values[0] - slope * samples[0], per_sample=slope)
 
 
 def _excess(one: Affine, other: Affine) -> Affine:
@@ -72,9 +89,7 @@ def _excess(one: Affine, other: Affine) -> Affine:
 
 def _segment(records: Sequence[SegmentRecord], samples: Samples) -> Segment:
     traced = [record.copy_of or record for record in records]
-    # A replayed block frees what it allocates; its caller may then free more, as the mask after the last block.
-    released = [0 if record.copy_of is None else max(0, record.start_bytes - record.end_bytes) for record in records]
-    ends = [t.end_bytes - r for t, r in zip(traced, released, strict=True)]
+    ends = [t.end_bytes - _released(record) for t, record in zip(traced, records, strict=True)]
     return Segment(
         unit=records[0].unit,
         saved_bytes=linear_bytes([end - t.start_bytes for t, end in zip(traced, ends, strict=True)], samples),
@@ -86,13 +101,18 @@ def _segment(records: Sequence[SegmentRecord], samples: Samples) -> Segment:
     )
 
 
+def _released(record: SegmentRecord) -> int:
+    """Return what a replayed block's caller freed, as the mask after the last block: the block itself frees what it allocates."""
+    return 0 if record.copy_of is None else max(0, record.start_bytes - record.end_bytes)
+
+
 def _phase(records: Sequence[PhaseRecord], floors: Sequence[int], samples: Samples) -> PhaseCost:
     levels = [[level - floor for level in record.levels] for record, floor in zip(records, floors, strict=True)]
     return PhaseCost(
         peak_bytes=_peak(levels, samples),
-        matmul_flops=_linear([record.matmul_flops for record in records[1:]], samples),
-        traffic_bytes=_linear([record.traffic_bytes for record in records[1:]], samples),
-        operators=_linear([record.operators for record in records[1:]], samples),
+        matmul_flops=_linear([record.matmul_flops for record in records[-2:]], samples[-2:]),
+        traffic_bytes=_linear([record.traffic_bytes for record in records[-2:]], samples[-2:]),
+        operators=_linear([record.operators for record in records[-2:]], samples[-2:]),
     )
 
 
@@ -101,7 +121,7 @@ def _peak(levels: Sequence[Sequence[int]], samples: Samples) -> Envelope:
 
     In backward, gradients of activations rule early and those of parameters late.
     """
-    first, few, many = (max(0, max(moments, default=0)) for moments in levels)
-    moments = list(zip(levels[1], levels[2], strict=True)) if len(levels[1]) == len(levels[2]) else [(few, many)]
-    peak = Envelope.above(_linear(values, samples) for values in {*moments, (0, 0)})
-    return peak if samples[0] != 1 or peak.bytes(1) == first else replace(peak, single=float(first))
+    highest = [max(0, max(moments, default=0)) for moments in levels]
+    moments = list(zip(*levels[-2:], strict=True)) if len(levels[-2]) == len(levels[-1]) else [(highest[-2], highest[-1])]
+    peak = Envelope.above(_linear(values, samples[-2:]) for values in {*moments, (0, 0)})
+    return peak if samples[0] != 1 or peak.bytes(1) == highest[0] else replace(peak, single=float(highest[0]))

@@ -28,11 +28,12 @@ from .compiled import TracedCompiler
 from .cuda_kernels import CudaKernels
 from .equal_blocks import RecordedCall, block_key, call_key
 from .fake_model import OutsideReads, fake_copy, release_of_stored
-from .known_values import FakeifyTensors, KnownValues
+from .known_values import KnownValues
 from .memory_tracker import CUDA_BLOCK_BYTES
 from .recomputation import LoggedCall, OperatorLog, recomputations, with_modes, with_share, worthwhile
 from .recorder import Recorder, SegmentRecord
-from .segments import Samples, held_by_recomputed, is_idle, linear_bytes, segments_of, with_offloaded
+from .repeated import Repeatable
+from .segments import Samples, are_lines, held_by_recomputed, is_idle, linear_bytes, segments_of, with_offloaded
 
 _T = TypeVar("_T")
 _BUDGETS = (0.13, 0.28, 0.53, 0.78)
@@ -68,7 +69,7 @@ class TraceOptions:
     loss: Loss | None = None
     """Computes the loss from a model and a batch; None takes the model's output for the batch."""
     samples: Samples = (1, 2, 3)
-    """Batch sizes: costs are linear through the last two, which rise by one, and raised where the first lies above.
+    """Three batch sizes: costs are linear through the last two, which rise by one, and raised where the first lies above.
 
     A single sample alone is no good point: expanding a dimension of size 1 copies nothing, so torch takes other paths.
     """
@@ -107,33 +108,46 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
         checkpoint_blocks(fake, options.checkpointed_blocks)
     modules = modules_by_name(fake)
     slices = [part for head in fake.modules() if isinstance(head, SplitHead) for part in head.untie().items()]
-    models = _Models(model, fake, modules, slices, mode)
+    blocks = [(i, module) for i, module in segment_modules(modules, units) if units[i].span is GatherSpan.USE]
+    keys = {i: block_key(module) for i, module in blocks} if options.reuse_equal_blocks else {}
+    models = _Models(model, fake, modules, slices, mode, {}, keys)
     tracers: list[_Tracer] = []
     kept: list[int] = []
     order: list[int] = []
+    output_bytes: list[Affine] = []
+    lines: list[Segment] = []
+    """The segments as those that are traced later are, without the first batch size."""
+    samples: Samples = options.samples
     allocations: dict[AllocationTrace, int] = {}
 
     def by_sample(values: Iterable[_T]) -> list[_T]:
         """Return what was seen of each batch for each of the batch sizes, of which two may be the same."""
-        seen = dict(zip(batches, values, strict=True))
-        return [seen[count] for count in options.samples]
+        seen = dict(zip(dict.fromkeys(samples), values, strict=True))
+        return [seen[count] for count in samples]
 
     def traced(recomputed: Mapping[int, Recomputation] = {}, offloaded: Collection[int] = ()) -> list[Segment]:
+        nonlocal samples
         with _forwards_restored(fake):
             tracer = _Tracer(models, units, options, recomputed, offloaded)
+            counts = list(dict.fromkeys(samples))
+            tracer.logs_before = 2 * counts.index(options.samples[1])
             try:
-                records = by_sample(tracer.run_all(batches.values()))
+                records = by_sample(tracer.run_all(batches[count] for count in counts))
             finally:
                 tracer.compiler.close()
         _refuse_fake_gradients(model)
-        segments = segments_of(records, options.samples)
+        segments = segments_of(records, samples)
         if not tracers:
+            output_bytes.append(linear_bytes(by_sample(tracer.output_bytes), samples))
+            chosen = {*options.recomputable, *options.offloadable}
+            if sum(segment.unit in chosen for segment in segments) <= len(chosen) and are_lines(records, samples, chosen):
+                samples, lines[:] = samples[1:], segments_of(records[1:], samples[1:])
             kept[:] = [index for index, segment in enumerate(segments) if not is_idle(segment)]
             order[:] = [segment.unit for segment in segments]
         if [segment.unit for segment in segments] != order:
             raise DescriptionError("The model runs other units where its blocks are recomputed or offloaded.")
         tracers.append(tracer)
-        traces = allocation_traces(records[1], records[2], options.samples[1], kept, lambda i: units[i].span is GatherSpan.USE)
+        traces = allocation_traces(records[-2], records[-1], options.samples[1], kept, lambda i: units[i].span is GatherSpan.USE)
         numbers = [None if trace is None else allocations.setdefault(trace, len(allocations)) for trace in traces]
         return [replace(segment, allocations=number) for segment, number in zip(segments, numbers, strict=True)]
 
@@ -141,10 +155,10 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
     if options.offloadable:
         segments = with_offloaded(segments, traced(offloaded=options.offloadable), options.offloadable)
     if options.recomputable:
-        segments = _with_recomputed(segments, traced, lambda: tracers[-1].recomputed_calls, options)
+        segments = _with_recomputed(segments, lines or segments, traced, lambda: tracers[-1].recomputed_calls, options)
     return Trace(
         segments=tuple(segments[index] for index in kept),
-        output_bytes=linear_bytes(by_sample(tracers[0].output_bytes), options.samples),
+        output_bytes=output_bytes[0],
         outside_reads=frozenset().union(*(tracer.reads.found for tracer in tracers)),
         kernels={kernel: call for tracer in tracers for kernel, call in tracer.kernels.items()},
         allocations=tuple(allocations),
@@ -153,6 +167,7 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
 
 def _with_recomputed(
     plain: list[Segment],
+    lines: list[Segment],
     traced: Callable[..., list[Segment]],
     recomputed_calls: Callable[[], Mapping[int, Sequence[LoggedCall]]],
     options: TraceOptions,
@@ -178,7 +193,7 @@ def _with_recomputed(
     found = []
     for index, one in enumerate(plain):
         if one.unit not in wholly:
-            found.append(replace(one, held_bytes=held_by_recomputed(one, full[index])))
+            found.append(replace(one, held_bytes=held_by_recomputed(lines[index], full[index])))
             continue
         own = (Recomputation(), *ways.get(one.unit, ()))
         forms = [RecomputedSegment(recomputation=way, costs=with_modes(trace[index], way)) for way, trace in zip(own, traces, strict=False)]
@@ -209,6 +224,10 @@ class _Models(NamedTuple):
     slices: Sequence[tuple[nn.Module, nn.Module]]
     """Of heads that share slices with an embedding: the head's own, each with the embedding's."""
     mode: FakeTensorMode
+    seen: dict[object, Repeatable | None]
+    """Operators that ran, see `Recorder`."""
+    keys: Mapping[int, Hashable]
+    """Of units whose blocks may equal others."""
 
 
 class _Tracer:
@@ -220,10 +239,12 @@ class _Tracer:
         recomputed: Mapping[int, Recomputation],
         offloaded: Collection[int],
     ) -> None:
-        self._model, self._fake, modules, slices, self._mode = models
+        self._model, self._fake, modules, slices, self._mode, self._seen, self._keys = models
         self._options = options
         self._logs: dict[int, list[list[LoggedCall]]] = {}
         """Operators of recomputed units: for each batch those of forward, then those of its second run."""
+        self.logs_before = 2
+        """Of these, how many come before those of the batch size whose costs count."""
         self._like: dict[int, int] = {}
         """Of units that were not traced, the equal one that was."""
         self._recorder: Recorder
@@ -252,9 +273,7 @@ class _Tracer:
         self._modules = segment_modules(modules, units)
         unit_of = {module: i for i, module in self._modules}
         self._modules += [(unit_of[shared], own) for own, shared in slices]
-        blocks = {i for i, unit in enumerate(units) if unit.span is GatherSpan.USE}
         self._step_names = _step_names(units)
-        self._keys = {i: block_key(module) for i, module in self._modules if i in blocks} if options.reuse_equal_blocks else {}
 
     def run_all(self, batches: Iterable[Mapping[str, Any]]) -> list[list[SegmentRecord]]:
         autocast, loss = self._options.autocast, self._options.loss
@@ -277,8 +296,9 @@ class _Tracer:
         traced: dict[int, Sequence[LoggedCall]] = {}
         for unit, logs in self._logs.items():
             if len(logs) >= 4:  # forward and its second run, for two batches and more
-                forward = {one.call: one for one in logs[2]}
-                traced[unit] = [forward[one.call] for one in logs[3] if one.call in forward]
+                ahead, again = logs[self.logs_before : self.logs_before + 2]
+                forward = {one.call: one for one in ahead}
+                traced[unit] = [forward[one.call] for one in again if one.call in forward]
         return traced | {unit: traced[other] for unit, other in self._like.items() if other in traced}
 
     def _logged(self, unit: int, module: nn.Module) -> Callable[..., Any]:
@@ -300,13 +320,13 @@ class _Tracer:
                 stack.enter_context(context)
             known = stack.enter_context(KnownValues(alone=True))
             fakes = known.fakes_of(batch, self._mode, self._options.compute_dtype)
-            recorder = self._recorder = Recorder(block_bytes=CUDA_BLOCK_BYTES if self._options.cuda_kernels else 1)
+            block_bytes = CUDA_BLOCK_BYTES if self._options.cuda_kernels else 1
+            recorder = self._recorder = Recorder(self._mode, known, self._seen, block_bytes=block_bytes)
             self._calls.clear()
             stack.enter_context(recorder)
             stack.enter_context(self.compiler.recording(recorder))
             if self._cuda is not None:
                 stack.enter_context(self._cuda)
-            stack.enter_context(FakeifyTensors(self._mode, known))
             output = output_of(self._fake, fakes, self._options.loss)
             loss = loss_of(output)
             storages = {storage._cdata: storage.nbytes() for storage in map(torch.Tensor.untyped_storage, tensors_of(output))}
