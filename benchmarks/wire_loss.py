@@ -38,7 +38,7 @@ from hf_osdp.planner.presets import preset  # noqa: E402
 from hf_osdp.planning.config import COMMUNICATIONS, EXACT  # noqa: E402
 
 MODELS = ("gpt2", "bert")
-LOCAL, LOCAL_STEPS = "local", 50
+LOCAL, LOCAL_STEPS = "local", "50,0.7,0.9"
 """Local steps between the two processes, in place of a communication."""
 WORSE = 1.01
 """Of int4 against exact runs, at most."""
@@ -80,6 +80,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, metavar="NAME")
     parser.add_argument("--communication", nargs="+", choices=(*COMMUNICATIONS, LOCAL), default=(*COMMUNICATIONS, LOCAL), metavar="NAME")
+    parser.add_argument("--local", default=LOCAL_STEPS, metavar="H,RATE,MOMENTUM", help=f"of local steps (default {LOCAL_STEPS})")
     parser.add_argument("--output", type=Path, default=Path("runs/wire_loss"), metavar="DIR", help="where results are kept")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables there, each with its model's name")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw losses in training there, as .png or .svg")
@@ -87,7 +88,8 @@ def parse() -> argparse.Namespace:
 
 
 def result_file(options: argparse.Namespace, model: str, communication: str, seed: int) -> Path:
-    return options.output.resolve() / f"{model}-{communication}-{seed}-{options.steps}.json"
+    kind = f"{communication}-{options.local}" if communication == LOCAL else communication
+    return options.output.resolve() / f"{model}-{kind}-{seed}-{options.steps}.json"
 
 
 def result(options: argparse.Namespace, model: str, communication: str, seed: int) -> dict:
@@ -106,7 +108,7 @@ def run_missing(options: argparse.Namespace) -> None:
         torch.save(tokens(options.data), ids)
     runs = [(*run, str(result_file(options, *run))) for run in missing]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "benchmarks.wire_loss"]
-    task = json.dumps({"runs": runs, "steps": options.steps, "tokens": str(ids)})
+    task = json.dumps({"runs": runs, "steps": options.steps, "local": options.local, "tokens": str(ids)})
     subprocess.run([*command, task], cwd=ROOT, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
@@ -120,24 +122,24 @@ def work(task: dict) -> None:
     ids = torch.load(task["tokens"])
     for model, communication, seed, file in task["runs"]:
         began = time.monotonic()
-        found = train(model, communication, seed, task["steps"], ids)
+        found = train(model, communication, seed, task, ids)
         if dist.get_rank() == 0:
             Path(file).write_text(json.dumps(found), encoding="utf-8")
             print(f"{model} {communication} seed {seed}: {found['perplexity']:.2f} in {time.monotonic() - began:.0f} s", flush=True)
     dist.destroy_process_group()
 
 
-def train(model_name: str, communication: str, seed: int, steps: int, ids: dict[str, torch.Tensor]) -> dict:
+def train(model_name: str, communication: str, seed: int, task: dict, ids: dict[str, torch.Tensor]) -> dict:
     """Train a twin; its perplexity, and its mean loss in each fiftieth of the way."""
     torch.manual_seed(seed)
-    rank = int(os.environ["RANK"])
+    rank, steps = int(os.environ["RANK"]), task["steps"]
     config = OSDPConfig(
         communication=EXACT if communication == LOCAL else communication,
         strategy="fsdp", hardware=slow_link(), memory_limit="2GiB", sequence_length=LENGTH,
         global_batch_size=SAMPLES, micro_batch_size=SAMPLES // 2, recompute=False,
     )  # fmt: skip
     if communication == LOCAL:
-        model, clip, outer = trains_apart(build(model_name))
+        model, clip, outer = trains_apart(build(model_name), task["local"])
     else:
         model = OptimalShardedDataParallel(build(model_name), config)
         clip, outer = model.clip_grad_norm_, None
@@ -155,7 +157,7 @@ def train(model_name: str, communication: str, seed: int, steps: int, ids: dict[
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        if outer is not None and ((step + 1) % LOCAL_STEPS == 0 or step + 1 == steps):
+        if outer is not None and ((step + 1) % outer.steps.steps == 0 or step + 1 == steps):
             outer.step()
         losses.append(loss.detach())
     found = math.exp(evaluate(model, model_name, ids["validation"], rank))
@@ -165,7 +167,7 @@ def train(model_name: str, communication: str, seed: int, steps: int, ids: dict[
     return {"perplexity": found, "losses": smooth}
 
 
-def trains_apart(model: torch.nn.Module):
+def trains_apart(model: torch.nn.Module, options: str):
     """The model on two machines of one process with local steps; how gradients are clipped, and the outer step."""
     from hf_osdp.modeling.units import find_units
     from hf_osdp.planner.local_steps import LocalSteps
@@ -177,7 +179,9 @@ def trains_apart(model: torch.nn.Module):
 
     if not dist.is_initialized():
         dist.init_process_group("gloo")
-    units, local = find_units(model), LocalSteps(steps=LOCAL_STEPS, machines=2)
+    steps, rate, momentum = options.split(",")
+    local = LocalSteps(steps=int(steps), machines=2, outer_learning_rate=float(rate), outer_momentum=float(momentum))
+    units = find_units(model)
     plan = Plan(
         world_size=1, strategy="osdp", micro_batch_size=SAMPLES // 2, accumulation_steps=1, local_steps=local,
         units=tuple(UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=True) for unit in units),
