@@ -119,7 +119,7 @@ def work(task: dict) -> None:
     """Train all runs of a task, one after the other."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
-    ids = torch.load(task["tokens"])
+    ids = torch.load(task["tokens"], weights_only=True)
     for model, communication, seed, file in task["runs"]:
         began = time.monotonic()
         found = train(model, communication, seed, task, ids)

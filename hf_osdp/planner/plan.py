@@ -86,17 +86,18 @@ class Plan:
     def _check_units(self) -> None:
         world, steps, seen = self.world_size, self.accumulation_steps, set[str]()
         for unit in self.units:
-            g, problem = unit.shard_size, ""
+            g = unit.shard_size
             if world % g:
-                problem = f"is sharded over {g} ranks, which does not divide the world size {world}; plan again for {world} processes"
-            elif unit.step_in_backward and steps > 1:
-                problem = f"steps in backward, which {steps} accumulation steps do not allow; plan again"
-            elif unit.replica_wire is not None and g == world:
-                problem = "has a replica_wire, but is sharded over all ranks, without replicas; plan again"
-            elif unit.fqn in seen:
-                problem = "is listed twice in the plan"
-            if problem:
-                raise PlanError(f"Unit {unit.label!r} {problem}.")
+                raise PlanError(
+                    f"Unit {unit.label!r} is sharded over {g} ranks, which does not divide the world size {world};"
+                    f" plan again for {world} processes."
+                )
+            if unit.step_in_backward and steps > 1:
+                raise PlanError(f"Unit {unit.label!r} steps in backward, which {steps} accumulation steps do not allow; plan again.")
+            if unit.replica_wire is not None and g == world:
+                raise PlanError(f"Unit {unit.label!r} has a replica_wire, but is sharded over all ranks, without replicas; plan again.")
+            if unit.fqn in seen:
+                raise PlanError(f"Unit {unit.label!r} is listed twice in the plan.")
             seen.add(unit.fqn)
 
     def to_fsdp_plan(self) -> dict[str, str]:

@@ -151,7 +151,10 @@ def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, ha
         add(steps, window.forward, **{"all-gather": terms.gather_forward, _TRIPS: trip.out})
         add(steps, 0.0, **{_TRIPS: trip.back_before})
         add(steps - 1, window.backward, **backward, **{"reduce-scatter": early})
-        add(1, window.backward, **backward, **{"reduce-scatter": terms.reduce_scatter, "all-reduce": terms.all_reduce})
+        beside = 0.0 if choice.step_in_backward else window.replicas  # hides replicas' reductions alone
+        last = {"reduce-scatter": terms.reduce_scatter, "all-reduce": 0.0 if beside else terms.all_reduce}
+        add(1, window.backward, **backward, **last)
+        add(1, beside, **{"all-reduce": terms.all_reduce if beside else 0.0})
         for call in window.later:
             add(steps, call.forward, **{"all-gather": terms.gather_forward})
             add(steps, call.backward, **{"all-gather": terms.gather_backward})

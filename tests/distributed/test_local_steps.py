@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, set_seed
 
 from hf_osdp.distributed.collectives import listening
 from hf_osdp.distributed.launcher import launched_rank
@@ -314,7 +314,7 @@ def trainer_of(folder: Path, *, config: dict[str, object], kind: type = trainers
     hardware = preset("cpu", nodes=MACHINES, devices_per_node=2)
     osdp = OSDPConfig(hardware=hardware, **config)
     model = trainers.tiny_model(seed=launched_rank())
-    trainers.set_seed(0)
+    set_seed(0)
     args = trainers.arguments(str(folder), per_device_train_batch_size=2, **options)
     return kind(model=model, args=args, train_dataset=uneven_tokens(), eval_dataset=uneven_tokens()[:8], osdp=osdp)
 

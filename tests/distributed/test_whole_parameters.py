@@ -25,6 +25,7 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.sharding.apply import apply_plan
+from hf_osdp.sharding.gradients import local
 from hf_osdp.sharding.optimizer import (
     check_optimizer,
     needs_whole,
@@ -124,7 +125,7 @@ def on_ranks(kind: str, folder: str = "", start: int = 0, steps: int = 3, early:
     planned = [sum(spec.state_bytes(p, 1) for unit in units for p in unit.trainable if p.name in stepped)]
     states = [v for p in stepped.values() for v in optimizer.state[p].values() if torch.is_tensor(v) and v.dim()]
     assert not any(isinstance(value, DTensor) for value in states)
-    replicas = [p.to_local().detach() for p in model.parameters() if p.requires_grad]
+    replicas = [local(p).detach() for p in model.parameters() if p.requires_grad]
     return full_state_dict(model), {"planned": planned, "held": [sum(v.nbytes for v in states)]}, replicas, states
 
 
