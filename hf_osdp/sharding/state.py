@@ -200,14 +200,15 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], *,
         _broadcast_into(targets[name], state[name] if rank() == 0 else None)
 
 
+@torch.no_grad()
 def _make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step of zeros where there are no states, in which transformers' Adafactor would decay weights at a rate of its own."""
-    decays = [(group, group["weight_decay"]) for group in optimizer.param_groups if "weight_decay" in group]
-    for group, _ in decays:
-        group["weight_decay"] = 0.0
+    """Take a step of zeros where there are no states. Weights stay: others than torch's own may decay them, or divide by a norm of 0."""
+    foreign = not optimizer.state and not type(optimizer).__module__.startswith("torch.optim.")
+    parameters = [local(parameter) for group in optimizer.param_groups for parameter in group["params"] if foreign]
+    before = [parameter.clone() for parameter in parameters]
     _init_optim_state(optimizer)
-    for group, decay in decays:
-        group["weight_decay"] = decay
+    for parameter, value in zip(parameters, before, strict=True):
+        parameter.copy_(value)
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_target: bool = False) -> OptimizerState:
