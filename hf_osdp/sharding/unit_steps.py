@@ -160,9 +160,9 @@ class _HostStates:
         copies = _Copies()
         for key, state in _tensors(optimizer.state.get(parameter, {})).items():
             here = local(state)
-            if not out:
-                there = torch.empty(here.shape, dtype=here.dtype, device=local(parameter).device)
-            elif (there := self._host.get((parameter, key))) is None:
+            device = local(parameter).device
+            there = self._host.get((parameter, key)) if out else torch.empty(here.shape, dtype=here.dtype, device=device)
+            if there is None:
                 there = self._host[parameter, key] = host_tensor(here)
             copies.add(there, here)
             optimizer.state[parameter][key] = _like(state, there)
