@@ -24,36 +24,32 @@ class Background:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._given: queue.SimpleQueue[tuple[Callable[[], None], list[BaseException | None]]] = queue.SimpleQueue()
-        self._ended = threading.Semaphore(0)
-        self._running: list[list[BaseException | None]] = []
+        self._given: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._errors: list[BaseException] = []
 
     def run(self, function: Callable[[], None]) -> None:
         """Begin the function when those before it have ended."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, daemon=True, name="reduce between replicas")
             self._thread.start()
-        self._running.append([])
-        self._given.put((function, self._running[-1]))
+        self._given.put(function)
 
     def wait(self) -> None:
-        """Return when all functions have ended; raise what the first of them raised."""
-        running, self._running = self._running, []
-        for _ in running:
-            self._ended.acquire()
-        for error in (errors[0] for errors in running if errors):
-            assert error is not None
-            raise error
+        """Return when all functions have ended, those from before an interrupted wait too; raise what the first of them raised."""
+        self._given.join()
+        errors, self._errors = self._errors, []
+        if errors:
+            raise errors[0]
 
     def _work(self) -> None:
         while True:
-            function, errors = self._given.get()
+            function = self._given.get()
             try:
                 function()
             except BaseException as error:
-                errors.append(error)
+                self._errors.append(error)
             del function
-            self._ended.release()
+            self._given.task_done()
 
 
 @dataclass(eq=False, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 import time
 from collections.abc import Iterator
@@ -66,6 +67,16 @@ def laid_out(layout: str, *, steps: int = 1, beside: bool = True) -> tuple[torch
     plan = plan_of(units, 4, layout, accumulation_steps=steps)
     apply_plan(model, plan, units, meshes=meshes)
     return model, plan
+
+
+def test_wait_after_an_interrupted_one_waits_for_the_same_functions():
+    background, ran = Background(), []
+    background.run(lambda: (time.sleep(0.5), ran.append(1)))
+    threading.Timer(0.1, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        background.wait()
+    background.wait()
+    assert ran == [1]
 
 
 @pytest.mark.on_ranks(4, nodes=2)
