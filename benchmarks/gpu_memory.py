@@ -36,7 +36,6 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from benchmarks.cuda_memory import CudaMemory, Memory, Reading  # noqa: E402
-from hf_osdp.distributed.device import expands_segments  # noqa: E402
 from hf_osdp.distributed.mesh import Meshes  # noqa: E402
 from hf_osdp.modeling.batch import training_batch  # noqa: E402
 from hf_osdp.modeling.build import build_on_meta  # noqa: E402
@@ -209,8 +208,7 @@ def setting_of(name: str, model: Model, precision: str, device: torch.device) ->
     """Describe the model for CUDA, or for the CPU in a test."""
     config = getattr(transformers, model.config)(**model.sizes, architectures=[model.architecture])
     job = TrainingJob(
-        global_batch_size=model.samples * WORLD, micro_batch_size=model.samples, precision=Precision.named(precision),
-        expandable_segments=expands_segments(),
+        global_batch_size=model.samples * WORLD, micro_batch_size=model.samples, precision=Precision.named(precision)
     )  # fmt: skip
     description = describe(
         config, sequence_length=model.sequence_length, compute_dtype=job.precision.compute, device_type=device.type

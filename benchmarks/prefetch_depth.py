@@ -24,19 +24,19 @@ from unittest.mock import patch
 
 from rich.console import Console
 from rich.table import Table
-from transformers import GPT2Config, PretrainedConfig
+from transformers import GPT2Config
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, Python looks only in its folder
 
 from hf_osdp.modeling.catalogue import catalogue
 from hf_osdp.planner.cost import timing
 from hf_osdp.planner.decision import UnitLayout
-from hf_osdp.planner.description import GatherSpan, ModelDescription
+from hf_osdp.planner.description import GatherSpan
 from hf_osdp.planner.hardware import GIB
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
-from hf_osdp.planner.search.search import _asked, search
+from hf_osdp.planner.search.search import _searched, search
 from hf_osdp.quantities import format_seconds
 from hf_osdp.tracing.describe import describe
 
@@ -64,20 +64,15 @@ def main() -> None:
         table.add_column(column, justify="left" if column in ("model", "devices") else "right")
     for name, config, length, device, nodes, gib in CASES:
         hardware = preset(device, devices_per_node=8, nodes=nodes)
-        described = _described(config, length, hardware.device.capability)
+        described = describe(
+            config, sequence_length=length, device_type="cuda", compute_dtype=JOB.precision.compute, capability=hardware.device.capability
+        )
         problem = PlanningProblem(description=described, hardware=hardware, job=JOB, memory_limit_bytes=gib * GIB)
         planned = search(problem).time.step_s
         bound = _best_bound(problem)
         row = (name, f"{nodes} x 8 {device}", f"{gib} GiB", format_seconds(planned), format_seconds(bound), f"{planned / bound - 1:.1%}")
         table.add_row(*row)
     Console(width=100).print(table)
-
-
-def _described(config: PretrainedConfig, length: int, capability: tuple[int, int] | None) -> ModelDescription:
-    """Describe a model without what the allocator's replay needs, so that plans are held against the limit by their estimate."""
-    found = describe(config, sequence_length=length, device_type="cuda", compute_dtype=JOB.precision.compute, capability=capability)
-    untraced = (s.each(lambda costs: replace(costs, allocations=None, offloaded_allocations=None)) for s in found.segments)
-    return replace(found, segments=tuple(untraced), allocations=())
 
 
 def _best_bound(problem: PlanningProblem) -> float:
@@ -107,9 +102,9 @@ def _bound(problem: PlanningProblem, forward: float, backward: float) -> float:
         return replace(found, exposed_s=ahead_s + back_s)
 
     with patch.object(timing.UnitTimer, "__call__", pooled):
-        _asked.cache_clear()
+        _searched.cache_clear()
         step_s = search(problem).time.step_s
-    _asked.cache_clear()
+    _searched.cache_clear()
     return step_s
 
 

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import pickle
-import shutil
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from benchmarks import gpu_memory
-from benchmarks.cuda_memory import CudaMemory
 from benchmarks.gpu_memory import LAYOUTS, WORLD, LayoutRow, LimitRow, Model
-from hf_osdp.planner.cost.evaluate import estimate_plan
-from hf_osdp.planner.job import Precision
 from hf_osdp.planning.simulate import fake_process_group
 from hf_osdp.quantities import format_bytes
 
@@ -28,87 +21,6 @@ LIMITS = (("GPT-2 small", "bf16"), ("Llama 1B", "bf16"), ("BERT large", "no"), (
 BETWEEN = (0.0, 0.15, 0.35, 0.6, 0.9)
 """With four models, 20 limits: parts of the way from the least that the planner calls feasible to what DDP needs."""
 WALKED = (("GPT-2 small", "bf16", (0.0, 0.5)), ("Llama 1B", "bf16", (0.3,)))
-RESERVED_AIM = 0.03
-SNAPSHOT_BYTES = 12 * 2**20
-"""Larger ones are not kept."""
-SNAPSHOT = "snapshot.pickle"
-HISTORY = 2**20
-
-
-@step(
-    part=4, expected_s=110, limit_s=300, rehearsal_s=None,
-    proves="peak reserved within 3 %: the simulated step's, and a recorded step replayed, with and without expandable segments",
-)  # fmt: skip
-def reserved(bench: Bench) -> None:
-    for expandable in (True, False):
-        variables = dict.fromkeys(
-            ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), f"expandable_segments:{expandable}"
-        )  # until 2.9, since
-        for layout in ("zero3", "mixed"):
-            path = bench.folder / f"{layout}.pickle"
-            found = apart(recorded, "GPT-2 small", "bf16", layout, str(path), **variables)
-            figures = {"simulated": apart(simulated_bytes, "GPT-2 small", "bf16", layout, expandable), "replayed": replayed_bytes(path)}
-            errors = {name: figure / found["reserved"] - 1 for name, figure in figures.items() if figure is not None}
-            bench.row(
-                layout=layout, expandable=expandable, estimated=size(found["estimated"]), allocated=size(found["allocated"]),
-                reserved=size(found["reserved"]), **{name: size(figure) for name, figure in figures.items()},
-                errors=", ".join(f"{error:+.1%}" for error in errors.values()),
-            )  # fmt: skip
-            for name, error in errors.items():
-                bench.aim(
-                    abs(error) <= RESERVED_AIM, f"{layout}, expandable_segments:{expandable}: {name} reserved bytes are {error:+.1%} off"
-                )
-            if path.stat().st_size <= SNAPSHOT_BYTES:
-                shutil.copyfile(path, bench.out / SNAPSHOT)
-    bench.note(f"Rank 0 of {WORLD}, three steps from an empty cache; estimated: allocated bytes. The last snapshot is kept as {SNAPSHOT}.")
-
-
-def recorded(name: str, precision: str, layout: str, path: str) -> dict[str, int]:
-    """Steps of a layout with the allocator's history recorded; the snapshot goes to a file."""
-    memory = CudaMemory(Precision.named(precision))
-    with fake_process_group(WORLD):
-        setting = gpu_memory.setting_of(name, gpu_memory.MODELS[name], precision, memory.device)
-        plan = gpu_memory.plan_of(setting, layout)
-        with memory.limited(None):
-            torch.cuda.synchronize()
-            held = torch.cuda.memory_reserved()
-            torch.cuda.reset_peak_memory_stats()
-            torch.cuda.memory._record_memory_history(context=None, max_entries=HISTORY)
-            gpu_memory._steps(plan, setting, memory)
-            with open(path, "wb") as file:
-                pickle.dump(torch.cuda.memory._snapshot(), file)
-            torch.cuda.memory._record_memory_history(enabled=None)
-            stats = torch.cuda.memory_stats()
-        estimated = estimate_plan(plan, setting.description, setting.job).memory.peak_bytes
-    return {
-        "estimated": estimated + memory.workspace_bytes, "allocated": stats["allocated_bytes.all.peak"],
-        "reserved": stats["reserved_bytes.all.peak"] - held,
-    }  # fmt: skip
-
-
-def simulated_bytes(name: str, precision: str, layout: str, expandable: bool) -> int | None:
-    """Peak reserved by the step on fake tensors; None where this version does not replay it."""
-    from dataclasses import fields, replace
-
-    from hf_osdp.planning.simulate import simulate
-
-    with fake_process_group(WORLD):
-        setting = gpu_memory.setting_of(name, gpu_memory.MODELS[name], precision, torch.device("cuda", 0))
-        plan, job = gpu_memory.plan_of(setting, layout), setting.job
-    if any(field.name == "expandable_segments" for field in fields(job)):
-        job = replace(job, expandable_segments=expandable)
-    found = simulate(setting.trial.model, plan, description=setting.description, job=job, device_type="cuda")
-    return getattr(found, "reserved_bytes", None)
-
-
-def replayed_bytes(path: Any) -> int | None:
-    """Peak reserved by the replay of a snapshot; None where this version has no model of the allocator."""
-    try:
-        from benchmarks.gpu_suite.snapshot_replay import replay_snapshot
-    except ImportError:
-        return None
-    with open(path, "rb") as file:
-        return replay_snapshot(pickle.load(file)).replayed_reserved_bytes
 
 
 @step(

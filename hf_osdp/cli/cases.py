@@ -129,7 +129,6 @@ class Case:
             optimizer=self.optimizer,
             optimizer_choices=tuple((name, OPTIMIZERS[name]) for name in dict.fromkeys((request.optimizer, *self._others)) if self._others),
             capability=self.hardware.device.capability,
-            expandable_segments=True,
             **{name: getattr(request, name) for name in _FACTS},
         )
 

@@ -70,7 +70,7 @@ def answer(question: str, problem: PlanningProblem, change: str) -> Answer:
 
 
 def needed_bytes(problem: PlanningProblem) -> float:
-    """Return the tightest limit that some plan meets, as torch's allocator serves it where that can be replayed; inf if none does."""
+    """Return the tightest limit that some plan meets; inf if none does."""
     try:
         return least_memory(problem)
     except (InfeasibleError, ValueError):

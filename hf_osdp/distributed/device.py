@@ -37,7 +37,7 @@ def own_gpu() -> torch.device:
 def prefer_expandable_segments() -> None:
     """Have torch's allocator for CUDA expand its segments (`expandable_segments:True`), if nobody has set it or taken another allocator.
 
-    FSDP2's buffers and parameters differ in size from unit to unit; in segments that expand they leave no gaps (docs/allocator.md).
+    FSDP2's buffers and parameters differ in size from unit to unit; in segments that expand they leave few gaps (docs/estimates.md).
     Processes that this one starts find it set. Nothing happens where CUDA is initialised already or not there, or the system is not Linux.
     """
     settings = _allocator_settings()
@@ -48,12 +48,6 @@ def prefer_expandable_segments() -> None:
     text = f"{variable(name)},{_EXPANDABLE}:True".lstrip(",")
     torch._C._accelerator_setAllocatorSettings(text)  # the variable itself is read when torch is loaded
     set_variable(name, text)
-
-
-def expands_segments() -> bool:
-    """Return whether segments expand in this process, or in a run elsewhere, which `prefer_expandable_segments` begins."""
-    setting = _allocator_settings().get(_EXPANDABLE)
-    return setting == "True" if setting else torch.version.cuda is None or not torch.cuda.is_initialized()
 
 
 def _allocator_settings() -> dict[str, str]:

@@ -79,9 +79,8 @@ def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Pa
         return
     console, inputs, estimate = _console(), *_estimated(run)
     nbytes: list[Outcome] = [("peak memory", estimate.memory.peak_bytes, measured.peak_bytes)]  # of tensors, as the measurement is
-    reserved = None if estimate.reserved is None else estimate.reserved.peak_reserved_bytes
-    if reserved or measured.reserved_bytes:
-        nbytes.append(("peak reserved", reserved, measured.reserved_bytes))
+    if measured.reserved_bytes:
+        nbytes.append(("peak reserved", None, measured.reserved_bytes))
     step_s = run.plan.step_s if estimate.time is None else estimate.time.step_s
     seconds: list[Outcome] = [("step time", step_s, measured.median_step_s), ("first step", None, measured.first_step_s)]
     console.print(outcome_table(nbytes, [*seconds, *_collectives(estimate, measured)]))

@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar
 
@@ -223,46 +223,6 @@ class PhaseCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handed:
-    """An allocation of another segment, by the place among those that outlive the phase in which they were made."""
-
-    segment: int
-    """How many segments further in forward order, negative for back; or the segment's index where it is `absolute`."""
-    absolute: bool
-    """There is one such segment, as the one that embeds. Else it is found at the same distance from every segment with this trace."""
-    backward: bool
-    """Made in its backward."""
-    place: int
-    """1 for the last one that was made, 2 for the one before."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocationTrace:
-    """Allocations and frees of a segment's forward and backward; equal segments share one.
-
-    In `forward` and `backward`, n ≥ 0 makes allocation n; ~n (below 0) frees allocation n, or, where n is beyond the own ones,
-    `others[n - len(sizes)]`.
-    """
-
-    sizes: tuple[tuple[int, int], ...]
-    """Bytes of each own allocation, in the order in which they are made: a constant, and bytes a sample."""
-    forward: tuple[int, ...]
-    backward: tuple[int, ...]
-    gradients: tuple[int, ...]
-    """Own allocations that are gradients of the segment's parameters, in their order: they stay until they are reduced."""
-    others: tuple[Handed, ...] = ()
-
-    def handed(self, *, backward: bool) -> tuple[int, ...]:
-        """Return own allocations of a phase that neither it nor the segment's later phase frees, gradients of parameters left out."""
-        freed = {~step for step in (*self.forward, *self.backward) if step < 0} | set(self.gradients)
-        return tuple(step for step in (self.backward if backward else self.forward) if step >= 0 and step not in freed)
-
-    def bytes(self, samples: int) -> list[int]:
-        """Return the bytes of each own allocation at a micro-batch size."""
-        return [max(0, constant + per_sample * samples) for constant, per_sample in self.sizes]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """A part of the forward pass that belongs to one unit, in execution order."""
 
@@ -282,10 +242,6 @@ class Segment:
     """Parameters gathered for the whole step whose gradients are there from this segment's backward on."""
     forward: PhaseCost = PhaseCost()
     backward: PhaseCost = PhaseCost()
-    allocations: int | None = field(default=None, compare=False)
-    """Its place in `ModelDescription.allocations`; None where its events are not known. Segments that differ in it alone cost the same."""
-    offloaded_allocations: int | None = field(default=None, compare=False)
-    """The same where what it saves waits on the host."""
     recomputed: tuple[RecomputedSegment, ...] = ()
     """The same segment under each way to recompute it, if there is one, from that which saves its input alone to that which saves most."""
 
@@ -333,9 +289,7 @@ class ModelDescription:
     output_bytes: Affine = Affine()
     """What forward returns beside the loss, such as logits; it counts where the training loop holds it."""
     trace: str = "none"
-    """How activations were found: `fake tensors, device cpu, attention sdpa` or the formula that stood in."""
-    allocations: tuple[AllocationTrace, ...] = field(default=(), compare=False)
-    """What segments allocate and free, each once."""
+    """How activations were found: `fake tensors, device cpu, attention sdpa`."""
     recomputed_by_others: bool = False
     """The model recomputes its blocks by itself, or something else makes it."""
     compiled_classes: tuple[str, ...] = ()
@@ -350,10 +304,6 @@ class ModelDescription:
         for segment in self.segments:  # a damaged file may name what is not there
             if not 0 <= segment.unit < len(self.units):
                 raise ValueError(f"A segment is of unit {segment.unit}, but there are {len(self.units)}.")
-            forms = (segment, *(way.costs for way in segment.recomputed))
-            places = [place for form in forms for place in (form.allocations, form.offloaded_allocations) if place is not None]
-            if not all(0 <= place < len(self.allocations) for place in places):
-                raise ValueError(f"A segment of unit {segment.unit} has allocations {max(places)}, but there are {len(self.allocations)}.")
 
     @property
     def numel(self) -> int:

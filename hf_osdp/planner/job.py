@@ -198,8 +198,6 @@ class TrainingJob:
     """The coarsest format in which parameters and gradients may cross a link, where that is faster; None sends them as they are."""
     local_steps: LocalSteps | None = None
     """Machines train apart between synchronisations; the hardware is then one machine with the link to others. None: they do not."""
-    expandable_segments: bool = True
-    """As torch's allocator for CUDA is set; hf_osdp sets it where the user has set nothing. It bears on reserved memory alone."""
     correction_bytes: int = 0
     """Added to every moment: what was found beside the estimate of an earlier plan, see `planner/cost/correction.py`."""
 

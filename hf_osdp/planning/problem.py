@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from ..distributed.consensus import on_rank_zero
-from ..distributed.device import expands_segments
 from ..distributed.mesh import rank
 from ..distributed.restart import limit_after_oom
 from ..errors import CheckpointingError, DescriptionError, HardwareError, InfeasibleError, PlanError
@@ -30,7 +29,7 @@ from ..planner.search.search import search
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..planner.wire import EXACT, WireFormat, formats_up_to
 from ..quantities import format_bytes
-from ..tracing.describe import TRACED_MICRO_BATCH, describe, is_by_formula
+from ..tracing.describe import TRACED_MICRO_BATCH, describe
 from .cache import measured_once
 from .config import OSDPConfig
 from .local_steps import of_one_machine
@@ -112,8 +111,6 @@ class RunFacts:
     """Describe the model and estimate a given plan; False takes the plan's own figures."""
     capability: tuple[int, int] | None = None
     """Compute capability of the device; None is that of this machine's GPU."""
-    expandable_segments: bool = field(default_factory=expands_segments)
-    """As torch's allocator for CUDA is set in the run."""
 
     @property
     def offloads_all(self) -> bool:
@@ -205,7 +202,6 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
         offload_optimizer=False if facts.optimizer.is_quantized or facts.against_unit_steps else offload_optimizer,
         offload_activations=config.offload_activations,
         communication=config.wire,
-        expandable_segments=facts.expandable_segments,
     )
     job.micro_batch_sizes(facts.world_size)
     return job
@@ -386,22 +382,16 @@ class Describer:
             "micro_batch_size": micro_batch_size if self._config.compile else TRACED_MICRO_BATCH,
             "partial_recomputation": not least_memory,
         }
-        if not self._may_fall_back:
-            return self._describe(split, **sizes)
         try:
-            description = self._describe(split, **sizes)
-            if not is_by_formula(description):
-                return description
-            reason = description.trace
+            return self._describe(split, **sizes)
         except DescriptionError as error:
-            if isinstance(error, CheckpointingError) or not split.is_none:
+            if not self._may_fall_back or isinstance(error, CheckpointingError) or not split.is_none:
                 raise
-            reason = str(error)
-        _log.warning(
-            "What %s computes from its batches cannot be traced (%s): the estimate is that of the model's own loss on %d tokens;"
-            " a lower memory_limit leaves room for what is missing.",
-            "the loop's own loss" if self._loss else "the model", reason, self._facts.sequence_length,
-        )  # fmt: skip
+            _log.warning(
+                "What %s computes from its batches cannot be traced (%s): the estimate is that of the model's own loss on %d tokens;"
+                " a lower memory_limit leaves room for what is missing.",
+                "the loop's own loss" if self._loss else "the model", str(error).rstrip("."), self._facts.sequence_length,
+            )  # fmt: skip
         self._inputs, self._loss, self._may_fall_back = None, None, False
         return self._describe(split, **sizes)
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 import torch
@@ -23,7 +21,6 @@ from ..errors import OSDPError
 from ..modeling.batch import Loss, same_random_numbers, training_batch, without_packing
 from ..modeling.build import build_on_meta, checkpoint_blocks
 from ..modeling.wrapping import compiled_by, forward_replaced, under_autocast
-from ..planner.allocator.replay import Replay
 from ..planner.cost.correction import Correction
 from ..planner.cost.memory import MemoryBreakdown
 from ..planner.description import ModelDescription
@@ -59,9 +56,6 @@ class Simulation:
     """The same by kind, at the highest moment."""
     host_bytes: int
     """Most bytes on the host at once, of units that live there."""
-    reserved_bytes: int | None
-    """Most bytes that torch's caching allocator would take from the device in the first two steps; None for the CPU, which has no
-    such allocator."""
     seconds: float
     """How long the simulation took."""
 
@@ -109,13 +103,7 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
         with compiled_by(compiler.compile):
             apply_plan(fake, plan, description.units, meshes=meshes, mp_policy=mp_policy(job.precision), broadcast=False)
         fakes = known.fakes_of(batch, mode)
-        streams: dict[object, int] = defaultdict(count(1).__next__, {torch.cpu.current_stream(): 0})  # on the CPU they only have names
-        memory = MemoryTracker(
-            block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1,
-            by_kind=True,
-            locks_pages=on_cuda,
-            stream=lambda: streams[torch.cpu.current_stream()],
-        )
+        memory = MemoryTracker(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, by_kind=True, locks_pages=on_cuda)
         stack.enter_context(memory)
         stack.enter_context(memory.host_copies())
         stack.enter_context(_separate_shape_propagation())
@@ -127,13 +115,11 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
             autocast = under_autocast(fake.forward, getattr(torch, job.precision.compute.value))
             stack.enter_context(forward_replaced(fake, autocast))
         optimizer = make_optimizer(fake, job.optimizer, plan, description.units)
-        replay = _run_step(fake, optimizer, fakes, plan, job, memory, chosen.loss)
-    reserved = replay.unlimited.peak_reserved_bytes if on_cuda else None
+        _run_step(fake, optimizer, fakes, plan, job, memory, chosen.loss)
     return Simulation(
         peak_bytes=memory.peak_bytes,
         breakdown=MemoryBreakdown(**{kind.value: n for kind, n in memory.peak_by_kind.items() if kind is not Kind.HOST}),
         host_bytes=memory.host_peak_bytes,
-        reserved_bytes=reserved,
         seconds=time.perf_counter() - started,
     )
 
@@ -191,8 +177,8 @@ def _run_step(
     job: TrainingJob,
     memory: MemoryTracker,
     loss: Loss | None,
-) -> Replay:
-    """Run one tracked optimizer step, with optimizer states as after an earlier one; return what it allocates."""
+) -> None:
+    """Run one tracked optimizer step, with optimizer states as after an earlier one."""
     host = host_parameters(model)
     memory.track(host, Kind.HOST, pinned=True)
     memory.track(model.parameters(), Kind.PARAMETERS)
@@ -201,24 +187,12 @@ def _run_step(
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    states = _states_of(optimizer, optimizer.state)
-    memory.track(states, Kind.OPTIMIZER)
+    memory.track(_states_of(optimizer, optimizer.state), Kind.OPTIMIZER)
     memory.track(_states_of(optimizer, host), Kind.HOST)
     memory.track([*model.buffers(), *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))], Kind.MODEL_BUFFERS)
     memory.reset_peak()
-    of_states = frozenset(map(memory.allocation_of, states))
-    before, started, stepping = memory.live_allocations, len(memory.events), []
-    optimizer.register_step_pre_hook(lambda *_: stepping.append(len(memory.events)))
     # norms are a few bytes, and cannot be read from fakes
     train_step(model, optimizer, batch, plan, replace(job, clips_gradients=False), loss)
-    made = [event for event in memory.events[:started] if event.nbytes > 0 and event.key in before]
-    return Replay(
-        held=[event for event in made if event.key not in of_states],
-        before_optimizer=memory.events[started : stepping[0]],
-        states=[event for event in made if event.key in of_states],
-        optimizer=memory.events[stepping[0] :],
-        expandable_segments=job.expandable_segments,
-    )
 
 
 def _states_of(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

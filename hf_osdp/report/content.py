@@ -100,7 +100,6 @@ def _estimated(estimate: PlanEstimate) -> Content:
     peak, time = estimate.memory.peak, estimate.time
     return {
         "peak_bytes": peak.total_bytes,
-        "reserved": None if estimate.reserved is None else asdict(estimate.reserved),
         "peak_phase": peak.phase,
         "peak_unit": peak.unit,
         "peak_breakdown": asdict(peak.breakdown),

@@ -11,7 +11,6 @@ from itertools import groupby
 from rich import box
 from rich.table import Column, Table
 
-from ..planner.allocator.replay import Reserved
 from ..planner.cost.evaluate import PlanEstimate
 from ..planner.cost.memory import MemoryBreakdown, MemoryEstimate, Moment
 from ..planner.cost.timing import TimeEstimate
@@ -143,8 +142,6 @@ def host_bytes_of_units(description: ModelDescription, memory: MemoryEstimate) -
 def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None = None) -> tuple[str, ...]:
     """Return lines that say where the peak falls and what a step takes; the plan's peak includes what no tensor can have."""
     lines = [_peak_line(plan, estimate, hardware)]
-    if estimate.reserved is not None:
-        lines.append(reserved_text(estimate.reserved))
     if host := estimate.memory.host_bytes:
         line = f"On the host: {format_bytes(host)} of each rank"
         if hardware is not None and hardware.host is not None:
@@ -197,17 +194,6 @@ def _peak_line(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None) ->
     if limit and hardware is not None and hardware.free_share:
         of += f" (margin {format_bytes(limit - hardware.room_bytes(limit))})"
     return f"Peak {format_bytes(plan.peak_bytes or peak.total_bytes)}{of} in {peak.phase} of {peak.unit}: {describe_moment(peak)}{kept}."
-
-
-def reserved_text(reserved: Reserved) -> str:
-    """Return one line that says what torch's allocator takes for the tensors' peak."""
-    allocated = reserved.peak_allocated_bytes
-    text = f"Peak allocated / reserved by torch: {format_bytes(allocated)} / {format_bytes(reserved.peak_reserved_bytes)}"
-    if not reserved.fits:
-        text += "; more than the limit, however often the cache is emptied"
-    elif reserved.alloc_retries:
-        text += f"; more than the limit: the cache is emptied {reserved.alloc_retries} times in two steps"
-    return text + ("." if reserved.traced else "; what was not traced counts as one tensor a term.")
 
 
 def describe_moment(moment: Moment) -> str:

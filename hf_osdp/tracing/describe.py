@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -23,11 +24,9 @@ from ..planner.description import DType, GatherSpan, ModelDescription, Segment, 
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, capability_here, warning_of_math
 from .compiled import NotCompiledError
-from .formula import SOURCE, formula_segments
 from .trace import Trace, TraceOptions, trace_segments
 
 _log = logging.getLogger(__name__)
-_FORMULA = "formula"
 TRACED_MICRO_BATCH = 2
 """Samples around which a model is traced, unless the caller wants others: the fewest through which costs are lines."""
 
@@ -102,8 +101,8 @@ def describe(model_or_config: object, **options: Any) -> ModelDescription:
 
     Raises:
         ValueError: `sequence_length` exceeds the model's positions, or `device_type` is neither of the two.
-        DescriptionError: no blocks were found, the model can neither be traced nor be described by formula, or its
-            activations cannot be checkpointed; or it does not run when split so.
+        DescriptionError: no blocks were found, the model cannot be traced, or its activations cannot be checkpointed; or it does not
+            run when split so.
     """
     chosen = DescribeOptions(**options)
     model = model_or_config if isinstance(model_or_config, nn.Module) else build_on_meta(model_or_config, chosen.auto_class)
@@ -111,11 +110,6 @@ def describe(model_or_config: object, **options: Any) -> ModelDescription:
     if chosen.split.changes_modules:
         model = split_copy(model, chosen.split)
     return _Describer(model, chosen).describe()
-
-
-def is_by_formula(description: ModelDescription) -> bool:
-    """Whether the costs are by formula, since the model could not be traced."""
-    return description.trace.startswith(_FORMULA)
 
 
 class _Describer:
@@ -146,7 +140,7 @@ class _Describer:
             _log.warning(
                 "%s has no blocks that could be compiled; name their classes with block_classes, or leave compile out.", self._name
             )
-        found, how = self._trace_or_formula()
+        found = self._traced()
         batch_bytes, cast_bytes = self._input_bytes()
         return ModelDescription(
             model_name=getattr(getattr(self._model, "config", None), "_name_or_path", "") or self._name,
@@ -160,10 +154,9 @@ class _Describer:
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in self._model.buffers()),
             input_bytes=batch_bytes,
             output_bytes=found.output_bytes,
-            trace=how,
-            allocations=found.allocations,
+            trace=self._how_traced(found.kernels),
             recomputed_by_others=self._checkpointed,
-            compiled_classes=() if how.startswith(_FORMULA) else self._compiled,
+            compiled_classes=self._compiled,
         )
 
     def _block_classes(self) -> tuple[str, ...]:
@@ -191,8 +184,8 @@ class _Describer:
                 " leave activation checkpointing off."
             )
 
-    def _trace_or_formula(self) -> tuple[Trace, str]:
-        """Trace the model, or where that fails take its costs from a formula; and say how."""
+    def _traced(self) -> Trace:
+        """Trace the model; raise DescriptionError with what failed, and where, if it does not run on fake tensors."""
         split = self._options.split
         try:
             trace = self._trace()
@@ -201,14 +194,17 @@ class _Describer:
         except Exception as error:  # a model may raise anything under fake tensors
             if not split.is_none:
                 raise DescriptionError(f"{self._name} split into {split.describe()} does not run: {error}. Leave it whole.") from error
-            found = Trace(
-                segments=self._segments_by_formula(error), output_bytes=Affine(), outside_reads=frozenset(), kernels={}, allocations=()
-            )
-            return found, f"{_FORMULA} ({SOURCE}); the trace failed with {type(error).__name__}"
+            if isinstance(error, DescriptionError):
+                raise
+            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".rstrip(".: ")
+            raise DescriptionError(
+                f"{self._name} cannot be traced on fake tensors{_where(error)}: {reason}. Pass inputs that its forward accepts; an"
+                " operator of one's own needs a fake kernel (PyTorch's register_fake)."
+            ) from error
         if Kernel.MATH in trace.kernels and split.is_none:
             capability = self._options.capability or capability_here() or ASSUMED_CAPABILITY
             _log.warning(warning_of_math(trace.kernels[Kernel.MATH], capability))
-        return trace, self._how_traced(trace.kernels)
+        return trace
 
     def _trace(self) -> Trace:
         """Trace the model with all that may be chosen for its blocks, or where it cannot run so, with less."""
@@ -300,22 +296,6 @@ class _Describer:
             for i, unit in enumerate(self._units)
         )
 
-    def _segments_by_formula(self, error: Exception) -> tuple[Segment, ...]:
-        """Return the segments of a model whose trace failed with `error`."""
-        config = getattr(self._model, "config", None)
-        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".rstrip(".")
-        if config is None:
-            raise DescriptionError(f"{self._name} could not be traced ({reason}); pass inputs that its forward accepts.") from error
-        found = formula_segments(
-            self._units, self._blocks, config, tokens=self._options.sequence_length, itemsize=self._dtype.itemsize,
-            checkpointed=self._options.activation_checkpointing,
-        )  # fmt: skip
-        _log.warning(
-            "%s could not be traced (%s); its activations are estimated by formula (%s), and recomputing blocks in backward is not offered,"
-            " for its costs are not known without a trace.", self._name, reason, SOURCE,
-        )  # fmt: skip
-        return found
-
     def _how_traced(self, kernels: Mapping[Kernel, AttentionCall]) -> str:
         """Say for tables how the costs were found, and name the attention kernels of CUDA that were estimated."""
         options, attention = self._options, getattr(getattr(self._model, "config", None), "_attn_implementation", None)
@@ -351,6 +331,15 @@ class _Describer:
             pairs.append((held, beside))
         batch, cast = (Affine(constant=2 * one - two, per_sample=two - one) for one, two in zip(*pairs, strict=True))
         return batch, cast
+
+
+def _where(error: Exception) -> str:
+    """Return the innermost module that ran when an error was raised, such as ` in h.0.mlp (GPT2MLP)`; nothing where none did."""
+    frames = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+    if not (running := [one for one in frames if isinstance(one, nn.Module)]):
+        return ""
+    name = next((name for name, module in running[0].named_modules() if module is running[-1]), "")
+    return f" in {name} ({class_of(running[-1]).__name__})" if name else ""
 
 
 def _with_forward_bytes(segment: Segment, cast: Affine) -> Segment:

@@ -1,10 +1,10 @@
-"""Track live tensor storages, operator by operator, on real or fake tensors: bytes on device and host, kinds, allocation events."""
+"""Track live tensor storages, operator by operator, on real or fake tensors: bytes on device and host, kinds."""
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..modeling.activation_offload import host_memory
-from ..planner.allocator.replay import Event
 from ..planner.cost.units import pinned_bytes
 from .tensors import call_operator, is_dtensor, storages_in
 
@@ -63,8 +62,6 @@ class _Storage:
     kind: Kind
     pinned: bool
     nbytes: int = 0
-    allocation: int | None = None
-    """Number of its allocation among the device's events; None while it has no memory there."""
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -79,7 +76,6 @@ class MemoryTracker(TorchDispatchMode):
         device_type: count only storages on this type of device; None counts all but `meta`.
         by_kind: find out the kind of each storage from the function that allocates it; else all are activations.
         locks_pages: pinned host memory is rounded as `pinned_bytes` does.
-        stream: gives the number of the current stream, for `events`.
     """
 
     def __init__(
@@ -89,32 +85,18 @@ class MemoryTracker(TorchDispatchMode):
         device_type: str | None = None,
         by_kind: bool = False,
         locks_pages: bool = False,
-        stream: Callable[[], int] = lambda: 0,
     ) -> None:
         super().__init__()
-        self._block_bytes, self._device_type, self._by_kind = block_bytes, device_type, by_kind
-        self._locks_pages, self._stream = locks_pages, stream
+        self._block_bytes, self._device_type, self._by_kind, self._locks_pages = block_bytes, device_type, by_kind, locks_pages
         self._storages: dict[int, _Storage] = {}
         self._target: _Target | None = None
         self._fake_mode: object = None
-        self._allocations = 0
         self._live = dict.fromkeys(Kind, 0)
-        self.events: list[Event] = []
-        """Allocations and frees on the device, in order."""
         self.current_bytes = self.peak_bytes = 0
         """On the device: alive now, and at most since the start or the last `reset_peak`."""
         self.host_peak_bytes = 0
         self.peak_by_kind = dict(self._live)
         """Bytes of each kind when the device's peak was reached."""
-
-    @property
-    def live_allocations(self) -> frozenset[int]:
-        return frozenset(storage.allocation for storage in self._storages.values() if storage.allocation is not None)
-
-    def allocation_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the number of a tensor's allocation on the device, None where it has none."""
-        found = (self._storages.get(storage._cdata) for _, storage in storages_in(tensor))
-        return next((storage.allocation for storage in found if storage is not None), None)
 
     def reset_peak(self) -> None:
         """Start the peaks again from what is alive now."""
@@ -225,28 +207,16 @@ class MemoryTracker(TorchDispatchMode):
             self.host_peak_bytes = max(self.host_peak_bytes, self._live[Kind.HOST])
             return
         known.nbytes = -(-nbytes // self._block_bytes) * self._block_bytes
-        if known.nbytes != before:
-            self._note_free(known)
-            if nbytes > 0:
-                known.allocation = self._allocations
-                self.events.append(Event(known.allocation, nbytes, self._stream()))
-                self._allocations += 1
         self.current_bytes += known.nbytes - before
         self._live[known.kind] += known.nbytes - before
         if self.current_bytes > self.peak_bytes:
             self.peak_bytes, self.peak_by_kind = self.current_bytes, dict(self._live)
-
-    def _note_free(self, storage: _Storage) -> None:
-        if storage.allocation is not None:
-            self.events.append(Event(storage.allocation, -1, 0))
-            storage.allocation = None
 
     def _forget(self, key: int) -> None:
         storage = self._storages.pop(key)
         self._live[storage.kind] -= storage.nbytes
         if storage.kind is not Kind.HOST:
             self.current_bytes -= storage.nbytes
-            self._note_free(storage)
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         if isinstance(tensor, FakeTensor):

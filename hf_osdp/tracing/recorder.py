@@ -20,7 +20,6 @@ from torch.autograd import _get_sequence_nr
 from torch.utils.flop_counter import flop_registry
 
 from ..modeling.selective import operator_name
-from ..planner.allocator.replay import Event
 from .attention import attention_flops
 from .known_values import KnownValues, is_known
 from .memory_tracker import MemoryTracker
@@ -45,8 +44,6 @@ class PhaseRecord:
     matmul_flops: int = 0
     traffic_bytes: int = 0
     operators: int = 0
-    events: list[Event] = field(default_factory=list)
-    """What was allocated and freed, gradients of parameters not freed."""
 
     def count(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
         """Count an operator: its FLOPs where torch.utils.flop_counter has a formula for it, else the bytes that it reads and writes."""
@@ -82,8 +79,6 @@ class SegmentRecord:
     """What was offloaded to the host until backward."""
     gradients: list[str] = field(default_factory=list)
     """Names of parameters of which its backward made the gradients, as far as they were named."""
-    gradient_allocations: list[int] = field(default_factory=list)
-    """Those of its allocations that are gradients of parameters, in the parameters' order."""
     input_gradient_bytes: int = 0
     """Live bytes above `start_bytes` when its backward was done: the gradient of its input, less an input freed with it."""
     release: Callable[[], None] | None = None
@@ -108,9 +103,8 @@ class Recorder(MemoryTracker):
         self.records: list[SegmentRecord] = []
         self.inside = False
         self._current = self._pending = SegmentRecord(unit=0, first_node=_get_sequence_nr())
-        self._events_read = 0
         self._in_backward = False
-        self._gradient_order: dict[nn.Parameter, int] = {}
+        self._graded: list[nn.Parameter] = []
         self._first_nodes: list[int] = []
         self._end_node = 0
 
@@ -132,9 +126,9 @@ class Recorder(MemoryTracker):
         self._end_node = _get_sequence_nr()
         self._enter_backward(self.records[-1])
 
-    def note_gradient(self, parameter: nn.Parameter, name: str | None, position: int) -> None:
+    def note_gradient(self, parameter: nn.Parameter, name: str | None) -> None:
         """Drop a parameter's gradient when the segment's backward ends; for `register_post_accumulate_grad_hook`."""
-        self._gradient_order[parameter] = position
+        self._graded.append(parameter)
         if name is not None:
             self._current.gradients.append(name)
 
@@ -205,11 +199,6 @@ class Recorder(MemoryTracker):
     def _close_forward(self) -> None:
         if self.records:
             self._current.end_bytes = self.current_bytes
-            self._current.forward.events += self._new_events()
-
-    def _new_events(self) -> list[Event]:
-        began, self._events_read = self._events_read, len(self.events)
-        return self.events[began:]
 
     def _follow_backward(self) -> None:
         """Switch to the segment whose autograd node runs; gradient accumulation and recomputation stay where they are."""
@@ -228,18 +217,13 @@ class Recorder(MemoryTracker):
 
     def close_backward(self) -> None:
         record = self._current
-        record.backward.events += self._new_events()
-        for parameter in sorted(self._gradient_order, key=self._gradient_order.__getitem__):
-            number = None if parameter.grad is None else self.allocation_of(parameter.grad)
-            record.gradient_allocations += [] if number is None else [number]
+        for parameter in self._graded:
             parameter.grad = None
-        self._gradient_order.clear()
-        self._new_events()
+        self._graded.clear()
         if record.release is not None:
             before = self.current_bytes
             record.release()
             record.kept_bytes += before - self.current_bytes
-            record.backward.events += self._new_events()
         record.input_gradient_bytes = max(0, self.current_bytes - record.start_bytes)
 
 

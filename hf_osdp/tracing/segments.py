@@ -60,8 +60,8 @@ def with_offloaded(plain: list[Segment], offloaded: list[Segment], offloadable: 
     """Note in the plain segments what leaves the device when it is offloaded: less than is sent, where others hold it too."""
     found = []
     for one, other in zip(plain, offloaded, strict=True):
-        costs = replace(one, own_saved_bytes=_excess(one.saved_bytes, other.saved_bytes), sent_bytes=other.sent_bytes)
-        found.append(replace(costs if one.unit in offloadable else one, offloaded_allocations=other.allocations))
+        away = _excess(one.saved_bytes, other.saved_bytes)
+        found.append(replace(one, own_saved_bytes=away, sent_bytes=other.sent_bytes) if one.unit in offloadable else one)
     return found
 
 

@@ -21,8 +21,7 @@ from ..modeling.split.apply_split import SplitHead
 from ..modeling.units import canonical_name, modules_by_name, segment_modules
 from ..modeling.wrapping import cast_floating, forward_replaced, recompute, under_autocast
 from ..planner.affine import Affine
-from ..planner.description import AllocationTrace, GatherSpan, Recomputation, RecomputedSegment, Segment, UnitDescription
-from .allocation_traces import allocation_traces
+from ..planner.description import GatherSpan, Recomputation, RecomputedSegment, Segment, UnitDescription
 from .attention import AttentionCall, Capability, Kernel
 from .compiled import TracedCompiler
 from .cuda_kernels import CudaKernels
@@ -86,8 +85,6 @@ class Trace(NamedTuple):
     """Units with a parameter that is read while none of their modules runs, as a loss reads the weight of a head."""
     kernels: Mapping[Kernel, AttentionCall]
     """The attention kernels of CUDA that would run, each with its first call."""
-    allocations: tuple[AllocationTrace, ...]
-    """What the segments allocate and free, each once."""
 
 
 def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: Inputs, options: TraceOptions) -> Trace:
@@ -118,7 +115,6 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
     lines: list[Segment] = []
     """The segments as those that are traced later are, without the first batch size."""
     samples: Samples = options.samples
-    allocations: dict[AllocationTrace, int] = {}
 
     def by_sample(values: Iterable[_T]) -> list[_T]:
         """Return what was seen of each batch for each of the batch sizes, of which two may be the same."""
@@ -147,9 +143,7 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
         if [segment.unit for segment in segments] != order:
             raise DescriptionError("The model runs other units where its blocks are recomputed or offloaded.")
         tracers.append(tracer)
-        traces = allocation_traces(records[-2], records[-1], options.samples[1], kept, lambda i: units[i].span is GatherSpan.USE)
-        numbers = [None if trace is None else allocations.setdefault(trace, len(allocations)) for trace in traces]
-        return [replace(segment, allocations=number) for segment, number in zip(segments, numbers, strict=True)]
+        return segments
 
     segments = traced()
     if options.offloadable:
@@ -161,7 +155,6 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
         output_bytes=output_bytes[0],
         outside_reads=frozenset().union(*(tracer.reads.found for tracer in tracers)),
         kernels={kernel: call for tracer in tracers for kernel, call in tracer.kernels.items()},
-        allocations=tuple(allocations),
     )
 
 
@@ -344,14 +337,14 @@ class _Tracer:
         with ExitStack() as stack:
             for unit, module in self._modules:
                 stack.enter_context(forward_replaced(module, self.reads.running(unit, self._recording(unit, module))))
-            for position, (name, parameter) in enumerate(self._fake.named_parameters()):
+            for name, parameter in self._fake.named_parameters():
                 if parameter.requires_grad:
-                    note = functools.partial(self._note_gradient, name=self._step_names.get(canonical_name(name)), position=position)
+                    note = functools.partial(self._note_gradient, name=self._step_names.get(canonical_name(name)))
                     stack.callback(parameter.register_post_accumulate_grad_hook(note).remove)
             yield
 
-    def _note_gradient(self, parameter: nn.Parameter, *, name: str | None, position: int) -> None:
-        self._recorder.note_gradient(parameter, name, position)
+    def _note_gradient(self, parameter: nn.Parameter, *, name: str | None) -> None:
+        self._recorder.note_gradient(parameter, name)
 
     def _recording(self, unit: int, module: nn.Module) -> Callable[..., Any]:
         """Wrap a unit's forward: its call is a segment; of equal calls after the second, the outputs alone are made."""

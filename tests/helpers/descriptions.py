@@ -173,11 +173,3 @@ def _segment(segment: Segment, *, unit: int) -> Segment:
         forward=segment.forward,
         backward=segment.backward,
     )
-
-
-def untraced(description: ModelDescription) -> ModelDescription:
-    """Return the description without allocation traces, so that plans are held against the limit by their estimate alone."""
-    segments = tuple(
-        segment.each(lambda costs: replace(costs, allocations=None, offloaded_allocations=None)) for segment in description.segments
-    )
-    return replace(description, segments=segments, allocations=())

@@ -99,7 +99,6 @@ class Trial:
     precision: str = "no"
     optimizer: OptimizerStep = OptimizerStep.FUSED
     holds_outputs: bool = False
-    expandable_segments: bool = True
     device_type: str = "cuda"
     split: ModelSplit = WHOLE_BLOCKS
     checkpointing: bool = False
@@ -127,7 +126,7 @@ class Trial:
     def job(self) -> TrainingJob:
         return TrainingJob(
             global_batch_size=self.world * self.samples * self.steps, precision=Precision.named(self.precision),
-            optimizer=OptimizerSpec(step=self.optimizer), holds_outputs=self.holds_outputs, expandable_segments=self.expandable_segments,
+            optimizer=OptimizerSpec(step=self.optimizer), holds_outputs=self.holds_outputs,
         )  # fmt: skip
 
     @property

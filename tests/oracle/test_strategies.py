@@ -19,7 +19,7 @@ from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.planner.search.search import SearchResult, _searched, least_memory, search
 from hf_osdp.quantities import parse_bytes
-from tests.helpers.descriptions import transformer, untraced
+from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import toy_hardware
 from tests.helpers.problems import problem
 
@@ -96,7 +96,7 @@ def test_more_memory_gives_a_deep_model_a_faster_plan():
     from hf_osdp.tracing.describe import describe
 
     config = GPT2Config(n_layer=128, n_embd=25600, n_head=160, n_positions=2048)
-    model = untraced(describe(config, sequence_length=2048, compute_dtype=DType.BFLOAT16, device_type="cuda", recomputation=True))
+    model = describe(config, sequence_length=2048, compute_dtype=DType.BFLOAT16, device_type="cuda", recomputation=True)
     hardware = preset("h100", nodes=128, devices_per_node=8)
     job = TrainingJob(global_batch_size=2048, precision=Precision.named("bf16"))
     least = least_memory(problem(model, hardware, job))

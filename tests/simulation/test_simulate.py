@@ -22,7 +22,6 @@ from hf_osdp.planner.search.search import search
 from hf_osdp.planning.simulate import SimulatedRound, _separate_shape_propagation, search_and_simulate, simulate
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.tracing.describe import describe
-from tests.helpers.descriptions import untraced
 from tests.helpers.problems import problem
 
 WORLD = 8
@@ -129,7 +128,7 @@ def test_what_cannot_be_simulated_is_refused_in_one_line(description):
 def too_low(description):
     """The description with a fifth of what segments save."""
     segments = (replace(s, saved_bytes=s.saved_bytes.scaled(0.2, constants=True)) for s in description.segments)
-    return untraced(replace(description, segments=tuple(segments)))
+    return replace(description, segments=tuple(segments))
 
 
 def limit_between(description, share: float) -> int:
@@ -156,7 +155,7 @@ def test_one_round_where_the_estimate_is_right(description):
 
 
 def test_an_estimate_that_is_too_low_is_corrected_and_planned_again(description):
-    limit = limit_between(untraced(description), 0.3)
+    limit = limit_between(description, 0.3)
     rounds = checked(too_low(description), limit)
     assert len(rounds) > 1
     assert rounds[0].simulation.peak_bytes + RESERVED > limit

@@ -36,7 +36,6 @@ ALLOWED = {
     ("benchmarks/compatibility/run.py", "pickle.loads"): "what this run's own ranks wrote into its temporary folder",
     ("benchmarks/compatibility/saving_rows.py", "weights_only=False"): "a file that the row has just written",
     ("benchmarks/compatibility/saving_rows.py", "torch.load without weights_only=True"): "the same",
-    ("benchmarks/gpu_suite/memory.py", "pickle.load"): "torch's snapshot of memory, which the step has just written",
     ("hf_osdp/checkpoint/safe.py", "pickle._Unpickler"): "base of one that knows torch's own dataclasses and refuses all else",
 }
 

@@ -36,15 +36,6 @@ class Candidate:
         return sum(len(group.units) * min(option.seconds for option in group.options) for group in self.timeline.groups)
 
     @cached_property
-    def bounds_s(self) -> dict[int, float]:
-        """By limit, in bytes: seconds of a step that no plan within it goes below, as far as was found out."""
-        return {}
-
-    def least_within_s(self, limit_bytes: int) -> float:
-        """Return seconds of a step that no plan within a limit goes below."""
-        return max([self.least_s, *(bound_s for limit, bound_s in self.bounds_s.items() if limit >= limit_bytes)])
-
-    @cached_property
     def floor_bytes(self) -> int:
         """Bytes that no plan's peak goes below: every unit takes the least of each term, whichever layout it is from.
 
@@ -108,22 +99,18 @@ class Candidate:
         return {unit: min(group.options, key=key).layout for group in self.timeline.groups for unit in group.units}
 
 
-def all_candidates(
-    problem: PlanningProblem, costs: dict[Batch, BatchCosts] | None = None, *, smallest_first: bool = False
-) -> Iterator[Candidate]:
-    """Yield every batch in every space, the largest micro-batches first unless said otherwise; `costs` are shared with other searches."""
-    known = {} if costs is None else costs
+def all_candidates(problem: PlanningProblem, *, smallest_first: bool = False) -> Iterator[Candidate]:
+    """Yield every batch in every space, the largest micro-batches first unless said otherwise."""
     order = -1 if smallest_first else 1
     for batch in list(batches(problem.job, problem.hardware.world_size))[::order]:
-        if batch not in known:
-            known[batch] = BatchCosts(problem, batch)
+        costs = BatchCosts(problem, batch)
         for space in search_spaces(problem, batch):
-            yield Candidate(problem=problem, batch=batch, timeline=build_timeline(known[batch], space))
+            yield Candidate(problem=problem, batch=batch, timeline=build_timeline(costs, space))
 
 
-def possible_candidates(problem: PlanningProblem, costs: dict[Batch, BatchCosts] | None = None) -> list[Candidate]:
+def possible_candidates(problem: PlanningProblem) -> list[Candidate]:
     """Return the candidates that some host and some device have memory for; HardwareError or OSDPError where there are none."""
-    every = list(all_candidates(problem, costs))
+    every = list(all_candidates(problem))
     fitting = [candidate for candidate in every if candidate.timeline.least_host_bytes <= candidate.timeline.host_limit_bytes]
     if not fitting:
         least = min(candidate.timeline.least_host_bytes for candidate in every)

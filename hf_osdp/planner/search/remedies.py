@@ -20,17 +20,16 @@ _FACTORS = (2, 4, 8, 16, 32, 64)
 _SIZES = ("saved_bytes", "own_saved_bytes", "sent_bytes", "gradient_bytes")
 
 
-def infeasible_error(problem: PlanningProblem, least: Plan, memory: MemoryEstimate, needed_bytes: int) -> InfeasibleError:
+def infeasible_error(problem: PlanningProblem, least: Plan, memory: MemoryEstimate) -> InfeasibleError:
     """Return the error with the tightest limit that could be met, what fills it in the plan of `least` memory, and cheap ways out."""
     hardware, limit, room = problem.hardware, problem.memory_limit_bytes, problem.room_bytes
-    peak, gaps = memory.peak, needed_bytes - memory.on(hardware)
-    kinds = {name: getattr(peak.breakdown, name) for name in peak.breakdown.__slots__}
-    kinds |= {**memory.outside(hardware), "gaps of torch's allocator": gaps}
+    peak, needed_bytes = memory.peak, memory.on(hardware)
+    kinds = {name: getattr(peak.breakdown, name) for name in peak.breakdown.__slots__} | memory.outside(hardware)
     two = sorted(((nbytes, name) for name, nbytes in kinds.items()), reverse=True)[:2]
     largest = ", ".join(f"{name} {format_bytes(nbytes)}" for nbytes, name in two)
     enough = hardware.limit_for(needed_bytes)
     more_memory = f"{'a memory limit' if enough <= hardware.device.memory_bytes else 'devices'} of {format_bytes(_rounded_up(enough))}"
-    ways = (*_remedies(replace(problem, memory_limit_bytes=max(1, limit - gaps))), more_memory)
+    ways = (*_remedies(problem), more_memory)
     margin = f", of which a margin of {format_bytes(limit - room)} stays free" if limit > room else ""
     missing = needed_bytes - room
     more = f" ({missing:,} byte{'s' if missing > 1 else ''} more)" if format_bytes(needed_bytes) == format_bytes(room) else ""

@@ -34,7 +34,7 @@ class _Beside(NamedTuple):
 
 
 class BatchCosts:
-    """What layouts cost at one batch of a problem; shared by its search spaces, and by problems that differ in what is open."""
+    """What layouts cost at one batch of a problem; shared by its search spaces."""
 
     def __init__(self, problem: PlanningProblem, batch: Batch) -> None:
         description = problem.description

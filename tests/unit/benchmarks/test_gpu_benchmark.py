@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -90,26 +89,6 @@ def bench(tmp_path) -> Bench:
 def found(bench: Bench, step: str) -> dict[str, list]:
     STEPS[step].run(bench)
     return runner._findings(bench.found)
-
-
-@pytest.mark.parametrize(("simulated", "replayed", "misses"), [(1010, 990, 0), (1010, None, 0), (1100, 1000, 4), (900, 500, 8)])
-def test_reserved_bytes_are_held_against_the_measured(bench, monkeypatch, simulated, replayed, misses):
-    seen = []
-
-    def apart(fn, *args, **variables):
-        seen.append((fn, variables.get("PYTORCH_ALLOC_CONF"), args[-1]))
-        if fn is memory.simulated_bytes:
-            return simulated
-        Path(args[-1]).write_bytes(b"snapshot")
-        return {"estimated": 800, "allocated": 800, "reserved": 1000}
-
-    monkeypatch.setattr(memory, "apart", apart)
-    monkeypatch.setattr(memory, "replayed_bytes", lambda path: replayed)
-    result = found(bench, "reserved")
-    assert len(result["rows"]) == 4 and len(result["misses"]) == misses
-    assert {setting for fn, setting, _ in seen if fn is memory.recorded} == {"expandable_segments:True", "expandable_segments:False"}
-    assert {last for fn, _, last in seen if fn is memory.simulated_bytes} == {True, False}
-    assert (bench.out / memory.SNAPSHOT).read_bytes() == b"snapshot"
 
 
 def test_twenty_limits_are_tried_and_each_plan_that_runs_out_is_a_missed_aim(bench, monkeypatch):

@@ -34,7 +34,7 @@ from hf_osdp.planning.simulate import fake_process_group
 from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
 from hf_osdp.tracing.describe import describe
 from tests.helpers.counted_memory import CountedMemory
-from tests.helpers.descriptions import transformer, untraced
+from tests.helpers.descriptions import transformer
 from tests.helpers.distributed import run_ranks
 from tests.helpers.problems import problem
 
@@ -232,7 +232,7 @@ def test_models_may_be_split_where_they_are_planned():
     """Blocks in operators gather less at once: the least limit of the whole model is one that ours alone meets by cutting."""
     case = replace(TINY, devices=8, limit_bytes=0, sizes={**TINY.sizes, "n_embd": 256})
     model, hardware = build_on_meta(case.config()), named_machine(case)
-    whole, split = (untraced(describe(model, sequence_length=16, split=one)) for one in (ModelSplit(), ModelSplit(operators=True)))
+    whole, split = (describe(model, sequence_length=16, split=one) for one in (ModelSplit(), ModelSplit(operators=True)))
     least = least_memory(problem(split, hardware, job_of(case, 8)))
     assert least < least_memory(problem(whole, hardware, job_of(case, 8)))
     lineup = line_up(replace(case, limit_bytes=least), whole, hardware, samples=(1,), split=[split])

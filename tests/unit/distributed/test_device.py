@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hf_osdp.distributed import device as module
-from hf_osdp.distributed.device import expands_segments, own_gpu, prefer_expandable_segments
+from hf_osdp.distributed.device import own_gpu, prefer_expandable_segments
 from hf_osdp.distributed.mesh import collective_device
 from hf_osdp.measurement.machine import measuring_device
 from hf_osdp.planning.preflight import device_memory
@@ -117,27 +117,21 @@ def test_expandable_segments_are_set_once_beside_other_settings(calls, monkeypat
     prefer_expandable_segments()
     prefer_expandable_segments()
     assert calls == [os.environ[variable]] == [f"{before},expandable_segments:True".lstrip(",")]
-    assert expands_segments()
 
 
-@pytest.mark.parametrize(
-    ("settings", "expands"),
-    [("expandable_segments:False", False), ("expandable_segments:True", True), ("backend:cudaMallocAsync", True)],
-)
-def test_expandable_segments_leave_choice_of_user(calls, monkeypatch, settings, expands):
+@pytest.mark.parametrize("settings", ["expandable_segments:False", "expandable_segments:True", "backend:cudaMallocAsync"])
+def test_expandable_segments_leave_choice_of_user(calls, monkeypatch, settings):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
     prefer_expandable_segments()
-    assert not calls and expands_segments() is expands
+    assert not calls
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
     calls.append(settings)  # as a call would set it
     prefer_expandable_segments()
-    assert calls == [settings] and expands_segments() is expands
+    assert calls == [settings]
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "value", "expands"), [(torch.cuda, "is_initialized", lambda: True, False), (torch.version, "cuda", None, True)]
-)
-def test_expandable_segments_leave_allocator_in_use_and_torch_without_cuda(calls, monkeypatch, owner, name, value, expands):
+@pytest.mark.parametrize(("owner", "name", "value"), [(torch.cuda, "is_initialized", lambda: True), (torch.version, "cuda", None)])
+def test_expandable_segments_leave_allocator_in_use_and_torch_without_cuda(calls, monkeypatch, owner, name, value):
     monkeypatch.setattr(owner, name, value)
     prefer_expandable_segments()
-    assert not calls and expands_segments() is expands
+    assert not calls

@@ -22,7 +22,6 @@ from hf_osdp.planner.search.search import search
 from hf_osdp.planning.simulate import fake_process_group
 from hf_osdp.report.run_tables import profile_tables
 from hf_osdp.tracing.describe import describe
-from tests.helpers.descriptions import untraced
 from tests.helpers.distributed import run_ranks
 from tests.helpers.problems import problem
 
@@ -112,7 +111,7 @@ def test_hooks_of_fsdp2_are_timed_beside_a_gpu_and_among_ranks(monkeypatch):
 def test_small_model_gets_few_micro_steps_where_issuing_takes_time(configuration):
     """Recomputing more is quicker than issuing a micro-step more often."""
     config = configuration("GPT2LMHeadModel", n_layer=4, n_embd=128, vocab_size=1000, n_positions=128)
-    small = untraced(describe(config, sequence_length=128, compute_dtype=DType.BFLOAT16, device_type="cuda", capability=(9, 0)))
+    small = describe(config, sequence_length=128, compute_dtype=DType.BFLOAT16, device_type="cuda", capability=(9, 0))
     job = TrainingJob(global_batch_size=512, precision=Precision.named("bf16"))
     gpus = preset("h100", devices_per_node=8)
     assert (gpus.device.operator_s, gpus.device.unit_s, preset("cpu").device.unit_s) == (5e-6, 1e-3, 0.0)

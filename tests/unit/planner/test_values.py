@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 
 import hf_osdp.planner
 
-BY_IDENTITY = ("Candidate", "Option", "Replay", "UnitGroup")
+BY_IDENTITY = ("Candidate", "Option", "UnitGroup")
 """Large, and the same objects again and again: they are compared by identity, and cache what was computed from them."""
 
 

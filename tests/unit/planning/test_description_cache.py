@@ -42,10 +42,9 @@ def frozen():
     return partly
 
 
-def test_same_model_is_traced_once_and_found_equal_with_its_allocations(traced):
+def test_same_model_is_traced_once_and_found_equal(traced):
     first, again = (describe_once(model(), sequence_length=16, device_type="cuda", compute_dtype=DType.BFLOAT16) for _ in range(2))
-    assert again == first and again.allocations == first.allocations and len(traced) == 1
-    assert [segment.allocations for segment in again.segments] == [segment.allocations for segment in first.segments]
+    assert again == first and len(traced) == 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_osdp.planner.affine import Affine
-from hf_osdp.planner.allocator.replay import Reserved
 from hf_osdp.planner.cost.evaluate import PlanEstimate, estimate_plan
 from hf_osdp.planner.description import Activations, ModelDescription, Recomputation
 from hf_osdp.planner.hardware import HostSpec
@@ -30,7 +29,6 @@ from hf_osdp.report.tables import (
     plan_caption,
     plan_rows,
     plan_table,
-    reserved_text,
     what_if_table,
 )
 from tests.helpers.descriptions import transformer
@@ -179,30 +177,15 @@ def test_plan_table_and_caption_show_what_the_host_holds_of_each_unit_and_of_a_m
 
 def test_plan_caption_says_where_the_peak_is_and_what_a_step_takes():
     estimate = estimated(SMALL, PLAN)
-    peak, reserved, step, reduced, proven = plan_caption(PLAN, estimate)
+    peak, step, reduced, proven = plan_caption(PLAN, estimate)
     assert peak.startswith("Peak ") and f"of 32.0 GiB in {estimate.memory.peak.phase} of {estimate.memory.peak.unit}" in peak
-    assert reserved.startswith("Peak allocated / reserved by torch: ") and step.startswith("Step ") and "samples/s" in step
+    assert step.startswith("Step ") and "samples/s" in step
     assert "Gradients are reduced once a step" in reduced and proven.startswith("Proven")
     single = replace(PLAN, strategy="ddp", accumulation_steps=1)
-    assert len(plan_caption(single, estimated(SMALL, single))) == 3
-    assert not [line for line in plan_caption(PLAN, estimated(SMALL, PLAN, None)) if "reserved by torch" in line]
+    assert len(plan_caption(single, estimated(SMALL, single))) == 2
     for held, said in {0: "in every micro-step.", 1: "in every micro-step, but for 1 of 4 units, whose whole gradients are held"}.items():
         units = tuple(replace(unit, reduce_every_micro_step=i >= held) for i, unit in enumerate(PLAN.units))
-        assert said in plan_caption(replace(PLAN, units=units), estimated(SMALL, PLAN))[3]
-
-
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [
-        ({}, "3.0 MiB / 20.0 MiB."),
-        ({"alloc_retries": 4}, "the cache is emptied 4 times in two steps."),
-        ({"alloc_retries": 4, "fits": False}, "more than the limit, however often"),
-        ({"traced": False}, "20.0 MiB; what was not traced counts as one tensor a term."),
-    ],
-)
-def test_reserved_text_is_one_line(found, said):
-    text = reserved_text(Reserved(peak_allocated_bytes=3 * 2**20, peak_reserved_bytes=20 * 2**20, **found))
-    assert said in text and len(text) <= 150
+        assert said in plan_caption(replace(PLAN, units=units), estimated(SMALL, PLAN))[2]
 
 
 def test_describe_moment_lists_the_largest_bytes_first():

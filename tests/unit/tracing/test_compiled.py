@@ -226,7 +226,7 @@ def test_copy_of_a_compiled_module_runs_its_own_parameters():
 def test_nothing_counts_as_compiled_where_dynamo_is_switched_off(caplog):
     with torch.compiler.set_stance("force_eager"), caplog.at_level(logging.WARNING):
         description = describe(CONFIGS["llama"], sequence_length=16, compile=True)
-    assert description.compiled_classes == () and not description.trace.startswith("formula")
+    assert description.compiled_classes == ()
     assert "dynamo is switched off" in caplog.text
 
 
