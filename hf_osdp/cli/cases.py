@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from ..planning.config import OSDPConfig
+    from ..planning.facts import RunFacts
     from ..planning.optimizer_choice import OptimizerChoice
-    from ..planning.problem import Describer, FoundPlan, RunFacts
+    from ..planning.problem import Describer, FoundPlan
 
 OPTIMIZERS = {
     "adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum", states=1), "sgd": OptimizerSpec(name="sgd", states=0), **LOW_BIT,
@@ -119,7 +120,7 @@ class Case:
     @cached_property
     def facts(self) -> RunFacts:
         """What is known of the run."""
-        from ..planning.problem import RunFacts
+        from ..planning.facts import RunFacts
 
         request, world_size = self.request, self.hardware.world_size
         return RunFacts(
@@ -135,7 +136,7 @@ class Case:
     @property
     def job(self) -> TrainingJob:
         """The job, in a precision whose rate is known."""
-        from ..planning.problem import training_job
+        from ..planning.facts import training_job
 
         device, job = self.hardware.device, training_job(self.config, self.facts)
         if job.precision.compute is not None:
@@ -145,7 +146,7 @@ class Case:
     @property
     def limit_bytes(self) -> int:
         """Bytes of each device that training may use."""
-        from ..planning.problem import check_limit
+        from ..planning.facts import check_limit
 
         device, asked = self.hardware.device, self.request.memory_limit
         limit = device.memory_bytes if asked is None else parse_limit(asked, name="--memory-limit")

@@ -194,7 +194,7 @@ def doctor(
     if save_total_limit is not None and output_dir is None:
         raise ValueError(f"--save-total-limit {save_total_limit} has no effect without --output-dir; give both, or neither.")
     with screen.working("Looking at model, devices, plan and folder"):
-        from ..planning.problem import RunFolder
+        from ..planning.facts import RunFolder
         from .examination import examine, machine_line
 
         folder = None if output_dir is None else RunFolder(path=output_dir, limit=save_total_limit, adapters=request.lora_rank is not None)

@@ -32,10 +32,10 @@ from ..modeling.batch import Inputs
 from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
+from ..planning.facts import RunFacts, RunFolder
 from ..planning.local_steps import refuse_local_steps
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun
-from ..planning.problem import RunFacts, RunFolder
 from ..sharding.environment import form_process_group, prepare_model, uses_host
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
 from ..sharding.optimizer import frozen_parameters, spec_of_optimizer, spec_of_optimizers

@@ -17,8 +17,8 @@ from ..planner.cost.evaluate import PlanEstimate
 from ..planner.hardware import Collective
 from ..planning.cache import MEASURED_EARLIER
 from ..planning.config import OSDPConfig
+from ..planning.facts import RunFacts
 from ..planning.plan_run import PlannedRun, plan_run
-from ..planning.problem import RunFacts
 from ..quantities import format_seconds
 from ..report.content import report_content, write_report
 from ..report.plan_file import PlanInputs

@@ -23,11 +23,11 @@ from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
 from ..planner.search.search import SearchResult
 from ..planning.config import OSDPConfig, merged_config
+from ..planning.facts import RunFacts
 from ..planning.local_steps import refuse_local_steps
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun, plan_run
 from ..planning.preflight import Severity
-from ..planning.problem import RunFacts
 from ..planning.recalibrate import Round
 from ..quantities import format_bytes, format_seconds
 from ..sharding.apply import apply_plan, verify_applied

@@ -25,7 +25,7 @@ from ..modeling.wrapping import has_running_statistics
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig, merged_config, stated_options
-from ..planning.problem import RunFacts, RunFolder
+from ..planning.facts import RunFacts, RunFolder
 from ..reading import read_json
 from ..sharding.optimizer import frozen_parameters, knows_trainer_name, spec_of_optimizer, spec_of_trainer_name
 from ..sharding.unit_steps import reason_against_unit_steps

@@ -13,7 +13,8 @@ from ..planner.plan import Plan
 from ..quantities import format_seconds
 from ..tracing.describe import describe
 from .config import OSDPConfig
-from .problem import FoundPlan, RunFacts, Trace, find_plan
+from .facts import RunFacts
+from .problem import FoundPlan, Trace, find_plan
 
 _WORTH_CHANGING = 1.01
 """How many times as fast a step must be for another optimizer than one that is named before it."""

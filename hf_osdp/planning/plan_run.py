@@ -29,21 +29,12 @@ from ..report.plan_file import PlanInputs
 from ..sharding.environment import uses_host
 from .compilation import Compilation, weigh
 from .config import OSDPConfig
+from .facts import RunFacts, check_backward_step, check_communication, check_whole, training_job
 from .local_steps import check_local_steps
 from .optimizer_choice import OptimizerChoice, find_plan_and_optimizer
 from .preflight import Finding, KnownRun, check_model, check_run
 from .probe import Trial, probe
-from .problem import (
-    Describer,
-    FoundPlan,
-    ProblemBuilder,
-    RunFacts,
-    check_backward_step,
-    check_communication,
-    check_whole,
-    plan_from_rank_zero,
-    training_job,
-)
+from .problem import Describer, FoundPlan, ProblemBuilder, plan_from_rank_zero
 from .recalibrate import Round, estimated, recalibrate
 
 _log = logging.getLogger(__name__)

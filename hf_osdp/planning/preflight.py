@@ -27,7 +27,7 @@ from ..planner.plan import Plan
 from ..planner.presets import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from ..planner.search.compare import StrategyResult
 from ..quantities import format_bytes, format_count, format_seconds
-from .problem import RunFacts, RunFolder
+from .facts import RunFacts, RunFolder
 
 _NUMBERED = re.compile(r"\.(\d+)(?=\.)")
 _WAITING = 0.25

@@ -26,7 +26,7 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.problem import RunFacts, training_job
+from hf_osdp.planning.facts import RunFacts, training_job
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import local
 from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer, spec_of_trainer_name, step_by_device

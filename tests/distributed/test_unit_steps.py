@@ -20,7 +20,8 @@ from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.job import OptimizerSpec, Precision
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.problem import RunFacts, find_plan, training_job
+from hf_osdp.planning.facts import RunFacts, training_job
+from hf_osdp.planning.problem import find_plan
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import local
 from hf_osdp.sharding.optimizer import step_by_device

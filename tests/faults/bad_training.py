@@ -24,8 +24,8 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.planning.facts import RunFolder
 from hf_osdp.planning.preflight import check_model, not_writable, refuse_errors
-from hf_osdp.planning.problem import RunFolder
 from hf_osdp.sharding.optimizer import (
     check_optimizer,
     parameter_names,

@@ -11,8 +11,8 @@ from hf_osdp.measurement.step_meter import Observation
 from hf_osdp.planner.job import OptimizerSpec, Precision
 from hf_osdp.planning.compilation import Compilation
 from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.planning.facts import RunFacts
 from hf_osdp.planning.plan_run import plan_run
-from hf_osdp.planning.problem import RunFacts
 from tests.helpers.models import SEQUENCE_LENGTH, tiny_model
 
 SEEN = Observation(steps=8, median_step_s=1.0, first_step_s=4.0, peak_bytes=2**20)

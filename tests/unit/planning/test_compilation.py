@@ -13,8 +13,9 @@ from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.job import OptimizerSpec, Precision
 from hf_osdp.planning.compilation import Compilation
 from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.planning.facts import RunFacts
 from hf_osdp.planning.plan_run import PlannedRun, plan_run
-from hf_osdp.planning.problem import Describer, ProblemBuilder, RunFacts
+from hf_osdp.planning.problem import Describer, ProblemBuilder
 
 NO_TIME = Affine(constant=1e-9)
 GAIN = "By the estimate, compiled blocks make a step 1.50 times as fast as blocks as they are"

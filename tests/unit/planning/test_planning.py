@@ -18,8 +18,9 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile
 from hf_osdp.planning.cache import describe_once
 from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.planning.facts import RunFacts
 from hf_osdp.planning.plan_run import PlannedRun, plan_run
-from hf_osdp.planning.problem import Describer, RunFacts, find_plan
+from hf_osdp.planning.problem import Describer, find_plan
 from hf_osdp.tracing.describe import TRACED_MICRO_BATCH
 from tests.helpers.descriptions import transformer
 

@@ -25,9 +25,9 @@ from hf_osdp.planner.search.compare import StrategyResult
 from hf_osdp.planner.search.search import search
 from hf_osdp.planning import preflight
 from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.planning.facts import RunFacts, RunFolder, check_limit
 from hf_osdp.planning.plan_run import plan_run
 from hf_osdp.planning.preflight import Check, DeviceMemory, Finding, Severity, bf16_on, check_model, device_memory, merged_findings
-from hf_osdp.planning.problem import RunFacts, RunFolder, check_limit
 from tests.helpers.descriptions import transformer
 from tests.helpers.models import MODELS, SEQUENCE_LENGTH, tiny_model
 from tests.helpers.problems import problem
