@@ -48,7 +48,7 @@ class Request:
     memory_limit: Annotated[
         str | None, option("SIZE", "Bytes of each device that training may use, such as 8GiB; else all that it has.")
     ] = None
-    margin: Annotated[float | None, option("SHARE", "Share of the limit that stays free; 0.04 on CUDA, 0 on the CPU, unless given.")] = None
+    margin: Annotated[float | None, option("SHARE", "Share of the limit that stays free; 0.06 on CUDA, 0 on the CPU, unless given.")] = None
     device: Annotated[str | None, option("NAME", f"Kind of device: {', '.join(preset_names())}. --profile can stand in for it.")] = None
     profile: Annotated[Path | None, option("FILE", "Measured hardware and block times, as `hf-osdp profile` writes them.")] = None
     num_nodes: Annotated[int | None, count("Machines; 1, or as the profile has it.")] = None

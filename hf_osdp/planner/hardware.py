@@ -19,11 +19,10 @@ GIB = 2**30
 MOST_RANKS = 2**17
 """Layouts are tried for every divisor of the number of ranks."""
 _MOST_MEMORY_BYTES = 2**50
-CACHING_MARGIN = 0.04
-"""Share of the limit that stays free where torch's caching allocator takes the memory, until it is measured on GPUs.
+CACHING_MARGIN = 0.06
+"""Share of the limit that stays free for gaps between tensors where torch's caching allocator takes the memory.
 
-A limit holds for the blocks that the allocator reserves, estimates are of the tensors in them. Rounding and splitting alone leave 3 to 5 %
-of the former between the latter; pools of several streams may leave more (pytorch/pytorch#147179)."""
+The most that plans needed in a model of the allocator's rules (docs/estimates.md has the cases), until it is measured on GPUs."""
 
 
 class Backend(str, Enum):
@@ -311,7 +310,7 @@ class Hardware:
 def check_margin(value: object, *, name: str = "memory_margin") -> float:
     """Return a share of the memory limit; ValueError, with its `name`, where it is no number of at least 0 and below 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise ValueError(f"{name}={value!r} must be the share of the limit that stays free, at least 0 and below 1, such as 0.04.")
+        raise ValueError(f"{name}={value!r} must be the share of the limit that stays free, at least 0 and below 1, such as 0.06.")
     return float(value)
 
 

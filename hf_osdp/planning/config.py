@@ -45,7 +45,7 @@ class OSDPConfig:
     memory_limit: int | float | str | None = None
     """Bytes of each device that training may use, as a number or as text such as `"8GiB"`; None: all that it has."""
     memory_margin: float | None = None
-    """Share of the limit that the plan leaves free; None: 0.04 on CUDA, whose allocator holds more than tensors, nothing on the CPU."""
+    """Share of the limit that the plan leaves free; None: 0.06 on CUDA, whose allocator holds more than tensors, nothing on the CPU."""
     strategy: str = "osdp"
     """`osdp` searches unit by unit; `fsdp`, `ddp`, `zero2`, `hsdp` and `two_stage` run that one strategy for every unit."""
     block_classes: tuple[str, ...] | str | None = None

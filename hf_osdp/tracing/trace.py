@@ -234,6 +234,8 @@ class _Tracer:
     ) -> None:
         self._model, self._fake, modules, slices, self._mode, self._seen, self._keys = models
         self._options = options
+        self._trains = any(parameter.requires_grad for parameter in self._fake.parameters())
+        """Else the model is evaluated alone, and there is no backward."""
         self._logs: dict[int, list[list[LoggedCall]]] = {}
         """Operators of recomputed units: for each batch those of forward, then those of its second run."""
         self.logs_before = 2
@@ -326,7 +328,8 @@ class _Tracer:
             self.output_bytes.append(sum(storages.values()) - storages.get(loss.untyped_storage()._cdata, 0))
             del output
             recorder.begin_backward()
-            loss.backward()
+            if self._trains:
+                loss.backward()
             del loss
             recorder.close_backward()
         return recorder.records

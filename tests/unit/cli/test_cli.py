@@ -18,6 +18,7 @@ from hf_osdp.cli.cases import Case, load_config
 from hf_osdp.cli.options import Request
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.description import DType, ModelDescription
+from hf_osdp.planner.hardware import CACHING_MARGIN
 from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
@@ -110,7 +111,7 @@ def test_plan_finds_and_shows_what_search_finds(planned, model, description):
     (path, content, done), expected = planned, search(problem(description, HARDWARE, JOB, LIMIT)).plan
     assert content["plan"]["fingerprint"] == expected.fingerprint and expected.fingerprint in done.stdout
     assert content["estimated"]["peak_bytes"] + HARDWARE.outside_bytes(expected.communicators) == expected.peak_bytes
-    assert content["hardware"]["margin"] == 0.04 and expected.peak_bytes <= HARDWARE.room_bytes(LIMIT) < LIMIT
+    assert content["hardware"]["margin"] == CACHING_MARGIN and expected.peak_bytes <= HARDWARE.room_bytes(LIMIT) < LIMIT
     assert content["estimated"]["step_s"] == expected.step_s and content["model"]["parameters"] == description.numel
     assert done.stderr == "" and all(unit.label.split(".")[0] in done.stdout for unit in description.units)
     assert_readable(done.stdout)
@@ -221,7 +222,7 @@ def test_margin_is_an_option_of_all_planning_commands(model, description):
     expected = search(problem(description, HARDWARE.with_margin(0.0), JOB, LIMIT)).plan
     assert none["hardware"]["margin"] == 0 and none["plan"]["fingerprint"] == expected.fingerprint
     for command in ("plan", "compare", "what-if"):
-        said = "--margin=1.5 must be the share of the limit that stays free, at least 0 and below 1, such as 0.04."
+        said = "--margin=1.5 must be the share of the limit that stays free, at least 0 and below 1, such as 0.06."
         assert_refused(call(command, model, *OPTIONS, "--margin", "1.5"), said)
 
 

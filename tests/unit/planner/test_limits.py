@@ -45,7 +45,7 @@ MADE_FROM = [
     (preset("cpu"), {
         "must be at least 1": dict(nodes=(0, -1), devices_per_node=(0,)),
         f"nodes={2 * MOST_RANKS} of 1 devices are {2 * MOST_RANKS}; the most are {MOST_RANKS}": dict(nodes=(2 * MOST_RANKS,)),
-        "must be the share of the limit that stays free, at least 0 and below 1, such as 0.04": dict(
+        "must be the share of the limit that stays free, at least 0 and below 1, such as 0.06": dict(
             margin=(-0.01, 1, 1.5, NAN, INF, "4 %", True)
         ),
     }),
