@@ -185,9 +185,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         if config.local_steps is not None:
             check_plugin(self.plugin, config.local_steps)
             if config.step_in_backward:
-                refuse(
-                    config.local_steps, "step_in_backward changes parameters before the optimizer's step, where a loop begins; leave it out"
-                )
+                refuse(config.local_steps, "step_in_backward=True steps before optimizer.step(), where those of a loop begin; leave it out")
         checkpointing = bool(self.plugin.activation_checkpointing)
         sync_each_batch = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         facts = RunFacts(

@@ -16,6 +16,7 @@ from ..checkpoint.safe import load_file
 from ..checkpoint.writer import on_every_rank
 from ..distributed.mesh import rank
 from ..errors import OSDPError
+from ..modeling.step_hooks import makes_states
 from ..planner.plan import Plan
 from ..sharding.local_steps import OuterOptimizer
 from ..sharding.optimizer import unwrapped
@@ -106,6 +107,7 @@ class LocalStepsCallback(TrainerCallback, Synchroniser):
     """Has the Trainer's machines synchronise after every step whose number the local steps divide, and after the last."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._outer, self._taken = None, 0  # an error may have ended an earlier training
         self.begin(kwargs["model"], kwargs["optimizer"])
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -130,12 +132,12 @@ class LoopSynchroniser(Synchroniser):
                 raise OSDPError("Local steps count the steps of one optimizer, and a second one was made; give it groups of parameters.")
             return
         self._optimizer = weakref.ref(optimizer)
-        optimizer.register_step_pre_hook(lambda optimizer, *_: self.begin(model, optimizer))
+        optimizer.register_step_pre_hook(lambda optimizer, *_: None if makes_states() else self.begin(model, optimizer))
         optimizer.register_step_post_hook(self._stepped)
         model.register_forward_pre_hook(self._forward_begins, prepend=True)  # before FSDP2 gathers
 
     def _stepped(self, *_: object) -> None:
-        self._taken += 1
+        self._taken += not makes_states()
         if self._taken >= self.steps.steps:
             self.synchronise()
 
