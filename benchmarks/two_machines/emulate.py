@@ -1,11 +1,12 @@
 """Several machines on one Linux box: `torchrun` in every one of N network namespaces, joined by rate-limited links.
 
     python benchmarks/two_machines/emulate.py [--nodes 2] [--ranks 2] [--rate 100mbit] -- script.py arguments
+    python benchmarks/two_machines/emulate.py --nodes 3 --rate 50mbit/100mbit/200mbit -- script.py arguments
 
 What follows `--` goes to torchrun on every node. A node is a network and a UTS namespace: host `node0`, address 10.77.0.1 on
 `veth0`, a loopback of its own. Ranks of a node talk over its loopback, at the speed of memory; what leaves the node goes
-through `veth0`, whose byte counters (/proc/net/dev) therefore count the link between machines. Two nodes are joined by one
-pair, more by a bridge.
+through `veth0`, whose byte counters (/proc/net/dev) therefore count the link between machines. Two nodes of one rate are joined
+by one pair, others by a bridge: what one sends to another passes its own rate, then the other's.
 
 Nothing is left behind, however it ends. All of it runs in private pid, mount, network and UTS namespaces, which the kernel
 takes down with their first process; and each process dies with the one that started it: the caller's death (SIGKILL too) ends
@@ -26,6 +27,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 NOT_PERMITTED, TIMED_OUT = 77, 124
@@ -67,11 +69,24 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=count, default=2, help="machines (default 2, at most 200)")
     parser.add_argument("--ranks", type=count, default=2, help="processes on each (default 2)")
-    parser.add_argument("--rate", type=link_rate, default=UNLIMITED, help="of each machine's link: 100mbit, 1gbit; default unlimited")
+    parser.add_argument("--rate", type=link_rate, default=UNLIMITED, help="of links: 100mbit, 1gbit, of each a/b/c (default unlimited)")
     parser.add_argument("--timeout", type=float, help="seconds after which it is ended")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("command", nargs="+", help="after --: what torchrun runs, with its arguments")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    try:
+        options.rates = rates_of(options.rate, options.nodes)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def rates_of(text: str, nodes: int) -> tuple[str, ...]:
+    """Each machine's rate, of one for all or `a/b/c`; ValueError where these are not as many."""
+    rates = tuple(text.split("/"))
+    if len(rates) not in (1, nodes):
+        raise ValueError(f"{text} has {len(rates)} rates for {nodes} machines; give one, or one for each (--nodes)")
+    return rates * (nodes // len(rates))
 
 
 def count(text: str) -> int:
@@ -81,8 +96,9 @@ def count(text: str) -> int:
 
 
 def link_rate(text: str) -> str:
-    if text != UNLIMITED and not (re.fullmatch(r"\d+(\.\d+)?[kmg]bit", text) and float(text[:-4]) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a rate; write it as 100mbit, 1gbit, or {UNLIMITED}")
+    for rate in text.split("/"):
+        if rate != UNLIMITED and not (re.fullmatch(r"\d+(\.\d+)?[kmg]bit", rate) and float(rate[:-4]) > 0):
+            raise argparse.ArgumentTypeError(f"{rate!r} is not a rate; write it as 100mbit, 1gbit, {UNLIMITED}, or 50mbit/1gbit")
     return text
 
 
@@ -106,7 +122,8 @@ def ways_in(rate: str) -> tuple[str, ...]:
             " --cap-add NET_ADMIN."
         )
     pair = "ip link add t0 type veth peer name t1"
-    for step in [pair] if rate == UNLIMITED else [pair, f"{pair} && tc qdisc add dev t0 root tbf rate 1mbit burst 32kb limit 64kb"]:
+    shaped = f"{pair} && tc qdisc add dev t0 root tbf rate 1mbit burst 32kb limit 64kb"
+    for step in [pair] if {*rate.split("/")} == {UNLIMITED} else [pair, shaped]:
         tried = subprocess.run([*permitted[0], "unshare", *PRIVATE, "sh", "-c", step], capture_output=True, text=True)
         if tried.returncode:
             raise NotPermitted(f"this kernel refuses `{step}` ({last_line(tried.stderr)}); it needs the modules veth and sch_tbf.")
@@ -152,9 +169,9 @@ def run_nodes(options: argparse.Namespace) -> int:
     """In the private namespaces: make the nodes, run torchrun on each. Ending ends them all, for this is the first process."""
     give_names(options.nodes)
     nodes = [Node(index) for index in range(options.nodes)]
-    join(nodes, options.rate)
-    for node in nodes:
-        node.bring_up(options.rate)
+    join(nodes, options.rates)
+    for node, rate in zip(nodes, options.rates, strict=True):
+        node.bring_up(rate)
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // len(nodes)
     shares = [cores[node.index * each :][:each] or cores for node in nodes]  # as many for each machine; all, where there are too few
@@ -182,15 +199,15 @@ def give_names(nodes: int) -> None:
         shell("mount", "--bind", "/dev/null", "/etc/resolv.conf")
 
 
-def join(nodes: list[Node], rate: str) -> None:
-    """One pair between two nodes; a bridge, in this namespace, between others."""
+def join(nodes: list[Node], rates: Sequence[str]) -> None:
+    """One pair between two nodes of one rate; a bridge, in this namespace, between others."""
     far_ends = [("name", INTERFACE, "mtu", str(MTU), "netns", str(node.pid)) for node in nodes]
-    if len(nodes) == 2:
+    if len(nodes) == 2 and len({*rates}) == 1:
         shell("ip", "link", "add", *far_ends[0], "type", "veth", "peer", *far_ends[1])
         return
     shell("ip", "link", "add", "bridge0", "type", "bridge")
     shell("ip", "link", "set", "bridge0", "up")
-    for index, far_end in enumerate(far_ends):
+    for index, (far_end, rate) in enumerate(zip(far_ends, rates, strict=True)):
         port = f"port{index}"
         shell("ip", "link", "add", "name", port, "mtu", str(MTU), "type", "veth", "peer", *far_end)
         shell("ip", "link", "set", port, "gso_max_size", str(GSO_BYTES), "master", "bridge0", "up")

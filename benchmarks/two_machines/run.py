@@ -10,6 +10,9 @@ a step without communication stands beside them as a load check. With `--communi
 plan and torch's full shard with gradients reduced in bf16 stand beside. With `--local-steps` so does a plan of local steps, another
 algorithm: a synchronisation follows each of its steps, is measured by itself, and counts with its H-th part, bytes and seconds.
 
+Machines may have links of their own rates: `--nodes 3 --rates 50mbit/100mbit/200mbit` is one emulation of three. A link between two
+runs at the lower of both. hf_osdp measures the links between machines as one, and so the slowest of a ring.
+
 Bytes are those that the kernel counts on the interface between the machines, theory those of `theory.py`. Estimates come from
 `hf-osdp profile`'s measurements in the emulated cluster: links once, before anything is planned, blocks again in the rounds.
 
@@ -33,7 +36,7 @@ sys.path.insert(0, str(ROOT))  # run as a program, Python looks only in its fold
 
 from rich.console import Console  # noqa: E402
 
-from benchmarks.two_machines.emulate import NOT_PERMITTED, UNLIMITED, link_rate  # noqa: E402
+from benchmarks.two_machines.emulate import NOT_PERMITTED, UNLIMITED, link_rate, rates_of  # noqa: E402
 from benchmarks.two_machines.experiment import Experiment  # noqa: E402
 from benchmarks.two_machines.tables import Cell, cell_table, cells_of, remarks, verdicts  # noqa: E402
 from hf_osdp.planning.config import COMMUNICATIONS, EXACT  # noqa: E402
@@ -88,7 +91,7 @@ def main() -> int:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"only {RATES[0]}, {QUICK_ROUNDS} rounds")
-    parser.add_argument("--rates", type=listed(link_rate), help=f"with commas (default {','.join(RATES)})")
+    parser.add_argument("--rates", type=listed(link_rate), help=f"with commas, a/b/c for --nodes 3 (default {','.join(RATES)})")
     parser.add_argument("--limits", type=listed(limit), default=tuple(map(limit, LIMITS)), help=f"a rank (default {','.join(LIMITS)})")
     parser.add_argument("--rounds", type=positive, help=f"steps of each strategy (default {ROUNDS})")
     parser.add_argument("--communication", choices=COMMUNICATIONS, default=EXACT, help="coarsest form that may be sent (default exact)")
@@ -105,6 +108,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.nodes * options.ranks == 1:
         parser.error("one rank sends nothing; give --nodes 2")
     options.rates = options.rates or (RATES[:1] if options.quick else RATES)
+    try:
+        for rate in options.rates:
+            rates_of(rate, options.nodes)
+    except ValueError as error:
+        parser.error(f"--rates: {error}")
     options.rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
     return options
 

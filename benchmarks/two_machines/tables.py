@@ -193,5 +193,5 @@ def title(cell: Cell) -> str:
 
 
 def rate_name(rate: str) -> str:
-    """`100mbit` → `100 Mbit/s`."""
-    return f"{rate[:-4]} {rate[-4].upper()}bit/s" if rate.endswith("bit") else rate
+    """`100mbit` → `100 Mbit/s`, `50mbit/1gbit` → `50 Mbit/s, 1 Gbit/s`."""
+    return ", ".join(f"{one[:-4]} {one[-4].upper()}bit/s" if one.endswith("bit") else one for one in rate.split("/"))

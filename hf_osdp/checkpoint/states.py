@@ -41,7 +41,7 @@ from ..sharding.state import (
 from . import layouts
 from .resume import check_checkpoint, warn_of_changes
 from .safe import SafePlanner, SafeReader, load_file
-from .writer import CheckpointWriter, on_every_rank
+from .writer import CheckpointWriter, Staging, on_every_rank
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 """Keys of the states in folders of shards, as Accelerate has them."""
@@ -204,22 +204,30 @@ def save_loop(
     writer: CheckpointWriter, folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *,
     others: Mapping[str, Stateful], progress: Mapping[str, Any], sharded: bool,
 ) -> None:  # fmt: skip
-    """Write a loop's checkpoint: `others` have a state each, by the file's name; `progress` is rank 0's. Collective.
+    """Write a loop's checkpoint; arguments and errors are as for `stage_loop`. Collective."""
+    with writer.new(folder, optimizer=type(unwrapped(optimizer)).__name__) as staging:
+        stage_loop(staging, model, optimizer, others=others, progress=progress, sharded=sharded)
+
+
+def stage_loop(
+    staging: Staging, model: nn.Module, optimizer: torch.optim.Optimizer, *,
+    others: Mapping[str, Stateful], progress: Mapping[str, Any], sharded: bool,
+) -> None:  # fmt: skip
+    """Write what a loop's checkpoint holds: `others` have a state each, by the file's name; `progress` is rank 0's. Collective.
 
     All ranks raise CheckpointError where it cannot be written.
     """
-    with writer.new(folder, optimizer=type(unwrapped(optimizer)).__name__) as staging:
-        save_model(staging.path, model, sharded=sharded, files=staging.file_system)
-        save_optimizer(staging.path, model, optimizer, sharded=sharded, files=staging.file_system)
-        on_every_rank(lambda: save_random_states(staging.path, rank()))
+    save_model(staging.path, model, sharded=sharded, files=staging.file_system)
+    save_optimizer(staging.path, model, optimizer, sharded=sharded, files=staging.file_system)
+    on_every_rank(lambda: save_random_states(staging.path, rank()))
 
-        def save_rest() -> None:
-            for name, owner in others.items():
-                torch.save(owner.state_dict(), staging.path / name)
-            torch.save(dict(progress), staging.path / PROGRESS_NAME)
-            load_file(staging.path / PROGRESS_NAME, numpy=True)  # what could not be read again is better known now
+    def save_rest() -> None:
+        for name, owner in others.items():
+            torch.save(owner.state_dict(), staging.path / name)
+        torch.save(dict(progress), staging.path / PROGRESS_NAME)
+        load_file(staging.path / PROGRESS_NAME, numpy=True)  # what could not be read again is better known now
 
-        on_rank_zero(save_rest)
+    on_rank_zero(save_rest)
 
 
 def load_loop(

@@ -33,7 +33,6 @@ from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
 from ..planning.facts import RunFacts, RunFolder
-from ..planning.local_steps import refuse_local_steps
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun
 from ..sharding.environment import form_process_group, prepare_model, uses_host
@@ -45,6 +44,7 @@ from ..sharding.unit_steps import BackwardSteps, bind_optimizer, reason_against_
 from .announce import announce_result, plan_and_announce
 from .checkpoints import AcceleratorCheckpoints, replaced
 from .launch import launch_request
+from .local_steps import LoopSynchroniser, check_plugin, refuse
 from .plugin import OSDPPlugin, offloads, plugin_for, precision_of
 from .samples import batches_of_loader
 from .sharding import apply_alone, shard_model, take_later
@@ -77,8 +77,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         LaunchError: ranks are missing, or run different versions.
     """
 
-    reports_steps = True
-    """Whether the loop's first steps are measured; the Trainer measures its own."""
+    has_loop = True
+    """Whether steps are found by hooks, to measure the first of them and for local steps; the Trainer knows its own."""
 
     def __init__(
         self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | None = None, osdp_plugin: OSDPPlugin | None = None, **kwargs: Any
@@ -93,6 +93,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         """The plan with what it was made from; None before planning."""
         self._loop_meter: LoopMeter | None = None
         self._backward_steps: BackwardSteps | None = None
+        self._local_steps: LoopSynchroniser | None = None
         self._out_of_memory: OutOfMemoryHandler | None = None
         self.measured: Observation | None = None
         """Measurement of the loop's first optimizer steps, the same on every process; None before they ended."""
@@ -181,7 +182,10 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             raise ValueError("The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...).")
         if config.global_batch_size is None:
             raise ValueError("The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...).")
-        refuse_local_steps(config, "Accelerate's loop")
+        if config.local_steps is not None:
+            check_plugin(self.plugin, config.local_steps)
+            if config.step_in_backward:
+                refuse(config.local_steps, "step_in_backward=True steps before optimizer.step(), where those of a loop begin; leave it out")
         checkpointing = bool(self.plugin.activation_checkpointing)
         sync_each_batch = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         facts = RunFacts(
@@ -262,7 +266,11 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self._backward_steps = bind_optimizer(model, run.plan, run.units, optimizers)
         if before not in (None, self._backward_steps):  # an earlier optimizer must not step any more
             before.remove()
-        if self.reports_steps and self._loop_meter is None:
+        if self.has_loop and run.plan.local_steps is not None:
+            self._local_steps = self._local_steps or LoopSynchroniser(run.plan)
+            for optimizer in optimizers:
+                self._local_steps.bind(model, optimizer)
+        if self.has_loop and self._loop_meter is None:
             skips = self.scaler is not None and self.scaler.is_enabled()
             self._loop_meter = LoopMeter(model, self.device, self._report, run.plan, may_skip=skips)
 
@@ -300,6 +308,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             for tracker in self.trackers:
                 tracker.finish()
             return
+        self._synchronise("The end of training")
         if self._loop_meter is not None:
             self._loop_meter.finish()
         self._writer.wait()
@@ -350,6 +359,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Return whole weights under their Hugging Face names, as copies; empty on ranks other than 0."""
+        self._synchronise("A save")
         return full_state_dict(model) if self.is_fsdp2 else super().get_state_dict(model, unwrap=unwrap)
 
     def clip_grad_norm_(self, parameters: Parameters, max_norm: float, norm_type: float = 2) -> torch.Tensor:

@@ -1,75 +1,85 @@
-"""Local steps of the Trainer: when machines synchronise, and what of it a checkpoint holds."""
+"""Local steps of a training: when machines synchronise, and what of it a checkpoint holds."""
 
 from __future__ import annotations
 
 import logging
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ..checkpoint.safe import load_file
 from ..checkpoint.writer import on_every_rank
 from ..distributed.mesh import rank
-from ..planner.local_steps import LocalSteps
+from ..errors import OSDPError
+from ..modeling.step_hooks import makes_states
 from ..planner.plan import Plan
 from ..sharding.local_steps import OuterOptimizer
+from ..sharding.optimizer import unwrapped
 from .plugin import OSDPPlugin, offloads, writes_shards
 
 _log = logging.getLogger(__name__)
 
 
-def check_arguments(args: TrainingArguments, plugin: OSDPPlugin, steps: int) -> None:
+def check_arguments(args: TrainingArguments, steps: int) -> None:
     """Refuse arguments of a Trainer beside `steps` local steps; ValueError."""
-    problem = None
     for name, strategy, value in (
         ("save_steps", args.save_strategy == SaveStrategy.STEPS, args.save_steps),
         ("eval_steps", args.eval_strategy == IntervalStrategy.STEPS, args.eval_steps or steps),
     ):
         if strategy and value >= 1 and value % steps:
             nearest = max(1, round(value / steps)) * steps
-            problem = f"{name}={value:g} is no multiple of it, where the machines have the same model; use {nearest}"
+            refuse(steps, f"{name}={value:g} is no multiple of it, where the machines have the same model; use {nearest}")
+
+
+def check_plugin(plugin: OSDPPlugin, steps: int) -> None:
+    """Refuse options of Accelerate beside `steps` local steps; ValueError."""
     if writes_shards(plugin):
-        problem = "state_dict_type='SHARDED_STATE_DICT' would mix the machines' optimizer states; use FULL_STATE_DICT"
+        refuse(steps, "state_dict_type='SHARDED_STATE_DICT' would mix the machines' optimizer states; use FULL_STATE_DICT")
     if offloads(plugin):
-        problem = "cpu_offload moves states to the host; leave one of the two out"
-    if problem is not None:
-        raise ValueError(f"local_steps={steps}: {problem}.")
+        refuse(steps, "cpu_offload moves states to the host; leave one of the two out")
 
 
-class LocalStepsCallback(TrainerCallback):
-    """Has machines synchronise after every step whose number the local steps divide, and after the last."""
+def refuse(steps: int, problem: str) -> NoReturn:
+    """Raise ValueError with what cannot be beside so many local steps."""
+    raise ValueError(f"local_steps={steps}: {problem}.")
 
-    def __init__(self, plan: Plan, steps: LocalSteps) -> None:
-        self._steps, self._layout = steps, f"{plan.fingerprint}, rank {rank()}"
+
+class Synchroniser:
+    """The outer steps of a plan with local steps, from the first optimizer step on."""
+
+    def __init__(self, plan: Plan) -> None:
+        assert plan.local_steps is not None
+        self.steps, self._layout = plan.local_steps, f"{plan.fingerprint}, rank {rank()}"
         self._outer: OuterOptimizer | None = None
         self._loaded: dict[str, Any] | None = None
-        self._synchronised = 0
-        """The number of the step after which machines were equal."""
+        self._taken = 0
+        """Optimizer steps since the machines were equal."""
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._outer, self._synchronised = OuterOptimizer(kwargs["model"], self._steps), state.global_step
-        if self._loaded is not None:
-            self._outer.load(self._loaded, kwargs["optimizer"])
-            self._loaded = None
+    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Begin with equal machines, and with what was loaded, unless it has begun."""
+        if self._outer is None:
+            self._outer = OuterOptimizer(model, self.steps)
+            if self._loaded is not None:
+                self._outer.load(self._loaded, optimizer)
+                self._loaded = None
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if state.global_step % self._steps.steps == 0 or state.global_step >= state.max_steps:
-            self.synchronise(state)
+    def end(self) -> None:
+        """Forget the outer state: the parameters become others, or training has ended."""
+        self._outer, self._loaded, self._taken = None, None, 0
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._outer = None
-
-    def synchronise(self, state: TrainerState, before: str = "") -> None:
+    def synchronise(self, before: str = "") -> None:
         """Make the machines equal where they are not, and say so where it is done `before` something. Collective."""
-        if self._outer is None or self._synchronised == state.global_step:
+        if self._outer is None or not self._taken:
             return
         if before and rank() == 0:
-            _log.warning("%s at step %d: the machines synchronise first, between their local steps.", before, state.global_step)
+            _log.warning("%s after %d of %d local steps: the machines synchronise first.", before, self._taken, self.steps.steps)
         self._outer.step()
-        self._synchronised = state.global_step
+        self._taken = 0
 
     def save(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         """Write this rank's outer momentum and its part of its machine's optimizer states. Collective."""
@@ -79,6 +89,7 @@ class LocalStepsCallback(TrainerCallback):
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, to go on with it; where it is of another plan, the first machine's states stay. Collective."""
+        self.end()
         state: dict[str, Any] = {}
 
         def fits_here() -> bool:
@@ -90,6 +101,49 @@ class LocalStepsCallback(TrainerCallback):
         if rank() == 0 and not (fits and state["states"]):
             momentum = "" if fits else "; the outer momentum begins at zero, as the checkpoint is not of this plan's local steps"
             _log.warning("%s: all machines go on with the first machine's optimizer states%s.", folder, momentum)
+
+
+class LocalStepsCallback(TrainerCallback, Synchroniser):
+    """Has the Trainer's machines synchronise after every step whose number the local steps divide, and after the last."""
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._outer, self._taken = None, 0  # an error may have ended an earlier training
+        self.begin(kwargs["model"], kwargs["optimizer"])
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._taken += 1
+        if state.global_step % self.steps.steps == 0 or state.global_step >= state.max_steps:
+            self.synchronise()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.end()
+
+
+class LoopSynchroniser(Synchroniser):
+    """Has the machines of a loop synchronise after so many steps of its optimizer since they last did, and before evaluations."""
+
+    _optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+
+    def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Count the optimizer's steps; OSDPError for a second one."""
+        optimizer = unwrapped(optimizer)
+        if self._optimizer is not None:
+            if self._optimizer() is not optimizer:
+                raise OSDPError("Local steps count the steps of one optimizer, and a second one was made; give it groups of parameters.")
+            return
+        self._optimizer = weakref.ref(optimizer)
+        optimizer.register_step_pre_hook(lambda optimizer, *_: None if makes_states() else self.begin(model, optimizer))
+        optimizer.register_step_post_hook(self._stepped)
+        model.register_forward_pre_hook(self._forward_begins, prepend=True)  # before FSDP2 gathers
+
+    def _stepped(self, *_: object) -> None:
+        self._taken += not makes_states()
+        if self._taken >= self.steps.steps:
+            self.synchronise()
+
+    def _forward_begins(self, model: nn.Module, args: object) -> None:
+        if not (model.training or torch.is_grad_enabled()):
+            self.synchronise("An evaluation")
 
 
 def _path(folder: Path) -> Path:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..checkpoint.states import Stateful, load_loop, save_loop
+from ..checkpoint.states import Stateful, load_loop, stage_loop
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank, world_size
@@ -24,7 +24,6 @@ from ..planner.plan import Plan
 from ..planner.search.search import SearchResult
 from ..planning.config import OSDPConfig, merged_config
 from ..planning.facts import RunFacts
-from ..planning.local_steps import refuse_local_steps
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun, plan_run
 from ..planning.preflight import Severity
@@ -33,10 +32,11 @@ from ..quantities import format_bytes, format_seconds
 from ..sharding.apply import apply_plan, verify_applied
 from ..sharding.environment import form_process_group, move_to_device, mp_policy, prepare_model, training_device
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
-from ..sharding.optimizer import prepare_new_optimizers, spec_of_optimizer, spec_of_trainer_name
+from ..sharding.optimizer import prepare_new_optimizers, spec_of_optimizer, spec_of_trainer_name, unwrapped
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
 from ..sharding.unit_steps import bind_optimizer
+from .local_steps import LoopSynchroniser, refuse
 
 _log = logging.getLogger(__name__)
 
@@ -103,8 +103,9 @@ class OptimalShardedDataParallel(nn.Module):
         super().__init__()
         config = merged_config(config)
         _check(config, optimizer)
-        refuse_local_steps(config, "a plain loop")
         precision = Precision.named(mixed_precision)
+        if config.local_steps is not None and precision.compute is DType.FLOAT16:
+            refuse(config.local_steps, "with mixed_precision='fp16' a scaler of your own may skip a step on one machine alone; use 'bf16'")
         form_process_group(needed=precision.compute is not None)
         device = training_device()
         prepare_model(model, precision)
@@ -134,7 +135,14 @@ class OptimalShardedDataParallel(nn.Module):
         self.module = move_to_device(model, device)
         self._out_of_memory = OutOfMemoryHandler(model, run.plan, run.units, problem=run.problem, on_oom=config.on_oom, device=device)
         plan, units = run.plan, run.units  # and not the run, which would live as long
-        prepare_new_optimizers(self.module, lambda module, optimizer: bind_optimizer(module, plan, units, [optimizer]))
+        self._local_steps = local = None if plan.local_steps is None else LoopSynchroniser(plan)
+
+        def bind(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            bind_optimizer(module, plan, units, [optimizer])
+            if local is not None:
+                local.bind(module, optimizer)
+
+        prepare_new_optimizers(self.module, bind)
         self._scales = precision.compute is DType.FLOAT16
         self._loop_meter = LoopMeter(self.module, device, self._log_measured, plan, may_skip=self._scales)
 
@@ -188,7 +196,8 @@ class OptimalShardedDataParallel(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return whole weights on the CPU, on rank 0; an empty dict elsewhere. Collective."""
+        """Return whole weights on the CPU, on rank 0; an empty dict elsewhere. Machines that take local steps synchronise. Collective."""
+        self._synchronise()
         return full_state_dict(self.module)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
@@ -197,6 +206,8 @@ class OptimalShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: names or shapes do not fit.
         """
+        if self._local_steps is not None:
+            self._local_steps.end()
         if any(isinstance(value, DTensor) for value in state_dict.values()):
             self.module.load_state_dict(state_dict, strict=strict)
         else:
@@ -237,11 +248,15 @@ class OptimalShardedDataParallel(nn.Module):
             raise ValueError(
                 "in_background=True writes shards while training goes on, but sharded=False asks for whole tensors; leave one out."
             )
+        if sharded and self._local_steps is not None:
+            refuse(self._local_steps.steps.steps, "sharded=True would mix the machines' optimizer states; give sharded=False")
+        self._synchronise()
         self._writer.in_background = in_background
-        save_loop(
-            self._writer, path, self.module, optimizer,
-            others=_stateful(scheduler, scaler), progress=progress or {}, sharded=sharded,
-        )  # fmt: skip
+        others = _stateful(scheduler, scaler)
+        with self._writer.new(path, optimizer=type(unwrapped(optimizer)).__name__) as staging:
+            stage_loop(staging, self.module, optimizer, others=others, progress=progress or {}, sharded=sharded)
+            if self._local_steps is not None:
+                self._local_steps.save(staging.path, optimizer)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint that is written in the background is complete; all ranks raise if it could not be. Collective."""
@@ -255,7 +270,14 @@ class OptimalShardedDataParallel(nn.Module):
         Raises:
             CheckpointError: it is damaged, incomplete, or of another model; on every rank.
         """
-        return load_loop(path, self.module, optimizer, others=_stateful(scheduler, scaler), writer=self._writer)
+        progress = load_loop(path, self.module, optimizer, others=_stateful(scheduler, scaler), writer=self._writer)
+        if self._local_steps is not None:
+            self._local_steps.load(Path(path))
+        return progress
+
+    def _synchronise(self) -> None:
+        if self._local_steps is not None:
+            self._local_steps.synchronise("A save")
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  the model's own
         try:

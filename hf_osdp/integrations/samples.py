@@ -57,10 +57,14 @@ class Batches:
                 tensor = tensor.index_select(dim, torch.arange(self.row_tokens or 0) % self.tokens)
         return tensor
 
-    def with_rows(self, sequence_length: int | None) -> tuple[Batches, int]:
-        """Return batches with rows of this many tokens, None for those of the longest that any rank found; and that number. Collective."""
-        length = sequence_length or max(all_gather_objects(self.tokens or 1))
-        return replace(self, row_tokens=length if self.tokens else None), length
+    def with_rows(self, length: int | None) -> Batches:
+        """Return batches with rows of this many tokens, where rows have tokens."""
+        return replace(self, row_tokens=length if self.tokens else None)
+
+
+def row_tokens(found: int | None, sequence_length: int | None) -> int | None:
+    """Return the tokens of a row: as stated, else the most that any rank found; None where none found a row. Collective."""
+    return sequence_length or max(all_gather_objects(found or 0)) or None
 
 
 def find_batches(dataset: Any, collate: Collate) -> Batches | None:  # noqa: ANN401  of any library
@@ -117,12 +121,10 @@ def accepts_as_keywords(model: nn.Module, batch: object) -> bool:
 def batches_of_loader(loader: DataLoader[Any], model: nn.Module, sequence_length: int | None) -> tuple[Batches | None, int | None]:
     """Find the batches that a loop gives to the model by keywords, if it can, and the tokens of a row, if they are known. Collective."""
     found = None if loader.collate_fn is None else find_batches(loader.dataset, loader.collate_fn)
-    if found is None:
-        return None, sequence_length
-    batches, length = found.with_rows(sequence_length)
-    if accepts_as_keywords(model, found(1)):
-        return batches, length
-    return None, length if found.tokens else sequence_length
+    length = row_tokens(None if found is None else found.tokens or 1, sequence_length)
+    if found is not None and accepts_as_keywords(model, found(1)):
+        return found.with_rows(length), length
+    return None, length if found is None or found.tokens else sequence_length
 
 
 def _all_random_states_kept() -> AbstractContextManager[None]:

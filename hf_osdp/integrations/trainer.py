@@ -28,7 +28,7 @@ from ..sharding.weight_reads import mixing_explained
 from .accelerator import OSDPAccelerator
 from .announce import announce_result, plan_and_announce
 from .checkpoints import replaced
-from .local_steps import LocalStepsCallback, check_arguments
+from .local_steps import LocalStepsCallback, check_arguments, check_plugin
 from .plugin import OSDPPlugin
 from .subclasses import check_order, ignores_item_count, planning_at_the_end, with_whole_weights
 from .trainer_checkpoints import StopCallback, TrainerCheckpoints
@@ -90,7 +90,8 @@ class Trainer(TrainerCheckpoints):
         self._osdp = replace(self._osdp, compile=self._osdp.compile or self.accelerator.plugin.osdp.compile)  # the launcher's dynamo
         try:
             if self._osdp.local_steps is not None:
-                check_arguments(args, self.accelerator.plugin, self._osdp.local_steps)
+                check_arguments(args, self._osdp.local_steps)
+                check_plugin(self.accelerator.plugin, self._osdp.local_steps)
             facts = facts_of_trainer(self, self._osdp)
             hold_master_weights(self.model, facts.precision)
             self._run = plan_and_announce(self.model, self._osdp, facts)
@@ -108,8 +109,8 @@ class Trainer(TrainerCheckpoints):
         if self.place_model_on_device and not self.is_fsdp_enabled:
             super()._move_model_to_device(self.model, args.device)
         self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and not ignores_item_count(self.model)
-        if (local_steps := self._run.plan.local_steps) is not None:
-            self._local_steps = LocalStepsCallback(self._run.plan, local_steps)
+        if self._run.plan.local_steps is not None:
+            self._local_steps = LocalStepsCallback(self._run.plan)
             self.add_callback(self._local_steps)
         self._meter = StepMeter(args.device, compiled=bool(self._run.plan.compiled_classes))
         self.add_callback(_StepCallback(self._meter))
@@ -135,7 +136,7 @@ class Trainer(TrainerCheckpoints):
             return
         with replaced(transformers.trainer, Accelerator=OSDPAccelerator):  # stock has no argument for it
             super().create_accelerator_and_postprocess()
-        self.accelerator.reports_steps = False  # the Trainer knows where its steps begin and end
+        self.accelerator.has_loop = False  # the Trainer knows where its steps begin and end
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """As stock, with the plan's plugin."""

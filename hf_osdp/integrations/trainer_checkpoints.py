@@ -138,7 +138,7 @@ class TrainerCheckpoints(transformers.Trainer):
     def _synchronise(self, what: str) -> None:
         """Have machines that take local steps synchronise before `what`, where they are between two synchronisations. Collective."""
         if self._local_steps is not None:
-            self._local_steps.synchronise(self.state, what)
+            self._local_steps.synchronise(what)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
         """Start as the stock Trainer, which warns of changed arguments: the user's batch size counts, not the plan's."""

@@ -19,7 +19,6 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
 from ..checkpoint.resume import recorded_manifest
-from ..distributed.process_group import all_gather_objects
 from ..modeling.batch import Inputs, without_adapters
 from ..modeling.wrapping import has_running_statistics
 from ..planner.job import OptimizerSpec, Precision
@@ -31,7 +30,7 @@ from ..sharding.optimizer import frozen_parameters, knows_trainer_name, spec_of_
 from ..sharding.unit_steps import reason_against_unit_steps
 from .launch import launch_request
 from .plugin import offloads, refuse_decided, with_block_classes
-from .samples import find_batches, tokens_of
+from .samples import find_batches, row_tokens, tokens_of
 from .subclasses import bytes_of_other_models, traced_loss
 
 _log = logging.getLogger(__name__)
@@ -155,23 +154,24 @@ def _batches(trainer: Trainer, config: OSDPConfig) -> tuple[Inputs | None, int]:
     evaluated = trainer.eval_dataset
     evaluated = next(iter(evaluated.values()), None) if isinstance(evaluated, dict) else evaluated
     found = find_batches(*_rows_and_collator(trainer, trainer.train_dataset)) or find_batches(*_rows_and_collator(trainer, evaluated))
-    if found is not None and isinstance(found(1), Mapping):
-        batches, length = found.with_rows(config.sequence_length)
+    is_made_in_step = found is not None and not isinstance(found(1), Mapping)
+    tokens = None if found is None else _tokens_to_generate(trainer, found.sample) if is_made_in_step else found.tokens or 1
+    length = row_tokens(tokens, config.sequence_length)
+    if length is None:
+        raise ValueError("The sequence length cannot be read from the dataset; give OSDPConfig(sequence_length=...).")
+    if found is not None and not is_made_in_step:
         if config.sequence_length is None and not found.is_whole and found.tokens:
             _warn(
                 trainer.args, "Planned for %d tokens, the longest of %d samples that were looked at; where longer ones come, give"
                 " OSDPConfig(sequence_length=...).", length, found.seen,
             )  # fmt: skip
-        return batches, length
-    generated = config.sequence_length or (None if found is None else _tokens_to_generate(trainer, found.sample))
-    if generated is None:
-        raise ValueError("The sequence length cannot be read from the dataset; give OSDPConfig(sequence_length=...).")
+        return found.with_rows(length), length
     if found is not None:
         _warn(
             trainer.args, "%s makes its batches in the step itself, as by generation: the estimate is that of the model's own loss, without"
             " what it takes to make them; a lower memory_limit leaves room.", type(trainer).__name__,
         )  # fmt: skip
-    return None, config.sequence_length or max(all_gather_objects(generated))
+    return None, length
 
 
 def _rows_and_collator(trainer: Trainer, dataset: Any) -> tuple[Any, Any]:  # noqa: ANN401  of any library

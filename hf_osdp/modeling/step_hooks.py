@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -30,6 +32,24 @@ class StepHooks(dict[object, Hook]):
     def _run(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         for hook in tuple(self.values()):
             hook(optimizer)
+
+
+_MAKING_STATES: ContextVar[bool] = ContextVar("making_states", default=False)
+
+
+@contextmanager
+def making_states() -> Iterator[None]:
+    """Within, an optimizer's steps are torch's steps of zeros, which make its states; one without states takes them again and again."""
+    token = _MAKING_STATES.set(True)
+    try:
+        yield
+    finally:
+        _MAKING_STATES.reset(token)
+
+
+def makes_states() -> bool:
+    """Return whether a step that runs is one of zeros."""
+    return _MAKING_STATES.get()
 
 
 before_step = StepHooks(register_optimizer_step_pre_hook)

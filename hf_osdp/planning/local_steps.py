@@ -37,9 +37,3 @@ def check_local_steps(plan: Plan, asked: LocalSteps | None) -> None:
         if has != wanted:
             option = "local_steps" if name == "steps" else name
             raise PlanError(f"The plan trains with {option}={has}, but {option}={wanted} is asked for; make them agree, or plan again.")
-
-
-def refuse_local_steps(config: OSDPConfig, loop: str) -> None:
-    """Refuse local steps in a loop that does not synchronise machines."""
-    if config.local_steps is not None:
-        raise ValueError(f"local_steps={config.local_steps} is for the Trainer, which knows when to synchronise; {loop} trains without.")

@@ -49,10 +49,14 @@ class OuterOptimizer:
             raise OSDPError("Local steps need a model that a plan with local steps was applied to; prepare it again.")
         self.steps, self._between = steps, groups.between
         self._messages = list(_messages(model, groups))
+        self._parameters = list(model.parameters())
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
 
     @torch.no_grad()
     def step(self) -> None:
         """Average the machines' differences and take the outer step, after which all have the same parameters. Collective."""
+        if [parameter.requires_grad for parameter in self._parameters] != self._trained:
+            raise OSDPError("Parameters were frozen or unfrozen after local steps began, which average what trained then; do so before.")
         for parts, replicas, before, momentum in self._messages:
             flat = _flat(parts, replicas)
             difference = before - _own(flat, replicas)

@@ -239,3 +239,18 @@ def test_one_process_is_measured_and_needs_no_group(tmp_path):
     assert not dist.is_initialized()
     accelerator.save_model(model, tmp_path)
     assert (tmp_path / "model.safetensors").is_file()
+
+
+class RankZeroRows(torch.utils.data.IterableDataset):
+    """A stream that other ranks find empty."""
+
+    def __iter__(self):
+        yield from tokens() if launched_rank() == 0 else ()
+
+
+@pytest.mark.on_ranks(2, init=False)
+def test_a_rank_that_finds_no_samples_takes_the_length_that_others_found():
+    hardware = preset("cpu", devices_per_node=2)
+    accelerator, model = OSDPAccelerator(osdp=OSDPConfig(hardware=hardware, compare=False), cpu=True), tiny_model()
+    accelerator.prepare(model, new_optimizer(model), DataLoader(RankZeroRows(), batch_size=2))
+    assert accelerator.planned_run.plan.sequence_length == LENGTH

@@ -7,17 +7,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import TrainerCallback, set_seed
 
+from hf_osdp import OptimalShardedDataParallel, OSDPAccelerator
 from hf_osdp.distributed.collectives import listening
 from hf_osdp.distributed.launcher import launched_rank
 from hf_osdp.distributed.mesh import apart, sharing_ranks
 from hf_osdp.errors import OSDPError, PlanError
+from hf_osdp.integrations.plugin import OSDPPlugin
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.cost.local_steps import outer_tensors
 from hf_osdp.planner.job import TrainingJob
@@ -91,9 +95,13 @@ def are_equal_between_machines(model: nn.Module) -> bool:
 
 
 def diloco(
-    name: str, *, local: LocalSteps = LOCAL, steps: int = STEPS, make: Optimizer = adamw, max_norm: float | None = None
-) -> tuple[dict[str, torch.Tensor], list[list[float]]]:
-    """The algorithm in one process, machine by machine. After the last step the first machine's weights, and all norms."""
+    name: str, *, local: LocalSteps = LOCAL, steps: int = STEPS, make: Optimizer = adamw, max_norm: float | None = None,
+    synchronised: tuple[int, ...] | None = None,
+) -> tuple[dict[str, torch.Tensor], list[list[float]]]:  # fmt: skip
+    """The algorithm in one process, machine by machine, synchronised after these steps, None for every H-th.
+
+    After the last step the first machine's weights, and all norms.
+    """
     models = [tiny_model(name) for _ in range(local.machines)]
     optimizers = [make(model.parameters()) for model in models]
     norms: list[list[float]] = [[] for _ in models]
@@ -106,7 +114,7 @@ def diloco(
                 norms[machine].append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
             optimizer.step()
             optimizer.zero_grad()
-        if step % local.steps == 0:
+        if step % local.steps == 0 if synchronised is None else step in synchronised:
             with torch.no_grad():
                 for start, *ended in zip(before, *(model.parameters() for model in models), strict=True):
                     start.grad = sum(start - parameter for parameter in ended) / len(ended)
@@ -392,7 +400,7 @@ def test_the_trainer_resumes_exactly_at_a_synchronisation_and_saves_elsewhere_af
     saves.add_callback(Saves())
     saves.train()
     lines = [line for line in log.lines if "synchronise first" in line]
-    assert lines == ([] if dist.get_rank() else ["A save at step 3: the machines synchronise first, between their local steps."])
+    assert lines == ([] if dist.get_rank() else ["A save after 1 of 2 local steps: the machines synchronise first."])
     other = trainer_of(tmp_path / "other", config={"local_steps": 1}, **options)
     other.train(resume_from_checkpoint=str(tmp_path / "saves" / "checkpoint-3"))
     if dist.get_rank() == 0:
@@ -459,17 +467,146 @@ def test_what_local_steps_cannot_run_beside_is_refused_in_one_line(tmp_path):
     assert are_equal_between_machines(given.model)
 
 
-@pytest.mark.on_ranks(2, init=False)
-def test_one_machine_and_other_loops_are_refused(tmp_path):
-    from hf_osdp import OptimalShardedDataParallel, OSDPAccelerator
+IN_A_LOOP, SAVED = (3, 4, 5, 8, 11, 12), 5
+"""When the loops below synchronise: three steps after they last did, before an evaluation, a save, and at the end."""
+SAID = ["An evaluation after 1", "A save after 1", "A save after 1"]
 
+
+@contextmanager
+def recorded() -> Iterator[Callable[[], list[str]]]:
+    """What is said of synchronisations, and of states that do not go on."""
+    log = Recorded()
+    logging.getLogger("hf_osdp").addHandler(log)
+    yield lambda: [line for line in log.lines if "synchronise first" in line or "first machine" in line]
+    logging.getLogger("hf_osdp").removeHandler(log)
+
+
+def evaluate(model: nn.Module, rank: int) -> None:
+    model.eval()
+    with torch.inference_mode():
+        tiny_loss(model, tiny_batch(0, part=rank, parts=dist.get_world_size()))
+    model.train()
+
+
+def accelerated(folder: Path, steps: range, *, load: bool = False) -> dict[str, torch.Tensor]:
+    """An Accelerate loop, saved after step `SAVED` or gone on with from there; whole weights on rank 0."""
+    model = tiny_model("gpt2", seed=launched_rank())
+    plan = replace(local_plan(find_units(model)), sequence_length=8)
+    osdp = OSDPConfig(plan=plan, local_steps=H, sequence_length=8, global_batch_size=WORLD)
+    accelerator = OSDPAccelerator(osdp=osdp, cpu=True)
+    model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
+    if load:
+        accelerator.load_state(str(folder))
+    for step in steps:
+        with accelerator.accumulate(model):
+            accelerator.backward(tiny_loss(model, tiny_batch(step, part=launched_rank(), parts=WORLD)))
+            accelerator.clip_grad_norm_(model.parameters(), MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 4:
+            evaluate(model, launched_rank())
+        if step == SAVED:
+            accelerator.save_state(str(folder))
+        assert are_equal_between_machines(model) == (step in IN_A_LOOP[:-1])
+    if not load:
+        return accelerator.get_state_dict(model)
+    weights: dict[str, torch.Tensor] = {}
+    accelerator.trackers = [SimpleNamespace(finish=lambda: weights.update(full_state_dict(model)))]  # then the process group is gone
+    accelerator.end_training()
+    return weights
+
+
+@pytest.mark.on_ranks(WORLD, init=False, nodes=MACHINES)
+def test_an_accelerate_loop_takes_local_steps_and_resumes_exactly(tmp_path):
+    with recorded() as said:
+        found = accelerated(tmp_path / "saved", range(1, 13))
+        assert said() == ([] if dist.get_rank() else [f"{what} of 3 local steps: the machines synchronise first." for what in SAID])
+        assert_close(found, diloco("gpt2", steps=12, max_norm=MAX_NORM, synchronised=IN_A_LOOP)[0])
+        again = accelerated(tmp_path / "saved", range(SAVED + 1, 13), load=True)
+        assert [line.partition(" after")[0] for line in said()[len(SAID) :]] == ([] if launched_rank() else ["The end of training"])
+    assert launched_rank() or all(torch.equal(again[name], found[name]) for name in found)
+
+
+def plain(folder: Path, steps: range, *, load: bool = False) -> dict[str, torch.Tensor]:
+    """A plain loop on machines of one rank, planned."""
+    hardware = preset("cpu", nodes=MACHINES, devices_per_node=1)
+    config = OSDPConfig(hardware=hardware, local_steps=H, sequence_length=8, global_batch_size=4)
+    model = OptimalShardedDataParallel(tiny_model("gpt2", seed=launched_rank()), config)
+    optimizer, rank = adamw(model.parameters()), dist.get_rank()
+    if load:
+        assert model.load_checkpoint(folder, optimizer) == {"step": SAVED}
+    for step in steps:
+        model.backward(tiny_loss(model, tiny_batch(step, part=rank, parts=MACHINES)))
+        model.clip_grad_norm_(MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 4:
+            evaluate(model, rank)
+        if step == SAVED:
+            with pytest.raises(ValueError, match="local_steps=3: sharded=True would mix the machines' optimizer states"):
+                model.save_checkpoint(folder, optimizer)
+            model.save_checkpoint(folder, optimizer, progress={"step": step}, sharded=False)
+        assert are_equal_between_machines(model) == (step in IN_A_LOOP[:-1])
+    with pytest.raises(OSDPError, match="count the steps of one optimizer"):
+        sgd(model.parameters()).step()
+    return model.full_state_dict()
+
+
+@pytest.mark.on_ranks(MACHINES, init=False, nodes=MACHINES)
+def test_a_plain_loop_takes_local_steps_and_resumes_exactly(tmp_path):
+    with recorded() as said:
+        found = plain(tmp_path / "saved", range(1, 13))
+        assert len(said()) == (0 if dist.get_rank() else len(SAID))
+        again = plain(tmp_path / "saved", range(SAVED + 1, 13), load=True)
+    assert_close(found, diloco("gpt2", steps=12, max_norm=MAX_NORM, synchronised=IN_A_LOOP)[0])
+    assert dist.get_rank() or all(torch.equal(again[name], found[name]) for name in found)
+
+
+@pytest.mark.on_ranks(MACHINES, init=False, nodes=MACHINES)
+def test_loaded_weights_begin_anew_frozen_ones_are_refused_and_a_save_of_no_states_is_no_step(tmp_path):
+    hardware = preset("cpu", nodes=MACHINES, devices_per_node=1)
+    config = OSDPConfig(hardware=hardware, local_steps=1, sequence_length=8, global_batch_size=4)
+    model = OptimalShardedDataParallel(tiny_model("gpt2", seed=5), config)
+    optimizer = sgd(model.parameters())
+    for load in (None, tiny_model("gpt2").state_dict()):
+        model.save_checkpoint(tmp_path / str(load is None), optimizer, sharded=False)
+        if load is not None:
+            model.load_state_dict(load)
+        model.backward(tiny_loss(model, tiny_batch(1, part=dist.get_rank(), parts=MACHINES)))
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_checkpoint(tmp_path / "last", optimizer, sharded=False)  # SGD has no states, and torch steps to make them
+    assert_close(model.full_state_dict(), diloco("gpt2", local=replace(LOCAL, steps=1), steps=1, make=sgd)[0])
+    next(model.parameters()).requires_grad_(False)
+    with pytest.raises(OSDPError, match="frozen or unfrozen after local steps began"):
+        optimizer.step()
+
+
+@pytest.mark.on_ranks(2, init=False, nodes=2)
+def test_loops_refuse_what_local_steps_cannot_run_beside():
+    osdp = OSDPConfig(hardware=preset("cpu", nodes=2, devices_per_node=1), local_steps=5, sequence_length=12, global_batch_size=4)
+    with pytest.raises(ValueError, match="local_steps=5: with mixed_precision='fp16' a scaler of your own may skip a step"):
+        OptimalShardedDataParallel(trainers.tiny_model(), osdp, mixed_precision="fp16")
+    with pytest.raises(ValueError, match="local_steps=5: step_in_backward=True steps before"):
+        OSDPAccelerator(osdp=replace(osdp, step_in_backward=True), cpu=True).plan(trainers.tiny_model())
+    AcceleratorState._reset_state(True)
+    plugin = OSDPPlugin(osdp=osdp, state_dict_type="SHARDED_STATE_DICT")
+    with pytest.raises(ValueError, match="local_steps=5: state_dict_type='SHARDED_STATE_DICT' would mix"):
+        OSDPAccelerator(osdp_plugin=plugin, cpu=True).plan(trainers.tiny_model())
+    AcceleratorState._reset_state(True)
+    accelerator, model = OSDPAccelerator(osdp=osdp, cpu=True), trainers.tiny_model()
+    half = len(parameters := list(model.parameters())) // 2
+    with pytest.raises(OSDPError, match="count the steps of one optimizer, and a second one was made"):
+        accelerator.prepare(model, sgd(parameters[:half]), sgd(parameters[half:]))
+
+
+@pytest.mark.on_ranks(2, init=False)
+def test_one_machine_is_refused(tmp_path):
     hardware = preset("cpu", devices_per_node=2)
     args = trainers.arguments(str(tmp_path), per_device_train_batch_size=2)
     with pytest.raises(ValueError, match="local_steps=5 is for several machines, and the processes are on one"):
         osdp = OSDPConfig(hardware=hardware, local_steps=5)
         trainers.PlannedTrainer(model=trainers.tiny_model(), args=args, train_dataset=trainers.tokens(), osdp=osdp)
     osdp = OSDPConfig(hardware=hardware, local_steps=5, sequence_length=12, global_batch_size=4)
-    with pytest.raises(ValueError, match=r"local_steps=5 is for the Trainer.* a plain loop"):
+    with pytest.raises(ValueError, match="local_steps=5 is for several machines, and the processes are on one"):
         OptimalShardedDataParallel(trainers.tiny_model(), osdp)
-    with pytest.raises(ValueError, match=r"local_steps=5 is for the Trainer.* Accelerate's loop"):
-        OSDPAccelerator(osdp=osdp, cpu=True).plan(trainers.tiny_model())

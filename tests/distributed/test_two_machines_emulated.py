@@ -43,6 +43,35 @@ def test_bytes_over_the_link_are_those_of_theory():
             assert sent == pytest.approx(row["theory"], rel=0.015), name
 
 
+SENDS = """
+import time
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+message = torch.zeros(2**19)
+for source in (0, 1, 0, 1):  # connections first
+    dist.barrier()
+    began = time.monotonic()
+    dist.send(message, 1 - source) if dist.get_rank() == source else dist.recv(message, source)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print(time.monotonic() - began, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", ["20mbit/80mbit", "unlimited/20mbit"])
+def test_a_link_between_machines_of_two_rates_runs_at_the_lower_in_both_directions(rate, tmp_path):
+    (tmp_path / "sends.py").write_text(SENDS)
+    done = subprocess.run(
+        command(f"--rate={rate}", "--ranks=1", "--timeout=100", "--", str(tmp_path / "sends.py")), stdout=subprocess.PIPE, text=True
+    )
+    seconds = [float(line) for line in done.stdout.splitlines()]
+    at_the_lower = 8 * 2**21 / 20e6
+    assert seconds[2:] == [pytest.approx(at_the_lower, rel=0.2)] * 2
+
+
 @pytest.mark.slow
 def test_a_failing_rank_ends_all_with_its_code():
     done = subprocess.run(command("--ranks=1", "--timeout=100", "--", "--no-python", "false"), capture_output=True, text=True)

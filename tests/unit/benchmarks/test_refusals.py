@@ -21,7 +21,9 @@ WRONG = [
     (run.parse, ["--limits", "600 elephants"], "is not a number of bytes"),
     (run.parse, ["--rounds", "0"], "at least 1"),
     (run.parse, ["--nodes", "1", "--ranks", "1"], "one rank sends nothing"),
+    (run.parse, ["--rates", "50mbit/100mbit/200mbit"], "has 3 rates for 2 machines; give one, or one for each (--nodes)"),
     (emulate.main, ["--rate=1e3mbit", "--", "x"], "is not a rate"),
+    (emulate.main, ["--nodes=3", "--rate=50mbit/1gbit", "--", "x"], "50mbit/1gbit has 2 rates for 3 machines"),
 ]
 
 

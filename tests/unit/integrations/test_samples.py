@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from hf_osdp.integrations.samples import accepts_as_keywords, find_batches, tokens_of
+from hf_osdp.integrations.samples import accepts_as_keywords, find_batches, row_tokens, tokens_of
 
 
 def pad(samples):
@@ -68,7 +68,7 @@ def test_find_batches_has_the_tokens_of_the_longest_row(dataset, collate, tokens
 def test_batches_are_stretched_to_longer_rows():
     batches = find_batches([{"input_ids": [3, 4, 5]}], pad)
     assert replace(batches, row_tokens=5)(2)["input_ids"].tolist() == [[3, 4, 5, 3, 4]] * 2
-    assert batches.with_rows(5)[0] == replace(batches, row_tokens=5) and batches.with_rows(None)[1] == 3
+    assert batches.with_rows(5) == replace(batches, row_tokens=5) and (row_tokens(3, None), row_tokens(3, 5)) == (3, 5)
 
 
 def test_find_batches_takes_nothing_from_a_stream():
