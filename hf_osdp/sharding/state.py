@@ -32,7 +32,8 @@ from ..distributed.process_group import all_gather_objects
 from ..modeling.split.names import SlicedName, is_split, merge_optimizer_state, merge_state_dict, own_positions, split_optimizer_state
 from ..modeling.units import canonical_name, named_parameters
 from .gradients import local
-from .optimizer import low_bit_spec, steps_shards, unwrapped
+from .optimizer import low_bit_spec, unwrapped
+from .optimizer_steps import steps_shards
 from .weight_reads import end_step
 
 _SET_BY_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}

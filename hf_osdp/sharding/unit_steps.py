@@ -25,7 +25,8 @@ from ..modeling.units import canonical_name
 from ..planner.description import UnitDescription
 from ..planner.plan import Plan
 from .gradients import local, local_power, total_norm
-from .optimizer import low_bit_spec, step_parts, unwrapped
+from .optimizer import low_bit_spec, unwrapped
+from .optimizer_steps import step_parts
 
 
 def reason_against_unit_steps(optimizer: torch.optim.Optimizer) -> str | None:

@@ -29,7 +29,8 @@ from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.problem import RunFacts, training_job
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import local
-from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer, spec_of_trainer_name, step_by_device
+from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer, spec_of_trainer_name
+from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict
 from hf_osdp.sharding.steps import micro_step
 from tests.helpers.checkpointed import worst

@@ -23,7 +23,7 @@ from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.problem import RunFacts, find_plan, training_job
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import local
-from hf_osdp.sharding.optimizer import step_by_device
+from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step
 from hf_osdp.sharding.unit_steps import bind_optimizer
