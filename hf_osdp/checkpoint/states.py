@@ -26,7 +26,7 @@ from ..distributed.process_group import gloo_group
 from ..errors import CheckpointError
 from ..modeling.split.names import split_names
 from ..modeling.units import canonical_name
-from ..sharding.optimizer import unwrapped
+from ..sharding.optimizer import optimizer_name
 from ..sharding.state import (
     check_states,
     free_gathered,
@@ -208,7 +208,7 @@ def save_loop(
 
     All ranks raise CheckpointError where it cannot be written.
     """
-    with writer.new(folder, optimizer=type(unwrapped(optimizer)).__name__) as staging:
+    with writer.new(folder, optimizer=optimizer_name(optimizer)) as staging:
         save_model(staging.path, model, sharded=sharded, files=staging.file_system)
         save_optimizer(staging.path, model, optimizer, sharded=sharded, files=staging.file_system)
         on_every_rank(lambda: save_random_states(staging.path, rank()))
@@ -240,7 +240,7 @@ def load_loop(
 
     rest = on_rank_zero(read_rest)
     run = writer or CheckpointWriter()
-    warn_of_changes(folder, {**run.settings, "optimizer": type(unwrapped(optimizer)).__name__}, run.plan)
+    warn_of_changes(folder, {**run.settings, "optimizer": optimizer_name(optimizer)}, run.plan)
     load_model(folder, model)
     load_optimizer(folder, model, optimizer)
     for name, owner in others.items():

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from ..distributed.mesh import world_size
 from ..errors import OSDPError
-from ..planner.job import ADAFACTOR, LOW_BIT, OptimizerSpec, OptimizerStep, StateFormat
+from ..planner.job import ADAFACTOR, BITSANDBYTES, LOW_BIT, OptimizerSpec, OptimizerStep, StateFormat, bitsandbytes_of_trainer
+from .bitsandbytes import spec_of_bitsandbytes
 from .optimizer_trial import COLUMNS, ROWS, after_step, difference_on_shards
 
 _REFUSED = {
@@ -23,6 +24,7 @@ _REFUSED = {
     "sparseadam": "needs sparse gradients",
     "lomo": "updates while backward runs, before gradients are reduced",
     "apollo": "projects gradients at random, otherwise on each rank",
+    "paged": "keeps states in CUDA's unified memory, whose place the driver chooses",
     "8bit": "holds its states in blocks that are quantized together",
     "4bit": "holds its states in blocks that are quantized together",
 }
@@ -36,6 +38,7 @@ ELEMENT_WISE = tuple(
 _LARGEST_DIFFERENCE = 1e-4
 """Of an update: rounding of float32 leaves less, a norm of a shard in the place of the whole's some percent."""
 _ADVICE = "use an element-wise optimizer such as AdamW, Adam, SGD or RMSprop"
+_PAGED_ADVICE = "use the one that is not paged, or AdamW with OSDPConfig(offload_optimizer=True)"
 _LOW_BIT_ADVICE = "use torchao's AdamW8bit (optim='adamw_torch_8bit'), which quantizes each shard by itself"
 _STATES = {"adamw": 2, "adam": 2, "adamax": 2, "nadam": 2, "radam": 2, "sgd": 0, "adagrad": 1, "rmsprop": 1, "adadelta": 2}
 """State tensors for each parameter, as `torch.optim` keeps them by default."""
@@ -45,6 +48,7 @@ _TRAINER_SPECS = {
     **{name: OptimizerSpec(name=name.partition("_")[0], states=_STATES[name.partition("_")[0]]) for name in _OF_TRAINER},
     "adamw_torch_8bit": LOW_BIT["adamw8bit"].with_block_size(256),
     "adamw_torch_4bit": LOW_BIT["adamw4bit"].with_block_size(256),
+    **{name: bitsandbytes_of_trainer(name) for name in BITSANDBYTES},
     "adafactor": ADAFACTOR,
 }
 """What optimizers hold by their names in `TrainingArguments.optim`. transformers has blocks of 256 elements, torchao's AdamW4bit 128."""
@@ -52,15 +56,15 @@ _TRAINER_SPECS = {
 
 def reason_against(*names: str) -> str | None:
     """Return why an optimizer with these names, of classes or of `optim`, cannot run, and the remedy; None where none says it."""
-    found = next(((name, reason) for name in names for part, reason in _REFUSED.items() if part in name.lower()), None)
+    found = next(((name.lower(), part) for name in names for part in _REFUSED if part in name.lower()), None)
     if found is None:
         return None
-    advice = _LOW_BIT_ADVICE if "bit" in found[0].lower() else _ADVICE
-    return f"{found[1]}, which a plan does not allow; {advice}"
+    advice = _PAGED_ADVICE if found[1] == "paged" else _LOW_BIT_ADVICE if "bit" in found[0] else _ADVICE
+    return f"{_REFUSED[found[1]]}, which a plan does not allow; {advice}"
 
 
 def _class_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    return tuple(cls.__name__ for cls in type(optimizer).__mro__)
+    return (*(["paged"] if getattr(optimizer, "is_paged", False) else []), *(cls.__name__ for cls in type(optimizer).__mro__))
 
 
 def low_bit_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec | None:
@@ -80,6 +84,12 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
+def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
+    """Return what checkpoints call an optimizer: bitsandbytes' with their bits, for the Trainer makes both of one class."""
+    spec = spec_of_bitsandbytes(inner := unwrapped(optimizer))
+    return type(inner).__name__ if spec is None else spec.name
+
+
 def check_optimizer(optimizer: torch.optim.Optimizer, apart: Iterable[nn.Parameter] = ()) -> None:
     """Refuse an optimizer that cannot run under a plan as it was applied to what it trains.
 
@@ -93,10 +103,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, apart: Iterable[nn.Paramet
             f"{type(optimizer).__name__} rounds parameters in bf16 at random (bf16_stochastic_round=True), and replicas would drift apart;"
             " use strategy='fsdp', which has none, or hold parameters in float32 (mixed_precision='bf16')."
         )
-    if not trained or not needs_whole(optimizer):
-        return
+    whole, held = needs_whole(optimizer), spec_of_bitsandbytes(optimizer)
     away = {id(parameter) for parameter in apart}
-    if parted := sum(_spread(p)[0] > 1 or id(p) in away for p in trained):
+    if held and held.is_quantized and (parted := sum(id(p) in away for p in trained)):
+        raise OSDPError(
+            f"{type(optimizer).__name__} quantizes blocks of whole parameters, and {parted} of {len(trained)} are in slices or on the host;"
+            f" plan for this optimizer, or {_ADVICE}."
+        )
+    if whole and (parted := sum(_spread(p)[0] > 1 or id(p) in away for p in trained)):
         raise OSDPError(
             f"{type(optimizer).__name__} is not element-wise: it needs whole parameters, and {parted} of {len(trained)} are sharded, in"
             f" slices or on the host; plan for this optimizer, which replicates them, or {_ADVICE}."
@@ -106,7 +120,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, apart: Iterable[nn.Paramet
 def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the update of an element depends on others of its parameter; OSDPError where an optimizer cannot run under a plan."""
     name = type(optimizer).__name__
-    if low_bit_spec(optimizer) or type(optimizer) in ELEMENT_WISE:
+    if type(optimizer) in ELEMENT_WISE or low_bit_spec(optimizer) or spec_of_bitsandbytes(optimizer):
         return False
     if reason := reason_against(*_class_names(optimizer)):
         raise OSDPError(f"{name} {reason}.")
@@ -136,15 +150,18 @@ def _spread(parameter: torch.Tensor) -> tuple[int, int]:
 def spec_of_optimizer(optimizer: torch.optim.Optimizer | None, *, device_type: str) -> OptimizerSpec:
     """Return what an optimizer will hold, plain or wrapped by Accelerate; None stands for AdamW's defaults.
 
-    What torch's and torchao's hold is known; another one takes a step on a matrix of its own, and what it has kept is counted.
+    What torch's, torchao's and bitsandbytes' hold is known; another takes a step on a matrix of its own, and what it has kept is counted.
     """
     if optimizer is None:
         return spec_of_trainer_name("adamw_torch", device_type=device_type)
     optimizer = unwrapped(optimizer)
     cls, options = type(optimizer), optimizer.defaults
     name = cls.__name__.lower()
-    if spec := low_bit_spec(optimizer):
-        return spec
+    try:
+        if spec := low_bit_spec(optimizer) or spec_of_bitsandbytes(optimizer, device_type=device_type):
+            return spec
+    except OSDPError as error:
+        raise ValueError(str(error)) from error
     if name in _STATES and cls is getattr(torch.optim, cls.__name__, None):
         states = _STATES[name] + sum(bool(options.get(option)) for option in ("amsgrad", "momentum", "centered"))
         return OptimizerSpec(name=name, states=states, step=_step(options.get("fused"), options.get("foreach"), device_type))
@@ -198,6 +215,8 @@ def spec_of_trainer_name(name: str, *, device_type: str) -> OptimizerSpec:
     if name not in _TRAINER_SPECS:
         reason = reason_against(name) or f"is not known to work under a plan; use one of {', '.join(_TRAINER_SPECS)}"
         raise ValueError(f"optim={name!r} {reason}.")
+    if name in BITSANDBYTES:
+        return bitsandbytes_of_trainer(name, device_type=device_type)
     spec = _TRAINER_SPECS[name]
     return replace(spec, step=_step(name.endswith("_fused") or None, None, device_type)) if name in _OF_TRAINER else spec
 

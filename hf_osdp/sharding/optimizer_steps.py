@@ -17,6 +17,7 @@ from ..errors import OSDPError
 from ..modeling.split.names import keep_positions, split_names
 from ..modeling.step_hooks import before_step
 from ..modeling.units import canonical_name
+from .bitsandbytes import in_float32, is_bitsandbytes, quantize_as_whole
 from .environment import host_parameters
 from .gradients import local
 from .optimizer import ELEMENT_WISE, check_optimizer, unwrapped
@@ -133,7 +134,7 @@ class _StepByDevice:
         self._host = {id(parameter) for parameter in host}
         self._whole: list[dict[str, Any]] | None = None
         self._parts: list[list[dict[str, Any]]] = []
-        self._on_shards = steps_shards(optimizer)
+        self._on_shards, self._in_float32 = steps_shards(optimizer), in_float32(optimizer)
         self._stand_ins: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._without_modes = ExitStack()
         self._handles = [optimizer.register_step_pre_hook(self.begin), optimizer.register_step_post_hook(self.end)]
@@ -150,6 +151,8 @@ class _StepByDevice:
         for parameter, shard in self._stand_ins:
             if parameter in optimizer.state:
                 optimizer.state[shard] = optimizer.state.pop(parameter)
+        if is_bitsandbytes(optimizer):
+            quantize_as_whole(optimizer, self._in_float32)
         if self._on_shards:  # torch.compile, which other packages step with, refuses to run where calls are being counted
             self._without_modes.enter_context(_disable_current_modes())
 
@@ -190,6 +193,7 @@ class _StepByDevice:
     def _stand_in(self, parameter: Any) -> nn.Parameter:  # noqa: ANN401  (a parameter that is a DTensor)
         """Return a plain parameter with the memory of this rank's shard and its gradient."""
         shard = nn.Parameter(local(parameter).detach())
+        shard.whole = parameter  # type: ignore[attr-defined]  # for who decides by its size
         shard.grad = None if parameter.grad is None else local(parameter.grad)
         self._stand_ins.append((parameter, shard))
         return shard
