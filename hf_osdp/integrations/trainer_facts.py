@@ -197,9 +197,7 @@ def _tokens_to_generate(trainer: Trainer, sample: object) -> int | None:
 def _optimizer_spec(trainer: Trainer) -> OptimizerSpec:
     device_type, name, optimizer = trainer.args.device.type, OptimizerNames(trainer.args.optim).value, trainer.optimizer
     if optimizer is None and trainer.optimizer_cls_and_kwargs is None and knows_trainer_name(name):
-        spec = spec_of_trainer_name(name, device_type=device_type)
-        _small_optimizer(trainer, name)
-        return spec
+        return spec_of_trainer_name(name, device_type=device_type)
     spec = spec_of_optimizer(optimizer or _small_optimizer(trainer, name), device_type=device_type)
     given = {} if trainer.optimizer_cls_and_kwargs is None else trainer.optimizer_cls_and_kwargs[1]
     registers = optimizer is None and given.get("optim_bits") == 8  # as transformers' `create_optimizer` does for bitsandbytes
