@@ -20,10 +20,21 @@ def _train(side: Side, **options: Any) -> Figures:
     return trained(side, gpt2(), tokens(), **options)
 
 
-for _name in ("adamw_torch", "adamw_torch_fused", "adamw_torch_8bit", "sgd", "rmsprop", "adagrad", "adafactor"):
+for _name in (
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_torch_8bit",
+    "adamw_8bit",
+    "lion_32bit",
+    "ademamix",
+    "sgd",
+    "rmsprop",
+    "adagrad",
+    "adafactor",
+):
     row(f"optim={_name}", _GROUP, daily=_name in _DAILY)(partial(_train, optim=_name))
 for _name in (
-    "adamw_8bit", "lion_32bit", "ademamix", "galore_adamw", "lomo", "schedule_free_adamw", "grokadamw",
+    "paged_adamw_8bit", "galore_adamw", "lomo", "schedule_free_adamw", "grokadamw",
     "stable_adamw", "apollo_adamw",
 ):  # fmt: skip
     _options = {"optim_target_modules": ["attn"]} if _name.startswith(("galore", "apollo")) else {}

@@ -26,7 +26,7 @@ from ..distributed.process_group import gloo_group
 from ..errors import CheckpointError
 from ..modeling.split.names import split_names
 from ..modeling.units import canonical_name
-from ..sharding.optimizer import unwrapped
+from ..sharding.optimizer import optimizer_name
 from ..sharding.state import (
     check_states,
     free_gathered,
@@ -205,7 +205,7 @@ def save_loop(
     others: Mapping[str, Stateful], progress: Mapping[str, Any], sharded: bool,
 ) -> None:  # fmt: skip
     """Write a loop's checkpoint; arguments and errors are as for `stage_loop`. Collective."""
-    with writer.new(folder, optimizer=type(unwrapped(optimizer)).__name__) as staging:
+    with writer.new(folder, optimizer=optimizer_name(optimizer)) as staging:
         stage_loop(staging, model, optimizer, others=others, progress=progress, sharded=sharded)
 
 
@@ -248,7 +248,7 @@ def load_loop(
 
     rest = on_rank_zero(read_rest)
     run = writer or CheckpointWriter()
-    warn_of_changes(folder, {**run.settings, "optimizer": type(unwrapped(optimizer)).__name__}, run.plan)
+    warn_of_changes(folder, {**run.settings, "optimizer": optimizer_name(optimizer)}, run.plan)
     load_model(folder, model)
     load_optimizer(folder, model, optimizer)
     for name, owner in others.items():

@@ -19,7 +19,7 @@ from ..errors import nearest
 from ..modeling.catalogue import find_shape, shape_names
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware, check_margin
-from ..planner.job import ADAFACTOR, LOW_BIT, OptimizerSpec, Precision, TrainingJob
+from ..planner.job import ADAFACTOR, BITSANDBYTES, LOW_BIT, OptimizerSpec, Precision, TrainingJob, bitsandbytes_of_trainer
 from ..planner.plan import Plan
 from ..planner.presets import preset, preset_names
 from ..planner.problem import PlanningProblem
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = {
     "adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum", states=1), "sgd": OptimizerSpec(name="sgd", states=0), **LOW_BIT,
-    "adafactor": ADAFACTOR,
+    "adafactor": ADAFACTOR, **{name: bitsandbytes_of_trainer(name) for name in BITSANDBYTES},
 }  # fmt: skip
 """Optimizers by the names of `--optimizer`."""
 _OPTIONS = (

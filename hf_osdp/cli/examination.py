@@ -78,7 +78,7 @@ class _Examination:
             lambda spec: (
                 f"{spec.name} looks at whole parameters: what it trains is replicated"
                 if spec.needs_whole
-                else f"{spec.name} goes element by element, with {spec.states} states a parameter"
+                else f"{spec.name} goes element by element, with {spec.states + len(spec.formats)} states a parameter"
             ),
         )
         case.optimizer = spec or OptimizerSpec()

@@ -61,13 +61,16 @@ class Request:
         ),
     ] = None
     optimizer: Annotated[
-        Literal["adamw", "momentum", "sgd", "adamw8bit", "adamwfp8", "adamw4bit", "adafactor"],
+        Literal[
+            "adamw", "momentum", "sgd", "adamw8bit", "adamwfp8", "adamw4bit", "adafactor", "adamw_bnb_8bit", "adamw_8bit", "lion_8bit",
+            "lion_32bit", "rmsprop_bnb_8bit", "rmsprop_bnb", "rmsprop_bnb_32bit", "ademamix_8bit", "ademamix",
+        ],
         option(
             "NAME",
-            "adamw, momentum, sgd, adafactor, or torchao's adamw8bit, adamwfp8 and adamw4bit. Its states count: AdamW keeps 8 bytes a"
-            " parameter, AdamW8bit 2, Adafactor next to none, but it leaves what it trains replicated.",
+            "adamw, momentum, sgd, adafactor, torchao's adamw8bit, adamwfp8 and adamw4bit, or bitsandbytes' by the Trainer's names. Its"
+            " states count: AdamW keeps 8 bytes a parameter, AdamW8bit 2, Adafactor next to none, but it leaves what it trains replicated.",
         ),
-    ] = "adamw"
+    ] = "adamw"  # fmt: skip
     strategy: Annotated[Strategy, option("NAME", "osdp decides unit by unit; the others are one layout for all units.")] = Strategy.OSDP
     micro_batch_size: Annotated[int | None, count("Samples that one device runs at once; else the planner decides.")] = None
     activation_checkpointing: Annotated[

@@ -40,7 +40,7 @@ from ..distributed.consensus import on_rank_zero
 from ..errors import CheckpointError
 from ..modeling.split.names import is_split, keep_positions
 from ..planning.plan_run import PlannedRun
-from ..sharding.optimizer import unwrapped
+from ..sharding.optimizer import optimizer_name
 from .local_steps import LoopSynchroniser
 from .plugin import writes_shards
 
@@ -152,7 +152,7 @@ class AcceleratorCheckpoints(Accelerator):
 
     def _settings(self) -> dict[str, str]:
         data = [dataset_text(loader.dataset) for loader in self._dataloaders if hasattr(loader, "dataset")]
-        names = [type(unwrapped(optimizer)).__name__ for optimizer in self._optimizers]
+        names = [optimizer_name(optimizer) for optimizer in self._optimizers]
         texts = {"precision": self.mixed_precision, "optimizer": " and ".join(names), "dataset": " and ".join(data)}
         return {name: str(text) for name, text in texts.items() if text}
 

@@ -32,7 +32,8 @@ from ..quantities import format_bytes, format_seconds
 from ..sharding.apply import apply_plan, verify_applied
 from ..sharding.environment import form_process_group, move_to_device, mp_policy, prepare_model, training_device
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
-from ..sharding.optimizer import prepare_new_optimizers, spec_of_optimizer, spec_of_trainer_name, unwrapped
+from ..sharding.optimizer import optimizer_name, spec_of_optimizer, spec_of_trainer_name
+from ..sharding.optimizer_steps import prepare_new_optimizers
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
 from ..sharding.unit_steps import bind_optimizer
@@ -253,7 +254,7 @@ class OptimalShardedDataParallel(nn.Module):
         self._synchronise()
         self._writer.in_background = in_background
         others = _stateful(scheduler, scaler)
-        with self._writer.new(path, optimizer=type(unwrapped(optimizer)).__name__) as staging:
+        with self._writer.new(path, optimizer=optimizer_name(optimizer)) as staging:
             stage_loop(staging, self.module, optimizer, others=others, progress=progress or {}, sharded=sharded)
             if self._local_steps is not None:
                 self._local_steps.save(staging.path, optimizer)

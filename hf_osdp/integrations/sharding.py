@@ -12,16 +12,8 @@ from ..distributed.mesh import world_size
 from ..planning.plan_run import PlannedRun
 from ..sharding.apply import apply_plan, verify_applied
 from ..sharding.environment import move_to_device
-from ..sharding.optimizer import (
-    needs_whole,
-    parameter_names,
-    rebind_parameters,
-    release_parameters,
-    step_by_device,
-    step_on_shards,
-    steps_shards,
-    unwrapped,
-)
+from ..sharding.optimizer import needs_whole, unwrapped
+from ..sharding.optimizer_steps import parameter_names, rebind_parameters, release_parameters, step_by_device, step_on_shards, steps_shards
 from ..sharding.state import free_gathered, load_full_state_dict
 from .plugin import OSDPPlugin, offloads
 

@@ -21,7 +21,7 @@ from ..distributed.stop import StopSignal
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
 from ..planning.plan_run import PlannedRun
-from ..sharding.optimizer import unwrapped
+from ..sharding.optimizer import optimizer_name
 from .checkpoints import dataset_text, is_adapted, keep_whole_positions, own_states, replaced
 from .local_steps import LocalStepsCallback
 from .plugin import writes_shards
@@ -169,7 +169,7 @@ class TrainerCheckpoints(transformers.Trainer):
 
     def _settings(self) -> dict[str, str]:
         seed = str(self.args.seed) if self.args.data_seed is None else f"{self.args.seed} (data {self.args.data_seed})"
-        optimizer = "" if self.optimizer is None else type(unwrapped(self.optimizer)).__name__
+        optimizer = "" if self.optimizer is None else optimizer_name(self.optimizer)
         texts = {"seed": seed, "precision": self.args.mixed_precision, "dataset": dataset_text(self.train_dataset), "optimizer": optimizer}
         return {name: text for name, text in texts.items() if text}
 

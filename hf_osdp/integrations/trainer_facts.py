@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 from collections.abc import Mapping, Sized
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -197,7 +198,10 @@ def _optimizer_spec(trainer: Trainer) -> OptimizerSpec:
     device_type, name, optimizer = trainer.args.device.type, OptimizerNames(trainer.args.optim).value, trainer.optimizer
     if optimizer is None and trainer.optimizer_cls_and_kwargs is None and knows_trainer_name(name):
         return spec_of_trainer_name(name, device_type=device_type)
-    return spec_of_optimizer(optimizer or _small_optimizer(trainer, name), device_type=device_type)
+    spec = spec_of_optimizer(optimizer or _small_optimizer(trainer, name), device_type=device_type)
+    given = {} if trainer.optimizer_cls_and_kwargs is None else trainer.optimizer_cls_and_kwargs[1]
+    registers = optimizer is None and given.get("optim_bits") == 8  # as transformers' `create_optimizer` does for bitsandbytes
+    return replace(spec, keeps_embeddings=True) if registers else spec
 
 
 def _small_optimizer(trainer: Trainer, name: str) -> torch.optim.Optimizer:

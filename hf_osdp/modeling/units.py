@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -173,7 +173,7 @@ def _describe_groups(
             module_names=names,
             class_name="+".join(class_of(modules[name]).__name__ for name in names),
             span=span,
-            parameters=tuple(_specification(own[0], parameter, names in keeping) for own, parameter in held[names].items()),
+            parameters=tuple(_specification(own, parameter, modules, names in keeping) for own, parameter in held[names].items()),
             shared=tuple(own for own in held[names] if len(own) > 1),
         )
         for names, span in spans.items()
@@ -181,9 +181,15 @@ def _describe_groups(
     )
 
 
-def _specification(name: str, parameter: nn.Parameter, keeps_dtype: bool) -> ParameterSpec:
-    dtype, shape = dtype_of(parameter.dtype), tuple(parameter.shape)
-    return ParameterSpec(name=name, shape=shape, dtype=dtype, requires_grad=parameter.requires_grad, keeps_dtype=keeps_dtype)
+def _specification(names: tuple[str, ...], parameter: nn.Parameter, modules: Mapping[str, nn.Module], keeps_dtype: bool) -> ParameterSpec:
+    return ParameterSpec(
+        name=names[0],
+        shape=tuple(parameter.shape),
+        dtype=dtype_of(parameter.dtype),
+        requires_grad=parameter.requires_grad,
+        keeps_dtype=keeps_dtype,
+        is_embedding=any(isinstance(modules[name.rpartition(".")[0]], nn.Embedding) for name in names),
+    )
 
 
 def _find_ties(model: nn.Module, parameters: dict[nn.Parameter, tuple[str, ...]]) -> list[tuple[str, ...]]:

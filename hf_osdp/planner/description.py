@@ -138,6 +138,8 @@ class ParameterSpec:
     requires_grad: bool = True
     keeps_dtype: bool = False
     """Gathered and reduced as it is under mixed precision too, as batch norm needs."""
+    is_embedding: bool = False
+    """The weight of an embedding, perhaps of a vocabulary projection too."""
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):

@@ -78,6 +78,8 @@ class StateFormat:
     block_size: int = 1
     """A shard is held so where it has whole blocks and `least_elements`; else in the parameter's dtype."""
     least_elements: int = 0
+    short_blocks: bool = False
+    """The last block of a shard may be shorter than the others."""
 
     def __post_init__(self) -> None:
         if not 0 < self.bytes_per_element <= 16:
@@ -87,9 +89,11 @@ class StateFormat:
 
     def nbytes(self, elements: int, dtype: DType) -> int:
         """Return the bytes of the state of a shard of a parameter of this dtype."""
-        if elements < self.least_elements or elements % self.block_size:
+        missing = -elements % self.block_size
+        if elements < self.least_elements or (missing and not self.short_blocks):
             return elements * dtype.itemsize
-        return round(elements * max(self.bytes_per_element, dtype.itemsize if self.is_least else 0)) + self.table_bytes
+        held = elements * max(self.bytes_per_element, dtype.itemsize if self.is_least else 0)
+        return round(held + 4 * missing / self.block_size) + self.table_bytes
 
     def numels(self, parameter: ParameterSpec, shard_size: int) -> tuple[int, ...]:
         """Return the different numbers of elements that ranks hold."""
@@ -112,6 +116,10 @@ class OptimizerSpec:
     """Temporaries of a step in a loop for one parameter, in tensors of its shard's size."""
     needs_whole: bool = False
     """It looks at whole parameters, so that units with any that it trains are replicated."""
+    least_quantized: int = 0
+    """Parameters of fewer elements, counted whole, have their states in float32."""
+    keeps_embeddings: bool = False
+    """So have embeddings, of any size."""
 
     def __post_init__(self) -> None:
         if self.states < 0:
@@ -121,6 +129,16 @@ class OptimizerSpec:
     def is_quantized(self) -> bool:
         """Whether states are held in blocks that are quantized together."""
         return any(form.block_size > 1 for form in self.formats)
+
+    @property
+    def takes_slices(self) -> bool:
+        """Whether it updates an operator in slices as it does a whole one."""
+        return not self.needs_whole and not any(form.short_blocks for form in self.formats)
+
+    def formats_of(self, parameter: ParameterSpec) -> tuple[StateFormat, ...]:
+        """Return the formats of a parameter's states."""
+        plain = parameter.numel < self.least_quantized or (parameter.is_embedding and self.keeps_embeddings)
+        return (_FLOAT32,) * len(self.formats) if plain else self.formats
 
     def with_block_size(self, elements: int) -> OptimizerSpec:
         """Return the same with quantized blocks of so many elements, each with a float32 scale."""
@@ -137,7 +155,7 @@ class OptimizerSpec:
     def state_tensors(self, parameter: ParameterSpec, shard_size: int) -> tuple[int, ...]:
         """Return the bytes of each of a parameter's state tensors, as `state_bytes` adds them up."""
         plain = [parameter.sharded_bytes(shard_size)] * self.states
-        sizes = ((form, form.numels(parameter, shard_size)) for form in self.formats)
+        sizes = ((form, form.numels(parameter, shard_size)) for form in self.formats_of(parameter))
         return (*plain, *(max(form.nbytes(elements, parameter.dtype) for elements in shards) for form, shards in sizes))
 
     def saved_bytes(self, parameter: ParameterSpec) -> int:
@@ -150,6 +168,7 @@ class OptimizerSpec:
         return 2 * (1 + self.states + sum(form.bytes_per_element for form in self.formats if not form.factored) / itemsize) + 1
 
 
+_FLOAT32 = StateFormat(bytes_per_element=4)
 _EIGHT_BITS = StateFormat(bytes_per_element=1 + 4 / 256, block_size=256, least_elements=4096)
 _FOUR_BITS = StateFormat(bytes_per_element=0.5 + 4 / 128, block_size=128, least_elements=4096, table_bytes=64)
 LOW_BIT = {
@@ -161,6 +180,41 @@ LOW_BIT = {
 }
 """Of torchao's optimizers: codes, a float32 scale a block, and the table of what codes mean. Scratch is what their steps allocate,
 compiled for the CPU (torch 2.13)."""
+_OF_BITSANDBYTES = {
+    "adam": (2, 3.0, 5.0), "ademamix": (3, 4.0, 9.3), "momentum": (1, 2.0, 2.3), "lion": (1, 3.0, 5.0), "rmsprop": (1, 4.0, 3.0),
+    "adagrad": (1, 4.0, 3.0),
+}  # fmt: skip
+"""State tensors of a parameter by bitsandbytes' names of algorithms, and what a step on the CPU allocates, in 32 and 8 bits (0.50.2)."""
+
+
+def bitsandbytes_spec(algorithm: str, bits: int, *, device_type: str = "cuda", least_quantized: int = 4096) -> OptimizerSpec:
+    """Return what one of bitsandbytes' optimizers holds: states in float32, or codes of 8 bits with a float32 scale a block.
+
+    Its kernels for GPUs need no scratch. All parameters share two tables of 1 KiB.
+    """
+    states, *scratch = _OF_BITSANDBYTES[algorithm]
+    return OptimizerSpec(
+        name=f"{algorithm}_bnb_{bits}bit",
+        states=0,
+        formats=(replace(_EIGHT_BITS, least_elements=0, short_blocks=True) if bits == 8 else _FLOAT32,) * states,
+        step=OptimizerStep.FOR_LOOP,
+        loop_scratch=scratch[bits == 8] if device_type == "cpu" else 0.0,
+        least_quantized=least_quantized if bits == 8 else 0,
+    )
+
+
+def bitsandbytes_of_trainer(name: str, *, device_type: str = "cuda") -> OptimizerSpec:
+    """Return what `TrainingArguments(optim=name)` makes, one of `BITSANDBYTES`; the Trainer keeps embeddings' states in float32."""
+    spec = bitsandbytes_spec(*BITSANDBYTES[name], device_type=device_type)
+    return replace(spec, keeps_embeddings=spec.is_quantized)
+
+
+BITSANDBYTES = {
+    "adamw_bnb_8bit": ("adam", 8), "adamw_8bit": ("adam", 8), "lion_8bit": ("lion", 8), "lion_32bit": ("lion", 32),
+    "rmsprop_bnb_8bit": ("rmsprop", 8), "rmsprop_bnb": ("rmsprop", 32), "rmsprop_bnb_32bit": ("rmsprop", 32),
+    "ademamix_8bit": ("ademamix", 8), "ademamix": ("ademamix", 32),
+}  # fmt: skip
+"""Algorithm and bits of bitsandbytes' optimizers by their names in `TrainingArguments.optim`."""
 ADAFACTOR = OptimizerSpec(
     name="adafactor", states=0, formats=(StateFormat(bytes_per_element=4, is_least=True, factored=True),), step=OptimizerStep.FOR_LOOP,
     needs_whole=True,

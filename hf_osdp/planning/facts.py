@@ -126,11 +126,9 @@ def check_backward_step(plan: Plan, config: OSDPConfig, facts: RunFacts) -> None
 
 def check_whole(plan: Plan, description: ModelDescription, optimizer: OptimizerSpec) -> None:
     """Refuse a given plan that shards, cuts or offloads what the optimizer needs whole."""
-    if not optimizer.needs_whole:
-        return
-    decisions = [plan.decision(unit.fqn) for unit in description.units if unit.trainable_numel]
+    decisions = [plan.decision(unit.fqn) for unit in description.units if unit.trainable_numel and optimizer.needs_whole]
     parted = next((f"has {d.label} sharded or on the host" for d in decisions if d.shard_size > 1 or d.on_host), None)
-    if parted or plan.split.sliced:
+    if parted or (plan.split.sliced and not optimizer.takes_slices):
         what = parted or "cuts operators in slices"
         raise PlanError(f"{optimizer.name} needs whole parameters, and the plan {what}; plan again for it, or use AdamW.")
 

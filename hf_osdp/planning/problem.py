@@ -172,7 +172,7 @@ class ProblemBuilder:
         operators = not (facts.activation_checkpointing or whole.description.compiled_classes)  # parts of these are no units
         splits = partial(
             possible_splits, self.model, whole.description, vocabulary=vocabulary, operators=operators,
-            slices=not facts.optimizer.needs_whole,
+            slices=facts.optimizer.takes_slices,
         )  # fmt: skip
         return choose_description(whole, splits, partial(self._describe, micro_batch_size=micro_batch_size)).split
 

@@ -32,8 +32,10 @@ from ..distributed.process_group import all_gather_objects
 from ..modeling.split.names import SlicedName, is_split, merge_optimizer_state, merge_state_dict, own_positions, split_optimizer_state
 from ..modeling.step_hooks import making_states
 from ..modeling.units import canonical_name, named_parameters
+from .bitsandbytes import is_bitsandbytes, load_states, saved_states
 from .gradients import local
-from .optimizer import low_bit_spec, steps_shards, unwrapped
+from .optimizer import low_bit_spec, unwrapped
+from .optimizer_steps import steps_shards
 from .weight_reads import end_step
 
 _SET_BY_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
@@ -227,6 +229,9 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_ta
         state["state"] = {}
     if steps_shards(optimizer):
         named = named_parameters(model)
+        if is_bitsandbytes(optimizer):  # whose own state dict hides them
+            of_names = {name: (optimizer.state.get(named[name], {}), local(named[name]).shape) for name in state["state"]}
+            state["state"] = {name: saved_states(*of_name) for name, of_name in of_names.items()}
         state["state"] = {name: {k: _for_checkpoint(v, named[name]) for k, v in own.items()} for name, own in state["state"].items()}
     if low_bit_spec(optimizer):
         for group in state["param_groups"]:
@@ -239,8 +244,14 @@ def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stat
     optimizer = unwrapped(optimizer)
     state = split_optimizer_state(state, model) if is_split(model) else state
     if steps_shards(optimizer):
-        held = {name: optimizer.state.get(parameter, {}) for name, parameter in named_parameters(model).items()}
-        states = {name: {k: _as_held(v, held[name].get(k)) for k, v in own.items()} for name, own in state["state"].items()}
+        named = named_parameters(model)
+        held = {name: optimizer.state.get(parameter, {}) for name, parameter in named.items()}
+        if is_bitsandbytes(optimizer):
+            for name, own in state["state"].items():
+                load_states(held[name], own, local(named[name]).shape)
+            states = {name: held[name] for name in state["state"]}
+        else:
+            states = {name: {k: _as_held(v, held[name].get(k)) for k, v in own.items()} for name, own in state["state"].items()}
         state = {**state, "state": states}
     with own_positions(), making_states():
         if state["state"]:

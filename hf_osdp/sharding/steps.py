@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,13 +12,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..modeling.batch import Inputs, Loss, loss_of, output_of
-from ..modeling.units import modules_by_name
-from ..planner.description import DType, ParameterSpec, UnitDescription
+from ..modeling.units import modules_by_name, named_parameters
+from ..planner.description import ParameterSpec, UnitDescription
 from ..planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from ..planner.plan import Plan
 from .environment import host_parameters
 from .gradients import clip_grad_norm_, local
-from .optimizer import step_by_device
+from .optimizer_steps import step_by_device
 from .unit_steps import bind_optimizer
 
 _LEARNING_RATE = 1e-6
@@ -57,7 +58,8 @@ def make_optimizer(model: nn.Module, spec: OptimizerSpec, plan: Plan, units: Seq
     optimizer: torch.optim.Optimizer
     match spec.states:
         case _ if spec.formats:
-            optimizer = _HoldsStates(parameters, spec)
+            named = named_parameters(model)
+            optimizer = _HoldsStates(parameters, spec, {named[p.name]: p for unit in units for p in unit.parameters})
         case 0 | 1:
             if spec.step is OptimizerStep.FUSED:  # torch has no fused SGD for sharded tensors; in place, neither needs scratch
                 options = OptimizerStep.FOR_LOOP.options
@@ -74,19 +76,19 @@ def make_optimizer(model: nn.Module, spec: OptimizerSpec, plan: Plan, units: Seq
 class _HoldsStates(torch.optim.Optimizer):
     """Allocate what an optimizer with quantized states does, and update nothing: the real one compiles kernels for each shape."""
 
-    def __init__(self, parameters: list[nn.Parameter], spec: OptimizerSpec) -> None:
+    def __init__(self, parameters: list[nn.Parameter], spec: OptimizerSpec, known: Mapping[nn.Parameter, ParameterSpec]) -> None:
         super().__init__(parameters, {"lr": _LEARNING_RATE, "differentiable": False})
-        self._spec = spec
+        self._spec, self._known = spec, known
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             shard, states = local(parameter), self.state[parameter]
-            dtype = DType(str(shard.dtype).removeprefix("torch."))
-            here = ParameterSpec(name="", shape=tuple(shard.shape), dtype=dtype)
-            for number, form in enumerate(self._spec.formats):
+            whole = self._known[getattr(parameter, "whole", parameter)]
+            here = replace(whole, shape=tuple(shard.shape))
+            for number, form in enumerate(self._spec.formats_of(whole)):
                 if f"format_{number}" not in states:
-                    nbytes = form.nbytes(form.numels(here, 1)[0], dtype)
+                    nbytes = form.nbytes(form.numels(here, 1)[0], whole.dtype)
                     states[f"format_{number}"] = torch.zeros(nbytes, dtype=torch.uint8, device=shard.device)
             for number in range(self._spec.states):
                 states.setdefault(f"state_{number}", torch.zeros_like(shard))

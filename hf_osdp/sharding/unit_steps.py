@@ -25,13 +25,14 @@ from ..modeling.units import canonical_name
 from ..planner.description import UnitDescription
 from ..planner.plan import Plan
 from .gradients import local, local_power, total_norm
-from .optimizer import low_bit_spec, step_parts, unwrapped
+from .optimizer import low_bit_spec, unwrapped
+from .optimizer_steps import step_parts
 
 
 def reason_against_unit_steps(optimizer: torch.optim.Optimizer) -> str | None:
     """Return why an optimizer cannot step unit by unit; None where it can: all it counts, it counts for each parameter."""
     optimizer = unwrapped(optimizer)
-    if f"{type(optimizer).__module__}.".startswith(("torch.optim.", "transformers.")) or low_bit_spec(optimizer):
+    if f"{type(optimizer).__module__}.".startswith(("torch.optim.", "transformers.", "bitsandbytes.")) or low_bit_spec(optimizer):
         return None
     return f"{type(optimizer).__name__} may keep what all its parameters share"
 

@@ -6,68 +6,34 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+from transformers import TrainingArguments
 
-from hf_osdp.checkpoint.states import load_loop, save_loop
-from hf_osdp.checkpoint.writer import CheckpointWriter
-from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import OSDPError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.trainer import Trainer
-from hf_osdp.modeling.split.apply_split import split_operators
 from hf_osdp.modeling.split.names import is_split, keep_positions
-from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.job import Precision
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.facts import RunFacts, training_job
-from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.sharding.gradients import local
-from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer, spec_of_trainer_name, step_by_device
-from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict
-from hf_osdp.sharding.steps import micro_step
+from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer, spec_of_trainer_name
+from hf_osdp.sharding.optimizer_steps import step_by_device
+from hf_osdp.sharding.state import full_state_dict
 from tests.helpers.checkpointed import worst
 from tests.helpers.distributed import run_ranks
-from tests.helpers.layouts import mixed_plan, plan_of
-from tests.helpers.models import tiny_batch, tiny_loss
+from tests.helpers.layouts import mixed_plan
+from tests.helpers.low_bit import ODD_WIDTH, WIDTH, alone, apart, chain, gpt2, held, sharded, trained
 
 from .test_integration_trainer import GLOBAL_BATCH, LENGTH, PlannedTrainer, StockTrainer, arguments, assert_close, history, tokens
 
 torchao = pytest.importorskip("torchao.optim", reason="torchao is not installed; pip install 'hf_osdp[low-bit]'")
 
-WIDTH, ODD_WIDTH = 128, 72
-"""With the first, blocks of 256 lie inside shards of whole rows; with the second, shards of some matrices have no whole blocks."""
 
-
-def gpt2(width: int, *, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return (
-        GPT2LMHeadModel(
-            GPT2Config(n_layer=2, n_embd=width, n_head=4, vocab_size=61, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-        )
-        .double()
-        .train()
-    )  # gradients agree, so that what is quantized does: near-zero ones of float32 are noise that Adam scales up
-
-
-def sharded(width: int, layout: str | None, *, seed: int = 0, slices: int = 1):
-    model, plan = gpt2(width, seed=seed), None
-    if slices > 1:
-        split_operators(model, [OperatorSplit(fqn="transformer.h.0.mlp.c_fc", slices=slices)])
-    if layout is not None:
-        units = find_units(model)
-        plan = plan_of(units, dist.get_world_size(), layout)
-        apply_plan(model, plan, units, meshes=Meshes("cpu"))
-    return model, plan
-
-
-def made(kind: str, model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer:
+def made(kind: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     optimizer = getattr(torchao if hasattr(torchao, kind) else torch.optim, kind)(model.parameters(), lr=lr)
     if model_is_sharded := isinstance(model, FSDPModule):
         step_by_device(optimizer)
@@ -76,100 +42,46 @@ def made(kind: str, model: nn.Module, lr: float = 1e-2) -> torch.optim.Optimizer
     return optimizer
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, plan, steps: range) -> None:
-    rank, parts = (dist.get_rank(), dist.get_world_size()) if plan is not None else (0, 1)
-    for step in steps:
-        with micro_step(model, is_last=True, plan=plan):
-            tiny_loss(model, tiny_batch(step, part=rank, parts=parts)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def state_bytes(tensor: torch.Tensor) -> int:
-    tensor = local(tensor)
-    names = getattr(tensor, "tensor_attrs", None)
-    return tensor.nbytes if names is None else sum(getattr(tensor, name).nbytes for name in names)
-
-
-def held(kind: str, width: int, layout: str) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
-    """Bytes of each parameter's states on this rank, and as planned."""
-    model, plan = sharded(width, layout)
-    optimizer = made(kind, model, lr=1e-3)
-    check_optimizer(optimizer)
-    spec = spec_of_optimizer(optimizer, device_type="cpu")
-    trained(model, optimizer, plan, range(1))
-    sizes = {unit.module_names[0]: unit.shard_size for unit in plan.units}
-    found, planned = {}, {}
-    for unit in find_units(gpt2(width)):
-        size = sizes[unit.module_names[0]]
-        planned |= {p.name: spec.state_bytes(p, size) for p in unit.trainable}
-    for name, parameter in model.named_parameters():
-        states = optimizer.state[parameter]
-        found[name] = sum(state_bytes(value) for key, value in states.items() if key != "step")
-    return found, planned
-
-
 @pytest.mark.parametrize(
     ("kind", "width"),
     [("AdamW8bit", WIDTH), *(pytest.param(kind, ODD_WIDTH, marks=pytest.mark.slow) for kind in ("AdamWFp8", "AdamW4bit"))],
 )
 def test_states_take_the_bytes_that_are_planned_on_the_rank_that_has_most(kind, width):
-    ranks = run_ranks(held, 2, kind, width, "mixed", timeout_s=300)
+    ranks = run_ranks(held, 2, made, kind, width, "mixed", timeout_s=300)
     (first, planned), (second, _) = ranks
     assert {name: max(first[name], second[name]) for name in first} == {name: planned[name] for name in first}
     quantized = sum(planned.values()) / sum(16 * p.numel() for p in gpt2(width).parameters())
     assert quantized < 0.5, "most states are quantized"
 
 
-def chain(kind: str, width: int, folder: str, layout: str, slices: int, is_sharded: bool, start: int) -> tuple[dict, dict]:
-    """Two steps from a checkpoint, under another plan."""
-    model, plan = sharded(width, layout, seed=start, slices=slices)
-    optimizer = made(kind, model, lr=0.3 if start else 1e-2)
-    if start:
-        load_loop(f"{folder}/{start}", model, optimizer, others={})
-    trained(model, optimizer, plan, range(start, start + 2))
-    save_loop(CheckpointWriter(), f"{folder}/{start + 2}", model, optimizer, others={}, progress={}, sharded=is_sharded)
-    return full_state_dict(model), full_optimizer_state_dict(model, optimizer).get("state", {})
-
-
-def alone(kind: str, width: int, steps: int) -> dict[str, torch.Tensor]:
-    model, _ = sharded(width, None)
-    trained(model, made(kind, model), None, range(steps))
-    return full_state_dict(model)
-
-
 @pytest.mark.parametrize("kind", ["AdamWFp8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("AdamW8bit", "AdamW4bit"))])
 def test_training_goes_on_over_plans_worlds_and_slices_as_in_one_process(tmp_path, kind):
     """Where blocks lie inside shards a sharded run quantizes as one process does; a checkpoint rounds once more, but for Fp8."""
-    (first, _), _ = run_ranks(chain, 2, kind, WIDTH, str(tmp_path), "mixed", 1, True, 0, timeout_s=300)
+    (first, _), _ = run_ranks(chain, 2, made, kind, WIDTH, str(tmp_path), "mixed", 1, True, 0, timeout_s=300)
     if kind != "AdamW4bit":  # whose blocks of 128 fill an embedding that is too small in shards
-        assert worst(first, alone(kind, WIDTH, 2)) < 1e-6
-    run_ranks(chain, 1, kind, WIDTH, str(tmp_path), "replicate", 2, False, 2, timeout_s=300)
-    (weights, states), _ = run_ranks(chain, 2, kind, WIDTH, str(tmp_path), "zero3", 1, True, 4, timeout_s=300)
-    one = alone(kind, WIDTH, 6)
+        assert worst(first, alone(made, kind, WIDTH, 2)) < 1e-6
+    run_ranks(chain, 1, made, kind, WIDTH, str(tmp_path), "replicate", 2, False, 2, timeout_s=300)
+    (weights, states), _ = run_ranks(chain, 2, made, kind, WIDTH, str(tmp_path), "zero3", 1, True, 4, timeout_s=300)
+    one = alone(made, kind, WIDTH, 6)
     if kind == "AdamWFp8":
         assert worst(weights, one) < 1e-6
     else:
-        assert apart(weights, one) < apart(alone("AdamW", WIDTH, 6), one), "less than quantizing itself changes"
+        assert apart(weights, one) < apart(alone(made, "AdamW", WIDTH, 6), one), "less than quantizing itself changes"
     assert {state.dtype for own in states.values() for state in own.values() if state.dim()} == {torch.float32, torch.float64}
-    (_, exact), _ = run_ranks(chain, 2, "AdamW", WIDTH, str(tmp_path), "zero2", 1, True, 6, timeout_s=300)
+    (_, exact), _ = run_ranks(chain, 2, made, "AdamW", WIDTH, str(tmp_path), "zero2", 1, True, 6, timeout_s=300)
     assert states.keys() == exact.keys() and Path(tmp_path / "8").is_dir(), "AdamW goes on from it"
-
-
-def apart(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
-    return sum(float((weights[name] - value).norm()) for name, value in others.items())
 
 
 def odd(kind: str) -> dict[str, torch.Tensor]:
     model, plan = sharded(ODD_WIDTH, "zero3")
-    trained(model, made(kind, model), plan, range(6))
+    trained(model, made(kind, model, 1e-2), plan, range(6))
     return full_state_dict(model)
 
 
 def test_other_blocks_than_one_process_has_differ_by_less_than_quantizing_does():
     weights, _ = run_ranks(odd, 2, "AdamW8bit", timeout_s=300)
-    one = alone("AdamW8bit", ODD_WIDTH, 6)
-    assert 0 < apart(weights, one) < 1.5 * apart(alone("AdamW", ODD_WIDTH, 6), one)
+    one = alone(made, "AdamW8bit", ODD_WIDTH, 6)
+    assert 0 < apart(weights, one) < 1.5 * apart(alone(made, "AdamW", ODD_WIDTH, 6), one)
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 from hf_osdp.errors import OSDPError, PreflightError
 from hf_osdp.planning.preflight import Check, Finding, Severity, merged_findings
-from hf_osdp.sharding.optimizer import (
-    _ELEMENT_WISE,
-    check_optimizer,
-    difference_on_shards,
-    needs_whole,
+from hf_osdp.sharding.optimizer import ELEMENT_WISE, check_optimizer, needs_whole
+from hf_osdp.sharding.optimizer_steps import (
     parameter_names,
     prepare_new_optimizers,
     rebind_parameters,
@@ -28,6 +25,7 @@ from hf_osdp.sharding.optimizer import (
     step_by_device,
     steps_shards,
 )
+from hf_osdp.sharding.optimizer_trial import difference_on_shards
 
 STEPS = 3
 
@@ -165,8 +163,8 @@ def apart(model: nn.Module, others: Iterable[torch.Tensor]) -> float:
 
 @pytest.mark.on_ranks(2)
 def test_every_optimizer_that_is_let_through_trains_as_one_process_does():
-    assert len(_ELEMENT_WISE) == 10
-    for cls in (*_ELEMENT_WISE, torch.optim.Rprop, SignOfMomentum):
+    assert len(ELEMENT_WISE) == 10
+    for cls in (*ELEMENT_WISE, torch.optim.Rprop, SignOfMomentum):
         model, alone = sharded()
         for module in (model, alone):
             optimizer = cls(module.parameters(), lr=0.1)

@@ -21,7 +21,7 @@ from hf_osdp.planner.description import GatherSpan, UnitDescription
 from hf_osdp.planner.plan import UnitDecision
 from hf_osdp.sharding.apply import apply_plan, bottom_up, effective, read_back, verify_applied
 from hf_osdp.sharding.gradients import OSDPGradScaler, clip_grad_norm_
-from hf_osdp.sharding.optimizer import parameter_names, rebind_parameters, release_parameters
+from hf_osdp.sharding.optimizer_steps import parameter_names, rebind_parameters, release_parameters
 from hf_osdp.sharding.state import broadcast_parameters, full_state_dict, load_full_state_dict
 from tests.helpers.checkpointed import worst
 from tests.helpers.layouts import plan_of

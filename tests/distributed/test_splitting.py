@@ -21,7 +21,7 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.sharding.apply import apply_plan, verify_applied
 from hf_osdp.sharding.environment import parameter_groups
-from hf_osdp.sharding.optimizer import parameter_names, rebind_parameters
+from hf_osdp.sharding.optimizer_steps import parameter_names, rebind_parameters
 from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
 from tests.helpers.checkpointed import worst
 from tests.helpers.layouts import plan_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from hf_osdp.planning.facts import RunFacts, training_job
 from hf_osdp.planning.problem import find_plan
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import local
-from hf_osdp.sharding.optimizer import step_by_device
+from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step
 from hf_osdp.sharding.unit_steps import bind_optimizer
@@ -53,7 +54,9 @@ def planned(model: torch.nn.Module, layout: str, way: str = "step_in_backward") 
     return replace(plan, units=units, accumulation_steps=1, micro_batch_size=1)
 
 
-def train(layout: str | None, kind: str = "AdamW", way: str = "step_in_backward", *, frozen: str = "") -> dict[str, torch.Tensor]:
+def train(
+    layout: str | None, kind: str = "AdamW", way: str = "step_in_backward", frozen: str = "", package: str = "torch.optim"
+) -> dict[str, torch.Tensor]:
     """Train with a learning rate that changes, under the layout, or in one process as it comes for None."""
     model = gpt2()
     for name, parameter in model.named_parameters():
@@ -65,7 +68,7 @@ def train(layout: str | None, kind: str = "AdamW", way: str = "step_in_backward"
         rank, parts = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decayed = [{"params": [p for p in trained if p.dim() > 1]}, {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}]
-    optimizer = getattr(torch.optim, kind)(decayed, lr=1e-2)
+    optimizer = getattr(import_module(package), kind)(decayed, lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     if plan is not None:
         step_by_device(optimizer)
@@ -100,6 +103,14 @@ def named(model: torch.nn.Module, unit) -> list[torch.nn.Parameter]:
 def test_units_that_step_by_themselves_train_as_one_process_does(layout, kind, way):
     (weights, _) = run_ranks(train, 2, layout, kind, way, timeout_s=300)
     assert worst(weights, train(None, kind)) < 1e-12
+
+
+@pytest.mark.parametrize(("kind", "way"), [("AdamW8bit", "step_in_backward"), ("AdEMAMix", "states_on_host")])
+def test_those_of_bitsandbytes_do_too(kind, way):
+    package = "bitsandbytes.optim"
+    pytest.importorskip(package, reason="bitsandbytes is not installed; pip install 'hf_osdp[bnb]'")
+    (weights, _) = run_ranks(train, 2, "mixed", kind, way, "", package)
+    assert worst(weights, train(None, kind, package=package)) < 1e-9
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -26,14 +26,8 @@ from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import local
-from hf_osdp.sharding.optimizer import (
-    check_optimizer,
-    needs_whole,
-    prepare_new_optimizers,
-    spec_of_optimizer,
-    spec_of_trainer_name,
-    step_on_shards,
-)
+from hf_osdp.sharding.optimizer import check_optimizer, needs_whole, spec_of_optimizer, spec_of_trainer_name
+from hf_osdp.sharding.optimizer_steps import prepare_new_optimizers, step_on_shards
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step
 from hf_osdp.sharding.unit_steps import bind_optimizer

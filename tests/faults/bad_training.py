@@ -26,14 +26,8 @@ from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.facts import RunFolder
 from hf_osdp.planning.preflight import check_model, not_writable, refuse_errors
-from hf_osdp.sharding.optimizer import (
-    check_optimizer,
-    parameter_names,
-    release_parameters,
-    spec_of_optimizer,
-    spec_of_trainer_name,
-    step_on_shards,
-)
+from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer, spec_of_trainer_name
+from hf_osdp.sharding.optimizer_steps import parameter_names, release_parameters, step_on_shards
 from tests.helpers.descriptions import transformer
 from tests.helpers.models import tiny_model
 from tests.helpers.problems import problem

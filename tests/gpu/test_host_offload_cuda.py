@@ -22,7 +22,7 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.apply import apply_plan, verify_applied
 from hf_osdp.sharding.environment import host_parameters, move_to_device, mp_policy
 from hf_osdp.sharding.gradients import clip_grad_norm_
-from hf_osdp.sharding.optimizer import step_by_device
+from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
 from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
 from hf_osdp.tracing.describe import describe

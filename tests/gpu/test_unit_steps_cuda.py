@@ -12,7 +12,7 @@ from hf_osdp.planner.job import Precision
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.environment import form_process_group, move_to_device, mp_policy
 from hf_osdp.sharding.gradients import local
-from hf_osdp.sharding.optimizer import step_by_device
+from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.unit_steps import bind_optimizer
 from tests.helpers.layouts import plan_of

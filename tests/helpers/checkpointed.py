@@ -20,7 +20,7 @@ from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.environment import host_parameters
 from hf_osdp.sharding.gradients import clip_grad_norm_
-from hf_osdp.sharding.optimizer import step_by_device
+from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step
 

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import InfeasibleError, OSDPError
 from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.job import OptimizerSpec, TrainingJob
+from hf_osdp.planner.job import OptimizerSpec, TrainingJob, bitsandbytes_of_trainer
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
@@ -91,6 +91,14 @@ def test_the_optimizer_has_as_many_states_as_stated(description, states, held):
     job = replace(JOB, optimizer=OptimizerSpec(name="sgd", states=states))
     breakdown = simulate(CONFIG, sharded_plan(description), description=description, job=job).breakdown
     assert breakdown.optimizer == pytest.approx(held * breakdown.parameters, rel=0.01)
+
+
+def test_states_of_8_bits_are_simulated_as_they_are_counted(description):
+    """By whole parameters, with short blocks, and embeddings in float32."""
+    spec = bitsandbytes_of_trainer("adamw_bnb_8bit")
+    held = simulate(CONFIG, sharded_plan(description), description=description, job=replace(JOB, optimizer=spec)).breakdown.optimizer
+    counted = sum(spec.state_bytes(p, WORLD) for unit in description.units for p in unit.parameters)
+    assert counted <= held <= 1.02 * counted
 
 
 def test_the_model_given_stays_as_it_is(description):

@@ -105,7 +105,9 @@ class UnitSeconds:
 def shape_ids(units: Sequence[UnitDescription]) -> tuple[int, ...]:
     """Return a number for each unit: the same for those that cost the same under equal layouts, activations left out."""
     known: dict[tuple[object, ...], int] = {}
-    keys = ((unit.span, tuple((p.shape, p.dtype, p.requires_grad, p.keeps_dtype) for p in unit.parameters)) for unit in units)
+    keys = (
+        (unit.span, tuple((p.shape, p.dtype, p.requires_grad, p.keeps_dtype, p.is_embedding) for p in unit.parameters)) for unit in units
+    )
     return tuple(known.setdefault(key, len(known)) for key in keys)
 
 

@@ -13,7 +13,7 @@ from hf_osdp.errors import OSDPError
 from hf_osdp.modeling.split.apply_split import split_operators
 from hf_osdp.modeling.split.names import SlicedName, merge_state_dict, split_state_dict
 from hf_osdp.planner.split import OperatorSplit
-from hf_osdp.sharding.optimizer import parameter_names, rebind_parameters
+from hf_osdp.sharding.optimizer_steps import parameter_names, rebind_parameters
 from hf_osdp.sharding.state import (
     SlicedTensor,
     full_optimizer_state_dict,

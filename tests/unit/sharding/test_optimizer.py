@@ -55,8 +55,8 @@ def test_spec_of_trainer_name_knows_fused_and_stateless_optimizers():
 def test_unknown_optimizers_are_refused_by_name():
     with pytest.raises(ValueError, match=r"^optim='galore_adamw' projects each whole matrix.*AdamW"):
         spec_of_trainer_name("galore_adamw", device_type="cpu")
-    with pytest.raises(ValueError, match=r"^optim='lion_8bit' holds .* quantized together, .*adamw_torch_8bit"):
-        spec_of_trainer_name("lion_8bit", device_type="cpu")
+    with pytest.raises(ValueError, match=r"^optim='paged_lion_8bit' keeps states in CUDA's unified memory, .*offload_optimizer=True"):
+        spec_of_trainer_name("paged_lion_8bit", device_type="cpu")
     with pytest.raises(ValueError, match=r"^optim='apex' is not known to work under a plan; use one of adamw_torch, .*adafactor\.$"):
         spec_of_trainer_name("apex", device_type="cpu")
     with pytest.raises(ValueError, match=r"LBFGS needs dot products.*AdamW"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_osdp.sharding.gradients import OSDPGradScaler, _main_device, clip_grad_norm_
-from hf_osdp.sharding.optimizer import step_by_device
+from hf_osdp.sharding.optimizer_steps import step_by_device
 from tests.helpers.elsewhere import ELSEWHERE, There, two_devices
 
 SHAPES = [(3, 2), (4,), (2, 2), (5,)]

@@ -1,0 +1,225 @@
+"""Steps of an optimizer on a sharded model: bound to its shards though made before, by device, on local shards as plain tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..distributed.mesh import world_size
+from ..errors import OSDPError
+from ..modeling.split.names import keep_positions, split_names
+from ..modeling.step_hooks import before_step
+from ..modeling.units import canonical_name
+from .bitsandbytes import in_float32, is_bitsandbytes, quantize_as_whole
+from .environment import host_parameters
+from .gradients import local
+from .optimizer import ELEMENT_WISE, check_optimizer, unwrapped
+
+_FUSED_ON_HOST = (torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers of torch whose fused step takes shards on the CPU; its fused SGD and Adagrad know no sharded tensors."""
+_KERNELS = {"foreach", "fused"}
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return each parameter's first name; take it before the model is sharded, for `rebind_parameters`."""
+    return {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
+
+
+def release_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Parameter, str]) -> None:
+    """Put names in the place of parameters, so that the optimizer does not keep the unsharded model alive meanwhile.
+
+    Until `rebind_parameters` it cannot be used. One that has state, or a parameter that the model does not have, is refused unchanged.
+    """
+    inner = unwrapped(optimizer)
+    # Adagrad makes its state when it is made; `rebind_parameters` makes it again.
+    new_adagrad = type(inner) is torch.optim.Adagrad and not any(state["step"] for state in inner.state.values())
+    if optimizer.state and not new_adagrad:
+        raise OSDPError(
+            f"{type(inner).__name__} has state from before the model was sharded: it has taken steps, or makes state when it is made;"
+            " make it from the sharded model's parameters, or give a new AdamW, Adam, SGD or RMSprop."
+        )
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if strange := [p for p in held if not isinstance(p, str) and p not in old_names]:
+        raise OSDPError(
+            f"The optimizer holds a parameter of shape {tuple(strange[0].shape)} that the model does not have; make it from"
+            " model.parameters(), and where a loss has parameters of its own, make it a module of the model."
+        )
+    inner.state.clear()
+    for group in optimizer.param_groups:
+        group["params"] = [p if isinstance(p, str) else old_names[p] for p in group["params"]]
+
+
+def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Parameter, str], model: nn.Module) -> None:
+    """Point an optimizer, without state, at the sharded parameters, found by `old_names`. Groups and hyperparameters stay.
+
+    A parameter that is split is replaced by all its slices. Optimizers are refused as by `release_parameters`.
+    """
+    release_parameters(optimizer, old_names)
+    new = {canonical_name(name): [parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
+    new |= {name: [new[part][0] for part in whole.parts] for name, whole in split_names(model).items()}
+    if missing := [name for group in optimizer.param_groups for name in group["params"] if name not in new]:
+        raise OSDPError(f"The sharded model has no parameter {missing[0]!r} ({len(missing)} missing), which the optimizer updates.")
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for name in group["params"] for parameter in new[name]]
+    inner = unwrapped(optimizer)  # Accelerate's wrapper has no hooks
+    if type(inner) is torch.optim.Adagrad:
+        inner.state = torch.optim.Adagrad([dict(group) for group in inner.param_groups], **inner.defaults).state
+    step_on_shards(inner, model)
+
+
+def step_on_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Let an optimizer of a model that a plan was applied to step by device, and keep the positions of what is split."""
+    inner = unwrapped(optimizer)
+    check_optimizer(inner, _apart(model))
+    step_by_device(inner, host_parameters(model))
+    if split_names(model):
+        keep_positions(inner, model)
+
+
+def _apart(model: nn.Module) -> list[nn.Parameter]:
+    """Return parameters that are on the host, or slices of one that is split."""
+    named = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    return host_parameters(model) + [named[part] for whole in split_names(model).values() for part in whole.parts]
+
+
+def step_by_device(optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter] = ()) -> None:
+    """Have an optimizer step the parameters of each device, and plain ones and shards, by themselves.
+
+    torch's foreach and fused kernels fail where plain tensors and DTensors share a group, and by default an optimizer gives up its
+    foreach kernels for a whole group where one parameter lies on the CPU. While the optimizer steps, each of its groups is replaced
+    by one group for each kind. Before and after it is as it was made, so that schedulers, checkpoints and the user see the same
+    groups under every plan. On the `host` Adam and AdamW step with fused kernels. A second call replaces the first.
+
+    An optimizer that is not torch's own steps the local shards, as plain tensors, and its states are plain tensors of their shapes: other
+    packages' kernels do not know DTensors (torchao's, compiled for the shard of one rank, fail on another's where rows are uneven).
+    """
+    if (before := _stepper(optimizer)) is not None:
+        before.remove()
+    _StepByDevice(optimizer, host)
+
+
+def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.optim.Optimizer], object]) -> None:
+    """Prepare every optimizer of this model when it first steps, and `bind` it: in a plain loop no call tells of them.
+
+    Among several ranks it is checked (`check_optimizer`); where parameters lie on two devices or have no dimensions, it steps by device.
+    """
+    host, apart, of = host_parameters(model), _apart(model), weakref.ref(model)
+    mixed = bool(host) or any(not parameter.dim() for parameter in model.parameters())
+    ids = {id(parameter) for parameter in model.parameters()}
+    prepared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def prepare(optimizer: torch.optim.Optimizer) -> None:
+        if optimizer in prepared or not any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
+            return
+        if world_size() > 1 or apart:
+            check_optimizer(optimizer, apart)
+        if (mixed or steps_shards(optimizer)) and _stepper(optimizer) is None:
+            step_by_device(optimizer, host)
+        if (owner := of()) is not None:
+            bind(owner, optimizer)
+        prepared.add(optimizer)
+
+    weakref.finalize(model, before_step.add(prepare))
+
+
+class _StepByDevice:
+    def __init__(self, optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter]) -> None:
+        self._host = {id(parameter) for parameter in host}
+        self._whole: list[dict[str, Any]] | None = None
+        self._parts: list[list[dict[str, Any]]] = []
+        self._on_shards, self._in_float32 = steps_shards(optimizer), in_float32(optimizer)
+        self._stand_ins: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._without_modes = ExitStack()
+        self._handles = [optimizer.register_step_pre_hook(self.begin), optimizer.register_step_post_hook(self.end)]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def begin(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        self.end(optimizer, args, kwargs)  # a step that raised left its parts behind
+        self._whole = optimizer.param_groups
+        self._parts = [self._split(optimizer, group) for group in self._whole]
+        optimizer.param_groups = [part for parts in self._parts for part in parts]
+        for parameter, shard in self._stand_ins:
+            if parameter in optimizer.state:
+                optimizer.state[shard] = optimizer.state.pop(parameter)
+        if is_bitsandbytes(optimizer):
+            quantize_as_whole(optimizer, self._in_float32)
+        if self._on_shards:  # torch.compile, which other packages step with, refuses to run where calls are being counted
+            self._without_modes.enter_context(_disable_current_modes())
+
+    def end(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if self._whole is None:
+            return
+        self._without_modes.close()
+        for group, parts in zip(self._whole, self._parts, strict=True):
+            if parts[0] is not group:  # some optimizers count in their groups
+                group.update({key: value for key, value in parts[0].items() if key not in {"params", *_KERNELS}})
+        for parameter, shard in self._stand_ins:
+            if shard in optimizer.state:
+                optimizer.state[parameter] = optimizer.state.pop(shard)
+        optimizer.param_groups, self._whole, self._parts, self._stand_ins = self._whole, None, [], []
+
+    def _split(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the group itself where all of it is of one kind on the device, else one group for each kind."""
+        kinds: dict[tuple[torch.device, bool, bool], list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            on_host = id(parameter) in self._host
+            if self._on_shards and isinstance(parameter, DTensor):
+                parameter = self._stand_in(parameter)
+            kinds.setdefault((local(parameter).device, isinstance(parameter, DTensor), on_host), []).append(parameter)
+        fuses = type(optimizer) in _FUSED_ON_HOST and not group["differentiable"]
+        if len(kinds) < 2 and not (fuses and any(on_host for _, _, on_host in kinds)) and not self._stand_ins:
+            return [group]
+        parts = []
+        for (_, _, on_host), parameters in kinds.items():
+            kernels = {}
+            if on_host and fuses:
+                kernels = {"foreach": False, "fused": True}
+                for state in (optimizer.state[parameter] for parameter in parameters if parameter in optimizer.state):
+                    if isinstance(state.get("step"), torch.Tensor):  # fused kernels want it here, and a checkpoint may have had it there
+                        state["step"] = state["step"].cpu()
+            parts.append({**group, **kernels, "params": parameters})
+        return parts
+
+    def _stand_in(self, parameter: Any) -> nn.Parameter:  # noqa: ANN401  (a parameter that is a DTensor)
+        """Return a plain parameter with the memory of this rank's shard and its gradient."""
+        shard = nn.Parameter(local(parameter).detach())
+        shard.whole = parameter  # type: ignore[attr-defined]  # for who decides by its size
+        shard.grad = None if parameter.grad is None else local(parameter.grad)
+        self._stand_ins.append((parameter, shard))
+        return shard
+
+
+def step_parts(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Take the step of some of an optimizer's parameters, with the groups' options as they are now; its hooks do not run."""
+    whole, chosen = optimizer.param_groups, {id(parameter) for parameter in parameters}
+    stepper = _stepper(optimizer)
+    parts = [{**group, "params": [p for p in group["params"] if id(p) in chosen]} for group in whole]
+    optimizer.param_groups = [part for part in parts if part["params"]]
+    try:
+        if stepper is not None:
+            stepper.begin(optimizer, (), {})
+        type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # what torch has wrapped with hooks
+    finally:
+        if stepper is not None:
+            stepper.end(optimizer, (), {})
+        optimizer.param_groups = whole
+
+
+def steps_shards(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer steps local shards as plain tensors, and holds its states so: all but torch's element-wise ones."""
+    return type(unwrapped(optimizer)) not in ELEMENT_WISE
+
+
+def _stepper(optimizer: torch.optim.Optimizer) -> _StepByDevice | None:
+    owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, _StepByDevice)), None)

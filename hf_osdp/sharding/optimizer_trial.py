@@ -1,0 +1,89 @@
+"""The trial of an optimizer on a matrix: whether it goes element by element, and what it keeps."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from ..tracing.memory_tracker import MemoryTracker
+
+ROWS, COLUMNS, _SHARDS = 96, 64, 3
+"""More elements than where 8-bit optimizers begin to quantize (4096), fewer in a shard."""
+_STEPS = 2
+_RATE = 0.1
+"""Learning rate of the trial; a schedule may begin at 0, where no optimizer shows what it does."""
+
+
+def difference_on_shards(optimizer: torch.optim.Optimizer) -> float | None:
+    """Take two steps on a matrix for each group, whole and in three shards of rows. The optimizer itself stays as it is.
+
+    Return the largest difference between the two, as a part of the largest update; NaN where nothing was updated, None where the whole
+    gives another result when it is repeated, in the parameters' own dtype. An element-wise optimizer gives the same but for rounding. One
+    that takes norms, factors or products of a whole parameter does not.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.arange(1, ROWS + 1).unsqueeze(1)  # so that no two shards have one norm
+    before = [torch.randn(ROWS, COLUMNS, generator=generator) for _ in optimizer.param_groups]
+    gradients = [[rows * torch.randn(ROWS, COLUMNS, generator=generator) for _ in before] for _ in range(_STEPS)]
+    own = torch.float32 if hasattr(optimizer, "bf16_stochastic_round") else _first_parameter(optimizer).dtype
+    before_own, gradients_own = [matrix.to(own) for matrix in before], [[gradient.to(own) for gradient in step] for step in gradients]
+    once, again = (_after_steps(optimizer, before_own, gradients_own, 1) for _ in range(2))
+    if not all(torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True) for one, other in zip(once, again, strict=True)):
+        return None
+    whole, parts = (_after_steps(optimizer, before, gradients, shards) for shards in (1, _SHARDS))
+    update = max(float((after - start).abs().max()) for after, start in zip(whole, before, strict=True))
+    difference = max(float((one - other).abs().max()) for one, other in zip(whole, parts, strict=True))
+    return difference / update if update else float("nan")
+
+
+def _first_parameter(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    return next(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _after_steps(
+    optimizer: torch.optim.Optimizer, before: Sequence[torch.Tensor], gradients: Sequence[Sequence[torch.Tensor]], shards: int
+) -> list[torch.Tensor]:
+    device = _first_parameter(optimizer).device
+    device = torch.device("cpu") if device.type == "meta" else device
+    parameters = [[torch.nn.Parameter(shard.to(device, copy=True)) for shard in matrix.chunk(shards)] for matrix in before]
+    trial = _trial(optimizer, parameters)
+    for of_step in gradients:
+        for pieces, gradient in zip(parameters, of_step, strict=True):
+            for piece, shard in zip(pieces, gradient.chunk(shards), strict=True):
+                piece.grad = shard.to(device, copy=True)
+        type(trial).step(trial)
+    return [torch.cat([piece.detach().cpu() for piece in pieces]) for pieces in parameters]
+
+
+def _trial(optimizer: torch.optim.Optimizer, parameters: Sequence[list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    """Make the same kind of optimizer with other parameters, a learning rate that shows, no state and no hooks."""
+    trial = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        trial.__dict__[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+    trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    trial.state = defaultdict(dict)
+    trial.param_groups = [{**group, "params": pieces} for group, pieces in zip(optimizer.param_groups, parameters, strict=True)]
+    for group in trial.param_groups:
+        if "lr" in group:
+            group["lr"] = torch.full_like(group["lr"], _RATE) if isinstance(group["lr"], torch.Tensor) else _RATE
+    return trial
+
+
+def after_step(optimizer: torch.optim.Optimizer, *shape: int) -> tuple[list[Any], float]:
+    """Return what is kept for a matrix after two steps, of the group that keeps most, and a step's temporaries in tensors of its size."""
+    matrices = [torch.nn.Parameter(torch.ones(shape)) for _ in optimizer.param_groups]
+    trial, tracker = _trial(optimizer, [[matrix] for matrix in matrices]), MemoryTracker(block_bytes=1)
+    with torch.compiler.set_stance("force_eager"):  # compiled code does not run where it is tracked
+        for counted in (nullcontext(), tracker):
+            for matrix in matrices:
+                matrix.grad = torch.ones_like(matrix)
+            with counted:
+                type(trial).step(trial)
+    states = [[v for v in trial.state[m].values() if not isinstance(v, (int, float, str, type(None)))] for m in matrices]
+    kept = [[v for v in values if not isinstance(v, torch.Tensor) or v.numel() > 1] for values in states]
+    return max(kept, key=lambda values: sum(getattr(value, "nbytes", 0) for value in values)), tracker.peak_bytes / matrices[0].nbytes

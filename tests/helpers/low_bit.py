@@ -1,0 +1,105 @@
+"""Models trained by optimizers that quantize their states in blocks, whole and under plans; `make` makes such an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from hf_osdp.checkpoint.states import load_loop, save_loop
+from hf_osdp.checkpoint.writer import CheckpointWriter
+from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.modeling.split.apply_split import split_operators
+from hf_osdp.modeling.units import find_units
+from hf_osdp.planner.split import OperatorSplit
+from hf_osdp.sharding.apply import apply_plan
+from hf_osdp.sharding.gradients import local
+from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer
+from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict
+from hf_osdp.sharding.steps import micro_step
+
+from .layouts import plan_of
+from .models import tiny_batch, tiny_loss
+
+Make = Callable[[str, nn.Module, float], torch.optim.Optimizer]
+WIDTH, ODD_WIDTH = 128, 72
+"""With the first, blocks of 256 lie inside shards of whole rows; with the second, shards of some matrices have no whole blocks."""
+
+
+def gpt2(width: int, *, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return (
+        GPT2LMHeadModel(
+            GPT2Config(n_layer=2, n_embd=width, n_head=4, vocab_size=61, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+        )
+        .double()
+        .train()
+    )  # gradients agree, so that what is quantized does: near-zero ones of float32 are noise that Adam scales up
+
+
+def sharded(width: int, layout: str | None, *, seed: int = 0, slices: int = 1):
+    model, plan = gpt2(width, seed=seed), None
+    if slices > 1:
+        split_operators(model, [OperatorSplit(fqn="transformer.h.0.mlp.c_fc", slices=slices)])
+    if layout is not None:
+        units = find_units(model)
+        plan = plan_of(units, dist.get_world_size(), layout)
+        apply_plan(model, plan, units, meshes=Meshes("cpu"))
+    return model, plan
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, plan, steps: range) -> None:
+    rank, parts = (dist.get_rank(), dist.get_world_size()) if plan is not None else (0, 1)
+    for step in steps:
+        with micro_step(model, is_last=True, plan=plan):
+            tiny_loss(model, tiny_batch(step, part=rank, parts=parts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def state_bytes(tensor: torch.Tensor) -> int:
+    tensor = local(tensor)
+    names = getattr(tensor, "tensor_attrs", None)
+    return tensor.nbytes if names is None else sum(getattr(tensor, name).nbytes for name in names)
+
+
+def held(make: Make, kind: str, width: int, layout: str) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+    """Bytes of each parameter's states on this rank, and as planned."""
+    model, plan = sharded(width, layout)
+    optimizer = make(kind, model, 1e-3)
+    check_optimizer(optimizer)
+    spec = spec_of_optimizer(optimizer, device_type="cpu")
+    trained(model, optimizer, plan, range(1))
+    sizes = {unit.module_names[0]: unit.shard_size for unit in plan.units}
+    found, planned = {}, {}
+    for unit in find_units(gpt2(width)):
+        size = sizes[unit.module_names[0]]
+        planned |= {p.name: spec.state_bytes(p, size) for p in unit.trainable}
+    for name, parameter in model.named_parameters():
+        states = optimizer.state[parameter]
+        found[name] = sum(state_bytes(value) for key, value in states.items() if key != "step")
+    return found, planned
+
+
+def chain(make: Make, kind: str, width: int, folder: str, layout: str, slices: int, is_sharded: bool, start: int) -> tuple[dict, dict]:
+    """Two steps from a checkpoint, under another plan."""
+    model, plan = sharded(width, layout, seed=start, slices=slices)
+    optimizer = make(kind, model, 0.3 if start else 1e-2)
+    if start:
+        load_loop(f"{folder}/{start}", model, optimizer, others={})
+    trained(model, optimizer, plan, range(start, start + 2))
+    save_loop(CheckpointWriter(), f"{folder}/{start + 2}", model, optimizer, others={}, progress={}, sharded=is_sharded)
+    return full_state_dict(model), full_optimizer_state_dict(model, optimizer).get("state", {})
+
+
+def alone(make: Make, kind: str, width: int, steps: int) -> dict[str, torch.Tensor]:
+    model, _ = sharded(width, None)
+    trained(model, make(kind, model, 1e-2), None, range(steps))
+    return full_state_dict(model)
+
+
+def apart(weights: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    return sum(float((weights[name] - value).norm()) for name, value in others.items())
