@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
@@ -83,8 +84,8 @@ class Synchroniser:
 
     def save(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         """Write this rank's outer momentum and its part of its machine's optimizer states. Collective."""
-        if self._outer is not None:
-            state = {"layout": self._layout, **self._outer.state(optimizer)}
+        state = self._loaded if self._outer is None else {"layout": self._layout, **self._outer.state(optimizer)}
+        if state is not None:
             on_every_rank(lambda: torch.save(state, _path(folder)))
 
     def load(self, folder: Path) -> None:
@@ -99,7 +100,7 @@ class Synchroniser:
         fits = all(on_every_rank(fits_here))
         self._loaded = state if fits else None
         if rank() == 0 and not (fits and state["states"]):
-            momentum = "" if fits else "; the outer momentum begins at zero, as the checkpoint is not of this plan's local steps"
+            momentum = "" if fits else "; the outer momentum begins at zero, as the checkpoint has none of this plan's local steps"
             _log.warning("%s: all machines go on with the first machine's optimizer states%s.", folder, momentum)
 
 
@@ -132,18 +133,22 @@ class LoopSynchroniser(Synchroniser):
                 raise OSDPError("Local steps count the steps of one optimizer, and a second one was made; give it groups of parameters.")
             return
         self._optimizer = weakref.ref(optimizer)
-        optimizer.register_step_pre_hook(lambda optimizer, *_: None if makes_states() else self.begin(model, optimizer))
+        handle = optimizer.register_step_pre_hook(lambda optimizer, *_: None if makes_states() else self.begin(model, optimizer))
+        optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # before groups are split by device
         optimizer.register_step_post_hook(self._stepped)
-        model.register_forward_pre_hook(self._forward_begins, prepend=True)  # before FSDP2 gathers
+
+        def forward_begins(*_: object) -> None:
+            if not (model.training or torch.is_grad_enabled()):
+                self.synchronise("An evaluation")
+
+        for module in model.modules():  # parts may be called alone, as `generate` calls an encoder
+            if module is model or isinstance(module, FSDPModule):
+                module.register_forward_pre_hook(forward_begins, prepend=True)  # before FSDP2 gathers
 
     def _stepped(self, *_: object) -> None:
         self._taken += not makes_states()
         if self._taken >= self.steps.steps:
             self.synchronise()
-
-    def _forward_begins(self, model: nn.Module, args: object) -> None:
-        if not (model.training or torch.is_grad_enabled()):
-            self.synchronise("An evaluation")
 
 
 def _path(folder: Path) -> Path:

@@ -121,10 +121,10 @@ def accepts_as_keywords(model: nn.Module, batch: object) -> bool:
 def batches_of_loader(loader: DataLoader[Any], model: nn.Module, sequence_length: int | None) -> tuple[Batches | None, int | None]:
     """Find the batches that a loop gives to the model by keywords, if it can, and the tokens of a row, if they are known. Collective."""
     found = None if loader.collate_fn is None else find_batches(loader.dataset, loader.collate_fn)
-    length = row_tokens(None if found is None else found.tokens or 1, sequence_length)
-    if found is not None and accepts_as_keywords(model, found(1)):
-        return found.with_rows(length), length
-    return None, length if found is None or found.tokens else sequence_length
+    used = found if found is not None and accepts_as_keywords(model, found(1)) else None
+    tokens = None if found is None else found.tokens or (None if used is None else 1)
+    length = row_tokens(tokens, sequence_length)
+    return None if used is None else used.with_rows(length), length
 
 
 def _all_random_states_kept() -> AbstractContextManager[None]:

@@ -130,7 +130,8 @@ def check_whole(plan: Plan, description: ModelDescription, optimizer: OptimizerS
     parted = next((f"has {d.label} sharded or on the host" for d in decisions if d.shard_size > 1 or d.on_host), None)
     if parted or (plan.split.sliced and not optimizer.takes_slices):
         what = parted or "cuts operators in slices"
-        raise PlanError(f"{optimizer.name} needs whole parameters, and the plan {what}; plan again for it, or use AdamW.")
+        needed = "parameters" if optimizer.needs_whole else "operators"
+        raise PlanError(f"{optimizer.name} needs whole {needed}, and the plan {what}; plan again for it, or use AdamW.")
 
 
 def check_communication(plan: Plan, allowed: WireFormat | None) -> None:

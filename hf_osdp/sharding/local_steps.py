@@ -10,6 +10,7 @@ share of a message, and they gather the result from each other: an element cross
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -19,14 +20,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..distributed.collectives import all_gather_single, announced, plain_transport
-from ..distributed.mesh import REPLICATE_AXIS, Apart, apart
+from ..distributed.mesh import REPLICATE_AXIS, Apart, apart, rank
 from ..distributed.wire import WireTransport
 from ..errors import OSDPError
 from ..planner.hardware import Collective
 from ..planner.local_steps import LocalSteps
 from ..planner.wire import PIECE_ELEMENTS
 from .gradients import local
-from .optimizer import low_bit_spec, unwrapped
+from .optimizer import low_bit_spec, optimizer_name, unwrapped
+
+_log = logging.getLogger(__name__)
 
 
 class _Message(NamedTuple):
@@ -74,14 +77,23 @@ class OuterOptimizer:
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return this rank's part of what goes on after a checkpoint: momentum, and its states of the user's optimizer."""
         states = [] if low_bit_spec(optimizer) else _local_states(optimizer)
-        return {"momentum": [message.momentum for message in self._messages], "states": states}
+        momentum = [message.momentum for message in self._messages]
+        return {"momentum": momentum, "states": states, "optimizer": optimizer_name(optimizer)}
 
     @torch.no_grad()
     def load(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> None:
-        """Take what `state` gave on this rank, after the user's optimizer was loaded as the first machine's."""
+        """Take what `state` gave on this rank, after the user's optimizer was loaded as the first machine's.
+
+        States of another optimizer are left, and the first machine's stay.
+        """
         for message, momentum in zip(self._messages, state["momentum"], strict=True):
             message.momentum.copy_(momentum)
-        for own, saved in zip(_local_states(optimizer), state["states"], strict=bool(state["states"])):
+        states, name = state["states"], optimizer_name(optimizer)
+        if (saved_name := state.get("optimizer", name)) != name:
+            states = []
+            if rank() == 0:
+                _log.warning("All machines go on with the first machine's optimizer states: those of the others are %s's.", saved_name)
+        for own, saved in zip(_local_states(optimizer), states, strict=bool(states)):
             for name in own.keys() & saved.keys():
                 own[name].copy_(saved[name])
 

@@ -17,7 +17,7 @@ from ..errors import OSDPError
 from ..modeling.split.names import keep_positions, split_names
 from ..modeling.step_hooks import before_step
 from ..modeling.units import canonical_name
-from .bitsandbytes import in_float32, is_bitsandbytes, quantize_as_whole
+from .bitsandbytes import in_float32, is_bitsandbytes, quantize_as_whole, spec_of_bitsandbytes
 from .environment import host_parameters
 from .gradients import local
 from .optimizer import ELEMENT_WISE, check_optimizer, unwrapped
@@ -120,6 +120,8 @@ def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.op
             return
         if world_size() > 1 or apart:
             check_optimizer(optimizer, apart)
+        elif is_bitsandbytes(optimizer):
+            spec_of_bitsandbytes(optimizer)  # refuses what a step of ours leaves out
         if (mixed or steps_shards(optimizer)) and _stepper(optimizer) is None:
             step_by_device(optimizer, host)
         if (owner := of()) is not None:
