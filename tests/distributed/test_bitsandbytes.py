@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,15 @@ from transformers import TrainingArguments
 
 from hf_osdp.distributed.mesh import world_size
 from hf_osdp.errors import OSDPError
-from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.sharding.optimizer import check_optimizer, needs_whole, spec_of_optimizer, spec_of_trainer_name
 from hf_osdp.sharding.optimizer_steps import prepare_new_optimizers, step_by_device
 from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict
 from tests.helpers.checkpointed import worst
 from tests.helpers.distributed import run_ranks
-from tests.helpers.layouts import mixed_plan
-from tests.helpers.low_bit import ODD_WIDTH, alone, apart, chain, gpt2, held, sharded, trained
+from tests.helpers.low_bit import ODD_WIDTH, alone, apart, chain, gpt2, held, sharded
+from tests.helpers.training import trained
 
-from .test_integration_trainer import LENGTH, PlannedTrainer, StockTrainer, arguments, assert_close, history, tokens
+from .test_integration_trainer import StockTrainer, arguments, history, tokens, trained_and_resumed_as_stock
 
 bnb = pytest.importorskip("bitsandbytes.optim", reason="bitsandbytes is not installed; pip install 'hf_osdp[bnb]'")
 BLOCKS = 256
@@ -133,18 +133,11 @@ def stock(tmp_path_factory) -> dict[str, list[float]]:
 
 @pytest.mark.on_ranks(2, init=False)
 def test_trainer_with_adamw_bnb_8bit_equals_the_stock_one_which_keeps_embeddings(tmp_path, stock):
-    model = gpt2(BLOCKS)
-    plan = mixed_plan(model, 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
     args = trainer_arguments(tmp_path, 4, save_strategy="steps", save_steps=2)
-    trainer = PlannedTrainer(model=model, args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
-    trainer.train()
-    assert_close(history(trainer), stock, 1e-9)
+    trainer = trained_and_resumed_as_stock(partial(gpt2, BLOCKS), args, stock)
     states, named = trainer.optimizer.optimizer.state, dict(trainer.model.named_parameters())
     kinds = {name: states[named[f"transformer.{name}.weight"]]["state1"].dtype for name in ("wte", "h.0.mlp.c_fc")}
     assert kinds == {"wte": torch.float32, "h.0.mlp.c_fc": torch.uint8}
-    again = PlannedTrainer(model=gpt2(BLOCKS, seed=1), args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert_close(history(again), {"loss": stock["loss"][2:]}, 1e-3)
 
 
 def optimizer_of(cls: type = bnb.AdamW, **options: object) -> torch.optim.Optimizer:
@@ -189,6 +182,15 @@ def test_slices_and_the_host_are_refused_where_states_have_blocks():
         assert spec_of_optimizer(optimizer, device_type="cuda").takes_slices is allowed
         with nullcontext() if allowed else pytest.raises(OSDPError, match="quantizes blocks of whole parameters, and 1 of 1 are in slices"):
             check_optimizer(optimizer, optimizer.param_groups[0]["params"])
+
+
+def test_a_plain_loop_of_one_process_refuses_options_that_its_steps_would_leave_out():
+    optimizer = overridden()
+    model = nn.ParameterList(optimizer.param_groups[0]["params"])
+    prepare_new_optimizers(model, lambda *_: None)
+    model[0].grad = torch.ones(2)
+    with pytest.raises(OSDPError, match=r"^AdamW has parameters with options of their own in GlobalOptimManager"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize(

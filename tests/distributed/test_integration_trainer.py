@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,20 @@ def assert_close(got: dict[str, list[float]], want: dict[str, list[float]], tole
         assert len(got[name]) == len(want[name]), name
         worst = max(abs(a - b) for a, b in zip(got[name], want[name], strict=True))
         assert worst <= tolerance, (name, worst, got[name], want[name])
+
+
+def trained_and_resumed_as_stock(
+    build: Callable[..., torch.nn.Module], args: TrainingArguments, stock: dict[str, list[float]]
+) -> PlannedTrainer:
+    """Train by a plan of unlike layouts, then again from the checkpoint of step 2, whose states are rounded once more."""
+    plan = mixed_plan(build(), 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
+    trainer = PlannedTrainer(model=build(seed=0), args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
+    trainer.train()
+    assert_close(history(trainer), stock, 1e-9)
+    again = PlannedTrainer(model=build(seed=1), args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
+    again.train(resume_from_checkpoint=f"{args.output_dir}/checkpoint-2")
+    assert_close(history(again), {"loss": stock["loss"][2:]}, 1e-3)
+    return trainer
 
 
 def train_one_process(folder: str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,20 @@ from hf_osdp.sharding.state import full_state_dict
 from tests.helpers.checkpointed import worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import mixed_plan
-from tests.helpers.low_bit import ODD_WIDTH, WIDTH, alone, apart, chain, gpt2, held, sharded, trained
+from tests.helpers.low_bit import ODD_WIDTH, WIDTH, alone, apart, chain, gpt2, held, sharded
+from tests.helpers.training import trained
 
-from .test_integration_trainer import GLOBAL_BATCH, LENGTH, PlannedTrainer, StockTrainer, arguments, assert_close, history, tokens
+from .test_integration_trainer import (
+    GLOBAL_BATCH,
+    LENGTH,
+    PlannedTrainer,
+    StockTrainer,
+    arguments,
+    assert_close,
+    history,
+    tokens,
+    trained_and_resumed_as_stock,
+)
 
 torchao = pytest.importorskip("torchao.optim", reason="torchao is not installed; pip install 'hf_osdp[low-bit]'")
 
@@ -97,16 +109,9 @@ def trainer_arguments(folder: Path, samples: int, **options: object) -> Training
 
 @pytest.mark.on_ranks(2, init=False)
 def test_trainer_with_adamw_torch_8bit_equals_the_stock_one(tmp_path, stock):
-    model = gpt2(WIDTH)
-    plan = mixed_plan(model, 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
     args = trainer_arguments(tmp_path, 4, save_strategy="steps", save_steps=2)
-    trainer = PlannedTrainer(model=model, args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
-    trainer.train()
-    assert_close(history(trainer), stock, 1e-9)
+    trainer = trained_and_resumed_as_stock(partial(gpt2, WIDTH), args, stock)
     assert any(type(value).__name__ == "OptimState8bit" for states in trainer.optimizer.state.values() for value in states.values())
-    again = PlannedTrainer(model=gpt2(WIDTH, seed=1), args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert_close(history(again), {"loss": stock["loss"][2:]}, 1e-3)
 
 
 def test_trainer_name_states_and_host_are_known_before_a_run():

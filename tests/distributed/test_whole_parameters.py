@@ -29,12 +29,12 @@ from hf_osdp.sharding.gradients import local
 from hf_osdp.sharding.optimizer import check_optimizer, needs_whole, spec_of_optimizer, spec_of_trainer_name
 from hf_osdp.sharding.optimizer_steps import prepare_new_optimizers, step_on_shards
 from hf_osdp.sharding.state import full_state_dict
-from hf_osdp.sharding.steps import micro_step
 from hf_osdp.sharding.unit_steps import bind_optimizer
 from tests.helpers.checkpointed import worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
-from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.models import tiny_model
+from tests.helpers.training import trained
 
 from .test_integration_trainer import LENGTH, PlannedTrainer, StockTrainer, arguments, assert_close, history, tokens
 from .test_optimizers import TrustRatio
@@ -90,15 +90,6 @@ def plan_for(model: nn.Module, *, early: bool = False) -> Plan:
         layout = {"shard_size": world if frozen else 1, "reshard_after_forward": bool(number % 2), "step_in_backward": early and not frozen}
         decisions.append(replace(decision, **layout))
     return replace(plan, units=tuple(decisions))
-
-
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan | None, steps: range) -> None:
-    rank, parts = (dist.get_rank(), dist.get_world_size()) if plan is not None else (0, 1)
-    for step in steps:
-        with micro_step(model, is_last=True, plan=plan):
-            tiny_loss(model, tiny_batch(step, part=rank, parts=parts)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def on_ranks(kind: str, folder: str = "", start: int = 0, steps: int = 3, early: bool = False) -> tuple[dict, dict, list, list]:

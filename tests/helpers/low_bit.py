@@ -19,10 +19,9 @@ from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import local
 from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer
 from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict
-from hf_osdp.sharding.steps import micro_step
 
 from .layouts import plan_of
-from .models import tiny_batch, tiny_loss
+from .training import trained
 
 Make = Callable[[str, nn.Module, float], torch.optim.Optimizer]
 WIDTH, ODD_WIDTH = 128, 72
@@ -49,15 +48,6 @@ def sharded(width: int, layout: str | None, *, seed: int = 0, slices: int = 1):
         plan = plan_of(units, dist.get_world_size(), layout)
         apply_plan(model, plan, units, meshes=Meshes("cpu"))
     return model, plan
-
-
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, plan, steps: range) -> None:
-    rank, parts = (dist.get_rank(), dist.get_world_size()) if plan is not None else (0, 1)
-    for step in steps:
-        with micro_step(model, is_last=True, plan=plan):
-            tiny_loss(model, tiny_batch(step, part=rank, parts=parts)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def state_bytes(tensor: torch.Tensor) -> int:

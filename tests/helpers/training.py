@@ -54,6 +54,16 @@ def assert_trained_alike(found: Trained, reference: Callable[[], Trained], toler
         assert max(errors.values()) < tolerance, errors
 
 
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan | None, steps: range) -> None:
+    """Take steps of a model to which a plan was applied, this rank with its part of each batch; all of it without one."""
+    rank, parts = (dist.get_rank(), dist.get_world_size()) if plan is not None else (0, 1)
+    for step in steps:
+        with micro_step(model, is_last=True, plan=plan):
+            tiny_loss(model, tiny_batch(step, part=rank, parts=parts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def _on_device_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Units on the host are gathered where the loss's labels belong, too."""
     device = torch.device("cuda", torch.cuda.current_device()) if _is_on_cuda(model) else torch.device("cpu")

@@ -9,8 +9,9 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
 
+from hf_osdp.integrations import samples as found_in
 from hf_osdp.integrations.samples import accepts_as_keywords, find_batches, row_tokens, tokens_of
 
 
@@ -117,3 +118,9 @@ def test_tokens_of_reads_ids_by_any_prefix():
 def test_takes_keywords_compares_names_with_forward():
     model = torch.nn.Linear(1, 1)  # forward(input)
     assert [accepts_as_keywords(model, batch) for batch in ({"input": 1}, {"input": 1, "text": "a"}, (1, 2))] == [True, False, False]
+
+
+def test_batches_that_a_model_does_not_take_have_no_length_on_any_rank(monkeypatch):
+    rows = [{"pixels": torch.ones(3)}] * 4
+    monkeypatch.setattr(found_in, "all_gather_objects", lambda own: [own, 0])  # a rank without data beside this one
+    assert found_in.batches_of_loader(DataLoader(rows, batch_size=2), torch.nn.Linear(3, 3), None) == (None, None)
