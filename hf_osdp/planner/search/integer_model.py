@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -22,8 +22,29 @@ Value: TypeAlias = Callable[[Option], int]
 _MOST_WORK = 8.0
 """Of one solution for an objective, in CP-SAT's deterministic seconds, which are some of a clock's: models with dozens of unlike
 units may need more, and then get the best plan found."""
+_MOST_NODES = 2_000
+"""Of one solution over whole numbers."""
+_LARGE = 2**20
+"""Variables that may be larger stand for bytes, and are scaled."""
+SAME = 1e-7
+"""Part of a step's time by which a plan must be quicker to count: no rate is known so well, and to tell nearer plans apart takes long."""
 _SLACK = 1e-7
 """Part of each bound by which the relaxation loosens it, so that rounding refuses nothing that is possible."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relaxation:
+    """The optimum of a linear model."""
+
+    bound: float
+    """Its objective: no plan's is less."""
+    added: dict[UnitGroup, dict[Option, float]]
+    """What each option adds to it at least for a unit of each group (reduced costs); nothing over whole numbers."""
+    values: Sequence[float]
+
+    def value(self, variable: Bytes) -> float:
+        """Return the value of a variable, or of a number."""
+        return variable if isinstance(variable, int) else self.values[variable.index]  # type: ignore[union-attr]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,6 +94,8 @@ class IntegerModel:
         self._most_bytes = most if limit_bytes is None else min(most, max(0, limit_bytes))
         self.gave_up = False
         """The last `solve` found nothing, and did not prove that there is nothing."""
+        self.infeasible = False
+        """The last `relax` found that there is no solution."""
 
     def minimize_seconds(self, scale: float, at_most: int | None = None) -> None:
         """Set the objective Σ scale · seconds, at most a bound; without an objective any solution will do."""
@@ -85,8 +108,8 @@ class IntegerModel:
         """Set the objective: the limit, which must be a variable."""
         self._model.minimize(self._limit)
 
-    def solve(self, most_work: float = math.inf) -> tuple[dict[int, UnitLayout], float, bool] | None:
-        """Return layouts by unit, the objective, and whether it is proven; None if there are none, or none by `most_work`."""
+    def solve(self, most_work: float = math.inf, gap: float = 0.0) -> tuple[dict[int, UnitLayout], float, bool] | None:
+        """Return layouts by unit, the objective, and whether nothing is lower by more than a part `gap`; None if there are none, or none by `most_work`."""
         from ortools.sat.python import cp_model
 
         solver = cp_model.CpSolver()
@@ -94,6 +117,7 @@ class IntegerModel:
         parameters.num_workers, parameters.random_seed = 1, 0  # so that the same question always gets the same answer
         # with any of these, OR-tools 9.15 calls some feasible programs of these infeasible
         parameters.cp_model_presolve, parameters.cut_level, parameters.use_implied_bounds = False, 0, False
+        parameters.relative_gap_limit = gap
         parameters.max_deterministic_time = min(most_work, _MOST_WORK) if self._model.has_objective() else most_work
         status = solver.solve(self._model)
         if status in (cp_model.INFEASIBLE, cp_model.UNKNOWN):
@@ -105,32 +129,52 @@ class IntegerModel:
             layouts |= group.assign([solver.value(x) for x in variables.counts])
         return layouts, solver.objective_value, status == cp_model.OPTIMAL
 
-    def relax(self) -> tuple[float, dict[UnitGroup, dict[Option, float]]] | None:
-        """Return the minimum over real numbers of a `linear` model, and what each option of a group adds at least (reduced costs).
+    def relax(self, *, whole: bool = False) -> Relaxation | None:
+        """Return the minimum of a `linear` model over real numbers, or over whole ones with real levels, by GLOP or SCIP.
 
         None where no optimum was found, because there is no solution or rounding got in the way.
         """
         from ortools.linear_solver import pywraplp
 
-        program, solver = self._model.proto, pywraplp.Solver.CreateSolver("GLOP")
-        variables = [solver.NumVar(v.domain[0], v.domain[1], "") for v in program.variables]
+        program, solver = self._model.proto, pywraplp.Solver.CreateSolver("SCIP" if whole else "GLOP")
+        solver.SetSolverSpecificParametersAsString(f"limits/nodes = {_MOST_NODES}\nlimits/gap = {SAME}" if whole else "")
+        units = [float(v.domain[1]) if v.domain[1] > _LARGE else 1.0 for v in program.variables]
+        variables = [
+            (solver.IntVar if whole and v.domain[0] >= 0 else solver.NumVar)(v.domain[0] / unit, v.domain[1] / unit, "")
+            for v, unit in zip(program.variables, units, strict=True)
+        ]
         for constraint in program.constraints:
             if constraint.has_linear():
                 linear = constraint.linear
-                _add_row(solver, variables, linear.vars, linear.coeffs, *linear.domain)
+                coefficients = [c * units[v] for v, c in zip(linear.vars, linear.coeffs, strict=True)]
+                _add_row(solver, variables, linear.vars, coefficients, *linear.domain)
             else:
                 one = constraint.exactly_one.literals
                 _add_row(solver, variables, one, [1] * len(one), 1, 1)
         objective, scale = solver.Objective(), max(map(abs, program.objective.coeffs), default=1) or 1
         for index, coefficient in zip(program.objective.vars, program.objective.coeffs, strict=True):
-            objective.SetCoefficient(variables[index], coefficient / scale)
+            objective.SetCoefficient(variables[index], coefficient * units[index] / scale)
         objective.SetMinimization()
-        if solver.Solve() != pywraplp.Solver.OPTIMAL:
+        status = solver.Solve()
+        self.infeasible = status == pywraplp.Solver.INFEASIBLE
+        if status != pywraplp.Solver.OPTIMAL:
             return None
-        added = {}
+        added = {
+            group: {o: 0.0 if whole else variables[x.index].reduced_cost() * scale for o, x in zip(group.options, own.counts, strict=True)}
+            for group, own in self._groups.items()
+        }
+        values = [v.solution_value() * unit for v, unit in zip(variables, units, strict=True)]
+        return Relaxation(bound=objective.Value() * scale + program.objective.offset, added=added, values=values)
+
+    def counts(self, relaxed: Relaxation) -> dict[UnitGroup, list[int]]:
+        """Return how many units of each group take each option in a solution over whole numbers."""
+        return {group: [round(relaxed.value(x)) for x in own.counts] for group, own in self._groups.items()}
+
+    def fix(self, counts: Mapping[tuple[int, ...], Mapping[Option, int]]) -> None:
+        """Require that so many units of each group take each option."""
         for group, own in self._groups.items():
-            added[group] = {o: variables[x.index].reduced_cost() * scale for o, x in zip(group.options, own.counts, strict=True)}
-        return objective.Value() * scale + program.objective.offset, added
+            for option, x in zip(group.options, own.counts, strict=True):
+                self._model.add(x == counts[group.units][option])
 
     def _declare(self, group: UnitGroup) -> GroupCounts:
         """Σ_k x_k = n; which options are used; which one the first and the last unit take."""
@@ -203,7 +247,7 @@ def _add_row(
     solver: pywraplp.Solver,
     variables: Sequence[pywraplp.Variable],
     indices: Sequence[int],
-    coefficients: Sequence[int],
+    coefficients: Sequence[float],
     low: int,
     high: int,
 ) -> None:
@@ -213,7 +257,7 @@ def _add_row(
     row = solver.Constraint(
         -infinity if low <= -far else (low - margin * abs(low)) / scale, infinity if high >= far else (high + margin * abs(high)) / scale
     )
-    sums: Counter[int] = Counter()
+    sums: Counter[int] = Counter()  # of floats
     for index, coefficient in zip(indices, coefficients, strict=True):
         sums[index] += coefficient
     for index, coefficient in sums.items():

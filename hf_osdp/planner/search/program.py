@@ -16,25 +16,41 @@ beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ..decision import Mesh, groups_in
 from ..job import OptimizerStep, TrainingJob
 from .integer_model import GroupCounts, IntegerModel
 from .options import LaterCall, Option, Part, RootSegment, Timeline, UnitGroup
+from .pattern import ClassMoments, Pattern, computing, peak
 
 if TYPE_CHECKING:
     from .integer_model import Bytes, Count, Value
 
 
 class Program(IntegerModel):
-    """The constraints of every moment; `minimize_...` and `solve` follow. Of the job, only the optimizer step bears on them."""
+    """The constraints of every moment; `minimize_...` and `solve` follow. Of the job, only the optimizer step bears on them.
 
-    def __init__(self, timeline: Timeline, job: TrainingJob, limit_bytes: int | None, *, linear: bool = False) -> None:
+    Rows of equal units may have patterns, by their units, which the program then keeps to.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        job: TrainingJob,
+        limit_bytes: int | None,
+        *,
+        linear: bool = False,
+        patterns: Mapping[tuple[int, ...], Pattern] = MappingProxyType({}),
+    ) -> None:
         super().__init__(timeline, limit_bytes, linear=linear)
-        self._timeline, self._job = timeline, job
+        self._timeline, self._job, self._patterns = timeline, job, patterns
+        self.rows: dict[tuple[int, ...], list[ClassMoments]] = {}
+        """Of each row that has a pattern, by its units."""
         self._parts = [self._variables(part) for part in timeline.parts]
         self._whole_step = [self._groups[group] for group in timeline.whole_step]
         self._constrain_host()
@@ -114,16 +130,19 @@ class Program(IntegerModel):
     def _constrain_backward(self, level: Bytes) -> Bytes:
         """Constrain level + backward peak + reduction in flight + what is gathered ahead, last part first; return the level at the end."""
         tail: Bytes = 0
+        least_tail = 0
         for index, part in reversed(list(enumerate(self._parts))):
             ahead = self._gathered_ahead(index)
             if isinstance(part, RootSegment):
                 self._fits(level + part.bytes.backward_peak + tail + ahead)
                 level = level - part.bytes.saved + part.gradients
                 continue
+            if (pattern := self._patterns.get(part.group.units)) is not None:
+                self._constrain_classes(part, pattern, level, min(least_tail, *_tails(part)))
             level = self._constrain_group(part, level, ahead, tail)
             if isinstance(self._timeline.parts[index], UnitGroup):  # a later call reduces nothing
-                least, most = _tails(part)
-                tail = least if least == most else part.of_first(lambda o: o.bytes.reduce_tail)
+                least_tail, most = _tails(part)
+                tail = least_tail if least_tail == most else part.of_first(lambda o: o.bytes.reduce_tail)
         running = {part.unit for part in self._parts if isinstance(part, RootSegment)}
         idle = [own for own in self._whole_step if own.group.units[0] not in running]
         return level + self._sum(idle, lambda o: o.bytes.unsharded_gradients)
@@ -148,6 +167,38 @@ class Program(IntegerModel):
         level = level + part.total(lambda o: o.change)
         self._constrain_unit(part.of_first, level - part.of_first(lambda o: o.change), tail, ahead)
         return level
+
+    def _constrain_classes(self, part: GroupCounts, pattern: Pattern, level: Bytes, tail: int) -> None:
+        """Constrain the moments of the classes that the pattern says are taken, and note those of all; `tail` is the least in flight."""
+        moments = []
+        pairs = zip(part.group.options, part.counts, strict=True)
+        for number, of_class in itertools.groupby(pairs, key=lambda pair: pattern.classes[pair[0]]):
+            options, counts = zip(*of_class, strict=True)
+            least, most = pattern.counts.get(number, (0, len(part.group.units)))
+            before = self._named(level)
+            level = self._named(before + sum(option.change * x for option, x in zip(options, counts, strict=True)))
+            ahead = min(option.bytes.prefetched for option in options)
+            moments.append(ClassMoments(
+                group=part.group, number=number, counts=counts, before=before, after=level, ahead=ahead, open=most > 0,
+                first_peak=min(peak(option, tail, 0) for option in options),
+                twice_peak=min(peak(option, tail, ahead) for option in options),
+                last_peak=min(computing(option, tail) - option.change for option in options),
+            ))  # fmt: skip
+            self._model.add(sum(counts) >= least)
+            self._model.add(sum(counts) <= most)
+        self.rows[part.group.units] = moments
+        following = None  # least that is gathered ahead of the next unit, where there is one in the row
+        for one in reversed(moments):
+            least = pattern.least(one.number)
+            if least:
+                self._fits(one.before + (one.twice_peak if least > 1 else one.first_peak))
+                if following is not None:
+                    self._fits(one.after + one.last_peak + following)
+                following = one.ahead
+            elif following is not None:
+                following = min(following, one.ahead)
+        if any(least > 0 and number not in {one.number for one in moments} for number, (least, _) in pattern.counts.items()):
+            self._model.add(part.counts[0] <= -1)  # an option that the pattern requires is gone
 
     def _constrain_unit(self, picked: Callable[[Value], Bytes], level: Bytes, tail: Bytes, ahead: Bytes = 0) -> None:
         """Require for one unit that gather + tail and max(compute + tail, reduce) + ahead fit above the level before its backward."""
