@@ -12,15 +12,9 @@ from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.description import Activations, Segment
 from hf_osdp.planner.hardware import Backend
 from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
-from hf_osdp.planner.search import solver
-from hf_osdp.planner.search.program import Program
 from hf_osdp.planner.search.search import least_memory, search
-from hf_osdp.planner.search.solver import fastest
-from hf_osdp.planner.search.strategies import batches, search_spaces
-from hf_osdp.planner.search.timeline import BatchCosts, build_timeline
-from tests.helpers.descriptions import at_random, transformer, ways
+from tests.helpers.descriptions import at_random, ways
 from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
 from tests.oracle.test_brute_force import small_hardware, small_host
@@ -97,41 +91,3 @@ def test_host_that_is_too_small_or_unknown_is_refused_where_it_is_asked_for():
         assert not any(unit.on_host for unit in plan.units), "what fits the device needs none"
     with pytest.raises(HardwareError, match="no host is known"):
         search(problem(description, replace(hardware, host=None), replace(job, host_offload=True), 10**12))
-
-
-@pytest.mark.parametrize("few", [1, solver._FEW])
-@pytest.mark.parametrize("seed", slow_but(range(8), daily=(0, 3, 5)))
-def test_options_that_are_never_solved_for_are_in_no_better_plan(monkeypatch, seed, few):
-    """The program over the options that reduced costs leave, of each group its own, has the optimum of the program over all."""
-    monkeypatch.setattr(solver, "_FEW", few)
-    description, hardware, job = instance(seed)
-    batch = next(batches(job, hardware.world_size))
-    *_, space = search_spaces(problem(description, hardware, job), batch)
-    timeline = build_timeline(BatchCosts(problem(description, hardware, job), batch), space)
-    limit = int(1.1 * least_memory(problem(description, hardware, job)))
-    scale = 2**40 / sum(len(g.units) * max(o.seconds for o in g.options) for g in timeline.groups)
-    whole = Program(timeline, job, limit)
-    whole.minimize_seconds(scale)
-    best, found = whole.solve(), fastest(timeline, job, limit)
-    assert (best is None) == (found is None)
-    if best is not None:
-        assert found.proven and found.objective == pytest.approx(best[1] / scale, rel=2e-7)
-        assert fastest(timeline, job, limit, cutoff_s=found.objective * (1 - 1e-6)) is None
-
-
-@pytest.mark.parametrize("times_the_least", [1.3, 2.0])
-def test_no_plan_costs_less_than_its_options_add_to_the_bound(times_the_least):
-    """Groups of equal units share options, but not what these add."""
-    plain = transformer(layers=24, hidden=512, vocabulary=1000, sequence_length=128)
-    description = replace(plain, segments=tuple(slower_again(s) if "layers" in plain.units[s.unit].fqn else s for s in plain.segments))
-    hardware, job = preset("h100", devices_per_node=8), TrainingJob(global_batch_size=32)
-    limit = int(times_the_least * (least_memory(problem(description, hardware, job)) - hardware.device.reserved_bytes))
-    for batch in batches(job, hardware.world_size):
-        *_, space = search_spaces(problem(description, hardware, job), batch)
-        timeline = build_timeline(BatchCosts(problem(description, hardware, job), batch), space)
-        if (found := fastest(timeline, job, limit)) is None:
-            continue  # nothing fits at this batch
-        scale = 2**40 / sum(len(g.units) * max(o.seconds for o in g.options) for g in timeline.groups)
-        bound, added = solver._relaxed(timeline, job, limit, scale)
-        taken = sum(added[g][o] for g in timeline.groups for unit in g.units for o in g.options if o.layout == found.layouts[unit])
-        assert bound + taken <= found.objective * scale * (1 + 1e-6)

@@ -13,8 +13,9 @@ from ..cost.units import UnitBytes
 from ..decision import Batch, UnitLayout
 from ..description import Activations
 from ..problem import PlanningProblem
+from .fitting import ADVICE_WORK, any_within, least_peak
 from .options import Option, Timeline
-from .solver import ADVICE_WORK, Solution, any_within, least_peak
+from .solver import Solution
 from .strategies import batches, search_spaces
 from .timeline import BatchCosts, build_timeline
 

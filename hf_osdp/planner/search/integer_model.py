@@ -1,9 +1,9 @@
-"""The variables of a search's integer program and its two solvers: CP-SAT, and GLOP for the linear relaxation."""
+"""The variables of a search's integer program and its solvers: CP-SAT for all of it; GLOP and SCIP for the linear part of it."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
@@ -22,14 +22,14 @@ Value: TypeAlias = Callable[[Option], int]
 _MOST_WORK = 8.0
 """Of one solution for an objective, in CP-SAT's deterministic seconds, which are some of a clock's: models with dozens of unlike
 units may need more, and then get the best plan found."""
-_MOST_NODES = 2_000
-"""Of one solution over whole numbers."""
 _LARGE = 2**20
 """Variables that may be larger stand for bytes, and are scaled."""
 SAME = 1e-7
 """Part of a step's time by which a plan must be quicker to count: no rate is known so well, and to tell nearer plans apart takes long."""
+_MOST_NODES = 100_000
+"""Of one solution over whole numbers; then the solver gives up."""
 _SLACK = 1e-7
-"""Part of each bound by which the relaxation loosens it, so that rounding refuses nothing that is possible."""
+"""Part of each bound by which the relaxation over real numbers loosens it, so that rounding refuses nothing that is possible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +42,9 @@ class Relaxation:
     """What each option adds to it at least for a unit of each group (reduced costs); nothing over whole numbers."""
     values: Sequence[float]
 
-    def value(self, variable: Bytes) -> float:
+    def value(self, variable: Count | int) -> float:
         """Return the value of a variable, or of a number."""
-        return variable if isinstance(variable, int) else self.values[variable.index]  # type: ignore[union-attr]
+        return variable if isinstance(variable, int) else self.values[variable.index]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -108,8 +108,8 @@ class IntegerModel:
         """Set the objective: the limit, which must be a variable."""
         self._model.minimize(self._limit)
 
-    def solve(self, most_work: float = math.inf, gap: float = 0.0) -> tuple[dict[int, UnitLayout], float, bool] | None:
-        """Return layouts by unit, the objective, and whether nothing is lower by more than a part `gap`; None if there are none, or none by `most_work`."""
+    def solve(self, most_work: float = math.inf) -> tuple[dict[int, UnitLayout], float, bool] | None:
+        """Return layouts by unit, the objective, and whether it is proven; None if there are none, or none by `most_work`."""
         from ortools.sat.python import cp_model
 
         solver = cp_model.CpSolver()
@@ -117,7 +117,6 @@ class IntegerModel:
         parameters.num_workers, parameters.random_seed = 1, 0  # so that the same question always gets the same answer
         # with any of these, OR-tools 9.15 calls some feasible programs of these infeasible
         parameters.cp_model_presolve, parameters.cut_level, parameters.use_implied_bounds = False, 0, False
-        parameters.relative_gap_limit = gap
         parameters.max_deterministic_time = min(most_work, _MOST_WORK) if self._model.has_objective() else most_work
         status = solver.solve(self._model)
         if status in (cp_model.INFEASIBLE, cp_model.UNKNOWN):
@@ -129,15 +128,18 @@ class IntegerModel:
             layouts |= group.assign([solver.value(x) for x in variables.counts])
         return layouts, solver.objective_value, status == cp_model.OPTIMAL
 
-    def relax(self, *, whole: bool = False) -> Relaxation | None:
-        """Return the minimum of a `linear` model over real numbers, or over whole ones with real levels, by GLOP or SCIP.
+    def relax(self, *, gap: float | None = None) -> Relaxation | None:
+        """Return the minimum of a `linear` model over real numbers (GLOP), or with a part `gap` of it over whole ones (SCIP).
 
         None where no optimum was found, because there is no solution or rounding got in the way.
         """
         from ortools.linear_solver import pywraplp
 
-        program, solver = self._model.proto, pywraplp.Solver.CreateSolver("SCIP" if whole else "GLOP")
-        solver.SetSolverSpecificParametersAsString(f"limits/nodes = {_MOST_NODES}\nlimits/gap = {SAME}" if whole else "")
+        program, whole = self._model.proto, gap is not None
+        solver = pywraplp.Solver.CreateSolver("SCIP" if whole else "GLOP")
+        if whole:
+            parameters = {"limits/nodes": _MOST_NODES, "limits/gap": gap, "numerics/feastol": 1e-9}
+            solver.SetSolverSpecificParametersAsString("\n".join(f"{name} = {value}" for name, value in parameters.items()))
         units = [float(v.domain[1]) if v.domain[1] > _LARGE else 1.0 for v in program.variables]
         variables = [
             (solver.IntVar if whole and v.domain[0] >= 0 else solver.NumVar)(v.domain[0] / unit, v.domain[1] / unit, "")
@@ -147,10 +149,11 @@ class IntegerModel:
             if constraint.has_linear():
                 linear = constraint.linear
                 coefficients = [c * units[v] for v, c in zip(linear.vars, linear.coeffs, strict=True)]
-                _add_row(solver, variables, linear.vars, coefficients, *linear.domain)
+                low, high = linear.domain
+                _add_row(solver, variables, linear.vars, coefficients, (low, high), 0.0 if whole else _SLACK)
             else:
                 one = constraint.exactly_one.literals
-                _add_row(solver, variables, one, [1] * len(one), 1, 1)
+                _add_row(solver, variables, one, [1.0] * len(one), (1, 1))
         objective, scale = solver.Objective(), max(map(abs, program.objective.coeffs), default=1) or 1
         for index, coefficient in zip(program.objective.vars, program.objective.coeffs, strict=True):
             objective.SetCoefficient(variables[index], coefficient * units[index] / scale)
@@ -215,13 +218,17 @@ class IntegerModel:
         self._model.add_exactly_one(literals)
         return literals
 
-    def _named(self, level: Bytes) -> Bytes:
+    def _named(self, level: Bytes) -> Count | int:
         """Return a variable for a level, so that constraints on it stay short."""
         if isinstance(level, int):
             return level
         named = self._model.new_int_var(-self._most_bytes, self._most_bytes, "")
         self._model.add(named == level)
         return named
+
+    def _brief(self, level: Bytes) -> Bytes:
+        """Return the same in few terms where the linear solver is to read it."""
+        return self._named(level) if self._linear else level
 
     def _latest(self, used: Count, nbytes: int, otherwise: Bytes) -> Bytes:
         """Return at least `nbytes` where a run is used, else at least what the run beside it gave."""
@@ -248,16 +255,17 @@ def _add_row(
     variables: Sequence[pywraplp.Variable],
     indices: Sequence[int],
     coefficients: Sequence[float],
-    low: int,
-    high: int,
+    bounds: tuple[int, int],
+    slack: float = 0.0,
 ) -> None:
     """Add one row, scaled so that its largest coefficient is 1: bytes and counts stand side by side."""
     scale = max((abs(c) for c in coefficients), default=1) or 1
-    infinity, far, margin = solver.infinity(), 2**62, 0.0 if low == high else _SLACK
+    low, high = bounds
+    infinity, far, margin = solver.infinity(), 2**62, 0.0 if low == high else slack
     row = solver.Constraint(
         -infinity if low <= -far else (low - margin * abs(low)) / scale, infinity if high >= far else (high + margin * abs(high)) / scale
     )
-    sums: Counter[int] = Counter()  # of floats
+    sums: defaultdict[int, float] = defaultdict(float)
     for index, coefficient in zip(indices, coefficients, strict=True):
         sums[index] += coefficient
     for index, coefficient in sums.items():

@@ -7,6 +7,7 @@ units take one of their options: none, one, at least one, at least two. The peak
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -14,10 +15,10 @@ from typing import TYPE_CHECKING
 from .options import Option, UnitGroup
 
 if TYPE_CHECKING:
-    from .integer_model import Bytes, Count, Relaxation
+    from .integer_model import Count, Relaxation
 
 _ALIKE = 0.02
-"""Part by which peaks of one class may differ."""
+"""Part by which peaks of one class may differ: fewer classes take fewer nodes of a search, and what they leave out is found in the end."""
 _MISSED = 1e-6
 """Part of the limit, and of a unit, that rounding may account for."""
 
@@ -44,14 +45,16 @@ class Pattern:
             classes[option] = number
         return cls(classes=classes, counts={})
 
-    def least(self, number: int) -> int:
-        """Return how many units take a class at least."""
-        return self.counts.get(number, (0, 0))[0]
-
     def split(self, group: UnitGroup, number: int, most: int) -> tuple[Pattern, Pattern]:
         """Return the pattern in which at most so many units take a class, and that in which more do."""
         low, high = self.counts.get(number, (0, len(group.units)))
-        return tuple(replace(self, counts={**self.counts, number: bounds}) for bounds in ((low, most), (most + 1, high)))  # type: ignore[return-value]
+        fewer, more = ({**self.counts, number: bounds} for bounds in ((low, most), (most + 1, high)))
+        return replace(self, counts=fewer), replace(self, counts=more)
+
+
+def sumprod(counts: Sequence[float], numbers: Sequence[int]) -> float:
+    """Return Σ count · number."""
+    return sum(map(operator.mul, counts, numbers), 0.0)
 
 
 def peak(option: Option, tail: int, ahead: int) -> int:
@@ -66,49 +69,62 @@ def computing(option: Option, tail: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassMoments:
-    """Moments of the units of one class, each at its lowest."""
+    """Moments of the units of one class: before the backward of its first unit, and after that of its last."""
 
-    group: UnitGroup
     number: int
+    options: Sequence[Option]
     counts: Sequence[Count]
-    before: Bytes
-    """Level before its first unit's backward."""
-    after: Bytes
-    """Level after its last unit's."""
-    first_peak: int
-    """Of its first unit, above `before`."""
-    twice_peak: int
-    """The same where there is a second unit, which is gathered ahead."""
-    last_peak: int
-    """Of its last unit, above `after`; what is gathered ahead comes on top."""
-    ahead: int
-    """What is gathered ahead of its units."""
-    open: bool
-    """Its options may be taken or not."""
+    before: Count | int
+    """Level before the first unit's backward."""
+    after: Count | int
+    """Level after the last unit's."""
+    tail: int
+    """Least reduction in flight."""
+    least: int
+    most: int
+
+    @property
+    def ahead(self) -> int:
+        """What is gathered ahead of its units, at least."""
+        return min(option.bytes.prefetched for option in self.options)
+
+    @property
+    def twice_peak(self) -> int:
+        """What its first unit takes at least where there is a second one, which is gathered ahead."""
+        return min(peak(option, self.tail, self.ahead) for option in self.options)
+
+    @property
+    def first_peaks(self) -> list[int]:
+        """What the first unit takes at least, by its option."""
+        return [peak(option, self.tail, 0) for option in self.options]
+
+    @property
+    def last_peaks(self) -> list[int]:
+        """What the last unit takes at least above the level after it, by its option; what is gathered ahead comes on top."""
+        return [computing(option, self.tail) - option.change for option in self.options]
 
 
-def missed(row: Sequence[ClassMoments], pattern: Pattern, relaxed: Relaxation, limit_bytes: int) -> tuple[float, int, int] | None:
-    """Return the worst moment of a row that a relaxation's solution leaves out: bytes above the limit, and the class and count to branch on.
+def missed(row: Sequence[ClassMoments], relaxed: Relaxation, limit_bytes: int) -> tuple[float, int, int] | None:
+    """Return the worst moment of a row that a relaxation leaves out: its bytes, and the class and the count to branch on.
 
     None where no moment of a class passes the limit.
     """
-    taken = [moments for moments in row if sum(map(relaxed.value, moments.counts)) > _MISSED]
-    found = [(excess, number, most) for excess, number, most in _excesses(row, taken, pattern, relaxed) if excess > (1 + _MISSED) * limit_bytes]
-    return max(found, default=None)
+    return max((one for one in _left_out(row, relaxed) if one[0] > (1 + _MISSED) * limit_bytes), default=None)
 
 
-def _excesses(
-    row: Sequence[ClassMoments], taken: Sequence[ClassMoments], pattern: Pattern, relaxed: Relaxation
-) -> Iterator[tuple[float, int, int]]:
-    for moments in taken:
-        number, before = moments.number, relaxed.value(moments.before)
-        least = pattern.least(number)
-        if least < 2 and sum(map(relaxed.value, moments.counts)) > 1 + _MISSED:
-            yield before + moments.twice_peak, number, 1
-        if least < 1:
-            yield before + moments.first_peak, number, 0
-    for moments, following in zip(taken, taken[1:], strict=False):
-        between = [m for m in row if moments.number < m.number < following.number and m.open and m.ahead < following.ahead]
-        undecided = [m.number for m in (moments, following, *between) if pattern.least(m.number) < 1]
-        if undecided:
-            yield relaxed.value(moments.after) + moments.last_peak + following.ahead, undecided[0], 0
+def _left_out(row: Sequence[ClassMoments], relaxed: Relaxation) -> Iterator[tuple[float, int, int]]:
+    taken = [(one, counts) for one in row if sum(counts := [relaxed.value(x) for x in one.counts]) > _MISSED]
+    for (one, counts), (following, _) in zip(taken, [*taken[1:], (None, ())], strict=True):
+        before, several = relaxed.value(one.before), sum(counts) > 1 + _MISSED
+        # which option a single unit takes is known
+        first, last = (min(peaks) if several else sumprod(counts, peaks) for peaks in (one.first_peaks, one.last_peaks))
+        undecided = (one.number, 0) if one.least < 1 else (one.number, 1) if not several and one.most > 1 else None
+        if several and one.least < 2:
+            yield before + one.twice_peak, one.number, 1
+        if undecided is not None:
+            yield before + first, *undecided
+        if following is not None:
+            between = [m for m in row if one.number < m.number < following.number and m.most and m.ahead < following.ahead]
+            undecided = undecided or next(((m.number, 0) for m in (following, *between) if m.least < 1), None)
+            if undecided is not None:
+                yield relaxed.value(one.after) + last + following.ahead, *undecided

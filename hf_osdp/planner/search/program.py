@@ -26,7 +26,7 @@ from ..decision import Mesh, groups_in
 from ..job import OptimizerStep, TrainingJob
 from .integer_model import GroupCounts, IntegerModel
 from .options import LaterCall, Option, Part, RootSegment, Timeline, UnitGroup
-from .pattern import ClassMoments, Pattern, computing, peak
+from .pattern import ClassMoments, Pattern
 
 if TYPE_CHECKING:
     from .integer_model import Bytes, Count, Value
@@ -98,7 +98,7 @@ class Program(IntegerModel):
     def _constrain_forward(self) -> Bytes:
         """Constrain level + copy-out beside the gather buffer of the unit before, and level + forward peak; return the level at the end."""
         level = self._timeline.model_bytes + self._communicators() + self._sum(self._groups.values(), lambda o: o.bytes.held)
-        level = level + self._sum(self._whole_step, lambda o: o.bytes.gathered)
+        level = self._brief(level + self._sum(self._whole_step, lambda o: o.bytes.gathered))
         buffers: list[Bytes] = [own.of_last(lambda o: o.bytes.gather_buffer) for own in self._whole_step] or [0]
         for part in self._parts:
             if isinstance(part, RootSegment):
@@ -110,7 +110,7 @@ class Program(IntegerModel):
                 self._constrain_forward_runs(part, level)
             for buffer in buffers:
                 self._fits(level + buffer + part.of_first(lambda o: o.copy_out_peak))
-            level = level + part.total(lambda o: o.left_by_forward)
+            level = self._brief(level + part.total(lambda o: o.left_by_forward))
             self._fits(level + part.of_last(lambda o: o.forward_peak - o.left_by_forward))
             buffers = [part.of_last(lambda o: o.bytes.gather_buffer)]
         return level
@@ -164,40 +164,40 @@ class Program(IntegerModel):
                 else:
                     self._constrain_unlike_runs(part, level, tail, ahead)
             tail = own  # of the unit that backward meets before the first
-        level = level + part.total(lambda o: o.change)
+        level = self._brief(level + part.total(lambda o: o.change))
         self._constrain_unit(part.of_first, level - part.of_first(lambda o: o.change), tail, ahead)
         return level
 
     def _constrain_classes(self, part: GroupCounts, pattern: Pattern, level: Bytes, tail: int) -> None:
         """Constrain the moments of the classes that the pattern says are taken, and note those of all; `tail` is the least in flight."""
-        moments = []
+        row: list[ClassMoments] = []
+        self.rows[part.group.units] = row
         pairs = zip(part.group.options, part.counts, strict=True)
         for number, of_class in itertools.groupby(pairs, key=lambda pair: pattern.classes[pair[0]]):
             options, counts = zip(*of_class, strict=True)
             least, most = pattern.counts.get(number, (0, len(part.group.units)))
             before = self._named(level)
             level = self._named(before + sum(option.change * x for option, x in zip(options, counts, strict=True)))
-            ahead = min(option.bytes.prefetched for option in options)
-            moments.append(ClassMoments(
-                group=part.group, number=number, counts=counts, before=before, after=level, ahead=ahead, open=most > 0,
-                first_peak=min(peak(option, tail, 0) for option in options),
-                twice_peak=min(peak(option, tail, ahead) for option in options),
-                last_peak=min(computing(option, tail) - option.change for option in options),
+            row.append(ClassMoments(
+                number=number, options=options, counts=counts, before=before, after=level, tail=tail, least=least, most=most,
             ))  # fmt: skip
             self._model.add(sum(counts) >= least)
             self._model.add(sum(counts) <= most)
-        self.rows[part.group.units] = moments
-        following = None  # least that is gathered ahead of the next unit, where there is one in the row
-        for one in reversed(moments):
-            least = pattern.least(one.number)
-            if least:
-                self._fits(one.before + (one.twice_peak if least > 1 else one.first_peak))
+        following: int | None = None  # least that is gathered ahead of the next unit, where there is one in the row
+        for one in reversed(row):
+            if one.least > 1:
+                self._fits(one.before + one.twice_peak)
+            if one.least:
+                first, last = (
+                    sum(x * nbytes for x, nbytes in zip(one.counts, peaks, strict=True)) if one.most == 1 else min(peaks)
+                    for peaks in (one.first_peaks, one.last_peaks)
+                )
+                self._fits(one.before + first)
                 if following is not None:
-                    self._fits(one.after + one.last_peak + following)
-                following = one.ahead
-            elif following is not None:
-                following = min(following, one.ahead)
-        if any(least > 0 and number not in {one.number for one in moments} for number, (least, _) in pattern.counts.items()):
+                    self._fits(one.after + last + following)
+            if one.least or following is not None:
+                following = one.ahead if one.least or following is None else min(following, one.ahead)
+        if any(least > 0 and number not in {one.number for one in row} for number, (least, _) in pattern.counts.items()):
             self._model.add(part.counts[0] <= -1)  # an option that the pattern requires is gone
 
     def _constrain_unit(self, picked: Callable[[Value], Bytes], level: Bytes, tail: Bytes, ahead: Bytes = 0) -> None:

@@ -1,8 +1,9 @@
-"""The integer program of `program.py`, solved to a proven optimum by CP-SAT. Objective: the seconds of a step.
+"""The integer program of `program.py`, solved to a proven optimum by branch and bound. Objective: the seconds of a step.
 
-Most options are never put to the solver. The linear relaxation bounds every plan from below, and its reduced costs say how much
-each option adds to the bound at least (reduced-cost fixing: Dantzig, Fulkerson, Johnson 1954). A program over the few options that
-add least gives a plan; every option with which a better one could exist is then put in, until there is none left to add.
+The linear relaxation bounds every plan from below, and its reduced costs say how much each option adds to the bound at least, so that
+most options are never looked at (reduced-cost fixing: Dantzig, Fulkerson, Johnson 1954). Where its solution passes the limit at a moment
+that it leaves out, the search branches on how many units take options of that class (`pattern.py`). Where it leaves out none, it is
+solved over whole numbers by SCIP, and CP-SAT checks the solution against every constraint; if one is not kept, CP-SAT solves that part.
 """
 
 from __future__ import annotations
@@ -10,30 +11,30 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ..decision import UnitLayout
 from ..job import TrainingJob
 from .integer_model import SAME, Relaxation
-from .options import Option, Timeline, UnitGroup, undominated
+from .options import Option, Timeline, UnitGroup
 from .pattern import Pattern, missed
 from .program import Program
 
 _RESOLUTION = 2**40
 """Integer steps that the largest possible objective is divided into."""
 _FEW, _MORE = 12, 4
-"""Options of each group in the first program, and by how many times more there are in the next where nothing was found."""
+"""Options of each group among which a first plan is looked for, and by how many times more there are next where nothing was found."""
 _FIRST_GAP = 1e-3
-"""Part of its time by which the first plan may be slower than the best of its program; it only bounds what follows."""
+"""Part of its time by which the first plan may be slower than the best of these options; it only bounds what follows."""
 _MOST_NODES = 1000
-ADVICE_WORK = 0.5
-"""Of one question whether anything fits where the answer is advice, in CP-SAT's deterministic seconds; nearly all take hundredths."""
-_ROUNDED = 1e-6
-"""Part of a bound by which rounding in the linear solver may have raised it."""
+"""Of one search; then the best plan found is returned, not proven."""
 _ROUNDING = 2**22
-"""Steps of the objective by which a reduced cost may be off."""
+"""Steps of the objective by which a bound of the linear solver may be off."""
+Kept: TypeAlias = dict[UnitGroup, set[Option]]
+"""Options of each group that are left."""
+Patterns: TypeAlias = dict[tuple[int, ...], Pattern]
+"""Of each row of several equal units, by its units."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,54 +56,60 @@ def fastest(timeline: Timeline, job: TrainingJob, limit_bytes: int, *, cutoff_s:
     possible = timeline.within(limit_bytes)
     if possible is None:
         return None
-    search = _Branching(possible, job, limit_bytes, cutoff_s)
+    search = _BranchAndBound(possible, job, limit_bytes, cutoff_s)
     search.run()
-    return search.found if search.proven else replace(search.found or Solution(layouts={}, objective=math.inf, proven=False), proven=False)
+    if search.proven:
+        return search.found
+    return replace(search.found or Solution(layouts={}, objective=math.inf, proven=False), proven=False)
 
 
 class _Node(NamedTuple):
-    """A part of the search space; nodes are ordered by their bounds, then by number."""
+    """A part of what is searched; nodes are ordered by bound, then by number."""
 
     bound: float
     number: int
-    kept: dict[UnitGroup, set[Option]]
-    patterns: dict[tuple[int, ...], Pattern]
+    kept: Kept
+    patterns: Patterns
 
 
-class _Branching:
-    """Branch and bound. Costs are in steps of `_RESOLUTION`."""
+class _BranchAndBound:
+    """A search; costs are in steps of the objective."""
 
     def __init__(self, timeline: Timeline, job: TrainingJob, limit_bytes: int, cutoff_s: float) -> None:
         self.found: Solution | None = None
         self.proven = True
         self._timeline, self._job, self._limit = timeline, job, limit_bytes
+        self._groups = {group.units: group for group in timeline.groups}
         largest = sum(len(group.units) * max(option.seconds for option in group.options) for group in timeline.groups) or 1.0
         self._scale = _RESOLUTION / largest
         self._best = cutoff_s * self._scale
+        self._gap = 0.0
         self._open: list[_Node] = []
         self._numbers = itertools.count()
-        self._groups = {group.units: group for group in timeline.groups}
 
     def run(self) -> None:
-        """Search until nothing that is left can be faster."""
+        """Search until nothing that is left can be faster than what was found."""
         every = {group: set(group.options) for group in self._timeline.groups}
-        relaxed = self._program(every, {}, linear=True).relax()
-        if relaxed is None:
-            if any_within(self._timeline, self._job, self._limit) is not None:
+        program = self._program(every, {}, linear=True)
+        if (relaxed := program.relax()) is None:
+            if not program.infeasible:
                 self._solve(every, {})
             return
-        added = {self._groups[group.units]: added for group, added in relaxed.added.items()}
         few = _FEW
-        while self._best == math.inf:
-            first = {group: set(sorted(group.options, key=added[group].__getitem__)[:few]) for group in every}
-            self._solve(first, {}, gap=_FIRST_GAP)
-            if few >= max(map(len, every.values())):
-                break
+        while self._best == math.inf and few < max(map(len, every.values())):
+            first = {
+                self._groups[group.units]: set(sorted(group.options, key=added.__getitem__)[:few]) for group, added in relaxed.added.items()
+            }
+            self._explore(relaxed.bound, first, _FIRST_GAP)
             few *= _MORE
-        patterns = {group.units: Pattern.open(group) for group in self._timeline.groups if len(group.units) > 1}
-        self._push(relaxed.bound, self._worthwhile(relaxed), patterns)
+        self._explore(relaxed.bound, self._worthwhile(relaxed), 0.0)
+
+    def _explore(self, bound: float, kept: Kept, gap: float) -> None:
+        """Search among these options until nothing that is left can be faster by more than a part `gap`."""
+        self._open, self._gap = [], gap
+        self._push(bound, kept, {group.units: Pattern.open(group) for group in self._timeline.groups if len(group.units) > 1})
         for visited in itertools.count():
-            if not self._open or self._open[0].bound > self._best + _ROUNDING:
+            if not self._open or self._is_slow(self._open[0].bound):
                 return
             if visited == _MOST_NODES:
                 self.proven = False
@@ -110,112 +117,79 @@ class _Branching:
             self._visit(heapq.heappop(self._open))
 
     def _visit(self, node: _Node) -> None:
-        """Bound a node, and branch on what the relaxation misses; where it misses nothing, solve the node."""
-        kept, relaxed = node.kept, None
+        """Bound a node by the relaxation over real, then over whole numbers; branch on what that leaves out, else take its solution."""
+        kept = node.kept
         for whole in (False, True):
             program = self._program(kept, node.patterns, linear=True)
-            relaxed = program.relax(whole=whole)
+            relaxed = program.relax(gap=max(self._gap, SAME) if whole else None)
             if relaxed is None:
                 if not program.infeasible:
                     self._solve(kept, node.patterns)
                 return
-            if relaxed.bound > self._best * (1 - SAME) + (0 if whole else _ROUNDING):
+            if self._is_slow(relaxed.bound):
                 return
-            if not whole:
-                kept = self._worthwhile(relaxed)
-            worst = None
-            for units, row in program.rows.items():
-                if (one := missed(row, node.patterns[units], relaxed, self._limit)) is not None and (worst is None or one > worst[0]):
-                    worst = one, units
-            if worst is not None:
-                (_, number, most), units = worst
-                self._branch(relaxed.bound, kept, node.patterns, units, number, most)
+            kept = kept if whole else self._worthwhile(relaxed)
+            worst = [(found, units) for units, row in program.rows.items() if (found := missed(row, relaxed, self._limit)) is not None]
+            if worst:
+                (_, number, most), units = max(worst)
+                self._branch(node._replace(bound=relaxed.bound, kept=kept), units, number, most)
                 return
         assert relaxed is not None
         if not self._accept(program.counts(relaxed)):
             self._solve(kept, node.patterns)
 
-    def _branch(self, bound, kept, patterns, units, number, most) -> None:
-        group = self._groups[units]
-        low, high = patterns[units].split(group, number, most)
-        less = kept if most else kept | {group: {o for o in kept[group] if low.classes[o] != number}}
-        if less[group]:
-            self._push(bound, less, patterns | {units: low})
-        self._push(bound, kept, patterns | {units: high})
+    def _is_slow(self, bound: float) -> bool:
+        """Return whether nothing with this bound is worth looking for."""
+        return bound > self._best * (1 - self._gap) + _ROUNDING
 
-    def _push(self, bound: float, kept, patterns) -> None:
+    def _branch(self, node: _Node, units: tuple[int, ...], number: int, most: int) -> None:
+        """Split a node by how many units of a row take options of a class: so many at most, or more."""
+        fewer, more = node.patterns[units].split(self._groups[units], number, most)
+        group, less = self._groups[units], node.kept
+        if most == 0:
+            less = less | {group: {option for option in less[group] if fewer.classes[option] != number}}
+        if less[group]:
+            self._push(node.bound, less, node.patterns | {units: fewer})
+        self._push(node.bound, node.kept, node.patterns | {units: more})
+
+    def _push(self, bound: float, kept: Kept, patterns: Patterns) -> None:
         heapq.heappush(self._open, _Node(bound, next(self._numbers), kept, patterns))
 
-    def _worthwhile(self, relaxed: Relaxation) -> dict[UnitGroup, set[Option]]:
-        """Return the options with which a plan may be faster than the best; one of each group at least."""
+    def _worthwhile(self, relaxed: Relaxation) -> Kept:
+        """Return the options with which a plan may be faster than what was found; of each group one at least."""
         most = self._best - relaxed.bound + _ROUNDING
         return {
             self._groups[group.units]: {o for o, cost in added.items() if cost <= most} or {min(added, key=added.__getitem__)}
             for group, added in relaxed.added.items()
         }
 
-    def _program(self, kept, patterns, *, linear: bool = False) -> Program:
+    def _program(self, kept: Kept, patterns: Patterns, *, linear: bool = False, any_cost: bool = False) -> Program:
+        """Return the program of what is faster than what was found, or of any cost."""
         program = Program(self._timeline.keeping(kept), self._job, self._limit, linear=linear, patterns=patterns)
-        program.minimize_seconds(self._scale, None if linear or self._best == math.inf else max(-1, int(self._best) - 1 - int(self._best * SAME)))
+        found = self._best != math.inf and not any_cost
+        program.minimize_seconds(self._scale, max(-1, int(self._best) - 1 - int(self._best * SAME)) if found else None)
         return program
 
     def _accept(self, counts: dict[UnitGroup, list[int]]) -> bool:
         """Take up a solution of the relaxation if it keeps to every constraint."""
         chosen = {group.units: dict(zip(group.options, numbers, strict=True)) for group, numbers in counts.items()}
-        program = self._program({self._groups[units]: {o for o, n in numbers.items() if n} for units, numbers in chosen.items()}, {})
+        taken = {self._groups[units]: {option for option, number in numbers.items() if number} for units, numbers in chosen.items()}
+        program = self._program(taken, {}, any_cost=True)
         program.fix(chosen)
         return self._solved(program)
 
-    def _solve(self, kept, patterns, *, gap: float = 0.0) -> None:
-        """Solve a part of the space by CP-SAT."""
-        self._solved(self._program(kept, patterns), gap)
+    def _solve(self, kept: Kept, patterns: Patterns) -> None:
+        """Search a part by CP-SAT alone."""
+        self._solved(self._program(kept, patterns))
 
-    def _solved(self, program: Program, gap: float = 0.0) -> bool:
-        solved = program.solve(gap=gap)
+    def _solved(self, program: Program) -> bool:
+        """Solve a program, and take up what it finds; return whether it found anything."""
+        solved = program.solve()
         self.proven = self.proven and not program.gave_up
         if solved is None:
             return False
         layouts, cost, complete = solved
         self.proven = self.proven and complete
-        self.found = Solution(layouts=layouts, objective=cost / self._scale, proven=complete)
-        self._best = cost
+        if cost < self._best:
+            self.found, self._best = Solution(layouts=layouts, objective=cost / self._scale, proven=complete), cost
         return True
-
-
-def any_within(timeline: Timeline, job: TrainingJob, limit_bytes: int, most_work: float = math.inf) -> dict[int, UnitLayout] | None:
-    """Return some layout for each unit with every moment within the limit; None where there is none, or none was found by `most_work`."""
-    possible = timeline.within(limit_bytes)
-    if possible is None:
-        return None
-    frugal = {group: set(undominated(group.options, by_memory=True)) for group in possible.groups}
-    found = Program(possible.keeping(frugal), job, limit_bytes).solve(most_work)
-    return None if found is None else found[0]
-
-
-def least_peak(
-    timeline: Timeline,
-    job: TrainingJob,
-    start: dict[int, UnitLayout],
-    floor_bytes: int,
-    peak_of: Callable[[dict[int, UnitLayout]], int],
-) -> tuple[dict[int, UnitLayout], int]:
-    """Return the layouts whose peak is lowest, and that peak in bytes: the tightest limit that can be met.
-
-    Asks again and again for anything under the lowest peak so far, first just under it (most often there is nothing),
-    then by bisection. `start` are layouts to better, and no peak goes below `floor_bytes`.
-    """
-    best, highest, attempt = start, peak_of(start), 0
-    program = Program(timeline, job, None, linear=True)
-    program.minimize_limit()
-    relaxed = program.relax()
-    bound = 0 if relaxed is None else math.floor(relaxed.bound * (1 - _ROUNDED))  # the least limit that the relaxation meets
-    impossible = max(floor_bytes, bound) - 1
-    while highest - impossible > 1:
-        limit = highest - 1 if attempt % 2 == 0 else (highest + impossible) // 2
-        layouts = any_within(timeline, job, limit, ADVICE_WORK)
-        if layouts is None:
-            impossible = limit
-        else:
-            best, highest = layouts, peak_of(layouts)
-        attempt += 1
-    return best, highest

@@ -1,0 +1,118 @@
+"""The branch and bound finds what CP-SAT proves of the whole program, and leaves out nothing that is better."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.presets import preset
+from hf_osdp.planner.search import solver
+from hf_osdp.planner.search.fitting import any_within
+from hf_osdp.planner.search.integer_model import IntegerModel
+from hf_osdp.planner.search.pattern import Pattern
+from hf_osdp.planner.search.program import Program
+from hf_osdp.planner.search.search import least_memory
+from hf_osdp.planner.search.solver import fastest
+from hf_osdp.planner.search.strategies import batches, search_spaces
+from hf_osdp.planner.search.timeline import BatchCosts, build_timeline
+from tests.helpers.descriptions import transformer
+from tests.helpers.problems import problem
+from tests.helpers.sampling import slow_but
+from tests.oracle.test_ways import instance, slower_again
+
+
+def question(seed: int):
+    """A timeline with a long row for most seeds, its job, and a limit at which memory binds."""
+    description, hardware, job = instance(seed)
+    batch = next(batches(job, hardware.world_size))
+    *_, space = search_spaces(problem(description, hardware, job), batch)
+    timeline = build_timeline(BatchCosts(problem(description, hardware, job), batch), space)
+    limits = (int(1.1**n * least_memory(problem(description, hardware, job))) for n in itertools.count(1))
+    return timeline, job, int(1.1 * next(limit for limit in limits if any_within(timeline, job, limit) is not None))
+
+
+def steps(timeline) -> float:
+    return 2**40 / sum(len(g.units) * max(o.seconds for o in g.options) for g in timeline.groups)
+
+
+def rows(timeline):
+    return {group.units: group for group in timeline.groups if len(group.units) > 1}
+
+
+def gives_up(self, **options):
+    return None
+
+
+BREAKS = {
+    "few options": lambda patch: patch.setattr(solver, "_FEW", 1),
+    "nothing missed": lambda patch: patch.setattr(solver, "missed", lambda *_: None),  # CP-SAT then finds what is not kept
+    "no relaxation": lambda patch: patch.setattr(IntegerModel, "relax", gives_up),
+    "nothing": lambda patch: None,
+}
+
+
+@pytest.mark.parametrize("broken", BREAKS)
+@pytest.mark.parametrize("seed", slow_but(range(8), daily=(0, 3, 5)))
+def test_fastest_is_the_optimum_of_the_whole_program(monkeypatch, seed, broken):
+    timeline, job, limit = question(seed)
+    scale = steps(timeline)
+    whole = Program(timeline, job, limit)
+    whole.minimize_seconds(scale)
+    best = whole.solve()
+    BREAKS[broken](monkeypatch)
+    found = fastest(timeline, job, limit)
+    assert found.proven and found.objective == pytest.approx(best[1] / scale, rel=2e-7)
+    assert fastest(timeline, job, limit, cutoff_s=found.objective * (1 - 1e-6)) is None
+
+
+@pytest.mark.parametrize("seed", slow_but(range(8), daily=(1, 4, 6)))
+def test_the_pattern_of_a_plan_refuses_no_plan_that_has_it(seed):
+    """With the counts of a plan's classes required, exactly and as bounds, the relaxation is still no dearer than the plan."""
+    timeline, job, limit = question(seed)
+    found = fastest(timeline, job, limit)
+    for exactly, cap in itertools.product((True, False), (1, 2)):
+        patterns = {}
+        for units, group in rows(timeline).items():
+            pattern = Pattern.open(group)
+            taken = [pattern.classes[o] for unit in units for o in group.options if o.layout == found.layouts[unit]]
+            counts = {n: taken.count(n) for n in set(pattern.classes.values())}
+            bounds = {n: (count, count) if exactly else (min(cap, count), len(units)) for n, count in counts.items()}
+            patterns[units] = replace(pattern, counts=bounds)
+        for linear in (True, False):
+            program = Program(timeline, job, limit, linear=linear, patterns=patterns)
+            program.minimize_seconds(steps(timeline))
+            cost = program.relax().bound if linear else program.solve()[1]
+            assert cost <= found.objective * steps(timeline) * (1 + 1e-6)
+
+
+def test_classes_follow_one_another_in_backward():
+    sizes = set()
+    for seed in range(8):
+        timeline, _, _ = question(seed)
+        for group in rows(timeline).values():
+            numbers = list(Pattern.open(group).classes.values())
+            assert numbers == sorted(numbers) and numbers[0] == 0
+            sizes.add(max(numbers) + 1)
+    assert max(sizes) > 1
+
+
+@pytest.mark.parametrize("times_the_least", [1.3, 2.0])
+def test_no_plan_costs_less_than_its_options_add_to_the_bound(times_the_least):
+    """Groups of equal units share options, but not what these add."""
+    plain = transformer(layers=24, hidden=512, vocabulary=1000, sequence_length=128)
+    description = replace(plain, segments=tuple(slower_again(s) if "layers" in plain.units[s.unit].fqn else s for s in plain.segments))
+    hardware, job = preset("h100", devices_per_node=8), TrainingJob(global_batch_size=32)
+    limit = int(times_the_least * (least_memory(problem(description, hardware, job)) - hardware.device.reserved_bytes))
+    for batch in batches(job, hardware.world_size):
+        *_, space = search_spaces(problem(description, hardware, job), batch)
+        timeline = build_timeline(BatchCosts(problem(description, hardware, job), batch), space)
+        if (found := fastest(timeline, job, limit)) is None:
+            continue  # nothing fits at this batch
+        program = Program(timeline, job, limit, linear=True)
+        program.minimize_seconds(steps(timeline))
+        relaxed = program.relax()
+        taken = sum(relaxed.added[g][o] for g in timeline.groups for unit in g.units for o in g.options if o.layout == found.layouts[unit])
+        assert relaxed.bound + taken <= found.objective * steps(timeline) * (1 + 1e-6)
