@@ -68,7 +68,7 @@ def test_fastest_is_the_optimum_of_the_whole_program(monkeypatch, seed, broken):
     assert fastest(timeline, job, limit, cutoff_s=found.objective * (1 - 1e-6)) is None
 
 
-@pytest.mark.parametrize("seed", slow_but(range(8), daily=(1, 4, 6)))
+@pytest.mark.parametrize("seed", slow_but(range(8), daily=(0, 4, 5)))
 def test_the_pattern_of_a_plan_refuses_no_plan_that_has_it(seed):
     """With the counts of a plan's classes required, exactly and as bounds, the relaxation is still no dearer than the plan."""
     timeline, job, limit = question(seed)
@@ -90,7 +90,7 @@ def test_the_pattern_of_a_plan_refuses_no_plan_that_has_it(seed):
 
 def test_classes_follow_one_another_in_backward():
     sizes = set()
-    for seed in range(8):
+    for seed in (0, 3, 5):
         timeline, _, _ = question(seed)
         for group in rows(timeline).values():
             numbers = list(Pattern.open(group).classes.values())
