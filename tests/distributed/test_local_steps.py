@@ -69,11 +69,10 @@ def train(
     return full_state_dict(model), norms
 
 
-@pytest.mark.parametrize("layout", ["mixed", "replicate", "zero3"])
 @pytest.mark.on_ranks(WORLD, nodes=MACHINES)
-def test_three_outer_rounds_are_those_of_diloco(layout):
+def test_three_outer_rounds_are_those_of_diloco():
     """Eleven steps: three synchronisations, and two steps apart after them."""
-    for name in ("gpt2", "bert") if layout == "mixed" else ("llama",):
+    for name, layout in (("gpt2", "mixed"), ("bert", "mixed"), ("llama", "replicate"), ("llama", "zero3")):
         found, _ = train(sharded(name, layout))
         assert_close(found, diloco(name)[0])
 
@@ -100,21 +99,20 @@ def test_one_local_step_of_plain_sgd_is_data_parallel_training():
     assert_close(found, alone.state_dict())
 
 
-@pytest.mark.parametrize("wire", [None, *WireFormat])
 @pytest.mark.on_ranks(WORLD, nodes=MACHINES)
-def test_machines_are_equal_to_the_bit_at_each_synchronisation_over_50_steps(wire):
+def test_machines_are_equal_to_the_bit_at_each_synchronisation_over_20_steps():
     """`train` compares at each; in float32, where sums round."""
-    local = replace(LOCAL, wire=wire, steps=2)
-    model = tiny_model("gpt2", dtype=torch.float32)
-    units = find_units(model)
-    apply_plan(model, local_plan(units, local=local), units)
-    start = full_state_dict(model)
-    found, _ = train(model, local=local, steps=50)
-    if dist.get_rank() == 0:
-        exact = diloco("gpt2", local=replace(local, wire=None), steps=50)[0]
+    exact = diloco("gpt2", local=replace(LOCAL, steps=2), steps=20)[0] if dist.get_rank() == 0 else {}
+    for wire, most in {None: 0.001, WireFormat.BF16: 0.02, WireFormat.INT8: 0.05, WireFormat.INT4: 0.6}.items():
+        local = replace(LOCAL, wire=wire, steps=2)
+        model = tiny_model("gpt2", dtype=torch.float32)
+        units = find_units(model)
+        apply_plan(model, local_plan(units, local=local), units)
+        start = full_state_dict(model)
+        found, _ = train(model, local=local, steps=20)
         moved = sum((found[name] - start[name]).norm() for name in found)
         error = sum((found[name] - exact[name]).norm() for name in found)
-        assert error < {None: 0.001, WireFormat.BF16: 0.02, WireFormat.INT8: 0.05, WireFormat.INT4: 0.6}[wire] * moved
+        assert dist.get_rank() or error < most * moved, wire
 
 
 @pytest.mark.on_ranks(2, nodes=2)
@@ -135,30 +133,30 @@ def test_machines_of_one_rank_take_local_steps():
     assert_close(full_state_dict(model), diloco("gpt2", max_norm=MAX_NORM)[0])
 
 
-@pytest.mark.parametrize("layout", ["mixed", "replicate", "zero3"])
 @pytest.mark.on_ranks(WORLD, nodes=MACHINES)
-def test_outer_state_is_as_estimated_and_each_element_crosses_the_link_once(layout):
-    model, job = tiny_model("gpt2"), TrainingJob(global_batch_size=WORLD, local_steps=LOCAL)
-    units = find_units(model)
-    plan = local_plan(units, layout)
-    apply_plan(model, plan, units)
-    outer, groups, sent = OuterOptimizer(model, LOCAL), apart(), []
+def test_outer_state_is_as_estimated_and_each_element_crosses_the_link_once():
+    for layout in ("mixed", "replicate", "zero3"):
+        model, job = tiny_model("gpt2"), TrainingJob(global_batch_size=WORLD, local_steps=LOCAL)
+        units = find_units(model)
+        plan = local_plan(units, layout)
+        apply_plan(model, plan, units)
+        outer, groups, sent = OuterOptimizer(model, LOCAL), apart(), []
 
-    @contextmanager
-    def counted(kind, group, nbytes: int) -> Iterator[None]:
-        sent.append(nbytes if group is groups.between else 0)
-        yield
+        @contextmanager
+        def counted(kind, group, nbytes: int, groups=groups, sent=sent) -> Iterator[None]:
+            sent.append(nbytes if group is groups.between else 0)
+            yield
 
-    with listening(counted):
-        outer.step()
-    sizes = {unit.fqn: plan.decision(unit.fqn).shard_size for unit in units}
-    estimated = sum(sum(outer_tensors(p, sizes[unit.fqn], 2, job)) for unit in units for p in unit.trainable)
-    fullest = torch.tensor(sum(message.before.nbytes + message.momentum.nbytes for message in outer._messages))
-    dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
-    assert 0.97 * estimated <= fullest <= 1.01 * estimated
-    crossed, numel = torch.tensor(sum(sent)), sum(unit.numel for unit in units)
-    dist.all_reduce(crossed, group=groups.machine)
-    assert 8 * numel <= crossed <= 1.01 * 8 * numel
+        with listening(counted):
+            outer.step()
+        sizes = {unit.fqn: plan.decision(unit.fqn).shard_size for unit in units}
+        estimated = sum(sum(outer_tensors(p, sizes[unit.fqn], 2, job)) for unit in units for p in unit.trainable)
+        fullest = torch.tensor(sum(message.before.nbytes + message.momentum.nbytes for message in outer._messages))
+        dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
+        assert 0.97 * estimated <= fullest <= 1.01 * estimated, layout
+        crossed, numel = torch.tensor(sum(sent)), sum(unit.numel for unit in units)
+        dist.all_reduce(crossed, group=groups.machine)
+        assert 8 * numel <= crossed <= 1.01 * 8 * numel, layout
 
 
 class WithScalar(nn.Module):

@@ -47,28 +47,32 @@ def own_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return model(**batch).loss
 
 
-@pytest.mark.parametrize(
-    ("name", "layout", "options", "loss_of"),
-    [
-        ("gpt2", "mixed", {"accumulation_steps": 2}, own_loss),
-        pytest.param("gpt2", "everything", {"accumulation_steps": 2, "reduce_every_micro_step": False}, own_loss, marks=pytest.mark.slow),
-        ("llama", "zero3", {}, loss_and_penalty),
-        ("gpt2", "compiled", {}, own_loss),
-        pytest.param("bert", "mixed", {"accumulation_steps": 2}, own_loss, marks=pytest.mark.slow),
-        ("bert", "zero3", {}, loss_and_penalty),
-    ],
-)
+EVERYDAY = [
+    ("gpt2", "mixed", {"accumulation_steps": 2}, own_loss),
+    ("llama", "zero3", {}, loss_and_penalty),
+    ("bert", "zero3", {}, loss_and_penalty),
+    ("gpt2", "compiled", {}, own_loss),
+]
+SLOW = [
+    ("gpt2", "everything", {"accumulation_steps": 2, "reduce_every_micro_step": False}, own_loss),
+    ("bert", "mixed", {"accumulation_steps": 2}, own_loss),
+]
+
+
+@pytest.mark.parametrize("cases", [EVERYDAY, pytest.param(SLOW, marks=pytest.mark.slow)])
 @pytest.mark.on_ranks(WORLD)
-def test_loss_in_pieces_trains_as_one_process(name, layout, options, loss_of):
-    model = model_of(name)
-    loss_in_pieces(model, 5)
-    units = find_units(model)
-    plan = plan_of(units, WORLD, layout, **options)
-    apply_plan(model, plan, units, meshes=Meshes("cpu"))
-    verify_applied(model, plan, units)
-    trained = train_sharded(model, plan, loss_of=loss_of, steps=3, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
-    alone = partial(train_whole, model_of(name), loss_of=loss_of, steps=3, lr=1e-2)
-    assert_trained_alike(trained, alone, 1e-9 if layout == "compiled" else 1e-12)
+def test_loss_in_pieces_trains_as_one_process(cases):
+    meshes = Meshes("cpu")
+    for name, layout, options, loss_of in cases:
+        model = model_of(name)
+        loss_in_pieces(model, 5)
+        units = find_units(model)
+        plan = plan_of(units, WORLD, layout, **options)
+        apply_plan(model, plan, units, meshes=meshes)
+        verify_applied(model, plan, units)
+        trained = train_sharded(model, plan, loss_of=loss_of, steps=3, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
+        alone = partial(train_whole, model_of(name), loss_of=loss_of, steps=3, lr=1e-2)
+        assert_trained_alike(trained, alone, 1e-9 if layout == "compiled" else 1e-12)
 
 
 @pytest.mark.on_ranks(WORLD, init=False)

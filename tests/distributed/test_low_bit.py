@@ -27,7 +27,7 @@ from hf_osdp.sharding.state import full_state_dict
 from tests.helpers.checkpointed import worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import mixed_plan
-from tests.helpers.low_bit import ODD_WIDTH, WIDTH, alone, apart, chain, gpt2, held, sharded
+from tests.helpers.low_bit import ODD_WIDTH, WIDTH, alone, apart, chain, eagerly, gpt2, held, sharded
 from tests.helpers.training import trained
 
 from .test_integration_trainer import (
@@ -84,6 +84,7 @@ def test_training_goes_on_over_plans_worlds_and_slices_as_in_one_process(tmp_pat
     assert states.keys() == exact.keys() and Path(tmp_path / "8").is_dir(), "AdamW goes on from it"
 
 
+@eagerly
 def odd(kind: str) -> dict[str, torch.Tensor]:
     model, plan = sharded(ODD_WIDTH, "zero3")
     trained(model, made(kind, model, 1e-2), plan, range(6))
@@ -129,6 +130,7 @@ def test_trainer_name_states_and_host_are_known_before_a_run():
         training_job(OSDPConfig(host_offload=True), facts)
 
 
+@eagerly
 def evaluated_first(folder: str, plan: Plan | None, optim: str) -> Trainer:
     samples = GLOBAL_BATCH // (plan.world_size if plan else 1)
     args = arguments(folder, per_device_train_batch_size=samples, per_device_eval_batch_size=4, optim=optim)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -78,19 +79,16 @@ def train_alone(name: str, steps: int = STEPS) -> Trained:
     return train_whole(tiny_model(name, layers=LAYERS), loss_of=loss_of, steps=steps, lr=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("name", "slices", "layout", "options"),
-    [
+@pytest.mark.on_ranks(WORLD)
+def test_operators_in_slices_train_as_one_process():
+    for name, slices, layout, options in (
         ("gpt2", 3, "mixed", {}),
         ("gpt2", 2, "mixed", {"accumulation_steps": 2}),
         ("gpt2", 4, "zero3", {"accumulation_steps": 2, "reduce_every_micro_step": False}),
         ("gpt2", 2, "zero3", {"checkpointing": True}),
         ("llama", 4, "mixed", {}),
-    ],
-)
-@pytest.mark.on_ranks(WORLD)
-def test_operators_in_slices_train_as_one_process(name, slices, layout, options):
-    assert_trained_alike(train(*sharded(name, slices, layout, **options)), lambda: train_alone(name))
+    ):
+        assert_trained_alike(train(*sharded(name, slices, layout, **options)), lambda name=name: train_alone(name))
 
 
 @contextmanager
@@ -112,13 +110,12 @@ def watched(model: nn.Module) -> Iterator[dict[str, int]]:
         FSDPParamGroup.wait_for_unshard = wait
 
 
-@pytest.mark.parametrize("name", OPERATORS)
 @pytest.mark.on_ranks(WORLD)
-def test_one_slice_is_gathered_at_once(name):
+def test_one_slice_is_gathered_at_once():
     """In forward and backward, with every unit freed after use; of GPT-2, lookup and head both use each slice of the vocabulary."""
-    whole = tiny_model(name, layers=LAYERS)
-    largest = max(sum(p.numel() * p.itemsize for p in whole.get_submodule(fqn).parameters()) for fqn in OPERATORS[name])
-    for slices in (2, 4):
+    for name, slices in product(OPERATORS, (2, 4)):
+        whole = tiny_model(name, layers=LAYERS)
+        largest = max(sum(p.numel() * p.itemsize for p in whole.get_submodule(fqn).parameters()) for fqn in OPERATORS[name])
         model, optimizer, plan = sharded(name, slices, "zero3")
         with watched(model) as seen:
             train(model, optimizer, plan, range(1))

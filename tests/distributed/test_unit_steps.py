@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import import_module
+from itertools import product
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.job import OptimizerSpec, Precision
 from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.presets import preset
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.facts import RunFacts, training_job
 from hf_osdp.planning.problem import find_plan
@@ -97,12 +99,19 @@ def named(model: torch.nn.Module, unit) -> list[torch.nn.Parameter]:
     return [parameters[p.name] for p in unit.trainable]
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD", pytest.param("NAdam", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layout", ["zero3", "mixed", pytest.param("replicate", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("way", WAYS)
-def test_units_that_step_by_themselves_train_as_one_process_does(layout, kind, way):
-    (weights, _) = run_ranks(train, 2, layout, kind, way, timeout_s=300)
-    assert worst(weights, train(None, kind)) < 1e-12
+LAYOUTS, KINDS = ("zero3", "mixed", "replicate"), ("AdamW", "SGD", "NAdam")
+
+
+def train_each(cases: list[tuple[str, ...]]) -> dict[tuple[str, ...], dict[str, torch.Tensor]]:
+    return {case: train(*case) for case in cases}
+
+
+@pytest.mark.parametrize("slow", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_units_that_step_by_themselves_train_as_one_process_does(slow):
+    cases = [case for case in product(LAYOUTS, KINDS, WAYS) if (case[0] == "replicate" or case[1] == "NAdam") == slow]
+    (found, _) = run_ranks(train_each, 2, cases, timeout_s=300)
+    alone = {kind: train(None, kind) for kind in {kind for _, kind, _ in cases}}
+    assert not {case: error for case, weights in found.items() if not (error := worst(weights, alone[case[1]])) < 1e-12}
 
 
 @pytest.mark.parametrize(("kind", "way"), [("AdamW8bit", "step_in_backward"), ("AdEMAMix", "states_on_host")])
@@ -169,7 +178,7 @@ class Reads(TrainerCallback):
 
 @pytest.mark.on_ranks(2, init=False)
 def test_trainer_steps_in_backward_where_nothing_reads_gradients_and_equals_the_stock_one(tmp_path, stock):
-    config = OSDPConfig(strategy="fsdp", global_batch_size=8, micro_batch_size=4)
+    config = OSDPConfig(strategy="fsdp", global_batch_size=8, micro_batch_size=4, hardware=preset("cpu", devices_per_node=2))
     asked = replace(config, step_in_backward=True)
     trainer = PlannedTrainer(model=gpt2(), args=trainer_arguments(tmp_path), train_dataset=tokens(), osdp=asked)
     trainer.train()
@@ -181,10 +190,14 @@ def test_trainer_steps_in_backward_where_nothing_reads_gradients_and_equals_the_
         assert any(unit.step_in_backward for unit in found.units) is steps
 
 
+def stepping_accelerator() -> OSDPAccelerator:
+    config = {"sequence_length": LENGTH, "global_batch_size": 2, "micro_batch_size": 1, "hardware": preset("cpu", devices_per_node=2)}
+    return OSDPAccelerator(cpu=True, osdp=OSDPConfig(step_in_backward=True, strategy="fsdp", **config))
+
+
 @pytest.mark.on_ranks(2, init=False)
 def test_a_new_optimizer_takes_the_steps_of_the_one_before():
-    config = OSDPConfig(step_in_backward=True, strategy="fsdp", sequence_length=LENGTH, global_batch_size=2, micro_batch_size=1)
-    accelerator = OSDPAccelerator(cpu=True, osdp=config)
+    accelerator = stepping_accelerator()
     model = gpt2()
     model, first = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     model, second = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
@@ -198,8 +211,7 @@ def test_a_new_optimizer_takes_the_steps_of_the_one_before():
 
 @pytest.mark.on_ranks(2, init=False)
 def test_accelerator_steps_in_backward_where_asked_to_and_refuses_what_needs_gradients():
-    config = OSDPConfig(step_in_backward=True, strategy="fsdp", sequence_length=LENGTH, global_batch_size=2, micro_batch_size=1)
-    accelerator = OSDPAccelerator(cpu=True, osdp=config)
+    accelerator = stepping_accelerator()
     model = gpt2()
     model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     batch = {"input_ids": torch.ones(1, LENGTH, dtype=torch.long), "labels": torch.ones(1, LENGTH, dtype=torch.long)}

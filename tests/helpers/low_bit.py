@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,9 +24,15 @@ from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict
 from .layouts import plan_of
 from .training import trained
 
+Run = TypeVar("Run", bound=Callable)
 Make = Callable[[str, nn.Module, float], torch.optim.Optimizer]
 WIDTH, ODD_WIDTH = 128, 72
 """With the first, blocks of 256 lie inside shards of whole rows; with the second, shards of some matrices have no whole blocks."""
+
+
+def eagerly(function: Run) -> Run:
+    """Decorate what need not be compiled: torchao compiles its steps once for each shape, which takes longer than all else."""
+    return torch.compiler.set_stance("force_eager")(function)
 
 
 def gpt2(width: int, *, seed: int = 0) -> nn.Module:
@@ -56,6 +63,7 @@ def state_bytes(tensor: torch.Tensor) -> int:
     return tensor.nbytes if names is None else sum(getattr(tensor, name).nbytes for name in names)
 
 
+@eagerly
 def held(make: Make, kind: str, width: int, layout: str) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
     """Bytes of each parameter's states on this rank, and as planned."""
     model, plan = sharded(width, layout)
@@ -74,6 +82,7 @@ def held(make: Make, kind: str, width: int, layout: str) -> tuple[dict[str, int]
     return found, planned
 
 
+@eagerly
 def chain(make: Make, kind: str, width: int, folder: str, layout: str, slices: int, is_sharded: bool, start: int) -> tuple[dict, dict]:
     """Two steps from a checkpoint, under another plan."""
     model, plan = sharded(width, layout, seed=start, slices=slices)
@@ -85,6 +94,7 @@ def chain(make: Make, kind: str, width: int, folder: str, layout: str, slices: i
     return full_state_dict(model), full_optimizer_state_dict(model, optimizer).get("state", {})
 
 
+@eagerly
 def alone(make: Make, kind: str, width: int, steps: int) -> dict[str, torch.Tensor]:
     model, _ = sharded(width, None)
     trained(model, make(kind, model, 1e-2), None, range(steps))
