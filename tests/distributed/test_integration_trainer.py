@@ -28,7 +28,7 @@ STEPS, LENGTH, GLOBAL_BATCH = 5, 12, 8
 
 
 def tiny_model(**options) -> torch.nn.Module:
-    return models.tiny_model("gpt2", scale=10.0, **options)
+    return models.tiny_model("gpt2", scale=10.0, layers=2, **options)
 
 
 def tokens(count: int = 64) -> list[dict[str, torch.Tensor]]:

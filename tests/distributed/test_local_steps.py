@@ -38,9 +38,10 @@ from tests.helpers.local_steps import (
     diloco,
     local_plan,
     sgd,
+    tiny_model,
 )
-from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
-from tests.helpers.training import train_alone, train_sharded
+from tests.helpers.models import tiny_batch, tiny_loss
+from tests.helpers.training import assert_trained_alike, train_sharded, train_whole
 
 
 def sharded(name: str, layout: str = "mixed", local: LocalSteps = LOCAL) -> nn.Module:
@@ -209,9 +210,7 @@ def test_a_plan_after_one_of_local_steps_trains_all_ranks_together():
     assert sharing_ranks() == WORLD
     with pytest.raises(OSDPError, match="Local steps need a model"):
         OuterOptimizer(model, LOCAL)
-    trained = train_sharded(model, plan)
-    if dist.get_rank() == 0:
-        assert max(trained.worst_error(train_alone("gpt2")).values()) < 1e-12
+    assert_trained_alike(train_sharded(model, plan), lambda: train_whole(tiny_model("gpt2")))
 
 
 @pytest.mark.on_ranks(2)

@@ -38,8 +38,9 @@ from tests.helpers.local_steps import (
     diloco,
     local_plan,
     sgd,
+    tiny_model,
 )
-from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.models import tiny_batch, tiny_loss
 
 from . import test_integration_trainer as trainers
 

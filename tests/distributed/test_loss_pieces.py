@@ -70,7 +70,7 @@ def test_loss_in_pieces_trains_as_one_process(cases):
         plan = plan_of(units, WORLD, layout, **options)
         apply_plan(model, plan, units, meshes=meshes)
         verify_applied(model, plan, units)
-        trained = train_sharded(model, plan, loss_of=loss_of, steps=3, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
+        trained = train_sharded(model, plan, loss_of=loss_of, steps=3, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
         alone = partial(train_whole, model_of(name), loss_of=loss_of, steps=3, lr=1e-2)
         assert_trained_alike(trained, alone, 1e-9 if layout == "compiled" else 1e-12)
 

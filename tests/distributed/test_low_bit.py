@@ -97,10 +97,17 @@ def test_other_blocks_than_one_process_has_differ_by_less_than_quantizing_does()
     assert 0 < apart(weights, one) < 1.5 * apart(alone(made, "AdamW", ODD_WIDTH, 6), one)
 
 
+@pytest.fixture(scope="module", params=["force_eager", pytest.param("default", marks=pytest.mark.slow)])
+def stance(request) -> str:
+    """Of torch.compile."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory) -> dict[str, list[float]]:
+def stock(tmp_path_factory, stance) -> dict[str, list[float]]:
     trainer = StockTrainer(model=gpt2(WIDTH), args=trainer_arguments(tmp_path_factory.mktemp("one"), 8), train_dataset=tokens())
-    trainer.train()
+    with torch.compiler.set_stance(stance):
+        trainer.train()
     return history(trainer)
 
 
@@ -109,9 +116,10 @@ def trainer_arguments(folder: Path, samples: int, **options: object) -> Training
 
 
 @pytest.mark.on_ranks(2, init=False)
-def test_trainer_with_adamw_torch_8bit_equals_the_stock_one(tmp_path, stock):
+def test_trainer_with_adamw_torch_8bit_equals_the_stock_one(tmp_path, stock, stance):
     args = trainer_arguments(tmp_path, 4, save_strategy="steps", save_steps=2)
-    trainer = trained_and_resumed_as_stock(partial(gpt2, WIDTH), args, stock)
+    with torch.compiler.set_stance(stance):
+        trainer = trained_and_resumed_as_stock(partial(gpt2, WIDTH), args, stock)
     assert any(type(value).__name__ == "OptimState8bit" for states in trainer.optimizer.state.values() for value in states.values())
 
 

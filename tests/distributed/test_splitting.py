@@ -55,7 +55,7 @@ def sharded(
     apply_plan(model, plan, units, meshes=Meshes("cpu"))
     verify_applied(model, plan, units)
     whole = tiny_model(name, layers=LAYERS)
-    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2, fused=True)
     rebind_parameters(optimizer, parameter_names(whole), model)
     return model, optimizer, plan
 

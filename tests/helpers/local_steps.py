@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,18 +15,20 @@ from hf_osdp.distributed.mesh import apart
 from hf_osdp.planner.local_steps import LocalSteps
 from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.gradients import local
+from tests.helpers import models
 from tests.helpers.layouts import plan_of
-from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.models import tiny_batch, tiny_loss
 
 WORLD, MACHINES, H, STEPS = 4, 2, 3, 11
 LOCAL = LocalSteps(steps=H, machines=MACHINES)
 MAX_NORM = 0.5
 """Below the norms that occur."""
 Optimizer = Callable[..., torch.optim.Optimizer]
+tiny_model = partial(models.tiny_model, layers=2)
 
 
 def adamw(parameters) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-3)
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
 
 def sgd(parameters) -> torch.optim.Optimizer:

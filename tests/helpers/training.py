@@ -89,7 +89,7 @@ def train_whole(
     lr: float = 1e-3,
 ) -> Trained:  # fmt: skip
     """The same for a model as it is."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     losses, norms = [], []
     for step in range(steps):
         optimizer.zero_grad()
@@ -133,7 +133,7 @@ def train_sharded(
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Trained:  # fmt: skip
     """Run the reference's steps, or some of them, on a model that is sharded already."""
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     world, rank, k = plan.world_size, dist.get_rank(), plan.accumulation_steps
     losses, norms = [], []
     for step in range(steps) if isinstance(steps, int) else steps:
