@@ -14,11 +14,19 @@ pytest.importorskip("sentence_transformers", reason="needs the extra `trainers`"
 from benchmarks.compatibility import catalogue  # noqa: F401
 from benchmarks.compatibility.row import ROWS, Row, Verdict, worst_difference
 from benchmarks.compatibility.run import PRELOAD, Outcome, judged, run
+from tests.helpers.sampling import slow_but
 
 DOCS = Path(__file__).parents[2] / "docs"
+TRAINED_ELSEWHERE = {
+    "Accelerate loops: the loss reads the head's weight", "Models: a plain nn.Module with blocks", "PEFT: LoRA", "TRL: SFT, untied head",
+    "Saving and using the model: model.save_pretrained", "Trainer: options: accelerator_config: num_steps=2",
+    "Trainer: options: accelerator_config: split_batches", "Trainer: options: auto_find_batch_size",
+}  # fmt: skip
+"""Other tests train with these every day."""
+DAILY = {row.label for row in ROWS.values() if row.daily} - TRAINED_ELSEWHERE
 
 
-@pytest.mark.parametrize("label", [pytest.param(r.label, marks=() if r.daily else pytest.mark.slow) for r in ROWS.values()])
+@pytest.mark.parametrize("label", slow_but(ROWS, daily=DAILY))
 def test_row_is_as_expected(label, monkeypatch):
     monkeypatch.setenv("OSDP_TEST_PRELOAD", PRELOAD)
     result = run(ROWS[label])

@@ -49,7 +49,8 @@ def least_bytes(folder, optim: str) -> int:
 def test_trainer_takes_the_optimizer_that_fits_and_trains_with_it(tmp_path):
     between = (least_bytes(tmp_path, "adamw_torch") + least_bytes(tmp_path, EIGHT_BITS)) // 2
     trainer = trainer_of(tmp_path, config(memory_limit=between, other_optimizers=EIGHT_BITS), max_steps=1)
-    trainer.train()
+    with torch.compiler.set_stance("force_eager"):
+        trainer.train()
     assert trainer.plan.peak_bytes <= between
     assert trainer.args.optim == EIGHT_BITS
     assert any(type(value).__name__ == "OptimState8bit" for states in trainer.optimizer.state.values() for value in states.values())

@@ -24,6 +24,7 @@ from tests.helpers.layouts import LAYOUTS, plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.training import Trained, assert_trained_alike, train_sharded, train_whole, wrap_blocks
 
+STEPS = 3
 TOLERANCE = 1e-12
 
 
@@ -162,13 +163,13 @@ def run_cases(names: tuple[str, ...]) -> dict[str, Trained]:
             wrap_blocks(model)
         steps = options.get("accumulation_steps", 1)
         placed = sharded(model, layout, meshes, accumulation_steps=steps, reduce_every_micro_step=None)
-        results[name] = train_sharded(*placed, loss_of=KINDS[kind][1])
+        results[name] = train_sharded(*placed, loss_of=KINDS[kind][1], steps=STEPS)
     return results if dist.get_rank() == 0 else {}
 
 
 @functools.cache
 def reference(model_name: str, kind: str, accumulation_steps: int) -> Trained:
-    return train_whole(_model(model_name, kind), accumulation_steps=accumulation_steps, loss_of=KINDS[kind][1])
+    return train_whole(_model(model_name, kind), accumulation_steps=accumulation_steps, loss_of=KINDS[kind][1], steps=STEPS)
 
 
 @functools.cache
@@ -219,7 +220,7 @@ def test_guard_raises_on_all_ranks_where_reads_are_not_gathered():
     meshes, raised = Meshes("cpu"), set()
     for name, kind, layout in UNGUARDED:
         try:
-            trained = train_sharded(*sharded(_model(name, kind), layout, meshes), loss_of=KINDS[kind][1])
+            trained = train_sharded(*sharded(_model(name, kind), layout, meshes), loss_of=KINDS[kind][1], steps=STEPS)
         except UnreducedGradientError as error:
             assert str(error).startswith("Unit '") and "got a gradient for a shard of its weight" in str(error)
             raised.add(kind)

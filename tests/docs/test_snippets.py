@@ -54,6 +54,7 @@ def test_the_trainer(tmp_path):
     assert saved_tensors(tmp_path / "runs/with_trainer") > 20
 
 
+@pytest.mark.slow
 def test_a_loop_goes_on_where_it_was_interrupted(tmp_path):
     assert on_two_ranks("fault_tolerant_loop", tmp_path, "21").endswith("step 21 of 21\n")
     assert "goes on from step 20\nstep 22 of 22" in on_two_ranks("fault_tolerant_loop", tmp_path, "22")
@@ -64,11 +65,13 @@ def test_the_loop_on_accelerate(tmp_path):
     assert saved_tensors(tmp_path / "runs/with_accelerator") > 20
 
 
+@pytest.mark.slow
 def test_the_plain_loop(tmp_path):
     on_two_ranks("plain_loop", tmp_path)
     assert saved_tensors(tmp_path / "runs/plain_loop") > 20
 
 
+@pytest.mark.slow
 def test_the_same_training(tmp_path):
     printed = on_two_ranks("same_training", tmp_path)
     assert float(re.search(r"further off than (\S+)", printed)[1]) < 1e-12

@@ -5,12 +5,10 @@ from __future__ import annotations
 import subprocess
 
 import pytest
-import torch
 
 from benchmarks import gpu_memory
-from benchmarks.gpu_memory import LAYOUTS, LayoutRow, LimitRow, Model, headline, lowest_limit, measure, setting_of
-from benchmarks.gpu_suite import catalogue, faults, memory, runner  # noqa: F401  (the catalogue has the order of steps)
-from benchmarks.gpu_suite.step import STEPS, Bench
+from benchmarks.gpu_memory import LayoutRow, LimitRow, Model, headline, lowest_limit, measure, setting_of
+from benchmarks.gpu_suite import catalogue, faults  # noqa: F401  (the catalogue has the order of steps)
 from hf_osdp.planning.simulate import fake_process_group
 from tests.helpers.counted_memory import CountedMemory
 
@@ -76,37 +74,6 @@ def test_the_headline_tells_a_missed_aim():
         line, met = headline(layouts, limits)
         assert not met and part.replace(" %", "%") in line, line
     assert headline([layout(1000)], [limit(500, size=1000)])[1], "a small limit cannot be filled"
-
-
-# ------------------------------------------------------------------------------------------------- steps of the suite
-
-
-@pytest.fixture
-def bench(tmp_path) -> Bench:
-    return Bench(device=torch.device("cuda"), rehearses=False, folder=tmp_path, out=tmp_path, found=tmp_path / "found.jsonl", limit_s=300.0)
-
-
-def found(bench: Bench, step: str) -> dict[str, list]:
-    STEPS[step].run(bench)
-    return runner._findings(bench.found)
-
-
-def test_twenty_limits_are_tried_and_each_plan_that_runs_out_is_a_missed_aim(bench, monkeypatch):
-    def apart(fn, name, precision, layouts, between, walks):
-        return [], [limit(7 * GIB if part > 0 else None, 8 * GIB) for part in between]
-
-    monkeypatch.setattr(memory, "apart", apart)
-    result = found(bench, "limits")
-    assert len(result["rows"]) == 20
-    assert result["misses"] == ["m bf16: the plan for 8.0 GiB runs out of memory"] * len(memory.LIMITS)
-    assert {row["outcome"] for row in result["rows"]} == {"fits", "OUT OF MEMORY"}
-
-
-@pytest.mark.parametrize(("estimated", "missed"), [(1005, False), (1050, True)])
-def test_layouts_are_judged_by_their_mean_error(bench, monkeypatch, estimated, missed):
-    monkeypatch.setattr(memory, "apart", lambda fn, name, precision, layouts, *args: ([layout(estimated)] * len(layouts), []))
-    result = found(bench, "layouts")
-    assert len(result["rows"]) == len(LAYOUTS) * 2 * len(memory.gpu_memory.MODELS) and bool(result["misses"]) == missed
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import io
 import json
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 
 from benchmarks import headline
 from benchmarks.headline_parts.cases import Case
@@ -19,7 +17,7 @@ from benchmarks.headline_parts.gpu import GpuEffort, Runner
 from benchmarks.headline_parts.lineup import CONTENDERS, OFFLOADERS, SAMPLES, BatchRule, job_of, line_up, run_name
 from benchmarks.headline_parts.machines import named_machine
 from benchmarks.headline_parts.rows import Measured, Row, rows_of
-from benchmarks.headline_parts.tables import WIDTH, groups, table_of, verdicts
+from benchmarks.headline_parts.tables import verdicts
 from benchmarks.headline_parts.twins import TwinEffort, measure_twin
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.batch import training_batch
@@ -27,8 +25,6 @@ from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.search.search import least_memory
-from hf_osdp.planner.split import ModelSplit
 from hf_osdp.planning.probe import Trial, sharded_copy
 from hf_osdp.planning.simulate import fake_process_group
 from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
@@ -36,7 +32,6 @@ from hf_osdp.tracing.describe import describe
 from tests.helpers.counted_memory import CountedMemory
 from tests.helpers.descriptions import transformer
 from tests.helpers.distributed import run_ranks
-from tests.helpers.problems import problem
 
 TINY = Case(
     experiment=1, name="tiny", config_class="GPT2Config", architecture="GPT2LMHeadModel", sequence_length=16, limit_bytes=None, devices=2,
@@ -52,13 +47,6 @@ EFFORT = TwinEffort(rounds=2, profile_s=None, samples=(1, 2))
 def twin() -> tuple[Row, ...]:
     """Rows of a tiny twin that really ran on two ranks."""
     return tuple(Row(**row) for row in run_ranks(measure_twin, 2, TINY, EFFORT)[0])
-
-
-def lines_of(case: Case, rows, link: str = "gloo") -> list[str]:
-    console = Console(width=WIDTH, record=True, file=io.StringIO())
-    for _, rule, members in groups(rows):
-        console.print(table_of(case, rule, members, link))
-    return [line.rstrip() for line in console.export_text().splitlines()]
 
 
 def test_every_contender_that_fits_has_a_measured_row_within_its_limit():
@@ -77,22 +65,6 @@ def test_every_contender_that_fits_has_a_measured_row_within_its_limit():
     assert len({row.global_batch_size for row in rows if row.rule == "equal batch" and row.run}) == 1
     by_estimate = verdicts(rows)[0]
     assert by_estimate.met, by_estimate.text
-
-
-def test_tables_show_estimates_beside_measurements_and_fit():
-    def timed(row: Row) -> Row:
-        """As if it had taken what was estimated: columns are as wide as on cores that nobody else uses."""
-        times = dict.fromkeys(("measured_step_s", "fastest_step_s", "slowest_step_s"), row.estimated_step_s)
-        return replace(row, **times, measured_gain=row.estimated_gain) if row.run else row
-
-    rows = [timed(row) for row in twin()]
-    lines = lines_of(TINY, rows)
-    assert max(map(len, lines)) <= WIDTH
-    assert not [line for line in lines if "…" in line]
-    header = next(line for line in lines if "contender" in line)
-    assert header.split() == "contender batch est. peak peak est. step step samples/s est. x x".split()
-    assert not any("samples/s" in line for line in lines_of(replace(TINY, rates=False), rows))
-    assert any(line.split()[:1] == ["DDP"] and ">" in line for line in lines)
 
 
 MODEL = transformer(layers=6, hidden=256)
@@ -119,23 +91,6 @@ def test_entries_are_at_one_batch_or_at_their_own_best(devices):
     for rule in BatchRule:
         best = {e.contender.name: e.plan.samples_per_s for e in lineup.entries if e.rule is rule and e.plan}
         assert best["OSDP"] >= max(best.values()) * (1 - 1e-9)
-
-
-def test_gains_are_round_by_round_and_memory_that_did_not_suffice_shows():
-    lineup = planned()
-    base = next(e.plan for e in lineup.entries if e.rule is BatchRule.OWN and e.contender.baseline)
-    found = {name: Measured(steps_s=(1.0, 4.0, 2.0), peak_bytes=10) for name in lineup.distinct_plans()}
-    found[run_name(base)] = Measured(steps_s=(2.0, 4.0, 6.0), peak_bytes=10)
-    own = [row for row in rows_of(lineup, found) if row.rule == BatchRule.OWN and row.run]
-    for row in own:
-        samples = row.global_batch_size / base.global_batch_size
-        assert row.measured_gain == pytest.approx(samples * (1.0 if row.run == run_name(base) else 2.0))
-    failed = {name: Measured() for name in lineup.distinct_plans()}
-    rows = rows_of(lineup, failed)
-    assert all(row.out_of_memory and row.measured_gain is None for row in rows if row.run)
-    assert any("OUT OF MEM" in line for line in lines_of(lineup.case, rows))
-    memory = verdicts(rows)[1]
-    assert not memory.met and "full shard of tiny" in memory.text
 
 
 def test_a_peak_above_the_limit_and_a_slower_step_are_missed_aims():
@@ -216,6 +171,7 @@ def test_plans_run_on_a_device_under_a_limit_and_one_that_does_not_fit_runs_out_
     assert verdicts(rows_of(lineup, found))[1].met
 
 
+@pytest.mark.slow
 def test_plan_only_shows_and_writes_what_was_planned(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(headline, "CASES", (replace(TINY, remark="Made small.", sizes={**TINY.sizes, "n_layer": 1}),))
     monkeypatch.setattr(headline, "line_up", functools.partial(line_up, samples=(1, 2)))
@@ -226,17 +182,3 @@ def test_plan_only_shows_and_writes_what_was_planned(monkeypatch, tmp_path, caps
     assert all(row["measured_step_s"] is None for row in content["rows"])
     text = (tmp_path / "r.md").read_text()
     assert text.startswith("# Headline experiments: planned\n") and "own best batch" in text and "torch 2" in text
-
-
-def test_models_may_be_split_where_they_are_planned():
-    """Blocks in operators gather less at once: the least limit of the whole model is one that ours alone meets by cutting."""
-    case = replace(TINY, devices=8, limit_bytes=0, sizes={**TINY.sizes, "n_embd": 256})
-    model, hardware = build_on_meta(case.config()), named_machine(case)
-    whole, split = (describe(model, sequence_length=16, split=one) for one in (ModelSplit(), ModelSplit(operators=True)))
-    least = least_memory(problem(split, hardware, job_of(case, 8)))
-    assert least < least_memory(problem(whole, hardware, job_of(case, 8)))
-    lineup = line_up(replace(case, limit_bytes=least), whole, hardware, samples=(1,), split=[split])
-    fits = {e.contender.name for e in lineup.entries if e.plan is not None}
-    assert fits == {"OSDP"}
-    (row, *_) = [row for row in rows_of(lineup) if row.run]
-    assert row.layout.startswith("operator units: ")

@@ -12,20 +12,14 @@ import pytest
 
 from benchmarks.two_machines import emulate
 from benchmarks.two_machines.counters import sent_bytes
-from benchmarks.two_machines.lineup import ALONE, STOCK, Sends, line_up, with_stock_reduce_scatter
-from benchmarks.two_machines.tables import cell_table, cells_of, remarks, verdicts
+from benchmarks.two_machines.lineup import ALONE, STOCK
+from benchmarks.two_machines.tables import cells_of, verdicts
 from benchmarks.two_machines.theory import bytes_sent
 from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.hardware import Backend, Collective, CollectiveTiming, Hardware, Link
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.local_steps import LocalSteps
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.search.compare import compare_strategies
-from hf_osdp.planner.search.search import least_memory
 from hf_osdp.planner.wire import WireFormat
 from tests.helpers.descriptions import transformer
-from tests.helpers.hardware import bare_preset
-from tests.helpers.problems import problem
 
 MODEL = transformer(layers=2, hidden=64, vocabulary=512)
 ROOT = sum(unit.numel for unit in MODEL.units[:2]) * 4  # kept gathered whatever is chosen
@@ -86,45 +80,6 @@ def test_sent_bytes_are_the_ninth_number_of_the_interface():
         sent_bytes("eth7", DEVICES)
 
 
-def two_nodes() -> Hardware:
-    """Links so slow that what crosses them decides."""
-    slow = Link(latency_s=1e-4, bytes_per_s=12e6, source="test")
-    timings = [
-        CollectiveTiming(collective=Collective.REDUCE_SCATTER, group_size=4, latency_s=0, seconds_per_byte=1e-8, crosses_nodes=True),
-        CollectiveTiming(collective=Collective.ALL_REDUCE, group_size=4, latency_s=0, seconds_per_byte=2e-8, crosses_nodes=True),
-    ]
-    hardware = bare_preset("a100-40", nodes=2, devices_per_node=2)
-    return replace(hardware, inter_node=slow, backend=Backend.GLOO, timings=tuple(timings))
-
-
-@pytest.fixture(scope="module")
-def lineup():
-    job = TrainingJob(global_batch_size=8, micro_batch_size=2)
-    wide, results = 2**30, compare_strategies(problem(MODEL, two_nodes(), job, 2**30))
-    tight = least_memory(problem(MODEL, two_nodes(), job, strategy="ddp")) - 1
-    return line_up([compare_strategies(problem(MODEL, two_nodes(), job, tight)), results], (tight, wide))
-
-
-def test_each_distinct_plan_takes_steps_once(lineup):
-    tight, wide = lineup.cells
-    assert "needs" in tight["ddp"] and wide["ddp"] == {"entrant": "ddp"}
-    assert tight["fsdp"] == wide["fsdp"] == {"entrant": "fsdp"} and tight[STOCK] == {"entrant": STOCK}
-    layouts = [(entrant.plan.units, entrant.sends) for entrant in lineup.entrants.values()]
-    assert len(set(layouts)) == len(layouts)
-    assert {cell["osdp"]["entrant"] for cell in lineup.cells} <= set(lineup.entrants)
-
-
-def test_estimates_of_stock_and_of_the_plain_model(lineup):
-    job = TrainingJob(global_batch_size=8, micro_batch_size=2)
-    ours, stock, alone = (lineup.entrants[name].estimate(MODEL, job, two_nodes()) for name in ("fsdp", STOCK, ALONE))
-    scatter = Collective.REDUCE_SCATTER.value
-    assert stock["estimated_collectives"][scatter] == pytest.approx(2 * ours["estimated_collectives"][scatter])
-    assert stock["estimated_s"] > ours["estimated_s"] > alone["estimated_s"] and alone["terms"]["exposed_s"] == 0
-    assert lineup.entrants[STOCK].sends is Sends.STOCK
-    with pytest.raises(ValueError, match="was not timed"):
-        with_stock_reduce_scatter(replace(two_nodes(), timings=()))
-
-
 def found(**changes) -> dict:
     """One emulation of three rounds: DDP would be fastest, but does not fit the tighter limit."""
 
@@ -165,19 +120,6 @@ def test_every_aim_can_be_missed(row, missed):
         rows[name] = {**rows[name], "rounds": [{**one, **changes} for one in rows[name]["rounds"]]}
     judged = verdicts(list(cells_of(found(**rows))))
     assert [verdict.text for verdict in judged if not verdict.met and missed in verdict.text]
-
-
-def test_tables_name_what_does_not_fit_and_what_the_planner_chose():
-    from io import StringIO
-
-    from rich.console import Console
-
-    tight, wide = cells_of(found())
-    console = Console(width=100, file=StringIO())
-    console.print(cell_table(tight))
-    printed = console.file.getvalue()
-    assert "DDP-like: needs 1.0 MiB" in printed and "x 2.17" in printed and "…" not in printed
-    assert "(= DDP-like)" in remarks(wide) and "1.33 times its best" in remarks(wide)
 
 
 @pytest.mark.parametrize(

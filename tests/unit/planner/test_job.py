@@ -48,22 +48,9 @@ def test_micro_batch_sizes_fill_the_global_batch_largest_first():
     assert [b.accumulation_steps for b in batches(TrainingJob(global_batch_size=8, micro_batch_size=1), 2)] == [4]
 
 
-@pytest.mark.parametrize(
-    ("job", "message"),
-    [
-        (TrainingJob(global_batch_size=10), "global_batch_size=10 does not divide by 4 processes; use 8 or 12."),
-        (TrainingJob(global_batch_size=3), "global_batch_size=3 does not divide by 4 processes; use 4."),
-        (
-            TrainingJob(global_batch_size=48, micro_batch_size=5),
-            "micro_batch_size=5 does not divide the 12 samples of each rank (global_batch_size=48 over 4 processes); use a divisor of 12,"
-            " or None.",
-        ),
-    ],
-)
-def test_batches_that_do_not_divide_are_refused_with_those_that_do(job, message):
-    with pytest.raises(ValueError) as caught:
-        job.micro_batch_sizes(4)
-    assert str(caught.value) == message
+def test_batch_of_fewer_samples_than_processes_is_refused_with_one_that_divides():
+    with pytest.raises(ValueError, match=r"^global_batch_size=3 does not divide by 4 processes; use 4\.$"):
+        TrainingJob(global_batch_size=3).micro_batch_sizes(4)
 
 
 def test_precision_names_give_gathered_and_reduced_dtypes():
@@ -76,8 +63,6 @@ def test_precision_names_give_gathered_and_reduced_dtypes():
     autocast, kept = Precision.named("bf16", autocast=True), replace(WEIGHT, keeps_dtype=True)
     assert autocast.gathered_dtype(WEIGHT) is Precision.named("bf16").reduced_dtype(kept) is DType.FLOAT32
     assert autocast.on(1) == autocast and autocast.on(2) == Precision.named("bf16")
-    with pytest.raises(ValueError, match="mixed_precision='fp8' is not known; use no, bf16 or fp16"):
-        Precision.named("fp8")
 
 
 def test_optimizer_traffic_counts_reads_and_writes():

@@ -1,6 +1,6 @@
 """A plan's JSON form, fingerprint, diff, checks and export; damaged files give one clear line.
 
-`tests/property/test_file_properties.py` damages plans in every way.
+`tests/property/test_file_properties.py` damages plans in every way; what docs/bad_inputs_files.md lists, `tests/faults` gives.
 """
 
 from __future__ import annotations
@@ -159,10 +159,7 @@ def test_plan_of_layouts_decides_unit_by_unit():
 @pytest.mark.parametrize(
     ("description", "world_size", "part"),
     [
-        (DESCRIPTION, 2, "The plan is for 4 processes, but 2 are running"),
         (transformer(layers=2), 4, "The plan names layers.2, which the model does not have"),
-        (transformer(layers=4), 4, "The plan says nothing about layers.3"),
-        (transformer(layers=3, hidden=128), 4, "parameter names, shapes or dtypes differ"),
         (transformer(layers=13), 4, "and 4 more"),
     ],
 )
@@ -175,29 +172,18 @@ def test_check_refuses_another_world_or_model(description, world_size, part):
 
 UNITS = json.loads(PLAN.to_json())["units"]
 DAMAGED = {
-    "cut": (PLAN.to_json()[:-5], "p.json is not JSON"),
-    "pickle": (b"\x80\x04pickle", "p.json is not JSON"),
-    "empty": ("", "p.json is not JSON"),
-    "a list": ("[]", "holds a list, not a plan"),
     "null": ("null", "holds a NoneType, not a plan"),
-    "a text for a number": (changed(world_size="4"), "p.json is not a valid plan: world_size"),
     "a float for a count": (changed(world_size=4.0), "p.json is not a valid plan: world_size"),
     "a number for a switch": (changed(proven_optimal=1), "p.json is not a valid plan: proven_optimal"),
     "a switch for a number": (changed(accumulation_steps=True), "p.json is not a valid plan: accumulation_steps"),
     "no list of units": (changed(units={}), "p.json is not a valid plan: units"),
-    "a field less": (without("model_fingerprint"), "p.json is not a valid plan: model_fingerprint"),
-    "a field more": (changed(offload=True), "p.json is not a valid plan: offload"),
     "a field more in a unit": (in_unit(1, checkpoint=True), "p.json is not a valid plan: units.1.checkpoint"),
     "an unknown decision": (in_unit(1, activations="forget"), "p.json is not a valid plan: units.1.activations"),
     "a text for a decision": (in_unit(1, on_host="yes"), "p.json is not a valid plan: units.1.on_host"),
-    "another batch": (changed(micro_batch_size=4), f"changed or damaged: it states fingerprint {PLAN.fingerprint!r}"),
     "another decision": (in_unit(1, on_host=True), "p.json was changed or damaged"),
     "a list for the fingerprint": (changed(fingerprint=["x"]), "p.json was changed or damaged"),
-    "no world": (changed(world_size=0), "world_size=0"),
     "a negative batch": (changed(micro_batch_size=-2), "micro_batch_size=-2"),
-    "another world": (changed(world_size=6), "sharded over 4 ranks, which does not divide the world size 6"),
     "shards of none": (in_unit(0, shard_size=0), "shard_size=0 must be at least 1"),
-    "a unit twice": (changed(units=[*UNITS, UNITS[2]]), "Unit 'layers.0' is listed twice"),
     "a negative time": (changed(step_s=-1.0), "step_s=-1.0; it must be finite and not negative"),
     # version 2 had one `reduce_every_micro_step` for all units, which is no reason to name that field
     "another version": (
@@ -209,21 +195,6 @@ DAMAGED = {
 @pytest.mark.parametrize(("text", "part"), DAMAGED.values(), ids=DAMAGED)
 def test_damaged_json_is_refused_in_one_line_that_names_the_field(text, part):
     assert part in refused(text)
-
-
-def test_files_that_are_no_plan_are_refused_in_one_line(tmp_path):
-    damaged, huge, missing = (tmp_path / name for name in ("damaged.json", "huge.json", "missing.json"))
-    damaged.write_text(PLAN.to_json()[:-5])
-    with huge.open("wb") as file:
-        file.truncate(2**30)  # sparse
-    parts = {
-        missing: f"Cannot read the plan {missing}: No such file or directory; give a file that can be read.",
-        tmp_path: f"Cannot read the plan {tmp_path}", huge: "it is not a plan", damaged: f"{damaged} is not JSON",
-    }  # fmt: skip
-    for path, part in parts.items():
-        with pytest.raises(PlanError) as caught:
-            Plan.load(path)
-        assert part in str(caught.value) and "\n" not in str(caught.value)
 
 
 NAMES = ("", "model.embed_tokens+lm_head", "model.layers.0", "model.layers.1", "score")

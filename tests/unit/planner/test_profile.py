@@ -15,7 +15,6 @@ from hf_osdp.planner.hardware import Collective, CollectiveTiming, FsdpOverhead,
 from hf_osdp.planner.job import OptimizerStep
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import HostLink, Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
-from hf_osdp.reading import MOST_BYTES
 from tests.helpers.descriptions import transformer, ways
 
 DESCRIPTION = transformer(layers=3)
@@ -74,11 +73,8 @@ def test_files_hold_the_profile_exactly(tmp_path):
 
 TEXT = PROFILE.to_json()
 DAMAGED = {
-    "{": "is not JSON",
     "[]": "should be an object",
     "{}": "hardware: Field required",
-    changed(version=1): "version 1; this hf_osdp reads version 4",
-    changed(colour="red"): "colour",
     TEXT.replace('"group_size": 2', '"group_size": 1'): "group_size=1",
     TEXT.replace('"gloo"', '"mpi"'): "gloo",
     TEXT.replace('"samples": 1,', '"samples": 0,'): "samples >= 1",
@@ -95,14 +91,9 @@ def test_damaged_profiles_are_refused_in_one_line_that_names_the_file(text, part
     assert part in message and message.startswith("p.json") and "\n" not in message
 
 
-def test_files_that_cannot_be_read_or_written_are_named(tmp_path):
-    with pytest.raises(ProfileError, match=r"Cannot read the profile .*none\.json: No such file"):
-        Profile.load(tmp_path / "none.json")
+def test_folder_that_is_absent_is_named(tmp_path):
     with pytest.raises(ProfileError, match="Cannot write the profile"):
         PROFILE.save(tmp_path / "no" / "p.json")
-    (tmp_path / "large.json").write_bytes(b" " * (MOST_BYTES + 1))
-    with pytest.raises(ProfileError, match="is not a profile"):
-        Profile.load(tmp_path / "large.json")
 
 
 def seconds(phase: PhaseCost, description: ModelDescription) -> float:
@@ -149,7 +140,6 @@ BLOCKS_ONLY = replace(PROFILE, segments=tuple(times for times in PROFILE.segment
 OTHERS = [
     (transformer(sequence_length=64), PROFILE, "at 64 tokens in float32; it has times of Block at 32 tokens in float32, Root at 32 tokens"),
     (transformer(dtype=DType.BFLOAT16), PROFILE, "in bfloat16; it has times of Block at 32 tokens in float32"),
-    (transformer(hidden=96), PROFILE, "its segments of that class have other parameter shapes, attention, dropout or checkpointing"),
     (with_work(1.5, "matmul_flops", "backward", "Block"), PROFILE, "no times for Block"),  # checkpointed
     (
         DESCRIPTION,

@@ -32,12 +32,9 @@ def test_from_options_accepts_every_strategy_and_the_switch_of_the_accelerate_fi
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ({"strategy": None}, ("strategy=None is not known",)),
         ({"micro_batch_size": True}, ("micro_batch_size=True", "whole number")),
-        ({"recalibrate": "yes"}, ("recalibrate='yes' is not a switch",)),
         ({"reduce_every_micro_step": "yes"}, ("reduce_every_micro_step='yes'", "true or false")),
         ({"recompute": 1}, ("recompute=1 is not a switch",)),
-        ({"compile": "yes"}, ("compile='yes' is not a switch; use true or false, or auto",)),
         ({"profile": 3}, ("profile=3 is of type int",)),
         ({"inputs": "batch.py"}, ("inputs='batch.py' is of type str; use a function", "OSDPConfig(inputs=...) in the script.")),
         ({"nodes": 2, "hardware": preset("h100")}, ("nodes=2", "leave nodes out")),

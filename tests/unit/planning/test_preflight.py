@@ -25,7 +25,7 @@ from hf_osdp.planner.search.compare import StrategyResult
 from hf_osdp.planner.search.search import search
 from hf_osdp.planning import preflight
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.facts import RunFacts, RunFolder, check_limit
+from hf_osdp.planning.facts import RunFacts, RunFolder
 from hf_osdp.planning.plan_run import plan_run
 from hf_osdp.planning.preflight import Check, DeviceMemory, Finding, Severity, bf16_on, check_model, device_memory, merged_findings
 from tests.helpers.descriptions import transformer
@@ -145,13 +145,6 @@ def test_slow_link_names_what_is_faster(nodes):
     assert preflight.slow_link(full, hardware, time, [same]) is None
 
 
-def test_limit_above_the_device_is_refused():
-    device = preset("titan-rtx").device
-    assert check_limit(24 * GIB, device, given="memory_limit=24GiB") == 24 * GIB
-    with pytest.raises(ValueError, match=r"^memory_limit=25GiB is more than the 24.0 GiB of TITAN RTX; use at most 24576MiB, or"):
-        check_limit(25 * GIB, device, given="memory_limit=25GiB")
-
-
 @pytest.mark.parametrize(
     ("memory", "needed", "severity", "part"),
     [
@@ -189,18 +182,6 @@ def test_checkpoint_bytes_are_what_torch_saves():
     assert preflight.checkpoint_bytes(find_units(model), OptimizerSpec(states=2)) == sum(t.nbytes for t in (*weights.values(), *states))
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     assert preflight.checkpoint_bytes(find_units(model), None, adapters=True) == trained
-
-
-def test_not_writable_refuses_files_and_leaves_folders_as_they_were(tmp_path):
-    def refused(path) -> Finding | None:
-        return preflight.not_writable(RunFolder(path=path))
-
-    assert refused(tmp_path) is refused(tmp_path / "new" / "run") is None and not list(tmp_path.iterdir())
-    (tmp_path / "taken").write_text("mine")
-    assert_found(refused(tmp_path / "taken"), Severity.ERROR, f"{tmp_path}/taken is a file; give a folder")
-    assert_found(refused(tmp_path / "taken" / "run"), Severity.ERROR, f"{tmp_path}/taken/run: {tmp_path}/taken is a file")
-    assert_found(refused("/proc/run"), Severity.ERROR, "cannot be written")
-    assert (tmp_path / "taken").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
