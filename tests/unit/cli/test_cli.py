@@ -101,12 +101,6 @@ def test_help_of_a_command_ends_with_an_example_that_is_understood(name):
     assert command.make_context(name, shlex.split(example)).params
 
 
-def test_help_lists_the_commands_and_the_options_of_plan():
-    assert all(name in call("--help").output for name in COMMANDS)
-    shown = call("plan", "--help").output
-    assert all(option in shown for option in ("--memory-limit", "--device", "--profile", "--simulate", "--json", "--plot"))
-
-
 def test_plan_finds_and_shows_what_search_finds(planned, model, description):
     (path, content, done), expected = planned, search(problem(description, HARDWARE, JOB, LIMIT)).plan
     assert content["plan"]["fingerprint"] == expected.fingerprint and expected.fingerprint in done.stdout
@@ -179,12 +173,6 @@ def test_precision_is_what_the_device_is_good_at_and_is_said(device, asked, prec
     case = Case(Request(model="none", sequence_length=8, global_batch_size=8, device=device, precision=asked[1] if asked else None))
     assert case.precision == precision and case.precision_line.startswith(said)
     assert case.facts.precision == Precision.named(precision, autocast=True)
-
-
-def test_plan_on_a_gpu_with_bf16_is_the_plan_with_precision_bf16(model):
-    options = (*SIZES, "--device", "a100-40", "--devices-per-node", 4, "--no-operator-splitting")
-    shown = call("plan", model, *options, "--precision", "bf16").stdout
-    assert as_json("plan", model, *options)["plan"]["fingerprint"] in shown and "Precision bf16, as --precision says." in shown
 
 
 def test_plan_simulates_beside_the_estimate(model, tmp_path):

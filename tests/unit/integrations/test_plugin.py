@@ -63,8 +63,6 @@ def test_plugin_is_fsdp2_with_float32_reduction_and_writes_shards_only_in_the_ba
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
-        ({"fsdp_version": 1}, "use 2"),
-        ({"activation_checkpointing": True, "activation_checkpointing_offload": True}, "OSDPConfig(offload_activations=True"),
         ({"reshard_after_forward": True}, "OSDPConfig(strategy"),
         ({"sharding_strategy": "FULL_SHARD"}, "OSDPConfig(strategy"),
         ({"min_num_params": 1000}, "OSDPConfig(block_classes"),

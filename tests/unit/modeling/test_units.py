@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from hf_osdp.errors import DescriptionError
 from hf_osdp.modeling.units import canonical_name, find_units
 from hf_osdp.planner.description import DType, GatherSpan
 
@@ -71,11 +70,9 @@ def test_untied_embedding_and_head_are_units_of_their_own(meta_model):
     assert not any(unit.shared for unit in units)
 
 
-def test_block_classes_may_be_absent_beside_a_present_one_alone(meta_model):
+def test_block_classes_may_be_absent_beside_a_present_one(meta_model):
     model = meta_model("GPT2LMHeadModel")
     assert find_units(model, ["GPT2Block", "BertLayer"]) == find_units(model)
-    with pytest.raises(DescriptionError, match=r"block_classes \(BertLayer\) match nothing in GPT2LMHeadModel; use .*: GPT2Block, "):
-        find_units(model, ["BertLayer"])
 
 
 def test_layers_are_blocks_where_the_model_names_only_a_part_of_each():
@@ -154,6 +151,3 @@ def test_dtype_and_trainability_are_recorded():
     model.blocks[0].inner.weight.requires_grad_(False)
     weight, bias = find_units(model)[1].parameters[:2]
     assert (weight.dtype, weight.requires_grad, bias.requires_grad) == (DType.BFLOAT16, False, True)
-    model.head.weight = nn.Parameter(torch.zeros(2, 4, dtype=torch.complex64))
-    with pytest.raises(DescriptionError, match=r"torch\.complex64 cannot be planned"):
-        find_units(model)
