@@ -29,10 +29,9 @@ BF16, FP16 = Precision.named("bf16"), Precision.named("fp16")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def traced_once(tmp_path_factory):
+def traced_once():
     """A model that was traced for one test is not traced for another."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OSDP_CACHE", str(tmp_path_factory.mktemp("traces")))
         patch.setitem(find_plan.__kwdefaults__, "trace", describe_once)
         patch.setattr(Describer.__init__, "__defaults__", (describe_once,))
         yield

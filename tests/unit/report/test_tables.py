@@ -23,6 +23,7 @@ from hf_osdp.report.run_tables import outcome_table, trials_table
 from hf_osdp.report.tables import (
     Answer,
     comparison_table,
+    describe_moment,
     frontier_table,
     host_bytes_of_units,
     plan_caption,
@@ -185,6 +186,13 @@ def test_plan_caption_says_where_the_peak_is_and_what_a_step_takes():
     for held, said in {0: "in every micro-step.", 1: "in every micro-step, but for 1 of 4 units, whose whole gradients are held"}.items():
         units = tuple(replace(unit, reduce_every_micro_step=i >= held) for i, unit in enumerate(PLAN.units))
         assert said in plan_caption(replace(PLAN, units=units), estimated(SMALL, PLAN))[2]
+
+
+def test_describe_moment_lists_the_largest_bytes_first():
+    peak = estimated(SMALL, PLAN).memory.peak
+    amounts = {name.replace("_", " "): getattr(peak.breakdown, name) for name in peak.breakdown.__slots__}
+    largest = sorted((name for name in amounts if amounts[name]), key=amounts.__getitem__, reverse=True)
+    assert describe_moment(peak) == ", ".join(f"{name} {format_bytes(amounts[name])}" for name in largest)
 
 
 @pytest.mark.parametrize("limit", [1000, 3 * 2**20, 2**40])
