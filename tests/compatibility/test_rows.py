@@ -95,12 +95,3 @@ CRASHED = Outcome(error="mixed tensors", error_type="RuntimeError")
 )
 def test_verdict_tells_refusals_crashes_and_trainings_without_a_plan_apart(stock_failure, ours, failure, verdict):
     assert judged(a_row(), [TRAINED, TRAINED], stock_failure, ours, failure)[0] is verdict
-
-
-def test_worst_difference_names_each_figure_that_differs():
-    _, text = worst_difference([{"loss": 1.0, "grad_norm": 3.0}], [{"loss": 2.0, "grad_norm": 1.0}], a_row())
-    assert "loss 1, stock 2 (entry 1)" in text and "grad_norm 3, stock 1 (entry 1)" in text
-
-
-def test_only_equal_refused_and_not_applicable_may_stand():
-    assert [verdict for verdict in Verdict if verdict.may_stand] == [Verdict.EQUAL, Verdict.REFUSED, Verdict.NOT_APPLICABLE]

@@ -43,14 +43,9 @@ LATE_BYTES = 4 * (12 * 64**2 + 13 * 64)
 EFFORT = TwinEffort(rounds=2, profile_s=None, samples=(1, 2))
 
 
-@functools.cache
-def twin() -> tuple[Row, ...]:
-    """Rows of a tiny twin that really ran on two ranks."""
-    return tuple(Row(**row) for row in run_ranks(measure_twin, 2, TINY, EFFORT)[0])
-
-
 def test_every_contender_that_fits_has_a_measured_row_within_its_limit():
-    rows = twin()
+    """Of a tiny twin that really runs on two ranks."""
+    rows = [Row(**row) for row in run_ranks(measure_twin, 2, TINY, EFFORT)[0]]
     assert [row.contender for row in rows] == 2 * [contender.name for contender in CONTENDERS if not contender.compiles]
     for row in rows:
         if row.run is None:

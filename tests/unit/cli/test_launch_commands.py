@@ -50,8 +50,6 @@ def test_config_of_several_machines_names_the_first_and_takes_flags(tmp_path):
     ("arguments", "message"),
     [
         ((), "osdp.yaml is there already; give --force"),
-        (("--force", "--memory-limit", "16"), "--memory-limit='16' has no unit, and 16 bytes hold no model; write 16GiB"),
-        (("--force", "--num-nodes", "2"), "--num-nodes 2 needs --main-address HOST or HOST:PORT"),
         (("--force", "--num-nodes", "2", "--main-address", "a:b"), "--num-nodes 2 needs --main-address HOST or HOST:PORT"),
         (("--force", "--main-address", "a"), "--main-address a has no effect on one machine"),
         (("--force", "--device", "cuda"), "torch sees no GPU here; give --devices-per-node"),

@@ -61,10 +61,11 @@ def test_hindrance_names_how_to_be_started_again(monkeypatch, under_torchrun):
 def test_number_of_launcher_is_digits_alone(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     assert number("RANK", 3) == 3
-    for text in ("", "-1", "1.0", "x", "9" * 10, "²"):
+    for text in ("", "-1", "1.0", "x", "9" * 5000, "²"):
         monkeypatch.setenv("RANK", text)
-        with pytest.raises(ValueError, match=r"RANK=.* is not a whole number of at least 0; it is for the launcher to set"):
+        with pytest.raises(ValueError, match=r"RANK=.* is not a whole number of at least 0; it is for the launcher to set") as caught:
             number("RANK")
+        assert len(str(caught.value)) < 150
     monkeypatch.setenv("RANK", "12")
     assert number("RANK") == 12
 

@@ -197,6 +197,11 @@ def test_damaged_json_is_refused_in_one_line_that_names_the_field(text, part):
     assert part in refused(text)
 
 
+def test_folder_in_the_place_of_a_plan_is_named(tmp_path):
+    with pytest.raises(PlanError, match=f"Cannot read the plan {tmp_path}: Is a directory; give a file that can be read"):
+        Plan.load(tmp_path)
+
+
 NAMES = ("", "model.embed_tokens+lm_head", "model.layers.0", "model.layers.1", "score")
 EXPORTED = Plan(
     world_size=4,
