@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from tests.helpers.distributed import ROOT, TORCHRUN, run_program, run_ranks
+from tests.helpers.hardware import take_preset
 from tests.helpers.output import ends_of
 
 NO_FSDP = {"ACCELERATE_USE_FSDP": "false"}
@@ -89,6 +90,7 @@ def run_stock(script: str, folder: str) -> None:
 def run_main(script: str, folder: str) -> None:
     from hf_osdp import run
 
+    take_preset()
     run.main([script, folder, "4"])
 
 

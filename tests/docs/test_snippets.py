@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.helpers.distributed import TORCHRUN, free_port, run_program, run_ranks
+from tests.helpers.hardware import take_preset
 from tests.helpers.output import ends_of
 
 from .pages import DOCS, page
@@ -24,11 +25,7 @@ SNIPPETS = DOCS / "snippets"
 
 def ran(name: str, folder: str, *arguments: str) -> str:
     """Run a snippet in this process, in a folder; what it printed."""
-    from hf_osdp.measurement import machine
-    from hf_osdp.planner.presets import preset
-
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    machine.measure_hardware = lambda **_: preset("cpu", devices_per_node=ranks)  # measuring takes seconds and is tested elsewhere
+    take_preset()
     os.chdir(folder)
     sys.argv = [name, *arguments]
     printed = io.StringIO()
@@ -65,13 +62,11 @@ def test_the_loop_on_accelerate(tmp_path):
     assert saved_tensors(tmp_path / "runs/with_accelerator") > 20
 
 
-@pytest.mark.slow
 def test_the_plain_loop(tmp_path):
     on_two_ranks("plain_loop", tmp_path)
     assert saved_tensors(tmp_path / "runs/plain_loop") > 20
 
 
-@pytest.mark.slow
 def test_the_same_training(tmp_path):
     printed = on_two_ranks("same_training", tmp_path)
     assert float(re.search(r"further off than (\S+)", printed)[1]) < 1e-12

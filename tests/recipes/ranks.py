@@ -9,6 +9,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.hardware import take_preset
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 Run = tuple[str, list[str]]
@@ -40,6 +41,7 @@ def run_each(runs: list[Run]) -> list[str]:
 
     for name in ("HF_DATASETS_CACHE", "HF_MODULES_CACHE"):  # read when datasets was imported, before the fork
         setattr(datasets.config, name, Path(os.environ[name]))
+    take_preset()
     accelerate.Accelerator.end_training = lambda self: None  # it would end the process group
     environment, printed = dict(os.environ), []
     for number, (script, argv) in enumerate(runs):
