@@ -46,6 +46,16 @@ def listening(listener: Listener) -> Iterator[None]:
         _listeners.remove(listener)
 
 
+def gather_rows(local: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return a whole tensor of so many rows, of which a rank has ceil(rows / ranks), and the last ones fewer or none. Collective."""
+    each = -(-rows // group.size())
+    part = local.new_zeros((each, *local.shape[1:]))
+    part[: local.shape[0]] = local
+    whole = local.new_empty((each * group.size(), *local.shape[1:]))
+    all_gather_single(whole, part, group=group)
+    return whole[:rows]
+
+
 @contextmanager
 def announced(collective: Collective, group: dist.ProcessGroup, whole: torch.Tensor) -> Iterator[None]:
     """Inside the context one collective is issued, of the tensor `whole`."""

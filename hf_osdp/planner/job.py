@@ -116,6 +116,8 @@ class OptimizerSpec:
     """Temporaries of a step in a loop for one parameter, in tensors of its shard's size."""
     needs_whole: bool = False
     """It looks at whole parameters, so that units with any that it trains are replicated."""
+    matrices: tuple[tuple[int, ...], ...] = ()
+    """Shapes of matrices of which it gathers each update whole in bf16 where they are sharded: Muon's."""
     least_quantized: int = 0
     """Parameters of fewer elements, counted whole, have their states in float32."""
     keeps_embeddings: bool = False
@@ -131,9 +133,14 @@ class OptimizerSpec:
         return any(form.block_size > 1 for form in self.formats)
 
     @property
+    def looks_at_whole(self) -> bool:
+        """Whether the update of an element depends on others of its parameter."""
+        return self.needs_whole or bool(self.matrices)
+
+    @property
     def takes_slices(self) -> bool:
         """Whether it updates an operator in slices as it does a whole one."""
-        return not self.needs_whole and not any(form.short_blocks for form in self.formats)
+        return not self.looks_at_whole and not any(form.short_blocks for form in self.formats)
 
     def formats_of(self, parameter: ParameterSpec) -> tuple[StateFormat, ...]:
         """Return the formats of a parameter's states."""
@@ -157,6 +164,17 @@ class OptimizerSpec:
         plain = [parameter.sharded_bytes(shard_size)] * self.states
         sizes = ((form, form.numels(parameter, shard_size)) for form in self.formats_of(parameter))
         return (*plain, *(max(form.nbytes(elements, parameter.dtype) for elements in shards) for form, shards in sizes))
+
+    def gathered_bytes(self, parameter: ParameterSpec, shard_size: int) -> int:
+        """Return the bytes of a parameter's update as the ranks of a shard group gather it in a step; 0 where it needs no others' rows."""
+        return 2 * shard_size * parameter.sharded_numel(shard_size) if shard_size > 1 and parameter.shape in self.matrices else 0
+
+    def matrix_scratch(self, parameter: ParameterSpec, shard_size: int) -> int:
+        """Return the bytes of Newton-Schulz: the update, and in bf16 two of r rows and c columns and two of r rows and columns, r ≤ c."""
+        if parameter.shape not in self.matrices:
+            return 0
+        update = self.gathered_bytes(parameter, shard_size) or parameter.numel * parameter.dtype.itemsize
+        return update + 4 * (parameter.numel + min(parameter.shape) ** 2)
 
     def saved_bytes(self, parameter: ParameterSpec) -> int:
         """Return the bytes of a parameter's states in a checkpoint, where quantized ones are float32."""

@@ -126,11 +126,12 @@ def check_backward_step(plan: Plan, config: OSDPConfig, facts: RunFacts) -> None
 
 def check_whole(plan: Plan, description: ModelDescription, optimizer: OptimizerSpec) -> None:
     """Refuse a given plan that shards, cuts or offloads what the optimizer needs whole."""
-    decisions = [plan.decision(unit.fqn) for unit in description.units if unit.trainable_numel and optimizer.needs_whole]
-    parted = next((f"has {d.label} sharded or on the host" for d in decisions if d.shard_size > 1 or d.on_host), None)
+    decisions = [plan.decision(unit.fqn) for unit in description.units if unit.trainable_numel and optimizer.looks_at_whole]
+    sharded = (d.label for d in decisions if d.on_host or (d.shard_size > 1 and optimizer.needs_whole))
+    parted = next((f"has {label} sharded or on the host" for label in sharded), None)
     if parted or (plan.split.sliced and not optimizer.takes_slices):
         what = parted or "cuts operators in slices"
-        needed = "parameters" if optimizer.needs_whole else "operators"
+        needed = "parameters" if optimizer.looks_at_whole else "operators"
         raise PlanError(f"{optimizer.name} needs whole {needed}, and the plan {what}; plan again for it, or use AdamW.")
 
 
@@ -152,7 +153,7 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
     problem = None
     if facts.optimizer.is_quantized and (host_offload or offload_optimizer):
         problem = f"States on the host are plain tensors, and {facts.optimizer.name}'s are quantized; leave the offload out, or use AdamW."
-    elif facts.optimizer.needs_whole and host_offload:
+    elif facts.optimizer.looks_at_whole and host_offload:
         name = facts.optimizer.name
         problem = f"{name} needs whole parameters at once, which host and device do not have; leave host_offload out, or use AdamW."
     elif facts.against_unit_steps and offload_optimizer:
@@ -174,7 +175,7 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
         micro_batch_size=facts.micro_batch_size,
         reduce_every_micro_step=facts.reduce_every_micro_step,
         recompute=config.recompute,
-        host_offload=False if facts.optimizer.is_quantized or facts.optimizer.needs_whole else host_offload,
+        host_offload=False if facts.optimizer.is_quantized or facts.optimizer.looks_at_whole else host_offload,
         offload_optimizer=False if facts.optimizer.is_quantized or facts.against_unit_steps else offload_optimizer,
         offload_activations=config.offload_activations,
         communication=config.wire,

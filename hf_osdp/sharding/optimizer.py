@@ -14,6 +14,7 @@ from ..distributed.mesh import world_size
 from ..errors import OSDPError
 from ..planner.job import ADAFACTOR, BITSANDBYTES, LOW_BIT, OptimizerSpec, OptimizerStep, StateFormat, bitsandbytes_of_trainer
 from .bitsandbytes import spec_of_bitsandbytes
+from .muon import is_muon, spec_of_muon
 from .optimizer_trial import COLUMNS, ROWS, after_step, difference_on_shards
 
 _REFUSED = {
@@ -110,7 +111,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, apart: Iterable[nn.Paramet
             f"{type(optimizer).__name__} quantizes blocks of whole parameters, and {parted} of {len(trained)} are in slices or on the host;"
             f" plan for this optimizer, or {_ADVICE}."
         )
-    if whole and (parted := sum(_spread(p)[0] > 1 or id(p) in away for p in trained)):
+    gathers = is_muon(optimizer)
+    if (whole or gathers) and (parted := sum((_spread(p)[0] > 1 and not gathers) or id(p) in away for p in trained)):
         raise OSDPError(
             f"{type(optimizer).__name__} is not element-wise: it needs whole parameters, and {parted} of {len(trained)} are sharded, in"
             f" slices or on the host; plan for this optimizer, which replicates them, or {_ADVICE}."
@@ -118,9 +120,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, apart: Iterable[nn.Paramet
 
 
 def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the update of an element depends on others of its parameter; OSDPError where an optimizer cannot run under a plan."""
+    """Return whether an optimizer is right on whole parameters alone; OSDPError where it cannot run under a plan."""
     name = type(optimizer).__name__
-    if type(optimizer) in ELEMENT_WISE or low_bit_spec(optimizer) or spec_of_bitsandbytes(optimizer):
+    if type(optimizer) in ELEMENT_WISE or is_muon(optimizer) or low_bit_spec(optimizer) or spec_of_bitsandbytes(optimizer):
         return False
     if reason := reason_against(*_class_names(optimizer)):
         raise OSDPError(f"{name} {reason}.")
@@ -162,6 +164,8 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer | None, *, device_type: s
             return spec
     except OSDPError as error:
         raise ValueError(str(error)) from error
+    if is_muon(optimizer):
+        return spec_of_muon(optimizer)
     if name in _STATES and cls is getattr(torch.optim, cls.__name__, None):
         states = _STATES[name] + sum(bool(options.get(option)) for option in ("amsgrad", "momentum", "centered"))
         return OptimizerSpec(name=name, states=states, step=_step(options.get("fused"), options.get("foreach"), device_type))
@@ -176,9 +180,19 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer | None, *, device_type: s
 
 
 def spec_of_optimizers(optimizers: Sequence[torch.optim.Optimizer], *, device_type: str) -> OptimizerSpec:
-    """Return what several optimizers of one model hold at most, as if the one that holds most had all parameters."""
+    """Return what several optimizers of one model hold at most, as if the one that holds most had all parameters.
+
+    Matrices that one of them gathers are known by their shapes, so that another's of the same shape count as well.
+    """
     specs = [spec_of_optimizer(optimizer, device_type=device_type) for optimizer in optimizers]
-    return replace(max(specs, key=OptimizerSpec.traffic_per_element), needs_whole=any(spec.needs_whole for spec in specs))
+    most = max(specs, key=OptimizerSpec.traffic_per_element)
+    return replace(
+        most,
+        step=max(specs, key=lambda spec: (not spec.matrices, spec.traffic_per_element())).step,
+        loop_scratch=max(spec.loop_scratch for spec in specs),
+        needs_whole=any(spec.needs_whole for spec in specs),
+        matrices=tuple(sorted({shape for spec in specs for shape in spec.matrices})),
+    )
 
 
 def _counted_spec(optimizer: torch.optim.Optimizer, device_type: str) -> OptimizerSpec:

@@ -20,6 +20,7 @@ from ..modeling.units import canonical_name
 from .bitsandbytes import in_float32, is_bitsandbytes, quantize_as_whole, spec_of_bitsandbytes
 from .environment import host_parameters
 from .gradients import local
+from .muon import is_muon, step_sharded
 from .optimizer import ELEMENT_WISE, check_optimizer, unwrapped
 
 _FUSED_ON_HOST = (torch.optim.Adam, torch.optim.AdamW)
@@ -98,7 +99,8 @@ def step_by_device(optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter
     groups under every plan. On the `host` Adam and AdamW step with fused kernels. A second call replaces the first.
 
     An optimizer that is not torch's own steps the local shards, as plain tensors, and its states are plain tensors of their shapes: other
-    packages' kernels do not know DTensors (torchao's, compiled for the shard of one rank, fail on another's where rows are uneven).
+    packages' kernels do not know DTensors (torchao's, compiled for the shard of one rank, fail on another's where rows are uneven). What
+    torch's Muon has in shards is stepped before the others (`muon.py`).
     """
     if (before := _stepper(optimizer)) is not None:
         before.remove()
@@ -173,13 +175,15 @@ class _StepByDevice:
     def _split(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the group itself where all of it is of one kind on the device, else one group for each kind."""
         kinds: dict[tuple[torch.device, bool, bool], list[nn.Parameter]] = {}
-        for parameter in group["params"]:
+        given = step_sharded(optimizer, group) if is_muon(optimizer) else group["params"]
+        for parameter in given:
             on_host = id(parameter) in self._host
             if self._on_shards and isinstance(parameter, DTensor):
                 parameter = self._stand_in(parameter)
             kinds.setdefault((local(parameter).device, isinstance(parameter, DTensor), on_host), []).append(parameter)
         fuses = type(optimizer) in _FUSED_ON_HOST and not group["differentiable"]
-        if len(kinds) < 2 and not (fuses and any(on_host for _, _, on_host in kinds)) and not self._stand_ins:
+        as_it_is = len(given) == len(group["params"]) and not self._stand_ins
+        if len(kinds) < 2 and as_it_is and not (fuses and any(on_host for _, _, on_host in kinds)):
             return [group]
         parts = []
         for (_, _, on_host), parameters in kinds.items():
@@ -190,7 +194,7 @@ class _StepByDevice:
                     if isinstance(state.get("step"), torch.Tensor):  # fused kernels want it here, and a checkpoint may have had it there
                         state["step"] = state["step"].cpu()
             parts.append({**group, **kernels, "params": parameters})
-        return parts
+        return parts or [{**group, "params": []}]
 
     def _stand_in(self, parameter: Any) -> nn.Parameter:  # noqa: ANN401  (a parameter that is a DTensor)
         """Return a plain parameter with the memory of this rank's shard and its gradient."""

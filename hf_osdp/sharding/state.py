@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ..distributed.collectives import all_gather_single
+from ..distributed.collectives import gather_rows
 from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.mesh import collective_device, rank, world_size
 from ..distributed.process_group import all_gather_objects
@@ -344,13 +344,7 @@ def _gathered(value: DTensor) -> torch.Tensor:
         return value.to_local()
     if len(axes) > 1 or value.placements[axes[0]] != Shard(0):
         return value.full_tensor()
-    group, local = value.device_mesh.get_group(axes[0]), value.to_local()
-    rows = -(-value.shape[0] // group.size())
-    part = local.new_zeros((rows, *value.shape[1:]))
-    part[: local.shape[0]] = local
-    whole = local.new_empty((rows * group.size(), *value.shape[1:]))
-    all_gather_single(whole, part, group=group)
-    return whole[: value.shape[0]]
+    return gather_rows(value.to_local(), value.shape[0], value.device_mesh.get_group(axes[0]))
 
 
 def _broadcast_into(target: torch.Tensor, source: torch.Tensor | None) -> None:

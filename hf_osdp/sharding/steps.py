@@ -57,9 +57,10 @@ def make_optimizer(model: nn.Module, spec: OptimizerSpec, plan: Plan, units: Seq
     options: dict[str, Any] = dict(spec.step.options)
     optimizer: torch.optim.Optimizer
     match spec.states:
-        case _ if spec.formats:
+        case _ if spec.formats or spec.matrices:
             named = named_parameters(model)
-            optimizer = _HoldsStates(parameters, spec, {named[p.name]: p for unit in units for p in unit.parameters})
+            known = {named[p.name]: (p, plan.decision(unit.fqn).shard_size) for unit in units for p in unit.parameters}
+            optimizer = _HoldsStates(parameters, spec, known)
         case 0 | 1:
             if spec.step is OptimizerStep.FUSED:  # torch has no fused SGD for sharded tensors; in place, neither needs scratch
                 options = OptimizerStep.FOR_LOOP.options
@@ -74,9 +75,11 @@ def make_optimizer(model: nn.Module, spec: OptimizerSpec, plan: Plan, units: Seq
 
 
 class _HoldsStates(torch.optim.Optimizer):
-    """Allocate what an optimizer with quantized states does, and update nothing: the real one compiles kernels for each shape."""
+    """Allocate what an optimizer with quantized states does, or Muon, and update nothing: the real ones compile kernels, or gather."""
 
-    def __init__(self, parameters: list[nn.Parameter], spec: OptimizerSpec, known: Mapping[nn.Parameter, ParameterSpec]) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], spec: OptimizerSpec, known: Mapping[nn.Parameter, tuple[ParameterSpec, int]]
+    ) -> None:
         super().__init__(parameters, {"lr": _LEARNING_RATE, "differentiable": False})
         self._spec, self._known = spec, known
 
@@ -84,7 +87,7 @@ class _HoldsStates(torch.optim.Optimizer):
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             shard, states = local(parameter), self.state[parameter]
-            whole = self._known[getattr(parameter, "whole", parameter)]
+            whole, ranks = self._known[getattr(parameter, "whole", parameter)]
             here = replace(whole, shape=tuple(shard.shape))
             for number, form in enumerate(self._spec.formats_of(whole)):
                 if f"format_{number}" not in states:
@@ -92,8 +95,8 @@ class _HoldsStates(torch.optim.Optimizer):
                     states[f"format_{number}"] = torch.zeros(nbytes, dtype=torch.uint8, device=shard.device)
             for number in range(self._spec.states):
                 states.setdefault(f"state_{number}", torch.zeros_like(shard))
-            if self._spec.step is OptimizerStep.FOR_LOOP:
-                _ = torch.empty(int(self._spec.loop_scratch * shard.nbytes), dtype=torch.uint8, device=shard.device)
+            in_loop = self._spec.loop_scratch * shard.nbytes if self._spec.step is OptimizerStep.FOR_LOOP else 0
+            _ = torch.empty(max(int(in_loop), self._spec.matrix_scratch(whole, ranks)), dtype=torch.uint8, device=shard.device)
 
 
 def batch_on(inputs: Inputs, samples: int, device: torch.device) -> dict[str, Any]:

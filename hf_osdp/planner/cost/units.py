@@ -10,9 +10,9 @@ from typing import TypeVar
 from ...errors import HardwareError
 from ..decision import Batch, UnitLayout
 from ..description import DType, GatherSpan, ModelDescription, ParameterSpec, UnitDescription
-from ..hardware import Hardware, HostSpec
+from ..hardware import Collective, Hardware, HostSpec
 from ..job import OptimizerSpec, OptimizerStep, TrainingJob
-from .collectives import messages, unit_collective_seconds
+from .collectives import messages, sharded_seconds, unit_collective_seconds
 from .local_steps import outer_seconds, outer_tensors
 
 T = TypeVar("T")
@@ -61,7 +61,8 @@ class UnitBytes:
     host: int
     """Parameters, gradients and optimizer states on the host; they are not in any other term."""
     states_passing: int = 0
-    """What is on the device while parameters step whose states come from the host: a unit's at most, and temporaries of one parameter."""
+    """What is on the device at most while one parameter steps after the other: a unit's states that come from the host, with temporaries of
+    one parameter, or those of a matrix."""
     host_moment: int = 0
     """A gradient that comes to the host for a moment, to be added to the one that is there. Units take turns."""
     waiting_gradients: int = 0
@@ -99,7 +100,7 @@ class UnitSeconds:
     copy_backward: float
     """The same in backward, with its work to reduce the gradients."""
     optimizer: float
-    """Clipping and optimizer step on the unit's shard, and of local steps a synchronisation's share."""
+    """Clipping and optimizer step on the unit's shard, with gathers of updates, and of local steps a synchronisation's share."""
 
 
 def shape_ids(units: Sequence[UnitDescription]) -> tuple[int, ...]:
@@ -156,8 +157,10 @@ def unit_bytes(
     states = sum(job.optimizer.state_bytes(p, g) for p in trainable)
     outer = sum(sum(outer_tensors(p, g, world_size, job)) for p in trainable)
     scratch = 0 if layout.on_host else _step_scratch(shards, job)
+    matrix = 0 if layout.on_host else max((job.optimizer.matrix_scratch(p, g) for p in trainable), default=0)
     if layout.step_in_backward:  # gradients pass
-        output = max((reduced if recast else 0) + gradients, gradients + scratch)
+        output = max((reduced if recast else 0) + gradients, gradients + max(scratch, matrix))
+        matrix = 0
     # Held gradients are freed as they are reduced: of what is kept back only the excess over them counts.
     beside = max(0, kept_back + gradients - whole) if holds else kept_back
     joins_whole = holds and unit.span is not GatherSpan.STEP
@@ -180,7 +183,7 @@ def unit_bytes(
         reduce_output=output,
         kept=0 if layout.reshard_after_forward else gathered,
         step_scratch=0 if layout.step_in_backward or layout.states_on_host else scratch,
-        states_passing=states + _step_scratch([max(shards, default=0)], job) if layout.states_on_host else 0,
+        states_passing=states + max(matrix, _step_scratch([max(shards, default=0)], job)) if layout.states_on_host else matrix,
         host=_host_bytes(unit, layout, job),
         host_moment=max(shards, default=0) if layout.on_host and accumulates and not partial else 0,
     )
@@ -239,6 +242,8 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
         else:
             gather += brought
     update = _update_seconds(shards, hardware, job, on_host=layout.on_host)
+    sizes = [job.optimizer.gathered_bytes(p, g) for p in unit.trainable]
+    update += sum(sharded_seconds(hardware, Collective.ALL_GATHER, g, 1, nbytes) for nbytes in sizes if nbytes)
     if layout.states_on_host:  # the way there of one unit beside the way back of another
         host = host_of(hardware)
         slower = min(host.to_device_bytes_per_s, host.to_host_bytes_per_s)
