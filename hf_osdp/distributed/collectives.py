@@ -49,9 +49,9 @@ def listening(listener: Listener) -> Iterator[None]:
 def gather_rows(local: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Return a whole tensor of so many rows, of which a rank has ceil(rows / ranks), and the last ones fewer or none. Collective."""
     each = -(-rows // group.size())
-    part = local.new_zeros((each, *local.shape[1:]))
-    part[: local.shape[0]] = local
     whole = local.new_empty((each * group.size(), *local.shape[1:]))
+    part = whole[each * group.rank() :][:each]
+    part[: local.shape[0]] = local
     all_gather_single(whole, part, group=group)
     return whole[:rows]
 

@@ -38,6 +38,10 @@ class MyLamb(Lamb):
     """A subclass by a user."""
 
 
+class MyMuon(torch.optim.Muon):
+    """By its base as torch's, but a user may have changed it."""
+
+
 class SignOfMomentum(torch.optim.Optimizer):
     """Element-wise, and not torch's own."""
 
@@ -93,10 +97,10 @@ def test_check_finds_out_by_base_class_and_by_a_trial_what_no_name_tells():
     assert not needs_whole(schedule_at_0)
     assert not schedule_at_0.state and schedule_at_0.param_groups[0]["lr"] == 0.0 and torch.equal(weights[0], state[0])
     assert difference_on_shards(MyLamb(weights)) < 1e-6 and needs_whole(MyLamb(weights)), "by the name of its base"
-    for optimizer in (TrustRatio(weights), torch.optim.Adafactor(weights), torch.optim.Muon(weights)):
+    for optimizer in (TrustRatio(weights), torch.optim.Adafactor(weights), MyMuon(weights)):
         assert needs_whole(optimizer)
         check_optimizer(optimizer)
-    assert not needs_whole(torch.optim.Rprop(weights))
+    assert not needs_whole(torch.optim.Rprop(weights)) and not needs_whole(torch.optim.Muon(weights))
     with pytest.raises(OSDPError, match=r"^NeedsClosure cannot be tried on a matrix \(TypeError: .*closure.*\); use an element-wise"):
         check_optimizer(NeedsClosure(weights))
     with pytest.raises(OSDPError, match=r"^Noisy updates at random, so that replicas would drift apart; use an element-wise"):
@@ -179,7 +183,7 @@ def test_others_are_stopped_before_their_first_step_in_a_plain_loop():
     model, alone = sharded()
     prepare_new_optimizers(model, lambda module, optimizer: None)
     matrices = [p for p in model.parameters() if p.ndim == 2]
-    for cls in (TrustRatio, torch.optim.Muon):
+    for cls in (TrustRatio, MyMuon):
         with pytest.raises(OSDPError, match=f"{cls.__name__} is not element-wise: it needs whole parameters, and 1 of 2 are sharded"):
             train(model, cls(matrices, lr=0.1))
     assert apart(model, alone.parameters()) == 0.0

@@ -162,3 +162,16 @@ def test_search_equals_brute_force_where_what_is_trained_stays_whole(seed):
     units = tuple(with_frozen(unit) if dice.random() < 0.5 else unit for unit in description.units)
     description = replace(description, units=units)
     check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
+
+
+@pytest.mark.parametrize("seed", slow_but(range(60), daily=range(10)))
+def test_search_equals_brute_force_where_matrices_are_gathered_in_the_step(seed):
+    """Whole matrices pass in the step, of single units, beside what another optimizer's step takes."""
+    dice = random.Random(seed)
+    hardware = replace(small_hardware(dice), nodes=1, devices_per_node=dice.choice([2, 4]), host=None)
+    description = at_random(seed, kinds=2, blocks=2, tied=dice.random() < 0.5)
+    shapes = sorted({p.shape for unit in description.units for p in unit.trainable if len(p.shape) == 2})
+    given = tuple(shape for shape in shapes if dice.random() < 0.7)
+    optimizer = OptimizerSpec(states=dice.choice([1, 2]), step=dice.choice(list(OptimizerStep)), loop_scratch=0.0, matrices=given)
+    job = TrainingJob(global_batch_size=hardware.world_size, recompute=False, optimizer=optimizer, step_in_backward=dice.random() < 0.3)
+    check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
