@@ -157,7 +157,8 @@ class _StepByDevice:
                 optimizer.state[shard] = optimizer.state.pop(parameter)
         if is_bitsandbytes(optimizer):
             quantize_as_whole(optimizer, self._in_float32)
-        if self._on_shards:  # torch.compile, which other packages step with, refuses to run where calls are being counted
+        # torch.compile, which other packages step with, refuses to run where calls are being counted
+        if self._on_shards and not type(optimizer).__module__.startswith(("torch.", "hf_osdp.")):
             self._without_modes.enter_context(_disable_current_modes())
 
     def end(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

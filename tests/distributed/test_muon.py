@@ -174,11 +174,12 @@ def test_accelerate_shards_for_muon_beside_adamw_and_trains_as_one_process():
 
 
 @pytest.mark.on_ranks(2)
-def test_step_holds_what_is_estimated():
+@pytest.mark.parametrize("sizes", [(2,), (1,), (2, 1)])
+def test_step_holds_what_is_estimated(sizes):
     """Beside the module's buffers and the batch, which the step does not bear on."""
     model, batch = model_of(dtype=torch.float32), Batch(micro_batch_size=1, accumulation_steps=1)
     description = describe(model, sequence_length=8)
-    layouts = [UnitLayout(shard_size=2, reshard_after_forward=False)] * len(description.units)
+    layouts = [UnitLayout(shard_size=sizes[i % len(sizes)], reshard_after_forward=False) for i in range(len(description.units))]
     plan = Plan.of(description, layouts, batch, world_size=2)
     apply_plan(model, plan, description.units, meshes=Meshes("cpu"))
     optimizer = torch.optim.Muon([p for p in model.parameters() if p.requires_grad], lr=1e-2)

@@ -10,19 +10,23 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig
 
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import InfeasibleError, OSDPError
+from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.job import OptimizerSpec, TrainingJob, bitsandbytes_of_trainer
+from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob, bitsandbytes_of_trainer
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
+from hf_osdp.planning import simulate as simulate_module
 from hf_osdp.planning.simulate import SimulatedRound, _separate_shape_propagation, search_and_simulate, simulate
 from hf_osdp.sharding.apply import apply_plan
+from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.tracing.describe import describe
 from tests.helpers.problems import problem
+from tests.helpers.simulation import estimate_and_simulation
 
 WORLD = 8
 CONFIG = GPT2Config(n_layer=3, n_embd=128, n_head=4, n_positions=128, vocab_size=2000, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -99,6 +103,33 @@ def test_states_of_8_bits_are_simulated_as_they_are_counted(description):
     held = simulate(CONFIG, sharded_plan(description), description=description, job=replace(JOB, optimizer=spec)).breakdown.optimizer
     counted = sum(spec.state_bytes(p, WORLD) for unit in description.units for p in unit.parameters)
     assert counted <= held <= 1.02 * counted
+
+
+SQUARE = LlamaConfig(
+    num_hidden_layers=1, hidden_size=512, intermediate_size=16, num_attention_heads=1, num_key_value_heads=1, head_dim=8, vocab_size=512,
+    tie_word_embeddings=False,
+)  # fmt: skip
+"""Beside whose embedding nothing counts, so that its step is the highest moment."""
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_step_of_muon_is_simulated_as_it_is_estimated_and_as_torchs_own_runs(real, monkeypatch):
+    def torchs_own(model, *_: object) -> torch.optim.Optimizer:
+        optimizer = torch.optim.Muon([p for p in model.parameters() if p.requires_grad])
+        step_by_device(optimizer)
+        return optimizer
+
+    if real:
+        monkeypatch.setattr(simulate_module, "make_optimizer", torchs_own)
+    model = build_on_meta(SQUARE)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("embed" in name)
+    described = describe(model, sequence_length=8)
+    spec = OptimizerSpec(name="muon", states=1, step=OptimizerStep.FOR_LOOP, loop_scratch=0.0, matrices=((512, 512),))
+    job = replace(JOB, optimizer=spec)
+    layouts = [UnitLayout(shard_size=WORLD, reshard_after_forward=unit.span.value != "step") for unit in described.units]
+    estimate, simulated = estimate_and_simulation(model, described, layouts, job=job, batch=BATCH, world=WORLD)
+    assert estimate.peak.phase == "optimizer step" and estimate.peak_bytes == pytest.approx(simulated.peak_bytes, rel=0.01)
 
 
 def test_the_model_given_stays_as_it_is(description):
