@@ -153,6 +153,8 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
         parts = ", ".join(f"{name} {format_seconds(time.total(term))}" for name, term in terms.items())
         rate = f", {plan.global_batch_size / time.step_s:.1f} samples/s" if time.step_s else ""
         lines.append(f"Step {format_seconds(time.step_s)}{rate}: {parts}.")
+        if gathers := time.total("update_gathers_s"):
+            lines.append(f"The optimizer gathers each update of a sharded matrix whole, {format_seconds(gathers)} of its time.")
     if not plan.split.is_none:
         lines.append(f"The model is split: {plan.split.describe()}.")
     if plan.accumulation_steps > 1:

@@ -115,7 +115,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, apart: Iterable[nn.Paramet
     if (whole or gathers) and (parted := sum((_spread(p)[0] > 1 and not gathers) or id(p) in away for p in trained)):
         raise OSDPError(
             f"{type(optimizer).__name__} is not element-wise: it needs whole parameters, and {parted} of {len(trained)} are sharded, in"
-            f" slices or on the host; plan for this optimizer, which replicates them, or {_ADVICE}."
+            f" slices or on the host; plan for this optimizer, which keeps them whole, or {_ADVICE}."
         )
 
 

@@ -21,6 +21,7 @@ from hf_osdp.errors import InfeasibleError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.cost.collectives import collective_seconds, shard_ring
+from hf_osdp.planner.cost.evaluate import PlanEstimate
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.cost.timing import estimate_time
 from hf_osdp.planner.decision import Batch, UnitLayout
@@ -31,6 +32,8 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import search
+from hf_osdp.quantities import format_seconds
+from hf_osdp.report.tables import plan_caption
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import local
 from hf_osdp.sharding.optimizer import spec_of_optimizer, spec_of_optimizers
@@ -250,3 +253,6 @@ def test_gathers_of_the_step_are_in_its_seconds():
     sizes = [2 * p.numel for unit in exact.description.units for p in unit.trainable if p.shape in exact.job.optimizer.matrices]
     sent = sum(collective_seconds(exact.hardware, Collective.ALL_GATHER, shard_ring(exact.hardware, 2), nbytes) for nbytes in sizes)
     assert len(sizes) == 16 and seconds[0] - seconds[1] == pytest.approx(sent)
+    found = search(replace(exact, strategy="fsdp"))
+    line = f"The optimizer gathers each update of a sharded matrix whole, {format_seconds(sent)} of its time."
+    assert line in plan_caption(found.plan, PlanEstimate(memory=found.memory, time=found.time), exact.hardware)

@@ -37,6 +37,8 @@ class UnitTime:
     """The part of them for which compute waits."""
     copy_s: float
     optimizer_s: float
+    update_gathers_s: float = 0.0
+    """The part of it in which updates of matrices are gathered."""
 
     @property
     def total_s(self) -> float:
@@ -194,6 +196,7 @@ def unit_time(
         exposed_s=micro_steps * forward + (micro_steps - 1) * earlier + last,
         copy_s=micro_steps * (copies + trip.traffic),
         optimizer_s=terms.optimizer,
+        update_gathers_s=terms.update_gathers,
     )
 
 

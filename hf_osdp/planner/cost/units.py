@@ -100,7 +100,9 @@ class UnitSeconds:
     copy_backward: float
     """The same in backward, with its work to reduce the gradients."""
     optimizer: float
-    """Clipping and optimizer step on the unit's shard, with gathers of updates, and of local steps a synchronisation's share."""
+    """Clipping and optimizer step on the unit's shard, `update_gathers`, and of local steps a synchronisation's share."""
+    update_gathers: float = 0.0
+    """All-gathers of the updates of matrices in the optimizer step, one after the other."""
 
 
 def shape_ids(units: Sequence[UnitDescription]) -> tuple[int, ...]:
@@ -243,7 +245,7 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
             gather += brought
     update = _update_seconds(shards, hardware, job, on_host=layout.on_host)
     sizes = [job.optimizer.gathered_bytes(p, g) for p in unit.trainable]
-    update += sum(sharded_seconds(hardware, Collective.ALL_GATHER, g, 1, nbytes) for nbytes in sizes if nbytes)
+    gathers = sum(sharded_seconds(hardware, Collective.ALL_GATHER, g, 1, nbytes) for nbytes in sizes if nbytes)
     if layout.states_on_host:  # the way there of one unit beside the way back of another
         host = host_of(hardware)
         slower = min(host.to_device_bytes_per_s, host.to_host_bytes_per_s)
@@ -256,7 +258,8 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
         all_reduce=replicas,
         copy_forward=copy_out,
         copy_backward=copy_in + (copy_out if frees else 0.0),
-        optimizer=update + outer_s,
+        optimizer=update + gathers + outer_s,
+        update_gathers=gathers,
     )
 
 
