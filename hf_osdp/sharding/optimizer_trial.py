@@ -22,9 +22,9 @@ _RATE = 0.1
 def difference_on_shards(optimizer: torch.optim.Optimizer) -> float | None:
     """Take two steps on a matrix for each group, whole and in three shards of rows. The optimizer itself stays as it is.
 
-    Return the largest difference between the two, as a part of the largest update; NaN where nothing was updated, None where the whole
-    gives another result when it is repeated, in the parameters' own dtype. An element-wise optimizer gives the same but for rounding. One
-    that takes norms, factors or products of a whole parameter does not.
+    Return the largest difference between the two, as a part of the largest update; None where the whole gives another result when it is
+    repeated, in the parameters' own dtype. An element-wise optimizer gives the same but for rounding. One that takes norms, factors or
+    products of a whole parameter does not. Raise ValueError where nothing was updated, as by an optimizer that steps others inside.
     """
     generator = torch.Generator().manual_seed(0)
     rows = torch.arange(1, ROWS + 1).unsqueeze(1)  # so that no two shards have one norm
@@ -38,7 +38,9 @@ def difference_on_shards(optimizer: torch.optim.Optimizer) -> float | None:
     whole, parts = (_after_steps(optimizer, before, gradients, shards) for shards in (1, _SHARDS))
     update = max(float((after - start).abs().max()) for after, start in zip(whole, before, strict=True))
     difference = max(float((one - other).abs().max()) for one, other in zip(whole, parts, strict=True))
-    return difference / update if update else float("nan")
+    if not update:
+        raise ValueError("it updates nothing")
+    return difference / update
 
 
 def _first_parameter(optimizer: torch.optim.Optimizer) -> torch.Tensor:

@@ -17,7 +17,7 @@ from transformers import GPT2Config
 from hf_osdp.checkpoint.states import load_loop, save_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.errors import InfeasibleError
+from hf_osdp.errors import InfeasibleError, PlanError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.cost.collectives import collective_seconds, shard_ring
@@ -27,11 +27,13 @@ from hf_osdp.planner.cost.timing import estimate_time
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import DType, ParameterSpec
 from hf_osdp.planner.hardware import Collective
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
+from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import search
+from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.planning.facts import RunFacts, check_whole, training_job
 from hf_osdp.quantities import format_seconds
 from hf_osdp.report.tables import plan_caption
 from hf_osdp.sharding.apply import apply_plan
@@ -256,3 +258,18 @@ def test_gathers_of_the_step_are_in_its_seconds():
     found = search(replace(exact, strategy="fsdp"))
     line = f"The optimizer gathers each update of a sharded matrix whole, {format_seconds(sent)} of its time."
     assert line in plan_caption(found.plan, PlanEstimate(memory=found.memory, time=found.time), exact.hardware)
+
+
+def test_what_muon_cannot_have_is_refused_in_one_line():
+    exact = problem_of(2**34)
+    units, optimizer = exact.description.units, exact.job.optimizer
+    layouts = [UnitLayout(shard_size=2, reshard_after_forward=False) for _ in units]
+    plan = Plan.of(exact.description, layouts, Batch(micro_batch_size=1, accumulation_steps=1), world_size=2)
+    check_whole(plan, exact.description, optimizer)
+    on_host = replace(plan, units=tuple(replace(unit, on_host=True) for unit in plan.units))
+    with pytest.raises(PlanError, match=r"^muon needs whole parameters, and the plan has .* sharded or on the host; plan again"):
+        check_whole(on_host, exact.description, optimizer)
+    facts = RunFacts(world_size=2, device_type="cpu", precision=Precision(), optimizer=optimizer, sequence_length=16, global_batch_size=2)
+    with pytest.raises(ValueError, match=r"^muon needs whole parameters at once, which host and device do not have"):
+        training_job(OSDPConfig(host_offload=True), facts)
+    assert training_job(OSDPConfig(), facts).host_offload is False and not optimizer.takes_slices

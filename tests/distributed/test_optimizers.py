@@ -42,6 +42,17 @@ class MyMuon(torch.optim.Muon):
     """By its base as torch's, but a user may have changed it."""
 
 
+class StepsOthers(torch.optim.Optimizer):
+    """Keeps states where neither a plan nor a checkpoint finds them."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.inner = torch.optim.Muon(parameters)
+
+    def step(self, closure=None) -> None:
+        self.inner.step()
+
+
 class SignOfMomentum(torch.optim.Optimizer):
     """Element-wise, and not torch's own."""
 
@@ -103,6 +114,10 @@ def test_check_finds_out_by_base_class_and_by_a_trial_what_no_name_tells():
     assert not needs_whole(torch.optim.Rprop(weights)) and not needs_whole(torch.optim.Muon(weights))
     with pytest.raises(OSDPError, match=r"^NeedsClosure cannot be tried on a matrix \(TypeError: .*closure.*\); use an element-wise"):
         check_optimizer(NeedsClosure(weights))
+    with pytest.raises(
+        OSDPError, match=r"^StepsOthers cannot be tried on a matrix \(ValueError: it updates nothing\); use an element-wise"
+    ):
+        check_optimizer(StepsOthers(weights))
     with pytest.raises(OSDPError, match=r"^Noisy updates at random, so that replicas would drift apart; use an element-wise"):
         check_optimizer(Noisy(weights))
 
