@@ -16,8 +16,14 @@ from .gradients import local
 
 
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is torch's own Muon; a subclass may do something else."""
-    return type(optimizer) is torch.optim.Muon
+    """Return whether an optimizer is torch's own Muon; a subclass may do something else.
+
+    Without Nesterov, torch's overwrites momentum in bf16 by the update (`Tensor.bfloat16` copies nothing there), which shards do not.
+    """
+    if type(optimizer) is not torch.optim.Muon:
+        return False
+    groups = (group for group in optimizer.param_groups if not group["nesterov"])
+    return all(parameter.dtype != torch.bfloat16 for group in groups for parameter in group["params"])
 
 
 def spec_of_muon(optimizer: torch.optim.Optimizer) -> OptimizerSpec:

@@ -273,3 +273,10 @@ def test_what_muon_cannot_have_is_refused_in_one_line():
     with pytest.raises(ValueError, match=r"^muon needs whole parameters at once, which host and device do not have"):
         training_job(OSDPConfig(host_offload=True), facts)
     assert training_job(OSDPConfig(), facts).host_offload is False and not optimizer.takes_slices
+
+
+@pytest.mark.parametrize(("dtype", "nesterov", "whole"), [("bfloat16", False, True), ("bfloat16", True, False), ("float32", False, False)])
+def test_muon_that_overwrites_its_momentum_is_kept_whole(dtype, nesterov, whole):
+    optimizer = torch.optim.Muon([torch.nn.Parameter(torch.ones(24, 8, dtype=getattr(torch, dtype)))], nesterov=nesterov)
+    spec = spec_of_optimizer(optimizer, device_type="cpu")
+    assert (spec.needs_whole, bool(spec.matrices)) == (whole, not whole)
