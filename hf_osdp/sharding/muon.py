@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ def is_muon(optimizer: torch.optim.Optimizer) -> bool:
     if type(optimizer) is not torch.optim.Muon:
         return False
     groups = (group for group in optimizer.param_groups if not group["nesterov"])
-    return all(parameter.dtype != torch.bfloat16 for group in groups for parameter in group["params"])
+    return all(getattr(parameter, "dtype", None) != torch.bfloat16 for group in groups for parameter in group["params"])
 
 
 def spec_of_muon(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
@@ -33,27 +34,31 @@ def spec_of_muon(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
 
 
 @torch.no_grad()
-def step_sharded(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[nn.Parameter]:
-    """Take the step of a group's sharded parameters, as `torch.optim.Muon.step` does, and return the others. Collective.
+def step_sharded(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: Iterable[nn.Parameter]) -> None:
+    """Take the step of a group's parameters that are sharded, as `torch.optim.Muon.step` does. Collective.
 
     Newton-Schulz begins with a cast to bf16, so that nothing is lost by a gather in bf16.
     """
-    others, lr, momentum = [], float(group["lr"]), group["momentum"]
-    for parameter in group["params"]:
-        if (ranks := _sharing(parameter)) is None:
-            others.append(parameter)
-        elif parameter.grad is not None:
-            shard, gradient, state = local(parameter), local(parameter.grad), optimizer.state[parameter]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(gradient)
-            state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-            update = gradient.lerp(state["momentum_buffer"], momentum) if group["nesterov"] else state["momentum_buffer"]
-            update = gather_rows(update.bfloat16(), parameter.shape[0], ranks)
-            update = _zeropower_via_newtonschulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
-            first = ranks.rank() * -(-parameter.shape[0] // ranks.size())
-            shard.mul_(1 - lr * group["weight_decay"])
-            shard.add_(update[first : first + shard.shape[0]], alpha=-_adjust_lr(lr, group["adjust_lr_fn"], parameter.shape))
-    return others
+    lr, momentum = float(group["lr"]), group["momentum"]
+    for parameter in parameters:
+        ranks = _sharing(parameter)
+        if parameter.grad is None or ranks is None:
+            continue
+        shard, gradient, state = local(parameter), local(parameter.grad), optimizer.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        update = gradient.lerp(state["momentum_buffer"], momentum) if group["nesterov"] else state["momentum_buffer"]
+        update = gather_rows(update.bfloat16(), parameter.shape[0], ranks)
+        update = _zeropower_via_newtonschulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        first = ranks.rank() * -(-parameter.shape[0] // ranks.size())
+        shard.mul_(1 - lr * group["weight_decay"])
+        shard.add_(update[first : first + shard.shape[0]], alpha=-_adjust_lr(lr, group["adjust_lr_fn"], parameter.shape))
+
+
+def is_shared(parameter: torch.Tensor) -> bool:
+    """Return whether other ranks have rows of a matrix."""
+    return _sharing(parameter) is not None
 
 
 def _sharing(parameter: torch.Tensor) -> dist.ProcessGroup | None:

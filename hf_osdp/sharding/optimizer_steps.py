@@ -20,7 +20,7 @@ from ..modeling.units import canonical_name
 from .bitsandbytes import in_float32, is_bitsandbytes, quantize_as_whole, spec_of_bitsandbytes
 from .environment import host_parameters
 from .gradients import local
-from .muon import is_muon, step_sharded
+from .muon import is_muon, is_shared, step_sharded
 from .optimizer import ELEMENT_WISE, check_optimizer, unwrapped
 
 _FUSED_ON_HOST = (torch.optim.Adam, torch.optim.AdamW)
@@ -100,7 +100,7 @@ def step_by_device(optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter
 
     An optimizer that is not torch's own steps the local shards, as plain tensors, and its states are plain tensors of their shapes: other
     packages' kernels do not know DTensors (torchao's, compiled for the shard of one rank, fail on another's where rows are uneven). What
-    torch's Muon has in shards is stepped before the others (`muon.py`).
+    torch's Muon has in shards is stepped after the others (`muon.py`), when all hooks before a step have run.
     """
     if (before := _stepper(optimizer)) is not None:
         before.remove()
@@ -140,6 +140,8 @@ class _StepByDevice:
         self._parts: list[list[dict[str, Any]]] = []
         self._on_shards, self._in_float32 = steps_shards(optimizer), in_float32(optimizer)
         self._stand_ins: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._gathered: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
+        """By group, what is stepped by gathers once the optimizer's own step is done."""
         self._without_modes = ExitStack()
         self._handles = [optimizer.register_step_pre_hook(self.begin), optimizer.register_step_post_hook(self.end)]
 
@@ -147,10 +149,17 @@ class _StepByDevice:
         for handle in self._handles:
             handle.remove()
 
-    def begin(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        self.end(optimizer, args, kwargs)  # a step that raised left its parts behind
-        self._whole = optimizer.param_groups
-        self._parts = [self._split(optimizer, group) for group in self._whole]
+    def begin(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.restore(optimizer)  # a step that raised left its parts behind
+        whole = optimizer.param_groups
+        self._parts = [self._split(optimizer, group) for group in whole]
+        self._whole = whole
+        if (self._stand_ins or self._gathered) and any(map(callable, (*args[1:], kwargs.get("closure")))):
+            self.restore(optimizer)
+            raise OSDPError(
+                f"{type(optimizer).__name__}.step(closure) would step shards by the gradients of before the closure; run the forward and"
+                " backward first, and call step() without it."
+            )
         optimizer.param_groups = [part for parts in self._parts for part in parts]
         for parameter, shard in self._stand_ins:
             if parameter in optimizer.state:
@@ -162,9 +171,17 @@ class _StepByDevice:
             self._without_modes.enter_context(_disable_current_modes())
 
     def end(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        if self._whole is None:
-            return
+        for group, parameters in self._gathered:
+            step_sharded(optimizer, group, parameters)
+        self.restore(optimizer)
+
+    def restore(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the optimizer its own groups and states back."""
         self._without_modes.close()
+        self._gathered = []
+        if self._whole is None:
+            self._stand_ins = []
+            return
         for group, parts in zip(self._whole, self._parts, strict=True):
             if parts[0] is not group:  # some optimizers count in their groups
                 group.update({key: value for key, value in parts[0].items() if key not in {"params", *_KERNELS}})
@@ -176,7 +193,10 @@ class _StepByDevice:
     def _split(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the group itself where all of it is of one kind on the device, else one group for each kind."""
         kinds: dict[tuple[torch.device, bool, bool], list[nn.Parameter]] = {}
-        given = step_sharded(optimizer, group) if is_muon(optimizer) else group["params"]
+        given = group["params"]
+        if is_muon(optimizer) and (shared := [p for p in given if is_shared(p)]):
+            self._gathered.append((group, shared))
+            given = [p for p in given if not is_shared(p)]
         for parameter in given:
             on_host = id(parameter) in self._host
             if self._on_shards and isinstance(parameter, DTensor):
@@ -216,9 +236,11 @@ def step_parts(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Paramet
         if stepper is not None:
             stepper.begin(optimizer, (), {})
         type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # what torch has wrapped with hooks
-    finally:
         if stepper is not None:
             stepper.end(optimizer, (), {})
+    finally:
+        if stepper is not None:
+            stepper.restore(optimizer)
         optimizer.param_groups = whole
 
 

@@ -17,7 +17,7 @@ from transformers import GPT2Config
 from hf_osdp.checkpoint.states import load_loop, save_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.errors import InfeasibleError, PlanError
+from hf_osdp.errors import InfeasibleError, OSDPError, PlanError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.cost.collectives import collective_seconds, shard_ring
@@ -124,6 +124,40 @@ def test_training_on_shards_equals_one_process():
 @pytest.mark.on_ranks(4)
 def test_training_in_groups_and_two_stages_equals_one_process():
     check([("hsdp", "", {}), ("mixed", "step_in_backward", {}), ("two_stage", "", {}), ("mixed", "states_on_host", {})])
+
+
+def stepped(layout: str | None, *, closure: bool = False) -> dict[str, torch.Tensor]:
+    """Two steps, before which a hook that came after the plan halves the gradients."""
+    model = model_of()
+    optimizer = muon_of(model)
+    if layout:
+        units, plan = find_units(model), planned(model, layout, "")
+        apply_plan(model, plan, units, meshes=Meshes("cpu"))
+        optimizer = muon_of(model)
+        step_on_shards(optimizer, model)
+        bind_optimizer(model, plan, units, [optimizer])
+
+    def halve(*_):
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = parameter.grad / 2
+
+    for step in range(2):
+        optimizer.zero_grad()
+        tiny_loss(model, tiny_batch(step)).backward()
+        hook = None if closure else optimizer.register_step_pre_hook(halve)
+        optimizer.step(*[lambda: 0.0] * closure)
+        if hook:
+            hook.remove()
+    return full_state_dict(model)
+
+
+@pytest.mark.on_ranks(2)
+def test_hooks_made_after_the_plan_hold_for_shards_and_closures_are_refused():
+    weights = stepped("zero3")
+    assert dist.get_rank() or worst(weights, stepped(None)) < 1e-12
+    for layout in ("zero3", "replicate"):
+        with pytest.raises(OSDPError, match=r"^Muon\.step\(closure\) would step shards by the gradients of before the closure"):
+            stepped(layout, closure=True)
 
 
 def test_checkpoints_go_on_in_one_process_and_in_another_plan(tmp_path):

@@ -14,7 +14,7 @@ from hf_osdp.planner.search.fitting import any_within
 from hf_osdp.planner.search.integer_model import IntegerModel
 from hf_osdp.planner.search.pattern import Pattern
 from hf_osdp.planner.search.program import Program
-from hf_osdp.planner.search.search import least_memory
+from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.search.solver import fastest
 from hf_osdp.planner.search.strategies import batches, search_spaces
 from hf_osdp.planner.search.timeline import BatchCosts, build_timeline
@@ -76,7 +76,7 @@ def test_the_pattern_of_a_plan_refuses_no_plan_that_has_it(seed):
     for exactly, cap in itertools.product((True, False), (1, 2)):
         patterns = {}
         for units, group in rows(timeline).items():
-            pattern = Pattern.open(group)
+            pattern = Pattern.undecided(group)
             taken = [pattern.classes[o] for unit in units for o in group.options if o.layout == found.layouts[unit]]
             counts = {n: taken.count(n) for n in set(pattern.classes.values())}
             bounds = {n: (count, count) if exactly else (min(cap, count), len(units)) for n, count in counts.items()}
@@ -93,7 +93,7 @@ def test_classes_follow_one_another_in_backward():
     for seed in (0, 3, 5):
         timeline, _, _ = question(seed)
         for group in rows(timeline).values():
-            numbers = list(Pattern.open(group).classes.values())
+            numbers = list(Pattern.undecided(group).classes.values())
             assert numbers == sorted(numbers) and numbers[0] == 0
             sizes.add(max(numbers) + 1)
     assert max(sizes) > 1
@@ -116,3 +116,12 @@ def test_no_plan_costs_less_than_its_options_add_to_the_bound(times_the_least):
         relaxed = program.relax()
         taken = sum(relaxed.added[g][o] for g in timeline.groups for unit in g.units for o in g.options if o.layout == found.layouts[unit])
         assert relaxed.bound + taken <= found.objective * steps(timeline) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("hidden", [16, 64, 512])
+def test_a_limit_that_is_met_exactly_is_met_at_any_size(hidden):
+    """Bytes of a few KiB or of GiB beside counts of units: no solver takes a limit without room for one that cannot be met."""
+    description = transformer(layers=2, hidden=hidden, vocabulary=500, sequence_length=32)
+    hardware, job = preset("a100-40", devices_per_node=4), TrainingJob(global_batch_size=32)
+    least = least_memory(problem(description, hardware, job))
+    assert search(problem(description, hardware, job, least)).plan.proven_optimal

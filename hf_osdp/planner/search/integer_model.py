@@ -19,17 +19,10 @@ if TYPE_CHECKING:
     Count: TypeAlias = cp_model.IntVar
 
 Value: TypeAlias = Callable[[Option], int]
-_MOST_WORK = 8.0
-"""Of one solution for an objective, in CP-SAT's deterministic seconds, which are some of a clock's: models with dozens of unlike
-units may need more, and then get the best plan found."""
-_LARGE = 2**20
-"""Variables that may be larger stand for bytes, and are scaled."""
 SAME = 1e-7
 """Part of a step's time by which a plan must be quicker to count: no rate is known so well, and to tell nearer plans apart takes long."""
-_MOST_NODES = 100_000
-"""Of one solution over whole numbers; then the solver gives up."""
-_SLACK = 1e-7
-"""Part of each bound by which the relaxation over real numbers loosens it, so that rounding refuses nothing that is possible."""
+_SLACK, _WHOLE_SLACK = 1e-7, 1e-9
+"""Part of each bound by which relaxations over real and over whole numbers loosen it, so that rounding refuses nothing possible."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +30,11 @@ class Relaxation:
     """The optimum of a linear model."""
 
     bound: float
-    """Its objective: no plan's is less."""
+    """No plan's objective is less."""
     added: dict[UnitGroup, dict[Option, float]]
-    """What each option adds to it at least for a unit of each group (reduced costs); nothing over whole numbers."""
+    """What each option adds to it at least for a unit of each group (reduced costs); 0 for all where solved over whole numbers."""
     values: Sequence[float]
+    """Of the variables."""
 
     def value(self, variable: Count | int) -> float:
         """Return the value of a variable, or of a number."""
@@ -96,6 +90,10 @@ class IntegerModel:
         """The last `solve` found nothing, and did not prove that there is nothing."""
         self.infeasible = False
         """The last `relax` found that there is no solution."""
+        self.nodes = 0
+        """That SCIP took for it."""
+        self.work = 0.0
+        """CP-SAT's deterministic seconds of the last `solve`."""
 
     def minimize_seconds(self, scale: float, at_most: int | None = None) -> None:
         """Set the objective Σ scale · seconds, at most a bound; without an objective any solution will do."""
@@ -117,8 +115,9 @@ class IntegerModel:
         parameters.num_workers, parameters.random_seed = 1, 0  # so that the same question always gets the same answer
         # with any of these, OR-tools 9.15 calls some feasible programs of these infeasible
         parameters.cp_model_presolve, parameters.cut_level, parameters.use_implied_bounds = False, 0, False
-        parameters.max_deterministic_time = min(most_work, _MOST_WORK) if self._model.has_objective() else most_work
+        parameters.max_deterministic_time = most_work
         status = solver.solve(self._model)
+        self.work = solver.response_proto.deterministic_time
         if status in (cp_model.INFEASIBLE, cp_model.UNKNOWN):
             self.gave_up = status == cp_model.UNKNOWN
             return None
@@ -128,19 +127,19 @@ class IntegerModel:
             layouts |= group.assign([solver.value(x) for x in variables.counts])
         return layouts, solver.objective_value, status == cp_model.OPTIMAL
 
-    def relax(self, *, gap: float | None = None) -> Relaxation | None:
+    def relax(self, *, gap: float | None = None, most_nodes: int = 0) -> Relaxation | None:
         """Return the minimum of a `linear` model over real numbers (GLOP), or with a part `gap` of it over whole ones (SCIP).
 
-        None where no optimum was found, because there is no solution or rounding got in the way.
+        None where no optimum was found: there is no solution (`infeasible`), rounding got in the way, or SCIP took `most_nodes`.
         """
         from ortools.linear_solver import pywraplp
 
         program, whole = self._model.proto, gap is not None
         solver = pywraplp.Solver.CreateSolver("SCIP" if whole else "GLOP")
         if whole:
-            parameters = {"limits/nodes": _MOST_NODES, "limits/gap": gap, "numerics/feastol": 1e-9}
+            parameters = {"limits/nodes": most_nodes, "limits/gap": gap, "numerics/feastol": 1e-9}
             solver.SetSolverSpecificParametersAsString("\n".join(f"{name} = {value}" for name, value in parameters.items()))
-        units = [float(v.domain[1]) if v.domain[1] > _LARGE else 1.0 for v in program.variables]
+        units = [float(v.domain[1] or 1) if v.domain[0] < 0 else 1.0 for v in program.variables]  # levels as parts of the most they may be
         variables = [
             (solver.IntVar if whole and v.domain[0] >= 0 else solver.NumVar)(v.domain[0] / unit, v.domain[1] / unit, "")
             for v, unit in zip(program.variables, units, strict=True)
@@ -150,7 +149,7 @@ class IntegerModel:
                 linear = constraint.linear
                 coefficients = [c * units[v] for v, c in zip(linear.vars, linear.coeffs, strict=True)]
                 low, high = linear.domain
-                _add_row(solver, variables, linear.vars, coefficients, (low, high), 0.0 if whole else _SLACK)
+                _add_row(solver, variables, linear.vars, coefficients, (low, high), _WHOLE_SLACK if whole else _SLACK)
             else:
                 one = constraint.exactly_one.literals
                 _add_row(solver, variables, one, [1.0] * len(one), (1, 1))
@@ -159,7 +158,7 @@ class IntegerModel:
             objective.SetCoefficient(variables[index], coefficient * units[index] / scale)
         objective.SetMinimization()
         status = solver.Solve()
-        self.infeasible = status == pywraplp.Solver.INFEASIBLE
+        self.infeasible, self.nodes = status == pywraplp.Solver.INFEASIBLE, solver.nodes() if whole else 0
         if status != pywraplp.Solver.OPTIMAL:
             return None
         added = {
@@ -167,7 +166,8 @@ class IntegerModel:
             for group, own in self._groups.items()
         }
         values = [v.solution_value() * unit for v, unit in zip(variables, units, strict=True)]
-        return Relaxation(bound=objective.Value() * scale + program.objective.offset, added=added, values=values)
+        bound = objective.BestBound() if whole else objective.Value()
+        return Relaxation(bound=bound * scale + program.objective.offset, added=added, values=values)
 
     def counts(self, relaxed: Relaxation) -> dict[UnitGroup, list[int]]:
         """Return how many units of each group take each option in a solution over whole numbers."""
@@ -227,8 +227,8 @@ class IntegerModel:
         return named
 
     def _brief(self, level: Bytes) -> Bytes:
-        """Return the same in few terms where the linear solver is to read it."""
-        return self._named(level) if self._linear else level
+        """Return the same in few terms where a linear solver is to read it, and a limit says how large it may be."""
+        return self._named(level) if self._linear and isinstance(self._limit, int) else level
 
     def _latest(self, used: Count, nbytes: int, otherwise: Bytes) -> Bytes:
         """Return at least `nbytes` where a run is used, else at least what the run beside it gave."""
@@ -261,9 +261,12 @@ def _add_row(
     """Add one row, scaled so that its largest coefficient is 1: bytes and counts stand side by side."""
     scale = max((abs(c) for c in coefficients), default=1) or 1
     low, high = bounds
-    infinity, far, margin = solver.infinity(), 2**62, 0.0 if low == high else slack
+    infinity, far = solver.infinity(), 2**62
+    # by how much each bound is loosened, scaled as well
+    below, above = (0.0 if low == high else slack * max(abs(bound) / scale, 1.0) for bound in bounds)
     row = solver.Constraint(
-        -infinity if low <= -far else (low - margin * abs(low)) / scale, infinity if high >= far else (high + margin * abs(high)) / scale
+        -infinity if low <= -far else low / scale - below,
+        infinity if high >= far else high / scale + above,
     )
     sums: defaultdict[int, float] = defaultdict(float)
     for index, coefficient in zip(indices, coefficients, strict=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .options import Option, UnitGroup
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .integer_model import Count, Relaxation
 
 _ALIKE = 0.02
-"""Part by which peaks of one class may differ: fewer classes take fewer nodes of a search, and what they leave out is found in the end."""
+"""Part by which peaks of one class may differ. Fewer classes make fewer nodes; what they leave out, CP-SAT finds when it checks a plan."""
 _MISSED = 1e-6
 """Part of the limit, and of a unit, that rounding may account for."""
 
@@ -33,7 +33,7 @@ class Pattern:
     """Least and most of a class; a class that is not named is open."""
 
     @classmethod
-    def open(cls, group: UnitGroup) -> Pattern:
+    def undecided(cls, group: UnitGroup) -> Pattern:
         """Return the pattern of a row of which nothing is decided."""
         classes: dict[Option, int] = {}
         number, first = -1, None
@@ -89,7 +89,7 @@ class ClassMoments:
         return min(option.bytes.prefetched for option in self.options)
 
     @property
-    def twice_peak(self) -> int:
+    def peak_of_several(self) -> int:
         """What its first unit takes at least where there is a second one, which is gathered ahead."""
         return min(peak(option, self.tail, self.ahead) for option in self.options)
 
@@ -104,15 +104,22 @@ class ClassMoments:
         return [computing(option, self.tail) - option.change for option in self.options]
 
 
-def missed(row: Sequence[ClassMoments], relaxed: Relaxation, limit_bytes: int) -> tuple[float, int, int] | None:
-    """Return the worst moment of a row that a relaxation leaves out: its bytes, and the class and the count to branch on.
+class MissedMoment(NamedTuple):
+    """A moment that a relaxation leaves out, as it may be that no unit takes the class."""
 
-    None where no moment of a class passes the limit.
-    """
-    return max((one for one in _left_out(row, relaxed) if one[0] > (1 + _MISSED) * limit_bytes), default=None)
+    nbytes: float
+    number: int
+    """Class to branch on: at most so many units take it, or more."""
+    at_most: int
 
 
-def _left_out(row: Sequence[ClassMoments], relaxed: Relaxation) -> Iterator[tuple[float, int, int]]:
+def missed(row: Sequence[ClassMoments], relaxed: Relaxation, limit_bytes: int) -> MissedMoment | None:
+    """Return the worst moment of a row that a relaxation leaves out; None where none passes the limit."""
+    return max((one for one in _left_out(row, relaxed) if one.nbytes > (1 + _MISSED) * limit_bytes), default=None)
+
+
+def _left_out(row: Sequence[ClassMoments], relaxed: Relaxation) -> Iterator[MissedMoment]:
+    """Yield of each class in the solution its first unit where a second follows, its first, and its last beside a gather for the next."""
     taken = [(one, counts) for one in row if sum(counts := [relaxed.value(x) for x in one.counts]) > _MISSED]
     for (one, counts), (following, _) in zip(taken, [*taken[1:], (None, ())], strict=True):
         before, several = relaxed.value(one.before), sum(counts) > 1 + _MISSED
@@ -120,11 +127,11 @@ def _left_out(row: Sequence[ClassMoments], relaxed: Relaxation) -> Iterator[tupl
         first, last = (min(peaks) if several else sumprod(counts, peaks) for peaks in (one.first_peaks, one.last_peaks))
         undecided = (one.number, 0) if one.least < 1 else (one.number, 1) if not several and one.most > 1 else None
         if several and one.least < 2:
-            yield before + one.twice_peak, one.number, 1
+            yield MissedMoment(before + one.peak_of_several, one.number, 1)
         if undecided is not None:
-            yield before + first, *undecided
+            yield MissedMoment(before + first, *undecided)
         if following is not None:
             between = [m for m in row if one.number < m.number < following.number and m.most and m.ahead < following.ahead]
             undecided = undecided or next(((m.number, 0) for m in (following, *between) if m.least < 1), None)
             if undecided is not None:
-                yield relaxed.value(one.after) + last + following.ahead, *undecided
+                yield MissedMoment(relaxed.value(one.after) + last + following.ahead, *undecided)

@@ -186,7 +186,7 @@ class Program(IntegerModel):
         following: int | None = None  # least that is gathered ahead of the next unit, where there is one in the row
         for one in reversed(row):
             if one.least > 1:
-                self._fits(one.before + one.twice_peak)
+                self._fits(one.before + one.peak_of_several)
             if one.least:
                 first, last = (
                     sum(x * nbytes for x, nbytes in zip(one.counts, peaks, strict=True)) if one.most == 1 else min(peaks)

@@ -16,9 +16,10 @@ from typing import NamedTuple, TypeAlias
 
 from ..decision import UnitLayout
 from ..job import TrainingJob
+from .fitting import any_within
 from .integer_model import SAME, Relaxation
 from .options import Option, Timeline, UnitGroup
-from .pattern import Pattern, missed
+from .pattern import MissedMoment, Pattern, missed
 from .program import Program
 
 _RESOLUTION = 2**40
@@ -27,8 +28,9 @@ _FEW, _MORE = 12, 4
 """Options of each group among which a first plan is looked for, and by how many times more there are next where nothing was found."""
 _FIRST_GAP = 1e-3
 """Part of its time by which the first plan may be slower than the best of these options; it only bounds what follows."""
-_MOST_NODES = 1000
-"""Of one search; then the best plan found is returned, not proven."""
+_MOST_NODES, _MOST_SCIP_NODES, _MOST_WORK = 1000, 150_000, 8.0
+"""Of one search: its own nodes, SCIP's, and CP-SAT's deterministic seconds; then it returns the best plan found, not proven. None is of a
+clock, so that the same question always gets the same answer."""
 _ROUNDING = 2**22
 """Steps of the objective by which a bound of the linear solver may be off."""
 Kept: TypeAlias = dict[UnitGroup, set[Option]]
@@ -86,6 +88,7 @@ class _BranchAndBound:
         self._gap = 0.0
         self._open: list[_Node] = []
         self._numbers = itertools.count()
+        self._scip_nodes, self._work = _MOST_SCIP_NODES, _MOST_WORK
 
     def run(self) -> None:
         """Search until nothing that is left can be faster than what was found."""
@@ -102,16 +105,19 @@ class _BranchAndBound:
             }
             self._explore(relaxed.bound, first, _FIRST_GAP)
             few *= _MORE
+        self.proven = True  # what was left out until here is looked at now
         self._explore(relaxed.bound, self._worthwhile(relaxed), 0.0)
+        if self.found is None and not self.proven and self._best == math.inf:
+            self._take_any()
 
     def _explore(self, bound: float, kept: Kept, gap: float) -> None:
         """Search among these options until nothing that is left can be faster by more than a part `gap`."""
         self._open, self._gap = [], gap
-        self._push(bound, kept, {group.units: Pattern.open(group) for group in self._timeline.groups if len(group.units) > 1})
+        self._push(bound, kept, {group.units: Pattern.undecided(group) for group in self._timeline.groups if len(group.units) > 1})
         for visited in itertools.count():
             if not self._open or self._is_slow(self._open[0].bound):
                 return
-            if visited == _MOST_NODES:
+            if visited == _MOST_NODES or min(self._scip_nodes, self._work) <= 0:
                 self.proven = False
                 return
             self._visit(heapq.heappop(self._open))
@@ -121,7 +127,8 @@ class _BranchAndBound:
         kept = node.kept
         for whole in (False, True):
             program = self._program(kept, node.patterns, linear=True)
-            relaxed = program.relax(gap=max(self._gap, SAME) if whole else None)
+            relaxed = program.relax(gap=max(self._gap, SAME) if whole else None, most_nodes=max(1, self._scip_nodes))
+            self._scip_nodes -= program.nodes
             if relaxed is None:
                 if not program.infeasible:
                     self._solve(kept, node.patterns)
@@ -131,23 +138,30 @@ class _BranchAndBound:
             kept = kept if whole else self._worthwhile(relaxed)
             worst = [(found, units) for units, row in program.rows.items() if (found := missed(row, relaxed, self._limit)) is not None]
             if worst:
-                (_, number, most), units = max(worst)
-                self._branch(node._replace(bound=relaxed.bound, kept=kept), units, number, most)
+                found, units = max(worst)
+                self._branch(node._replace(bound=relaxed.bound, kept=kept), units, found)
                 return
         assert relaxed is not None
         if not self._accept(program.counts(relaxed)):
             self._solve(kept, node.patterns)
 
+    def _take_any(self) -> None:
+        """Take up some plan that fits, where the search was given up before it found one."""
+        layouts = any_within(self._timeline, self._job, self._limit)
+        if layouts is not None:
+            chosen = (o.seconds for g in self._timeline.groups for unit in g.units for o in g.options if o.layout == layouts[unit])
+            self.found = Solution(layouts=layouts, objective=sum(chosen), proven=False)
+
     def _is_slow(self, bound: float) -> bool:
         """Return whether nothing with this bound is worth looking for."""
         return bound > self._best * (1 - self._gap) + _ROUNDING
 
-    def _branch(self, node: _Node, units: tuple[int, ...], number: int, most: int) -> None:
+    def _branch(self, node: _Node, units: tuple[int, ...], found: MissedMoment) -> None:
         """Split a node by how many units of a row take options of a class: so many at most, or more."""
-        fewer, more = node.patterns[units].split(self._groups[units], number, most)
+        fewer, more = node.patterns[units].split(self._groups[units], found.number, found.at_most)
         group, less = self._groups[units], node.kept
-        if most == 0:
-            less = less | {group: {option for option in less[group] if fewer.classes[option] != number}}
+        if found.at_most == 0:
+            less = less | {group: {option for option in less[group] if fewer.classes[option] != found.number}}
         if less[group]:
             self._push(node.bound, less, node.patterns | {units: fewer})
         self._push(node.bound, node.kept, node.patterns | {units: more})
@@ -157,9 +171,9 @@ class _BranchAndBound:
 
     def _worthwhile(self, relaxed: Relaxation) -> Kept:
         """Return the options with which a plan may be faster than what was found; of each group one at least."""
-        most = self._best - relaxed.bound + _ROUNDING
+        slack = self._best - relaxed.bound + _ROUNDING
         return {
-            self._groups[group.units]: {o for o, cost in added.items() if cost <= most} or {min(added, key=added.__getitem__)}
+            self._groups[group.units]: {o for o, cost in added.items() if cost <= slack} or {min(added, key=added.__getitem__)}
             for group, added in relaxed.added.items()
         }
 
@@ -184,7 +198,8 @@ class _BranchAndBound:
 
     def _solved(self, program: Program) -> bool:
         """Solve a program, and take up what it finds; return whether it found anything."""
-        solved = program.solve()
+        solved = program.solve(max(0.01, self._work))
+        self._work -= program.work
         self.proven = self.proven and not program.gave_up
         if solved is None:
             return False
