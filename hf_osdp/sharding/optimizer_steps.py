@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from ..distributed.mesh import world_size
 from ..errors import OSDPError
@@ -100,7 +101,7 @@ def step_by_device(optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter
 
     An optimizer that is not torch's own steps the local shards, as plain tensors, and its states are plain tensors of their shapes: other
     packages' kernels do not know DTensors (torchao's, compiled for the shard of one rank, fail on another's where rows are uneven). What
-    torch's Muon has in shards is stepped after the others (`muon.py`), when all hooks before a step have run.
+    torch's Muon has in shards is stepped after the others (`muon.py`). Hooks that are made later run before all this.
     """
     if (before := _stepper(optimizer)) is not None:
         before.remove()
@@ -143,11 +144,20 @@ class _StepByDevice:
         self._gathered: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
         """By group, what is stepped by gathers once the optimizer's own step is done."""
         self._without_modes = ExitStack()
-        self._handles = [optimizer.register_step_pre_hook(self.begin), optimizer.register_step_post_hook(self.end)]
+        self._optimizer, self._register = optimizer, optimizer.register_step_pre_hook
+        self._handles = [self._register(self.begin), optimizer.register_step_post_hook(self.end)]
+        optimizer.register_step_pre_hook = self._register_before  # type: ignore[method-assign]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+        self._optimizer.register_step_pre_hook = self._register  # type: ignore[method-assign]
+
+    def _register_before(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Register a hook that runs before `begin`, so that it finds the optimizer's own groups, and may change gradients."""
+        handle = self._register(hook)
+        self._optimizer._optimizer_step_pre_hooks.move_to_end(self._handles[0].id)  # type: ignore[attr-defined]  # an OrderedDict
+        return handle
 
     def begin(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.restore(optimizer)  # a step that raised left its parts behind

@@ -127,7 +127,7 @@ def test_training_in_groups_and_two_stages_equals_one_process():
 
 
 def stepped(layout: str | None, *, closure: bool = False) -> dict[str, torch.Tensor]:
-    """Two steps, before which a hook that came after the plan halves the gradients."""
+    """Two steps, before which a hook that came after the plan replaces the gradients."""
     model = model_of()
     optimizer = muon_of(model)
     if layout:
@@ -137,14 +137,14 @@ def stepped(layout: str | None, *, closure: bool = False) -> dict[str, torch.Ten
         step_on_shards(optimizer, model)
         bind_optimizer(model, plan, units, [optimizer])
 
-    def halve(*_):
+    def replace_gradients(*_):
         for parameter in optimizer.param_groups[0]["params"]:
-            parameter.grad = parameter.grad / 2
+            parameter.grad = parameter.grad.sign()
 
     for step in range(2):
         optimizer.zero_grad()
         tiny_loss(model, tiny_batch(step)).backward()
-        hook = None if closure else optimizer.register_step_pre_hook(halve)
+        hook = None if closure else optimizer.register_step_pre_hook(replace_gradients)
         optimizer.step(*[lambda: 0.0] * closure)
         if hook:
             hook.remove()
@@ -153,8 +153,9 @@ def stepped(layout: str | None, *, closure: bool = False) -> dict[str, torch.Ten
 
 @pytest.mark.on_ranks(2)
 def test_hooks_made_after_the_plan_hold_for_shards_and_closures_are_refused():
-    weights = stepped("zero3")
-    assert dist.get_rank() or worst(weights, stepped(None)) < 1e-12
+    for layout in ("zero3", "replicate", "mixed"):
+        weights = stepped(layout)
+        assert dist.get_rank() or worst(weights, stepped(None)) < 1e-12, layout
     for layout in ("zero3", "replicate"):
         with pytest.raises(OSDPError, match=r"^Muon\.step\(closure\) would step shards by the gradients of before the closure"):
             stepped(layout, closure=True)
