@@ -144,19 +144,21 @@ class _StepByDevice:
         self._gathered: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
         """By group, what is stepped by gathers once the optimizer's own step is done."""
         self._without_modes = ExitStack()
-        self._optimizer, self._register = optimizer, optimizer.register_step_pre_hook
-        self._handles = [self._register(self.begin), optimizer.register_step_post_hook(self.end)]
+        self._of = weakref.ref(optimizer)  # which holds this one: its states are to go when it does
+        self._handles = [optimizer.register_step_pre_hook(self.begin), optimizer.register_step_post_hook(self.end)]
         optimizer.register_step_pre_hook = self._register_before  # type: ignore[method-assign]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        self._optimizer.register_step_pre_hook = self._register  # type: ignore[method-assign]
+        vars(self._of()).pop("register_step_pre_hook", None)
 
     def _register_before(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Register a hook that runs before `begin`, so that it finds the optimizer's own groups, and may change gradients."""
-        handle = self._register(hook)
-        self._optimizer._optimizer_step_pre_hooks.move_to_end(self._handles[0].id)  # type: ignore[attr-defined]  # an OrderedDict
+        optimizer = self._of()
+        assert optimizer is not None, "it is called on the optimizer"
+        handle = torch.optim.Optimizer.register_step_pre_hook(optimizer, hook)
+        optimizer._optimizer_step_pre_hooks.move_to_end(self._handles[0].id)  # type: ignore[attr-defined]  # an OrderedDict
         return handle
 
     def begin(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -113,3 +115,16 @@ def test_step_by_device_moves_step_counts_to_the_host():
     step_by_device(optimizer, plain)
     with pytest.raises(NotImplementedError, match="meta"):  # copied, which this device cannot
         optimizer.step()
+
+
+def test_an_optimizer_that_steps_by_device_goes_with_its_last_reference():
+    optimizer = torch.optim.AdamW(parameters_of(mixed=True), lr=0.1)
+    step_by_device(optimizer)
+    step_by_device(optimizer)
+    gone = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert gone() is None
+    finally:
+        gc.enable()
