@@ -14,8 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import GPT2Config
 
-from hf_osdp.checkpoint.states import load_loop, save_loop
-from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import InfeasibleError, OSDPError, PlanError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
@@ -45,7 +43,7 @@ from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.unit_steps import bind_optimizer
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.memory_tracker import MemoryTracker
-from tests.helpers.checkpointed import worst
+from tests.helpers.checkpointed import trained_by_plan, worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
@@ -81,16 +79,8 @@ def planned(model: nn.Module, layout: str, way: str) -> Plan:
 
 def on_shards(layout: str, way: str = "", folder: str = "", start: int = 0, steps: int = 2, **options) -> dict[str, torch.Tensor]:
     model = model_of(seed=start)
-    units, plan = find_units(model), planned(model, layout, way)
-    apply_plan(model, plan, units, meshes=Meshes("cpu"))
-    optimizer = muon_of(model, **options)
-    step_on_shards(optimizer, model)
-    bind_optimizer(model, plan, units, [optimizer])
-    if start:
-        load_loop(f"{folder}/{start}", model, optimizer, others={})
-    trained(model, optimizer, plan, range(start, start + steps))
-    if folder:
-        save_loop(CheckpointWriter(), f"{folder}/{start + steps}", model, optimizer, others={}, progress={}, sharded=start == 0)
+    plan = planned(model, layout, way)
+    optimizer = trained_by_plan(model, plan, lambda: muon_of(model, **options), range(start, start + steps), folder)
     assert not any(isinstance(value, DTensor) for states in optimizer.state.values() for value in states.values())
     return full_state_dict(model)
 

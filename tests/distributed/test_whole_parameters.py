@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 from transformers.optimization import Adafactor
 
-from hf_osdp.checkpoint.states import load_loop, save_loop
-from hf_osdp.checkpoint.writer import CheckpointWriter
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import InfeasibleError, OSDPError, PlanError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
@@ -29,8 +27,7 @@ from hf_osdp.sharding.gradients import local
 from hf_osdp.sharding.optimizer import check_optimizer, needs_whole, spec_of_optimizer, spec_of_trainer_name
 from hf_osdp.sharding.optimizer_steps import prepare_new_optimizers, step_on_shards
 from hf_osdp.sharding.state import full_state_dict
-from hf_osdp.sharding.unit_steps import bind_optimizer
-from tests.helpers.checkpointed import worst
+from tests.helpers.checkpointed import trained_by_plan, worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_model
@@ -96,15 +93,7 @@ def on_ranks(kind: str, folder: str = "", start: int = 0, steps: int = 3, early:
     """Train by the plan, from a checkpoint if there is one; return weights, planned and held bytes of states, and this rank's replicas."""
     model = partly_frozen(seed=start)
     units, plan = find_units(model), plan_for(model, early=early)
-    apply_plan(model, plan, units, meshes=Meshes("cpu"))
-    optimizer = KINDS[kind](model.parameters())
-    step_on_shards(optimizer, model)
-    bind_optimizer(model, plan, units, [optimizer])
-    if start:
-        load_loop(f"{folder}/{start}", model, optimizer, others={})
-    trained(model, optimizer, plan, range(start, start + steps))
-    if folder:
-        save_loop(CheckpointWriter(), f"{folder}/{start + steps}", model, optimizer, others={}, progress={}, sharded=start == 0)
+    optimizer = trained_by_plan(model, plan, lambda: KINDS[kind](model.parameters()), range(start, start + steps), folder)
     spec = spec_of_optimizer(optimizer, device_type="cpu")
     stepped = {name: p for name, p in model.named_parameters() if p in optimizer.state}
     planned = [sum(spec.state_bytes(p, 1) for unit in units for p in unit.trainable if p.name in stepped)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,16 +16,19 @@ from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.split.apply_split import split_operators
 from hf_osdp.modeling.split.names import keep_positions
 from hf_osdp.modeling.units import find_units
+from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.environment import host_parameters
 from hf_osdp.sharding.gradients import clip_grad_norm_
-from hf_osdp.sharding.optimizer_steps import step_by_device
+from hf_osdp.sharding.optimizer_steps import step_by_device, step_on_shards
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step
+from hf_osdp.sharding.unit_steps import bind_optimizer
 
 from .layouts import plan_of
 from .models import tiny_batch, tiny_loss, tiny_model
+from .training import trained
 
 MAX_NORM, LAYERS = 0.5, 2
 SPLIT = ("lm_head", "transformer.h.0.mlp.c_fc", "transformer.h.1.attn.c_attn")
@@ -126,3 +129,20 @@ def worst(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
 def folders(parent: Path, legs: Sequence[Leg]) -> list[str | None]:
     """What each leg begins with, and what the last one writes."""
     return [None, *(str(parent / f"checkpoint-{number}") for number in range(1, len(legs) + 1))]
+
+
+def trained_by_plan(
+    model: nn.Module, plan: Plan, make_optimizer: Callable[[], torch.optim.Optimizer], steps: range, folder: str = ""
+) -> torch.optim.Optimizer:
+    """Apply a plan, train these steps from the checkpoint before them, and return the optimizer; with a folder, save one after."""
+    units = find_units(model)
+    apply_plan(model, plan, units, meshes=Meshes("cpu"))
+    optimizer = make_optimizer()
+    step_on_shards(optimizer, model)
+    bind_optimizer(model, plan, units, [optimizer])
+    if steps.start:
+        load_loop(f"{folder}/{steps.start}", model, optimizer, others={})
+    trained(model, optimizer, plan, steps)
+    if folder:
+        save_loop(CheckpointWriter(), f"{folder}/{steps.stop}", model, optimizer, others={}, progress={}, sharded=steps.start == 0)
+    return optimizer
