@@ -1,4 +1,4 @@
-"""Apply a plan to a model, the one place that calls `fully_shard`; read the layout back from it, and compare the two."""
+"""Apply a plan to a model (the only caller of `fully_shard`), read the resulting layout back, and compare it with the plan."""
 
 from __future__ import annotations
 
@@ -55,26 +55,26 @@ def apply_plan(
     pin_memory: bool | None = None,
     broadcast: bool = True,
 ) -> nn.Module:
-    """Shard the model in place as the plan says. Collective.
+    """Shard the model in place according to the plan. Collective.
 
-    One process shards nothing: only units on the host become FSDP2's, and the others stay plain parameters. With `mp_policy`, which
-    FSDP2 implements, all units become FSDP2's.
+    A single process shards nothing: FSDP2 manages only units on the host, and the others keep plain parameters. With `mp_policy`, which
+    FSDP2 implements, it manages all units.
 
     Args:
-        model: the unsharded model, which is returned; blocks may be in torch's `checkpoint_wrapper`.
+        model: the unsharded model, which is also returned; blocks may be wrapped in torch's `checkpoint_wrapper`.
         plan: the same on every rank.
-        units: the model's units, as `find_units` gives them for this model.
-        meshes: meshes of the process group; made for the default device where None.
-        mp_policy: FSDP2's mixed precision, for every unit but those of batch norms.
-        pin_memory: whether units on the host lie in page-locked memory; None: where the device is not the CPU.
-        broadcast: first check that ranks have the same plan and model, and give every rank rank 0's weights; False where
-            all that is equal for certain.
+        units: the model's units, as `find_units` returns them for this model.
+        meshes: meshes of the process group; None creates them for the default device.
+        mp_policy: FSDP2's mixed precision, for every unit except batch norms.
+        pin_memory: whether units on the host use page-locked memory; None means yes, unless the device is the CPU.
+        broadcast: first check that ranks have the same plan and model, and broadcast rank 0's weights; pass False only if all of them
+            are known to be equal.
 
     Raises:
         PlanError: the plan is for another model or world size, or a unit names a module that the model lacks.
-        PlanMismatchError: ranks have different plans, models or devices; on every rank, before any collective.
+        PlanMismatchError: ranks have different plans, models or devices; raised on every rank, before the model changes.
         OSDPError: the model is sharded already.
-        ValueError: `mp_policy` is given, but there is no process group. For units on the host one process forms its own.
+        ValueError: `mp_policy` is given, but there is no process group. For units on the host a single process forms one.
     """
     if broadcast:
         units_text = f"{_as_description(model, units).fingerprint} in {len(units)} units"
@@ -82,7 +82,7 @@ def apply_plan(
         require_same({"the plan": plan.fingerprint, "the model": units_text, "the device": device})
     apply_split(model, plan.split)
     plan.check(_as_description(model, units), plan.ranks_of_machine(world_size()))
-    found = _find(model, plan, units)
+    found = _find_units(model, plan, units)
     _change_forwards(found, plan.compiled_classes)
     for head in heads_in_pieces(model) if plan.compiled_classes else ():
         compile_forward(head.loss)
@@ -98,16 +98,16 @@ def apply_plan(
         broadcast_parameters(model)
     # FSDP2 refuses parameters without dimensions; WeightReads averages their gradients.
     scalars = {parameter for parameter in model.parameters() if not parameter.dim()}
-    alone = plan.world_size == 1 and not _casts(mp_policy) and plan.local_steps is None
+    single_process = plan.world_size == 1 and not _changes_dtypes(mp_policy) and plan.local_steps is None
     ignored = set(scalars)
-    if alone:  # what does not live on the host stays plain
+    if single_process:  # parameters that are not on the host stay plain
         named = named_parameters(model)
         ignored |= {named[p.name] for unit in units if not plan.decision(unit.fqn).on_host for p in unit.parameters}
-    managed = [unit for unit in found if unit.decision.on_host or not alone]
-    # Copies beside compute need page-locked memory; on the CPU FSDP2 fails with it.
-    pins = meshes.device_type != "cpu" if pin_memory is None else pin_memory
+    managed = [unit for unit in found if unit.decision.on_host or not single_process]
+    # Copies that overlap computation need page-locked memory; on the CPU FSDP2 fails with it.
+    pin_memory = meshes.device_type != "cpu" if pin_memory is None else pin_memory
     background = Background() if meshes.reduces_beside else None
-    _fully_shard(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pins, background)
+    _fully_shard(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pin_memory, background)
     WeightReads(model, units, scalars, background)
     return model
 
@@ -129,7 +129,7 @@ def _fully_shard(
     ignored: set[nn.Parameter],
     meshes: Meshes,
     policy: MixedPrecisionPolicy,
-    pins: bool,
+    pin_memory: bool,
     background: Background | None,
 ) -> None:
     for unit in units:
@@ -137,7 +137,7 @@ def _fully_shard(
             unit.modules if len(unit.modules) > 1 else unit.modules[0],
             mesh=meshes.mesh(unit.decision.shard_size),
             reshard_after_forward=unit.decision.reshard_after_forward,
-            offload_policy=CPUOffloadPolicy(pin_memory=pins) if unit.decision.on_host else OffloadPolicy(),
+            offload_policy=CPUOffloadPolicy(pin_memory=pin_memory) if unit.decision.on_host else OffloadPolicy(),
             mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False) if unit.description.keeps_dtype else policy,
             ignored_params=ignored,
         )
@@ -152,13 +152,13 @@ def _fully_shard(
 
 
 def _is_read(group: FSDPParamGroup, reduced: Tensor) -> bool:
-    """Return whether FSDP2 casts or adds a unit's reduced gradients, or a hook steps by them, before backward ends."""
+    """Return whether a unit's reduced gradients are read before backward ends: FSDP2 casts or accumulates them, or a hook steps."""
     shards = [parameter.sharded_param for parameter in group.fsdp_params]
     return reduced.dtype != group._orig_dtype or any(p.grad is not None or p._post_accumulate_grad_hooks for p in shards)
 
 
 def _set_collectives(module: nn.Module, decision: UnitDecision, meshes: Meshes, background: Background | None) -> None:
-    """Give a unit, by its first module, the collectives of its decision."""
+    """Set the collectives of a unit's decision on its first module."""
     if not isinstance(module, FSDPModule):
         return
     device_type = meshes.device_type
@@ -171,7 +171,7 @@ def _set_collectives(module: nn.Module, decision: UnitDecision, meshes: Meshes, 
             info.replicate_process_group = Replicas(
                 group=replicas, transport=transport, background=background, is_read=partial(_is_read, group)
             )
-    if decision.shard_size == 1:  # a replicated one gathers and scatters nothing
+    if decision.shard_size == 1:  # a replicated unit neither gathers nor scatters
         return
     wires = decision.gather_wire, decision.reduce_wire
     transports = [None if wire is None else WireTransport(plain, wire) for wire in wires]
@@ -184,12 +184,12 @@ def _set_collectives(module: nn.Module, decision: UnitDecision, meshes: Meshes, 
 
 
 def effective(decision: UnitDecision, unit: UnitDescription) -> UnitDecision:
-    """Return the decision as FSDP2 is told: units that are in use for the whole step stay gathered, units of single calls never do."""
+    """Return the decision as FSDP2 receives it: units in use for the whole step stay gathered, units of single calls never do."""
     return decision if unit.span is GatherSpan.USE else replace(decision, reshard_after_forward=unit.span is GatherSpan.CALLS)
 
 
 def bottom_up(units: tuple[UnitDescription, ...]) -> tuple[UnitDescription, ...]:
-    """Sort units so that each comes after all that lie inside it; the root is last."""
+    """Sort units so that each comes after all units nested in it; the root is last."""
 
     def holds(outer: UnitDescription, inner: UnitDescription) -> bool:
         return outer.fqn != inner.fqn and any(not a or b.startswith(a + ".") for a in outer.module_names for b in inner.module_names)
@@ -200,12 +200,12 @@ def bottom_up(units: tuple[UnitDescription, ...]) -> tuple[UnitDescription, ...]
 
 
 def needs_process_group(plan: Plan, mp_policy: MixedPrecisionPolicy | None) -> bool:
-    """Return whether FSDP2 runs the plan, in one process or in many."""
-    return plan.world_size > 1 or _casts(mp_policy) or uses_host(plan) or plan.local_steps is not None
+    """Return whether FSDP2 runs the plan, in one process or in several."""
+    return plan.world_size > 1 or _changes_dtypes(mp_policy) or uses_host(plan) or plan.local_steps is not None
 
 
-def _find(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> list[_Unit]:
-    """Find each unit's modules and decision, bottom-up, and raise all that can be wrong before anything is sharded."""
+def _find_units(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> list[_Unit]:
+    """Find each unit's modules and decision, bottom-up; raise any error of theirs before anything is sharded."""
     by_name = modules_by_name(model)
     for name, module in by_name.items():
         if isinstance(module, FSDPModule):
@@ -215,7 +215,7 @@ def _find(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> l
         if absent := [name for name in unit.module_names if name not in by_name]:
             raise PlanError(f"Unit {unit.label!r} names module {absent[0]!r}, which the model does not have; find its units again.")
         if activations != Activations.SAVE and (unit.span is not GatherSpan.USE or len(unit.module_names) > 1):
-            raise PlanError(f"Unit {unit.label!r} is no block, but the plan recomputes or offloads its activations; plan again.")
+            raise PlanError(f"Unit {unit.label!r} is not a block, but the plan recomputes or offloads its activations; plan again.")
         if activations.recomputes and has_running_statistics(by_name[unit.module_names[0]]):
             raise PlanError(
                 f"Unit {unit.label!r} has batch normalisation, whose running statistics its recomputation would update twice; plan again."
@@ -224,24 +224,24 @@ def _find(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> l
 
 
 def _as_description(model: nn.Module, units: tuple[UnitDescription, ...]) -> ModelDescription:
-    """Return the units as a description, for `Plan.check` and the fingerprint, to which nothing else counts."""
+    """Return the units as a description; `Plan.check` and the fingerprint read nothing else of it."""
     return ModelDescription(
         model_name="", model_class=type(model).__name__, block_classes=(), sequence_length=1, compute_dtype=DType.FLOAT32,
         units=units, segments=(),
     )  # fmt: skip
 
 
-def _casts(mp_policy: MixedPrecisionPolicy | None) -> bool:
+def _changes_dtypes(mp_policy: MixedPrecisionPolicy | None) -> bool:
     return mp_policy is not None and any((mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype))
 
 
 def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> None:
-    """Raise PlanMismatchError, which names the first unit that differs, where the model has another layout than the plan's."""
+    """Raise PlanMismatchError, which names the first unit that differs, if the model's layout is not the plan's."""
     modules = modules_by_name(model)
     different = [
         (unit, planned, found)
         for unit, found in zip(units, read_back(model, units), strict=True)
-        if _managed(unit) and found != (planned := _visible(effective(plan.decision(unit.fqn), unit), modules[unit.module_names[0]]))
+        if _managed_names(unit) and found != (planned := _visible(effective(plan.decision(unit.fqn), unit), modules[unit.module_names[0]]))
     ]
     if different:
         unit, planned, found = different[0]
@@ -258,14 +258,14 @@ def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, .
 
 
 def read_back(model: nn.Module, units: tuple[UnitDescription, ...]) -> tuple[UnitDecision, ...]:
-    """Return what FSDP2 really does with each unit of a model after `apply_plan`.
+    """Return how FSDP2 really runs each unit of a model after `apply_plan`.
 
-    A unit without parameters has no layout; it reads as sharded over all and kept, as does one that one process trains as it is.
+    A unit without parameters has no layout; it is reported as sharded over all ranks and kept, like a plain unit in a single process.
     """
     modules = modules_by_name(model)
     names: dict[int, str] = {}
     owners: dict[tuple[int, str], str] = {}
-    """(identity of the owning module, attribute) → the first name of the parameter."""
+    """(`id` of the owning module, attribute) → the parameter's first name."""
     for name, module in modules.items():
         module = getattr(module, "_checkpoint_wrapped_module", module)
         for leaf, parameter in module._parameters.items():
@@ -275,7 +275,7 @@ def read_back(model: nn.Module, units: tuple[UnitDescription, ...]) -> tuple[Uni
 
 
 def _read_unit(unit: UnitDescription, module: nn.Module, owners: dict[tuple[int, str], str]) -> UnitDecision:
-    world, expected, groups = sharing_ranks(), _managed(unit), parameter_groups(module)
+    world, expected, groups = sharing_ranks(), _managed_names(unit), parameter_groups(module)
     if not expected:
         return UnitDecision(fqn=unit.fqn, shard_size=world, reshard_after_forward=False)
     activations = Activations(recomputation=recomputation_of(module), offloads=is_offloaded(module))
@@ -287,10 +287,10 @@ def _read_unit(unit: UnitDescription, module: nn.Module, owners: dict[tuple[int,
     held = {owners.get((id(p._module_info.module), p._module_info.param_name), "") for p in group.fsdp_params}
     if odd := sorted(held ^ expected):
         raise PlanMismatchError(
-            f"Unit {unit.label!r} was to hold {len(expected)} parameters and holds {len(held)}; first odd one: {odd[0]!r}."
+            f"Unit {unit.label!r} should hold {len(expected)} parameters but holds {len(held)}; the first difference is {odd[0]!r}."
         )
     if mesh.size() != world:
-        raise PlanMismatchError(f"Unit {unit.label!r} lies on a mesh of {mesh.size()} ranks, but {world} are running.")
+        raise PlanMismatchError(f"Unit {unit.label!r} uses a mesh of {mesh.size()} ranks, but {world} are running.")
     return UnitDecision(
         fqn=unit.fqn,
         shard_size=mesh.size(mesh.ndim - 1),
@@ -302,19 +302,19 @@ def _read_unit(unit: UnitDescription, module: nn.Module, owners: dict[tuple[int,
 
 
 def _visible(planned: UnitDecision, module: nn.Module) -> UnitDecision:
-    """Return what the model shows of a decision: not what micro-steps and the optimizer do, nor what one process trains as it is."""
+    """Return the part of a decision that `read_back` can see: nothing about micro-steps, the optimizer, or freeing a plain unit."""
     shown = replace(planned, reduce_every_micro_step=True, states_on_host=False, step_in_backward=False)
     plain = sharing_ranks() == 1 and not planned.on_host and not parameter_groups(module)
     return replace(shown, reshard_after_forward=False) if plain else shown
 
 
-def _managed(unit: UnitDescription) -> set[str]:
-    """Return names of the parameters that FSDP2 has; those without dimensions are replicated beside it."""
+def _managed_names(unit: UnitDescription) -> set[str]:
+    """Return the names of the parameters that FSDP2 manages; it ignores those without dimensions, which are replicated."""
     return {parameter.name for parameter in unit.parameters if parameter.shape}
 
 
 def _read_collectives(group: FSDPParamGroup) -> dict[str, Any]:
-    """Return the ranks of a node where a parameter group gathers and reduces in two stages, else 1, and the formats that it sends."""
+    """Return the ranks per node of a parameter group's two-stage collectives (1 if in one stage), and its wire formats."""
     mesh = group.mesh_info.mesh
     shards, replicas = mesh.get_group(mesh.ndim - 1), getattr(group.mesh_info, "replicate_process_group", None)
     gather: Any = group._all_gather_comm
@@ -327,7 +327,7 @@ def _read_collectives(group: FSDPParamGroup) -> dict[str, Any]:
     is_staged = stage_size > 1 and shards.size() == gather.stages.between.size() * stage_size
     if shards.size() > 1 and not is_staged and (type(gather), type(scatter)) != flat:
         raise PlanMismatchError(
-            f"A unit gathers by {type(gather).__name__} and reduces by {type(scatter).__name__}, which no plan has;"
+            f"A unit gathers with {type(gather).__name__} and reduces with {type(scatter).__name__}, which no plan uses;"
             " apply the plan to a fresh model and do not change its collectives afterwards."
         )
     return {

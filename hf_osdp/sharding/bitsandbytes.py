@@ -1,4 +1,4 @@
-"""bitsandbytes' optimizers on shards: what they hold, states of 8 bits where one process has them, and states as checkpoints have them."""
+"""bitsandbytes' optimizers on shards: what they hold, 8-bit states for the same parameters as in one process, states in checkpoints."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..errors import OSDPError
 from ..planner.job import OptimizerSpec, bitsandbytes_spec
 from .gradients import local
 
-_BLOCK = 256
-_STATES = {"state1", "state2"}
-_FULL = {"optim_bits": 32}
-"""Options that a Trainer gives embeddings, and bitsandbytes its own StableEmbedding."""
+_BLOCK_SIZE = 256
+_STATE_KEYS = {"state1", "state2"}
+_FLOAT32_OPTIONS = {"optim_bits": 32}
+"""Options that the Trainer sets for embeddings, and bitsandbytes for its StableEmbedding."""
 
 
 def is_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
@@ -24,18 +24,18 @@ def is_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def spec_of_bitsandbytes(optimizer: Any, *, device_type: str = "cuda") -> OptimizerSpec | None:  # noqa: ANN401  (it may not be installed)
-    """Return what one of bitsandbytes' optimizers holds; None of others, of paged ones, and of LAMB and LARS.
+    """Return what a bitsandbytes optimizer holds; None for other optimizers, paged ones, LAMB and LARS.
 
     Raises:
-        OSDPError: it does not train on shards as in one process.
+        OSDPError: it would train on shards differently than in one process.
     """
     if not is_bitsandbytes(optimizer) or optimizer.is_paged or optimizer.args.max_unorm:
         return None
     named, registered = _overrides(optimizer)
     reason = (
-        "is of a bitsandbytes before 0.50, whose states may have no blocks; update it" if hasattr(optimizer.args, "block_wise")
+        "comes from bitsandbytes before 0.50, whose states may have no blocks; update it" if hasattr(optimizer.args, "block_wise")
         else "has parameters with options of their own in GlobalOptimManager, which shards do not have; give them a group of their own"
-        if named - registered.keys() or any(config != _FULL for config in registered.values())
+        if named - registered.keys() or any(config != _FLOAT32_OPTIONS for config in registered.values())
         else None
     )  # fmt: skip
     if reason:
@@ -46,12 +46,12 @@ def spec_of_bitsandbytes(optimizer: Any, *, device_type: str = "cuda") -> Optimi
 
 
 def in_float32(optimizer: torch.optim.Optimizer) -> Collection[int]:
-    """Return the `id` of parameters that are registered, by their modules, to have states in float32."""
+    """Return the `id`s of parameters whose modules are registered to keep states in float32."""
     return _overrides(optimizer)[1] if is_bitsandbytes(optimizer) else ()
 
 
 def _overrides(optimizer: Any) -> tuple[set[int], dict[int, object]]:  # noqa: ANN401
-    """Return the `id` of parameters with options of their own, and the options of those that are weights of embeddings, by `id`."""
+    """Return the `id`s of parameters with options of their own, and registered options by `id` (None unless of an embedding)."""
     manager = type(optimizer.mng).get_instance()
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     registered = {
@@ -63,16 +63,16 @@ def _overrides(optimizer: Any) -> tuple[set[int], dict[int, object]]:  # noqa: A
 
 @torch.no_grad()
 def quantize_as_whole(optimizer: Any, plain: Collection[int]) -> None:  # noqa: ANN401
-    """Have a step hold states in 8 bits where one process does: by the size of whole parameters, and not of those that are `plain`.
+    """Make a step quantize the same states as one process: by the size of whole parameters, and never for those in `plain`.
 
-    A stand-in for a shard has its parameter as `whole`. Shards without elements are passed by, for no GPU can launch a kernel on them.
+    A stand-in for a shard has its parameter as `whole`. Empty shards are skipped, because no GPU can launch a kernel on them.
     """
     optimizer.mng = object.__new__(type(optimizer.mng))
     optimizer.mng.initialize()
     for number, group in enumerate(optimizer.param_groups):
         for place, shard in enumerate(group["params"]):
             whole = getattr(shard, "whole", shard)
-            full = _FULL if id(whole) in plain or whole.numel() < optimizer.args.min_8bit_size else {}
+            full = _FLOAT32_OPTIONS if id(whole) in plain or whole.numel() < optimizer.args.min_8bit_size else {}
             optimizer.mng.pid2config[id(shard)] = {"min_8bit_size": 0, **full}
             if shard.grad is not None and not shard.numel():
                 if not optimizer.state[shard]:
@@ -82,34 +82,34 @@ def quantize_as_whole(optimizer: Any, plain: Collection[int]) -> None:  # noqa: 
 
 
 def saved_states(states: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
-    """Return a parameter's states as a checkpoint has them: each of the shard's shape, in float32 and on the host where it is quantized."""
+    """Return a parameter's states as a checkpoint stores them: each in the shard's shape; quantized ones in float32 on the host."""
     from bitsandbytes.functional import dequantize_blockwise
 
     saved = {key: value for key, value in states.items() if not key.startswith(("state", "qmap", "absmax"))}
-    for key in states.keys() & _STATES:
+    for key in states.keys() & _STATE_KEYS:
         for name, codes, scales in _parts(states, key, shape):
             saved[name] = codes if scales is None else codes.float().cpu()
             if scales is not None and codes.numel():
-                saved[name] = dequantize_blockwise(codes, absmax=scales, code=states[f"qmap{key[-1]}"], blocksize=_BLOCK).cpu()
+                saved[name] = dequantize_blockwise(codes, absmax=scales, code=states[f"qmap{key[-1]}"], blocksize=_BLOCK_SIZE).cpu()
     return saved
 
 
 def load_states(states: dict[str, Any], saved: Mapping[str, Any], shape: torch.Size) -> None:
-    """Overwrite a parameter's states with saved ones, quantized as they are here."""
+    """Overwrite a parameter's states with saved ones, quantized as the current ones are."""
     from bitsandbytes.functional import quantize_blockwise
 
     states |= {key: value for key, value in saved.items() if not key.startswith("state")}
-    for key in states.keys() & _STATES:
+    for key in states.keys() & _STATE_KEYS:
         for name, here, scales in _parts(states, key, shape):
             value = local(saved[name]).to(here.device)
             if scales is not None and here.numel():
-                value, found = quantize_blockwise(value, code=states[f"qmap{key[-1]}"], blocksize=_BLOCK)
+                value, found = quantize_blockwise(value, code=states[f"qmap{key[-1]}"], blocksize=_BLOCK_SIZE)
                 scales.copy_(found.absmax)
             here.copy_(value)
 
 
 def _parts(states: Mapping[str, Any], key: str, shape: torch.Size) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
-    """Yield the name in a checkpoint, the tensor and its blocks' scales; AdEMAMix holds two means as one tensor."""
+    """Yield each state's name in a checkpoint, its tensor and its block scales; AdEMAMix stores two means in one tensor."""
     value, scales = states[key], states.get(f"absmax{key[-1]}")
     if value.shape == shape:
         yield key, value, scales

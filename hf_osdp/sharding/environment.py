@@ -1,4 +1,4 @@
-"""Process group, device and precision of a run that no Accelerator or Trainer sets up; units whose states lie in the host's memory."""
+"""Process group, device and precision of a run without Accelerator or Trainer; parameters of units on the host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def form_process_group(*, needed: bool, device_type: str | None = None) -> None:
-    """Form the process group that the launcher's variables describe; where they are not set, one of this process if `needed`."""
+    """Form the process group that the launcher's variables describe; without them, form a group of one process if `needed`."""
     check_ranks()
     device = torch.device("cpu") if device_type == "cpu" else training_device()
     if dist.is_initialized():
@@ -37,23 +37,23 @@ def form_process_group(*, needed: bool, device_type: str | None = None) -> None:
 
 
 def training_device() -> torch.device:
-    """Return this process's device and make it the current one: that of the process group, else CUDA where there is CUDA."""
+    """Return this process's device and make it the current one: the process group's device, else CUDA if available."""
     if dist.is_initialized():
         return collective_device()
     return own_gpu() if torch.cuda.is_available() else torch.device("cpu")
 
 
 def prepare_model(model: nn.Module, precision: Precision) -> None:
-    """Hold master weights in float32, and switch off the cache of keys and values, which only takes memory in training."""
+    """Hold master weights in float32, and disable the key-value cache, which only takes memory in training."""
     hold_master_weights(model, precision)
     config = getattr(model, "config", None)
     if config is not None and getattr(config, "use_cache", False):
         config.use_cache = False
-        _log.info("%s.config.use_cache is now False: in training the cache of keys and values only takes memory.", type(model).__name__)
+        _log.info("%s.config.use_cache is now False: the key-value cache only takes memory in training.", type(model).__name__)
 
 
 def hold_master_weights(model: nn.Module, precision: Precision) -> None:
-    """Hold trainable parameters in float32 where training computes in less, and the statistics of their batch norms too."""
+    """Hold trainable parameters and the statistics of their batch norms in float32 if training computes in 16 bits."""
     if precision.compute not in (DType.BFLOAT16, DType.FLOAT16):
         return
     for parameter in model.parameters():
@@ -67,7 +67,7 @@ def hold_master_weights(model: nn.Module, precision: Precision) -> None:
 
 
 def mp_policy(precision: Precision) -> MixedPrecisionPolicy | None:
-    """Return FSDP2's policy for a precision; None where each parameter keeps its dtype."""
+    """Return FSDP2's policy for a precision; None if each parameter keeps its dtype."""
     if precision.compute is None or precision.autocast:
         return None
     reduce = precision.reduce or precision.compute
@@ -79,7 +79,7 @@ def uses_host(plan: Plan) -> bool:
 
 
 def parameter_groups(module: nn.Module | FSDPModule) -> list[FSDPParamGroup]:
-    """Return FSDP2's parameter groups of a module: torch up to 2.11 has one field, later a list."""
+    """Return FSDP2's parameter groups of a module; torch up to 2.11 stores one, later versions a list."""
     if not isinstance(module, FSDPModule):
         return []
     state = module._get_fsdp_state()
@@ -88,20 +88,20 @@ def parameter_groups(module: nn.Module | FSDPModule) -> list[FSDPParamGroup]:
 
 
 def host_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the sharded parameters of all units that live on the host, each once."""
+    """Return the sharded parameters of all units on the host, each once."""
     groups = dict.fromkeys(group for module in model.modules() for group in parameter_groups(module))
     return [p.sharded_param for group in groups if isinstance(group.offload_policy, CPUOffloadPolicy) for p in group.fsdp_params]
 
 
 @torch.no_grad()
 def move_to_device(model: nn.Module, device: torch.device, *, empty: bool = False) -> nn.Module:
-    """Do what `model.to(device)` does, or `to_empty`, but for units that live on the host: FSDP2 refuses to train those once moved."""
+    """Move a model like `model.to(device)` (or `to_empty`), except units on the host, which FSDP2 refuses to train once moved."""
     host = {id(parameter) for parameter in host_parameters(model)}
 
-    def moved(tensor: torch.Tensor) -> torch.Tensor:  # torch calls with the parameters themselves
-        place = torch.device("cpu") if id(tensor) in host else device
+    def move(tensor: torch.Tensor) -> torch.Tensor:  # torch passes the parameters themselves, so that `id` finds them
+        target = torch.device("cpu") if id(tensor) in host else device
         if empty:
-            return torch.empty_like(tensor, device=place)
-        return tensor if tensor.device == place else tensor.to(place)
+            return torch.empty_like(tensor, device=target)
+        return tensor if tensor.device == target else tensor.to(target)
 
-    return model._apply(moved)
+    return model._apply(move)

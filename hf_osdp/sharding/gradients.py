@@ -1,4 +1,4 @@
-"""Norm, clipping and loss scaling of gradients on different meshes and devices, where torch's own go wrong."""
+"""Norm, clipping and loss scaling of gradients on different meshes and devices, for which torch's own give wrong results."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def total_norm(
 ) -> torch.Tensor:
     """Return the norm of all gradients as one vector, each element counted once.
 
-    Collective: one all-reduce over the ranks that share the model, which are all, or under local steps those of a machine.
+    Collective: one all-reduce over the ranks that share the model: all ranks, or with local steps those of a machine.
 
     A gradient in s shards on W ranks is held W/s times, so
 
         norm^p = sum over ranks of sum over gradients of (s / W) * |local shard|_p^p
 
-    and for p = inf the largest local norm. The sum is taken in float64.
+    and for p = inf the largest local norm. The sum is computed in float64.
 
     Gradients are DTensors on any meshes that span these ranks, or plain tensors that are equal on every rank; on the device or on the host.
     A rank whose shard is empty takes part. The norm is a 0-d tensor, equal on every rank, in their widest dtype (at least float32).
-    `before` is this rank's sum, by `local_power`, of gradients that are gone, and their widest dtype.
+    `before` is this rank's `local_power` of gradients that were freed already, and their widest dtype.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} must be positive; use 1, 2 or inf.")
@@ -47,7 +47,7 @@ def total_norm(
 
 @torch.no_grad()
 def local_power(grads: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """Return this rank's part of the sum in `total_norm`, where that communicates: a 0-d tensor of float64."""
+    """Return this rank's part of the sum in `total_norm`: a 0-d tensor of float64, on the device that communicates."""
     device = collective_device() if world_size() > 1 else _main_device(grads)
     groups: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
     for grad in grads:
@@ -64,7 +64,7 @@ def local_power(grads: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale gradients in place to a norm of at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`; return it before. Collective."""
+    """Scale gradients in place to a norm of at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`; return the norm before. Collective."""
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = total_norm(grads, norm_type)
@@ -84,7 +84,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _main_device(grads: Sequence[torch.Tensor]) -> torch.device:
-    """Return where most of a model is: units on the host are beside an accelerator."""
+    """Return the accelerator if a gradient is on one, else the CPU: only some units are on the host."""
     return next((local(grad).device for grad in grads if local(grad).device.type != "cpu"), torch.device("cpu"))
 
 
@@ -95,7 +95,7 @@ def _shard_size(tensor: torch.Tensor) -> int:
 
 
 def _norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Return the norm of one local tensor; 0 where it is empty, for which torch's infinity norm raises."""
+    """Return the norm of one local tensor; 0 if it is empty, because torch's infinity norm raises then."""
     if not tensor.numel():
         return tensor.new_zeros((), dtype=torch.float64)
     return torch.linalg.vector_norm(tensor, norm_type, dtype=torch.promote_types(tensor.dtype, torch.float32))
@@ -110,10 +110,10 @@ class OSDPGradScaler(torch.amp.GradScaler):
     """
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step or skip, as torch's.
+        """Step or skip, like torch's scaler.
 
-        Where gradients lie on two devices, gradients are unscaled before a fused step too: torch would copy the scale to the host
-        without waiting for it, and the step there would read what was in that memory before.
+        If gradients are on two devices, they are unscaled before a fused step too: torch would copy the scale to the host without
+        waiting for the copy, and the step on the host could read what was in that memory before.
         """
         unscales = getattr(optimizer, "_step_supports_amp_scaling", False)
         if not unscales or len({device for device, _ in _local_grads(optimizer, allow_fp16=True)}) < 2:

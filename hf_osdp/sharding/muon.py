@@ -1,4 +1,4 @@
-"""torch's Muon on shards: each rank updates its own rows by the whole orthogonal update, for which momentum is gathered once, in bf16."""
+"""torch's Muon on shards: momentum is gathered in bf16, and each rank computes the whole orthogonal update and applies its own rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .gradients import local
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is torch's own Muon; a subclass may do something else.
 
-    Without Nesterov, torch's overwrites momentum in bf16 by the update (`Tensor.bfloat16` copies nothing there), which shards do not.
+    Return False for bf16 without Nesterov: there torch's overwrites the momentum with the update (`Tensor.bfloat16` makes no copy).
     """
     if type(optimizer) is not torch.optim.Muon:
         return False
@@ -28,41 +28,41 @@ def is_muon(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def spec_of_muon(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
-    """Return what torch's Muon holds: momentum, and temporaries of those matrices that it was given."""
+    """Return what torch's Muon holds: momentum, and temporaries for its matrices."""
     shapes = {tuple(parameter.shape) for group in optimizer.param_groups for parameter in group["params"]}
     return OptimizerSpec(name="muon", states=1, step=OptimizerStep.FOR_LOOP, loop_scratch=0.0, matrices=tuple(sorted(shapes)))
 
 
 @torch.no_grad()
 def step_sharded(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: Iterable[nn.Parameter]) -> None:
-    """Take the step of a group's parameters that are sharded, as `torch.optim.Muon.step` does. Collective.
+    """Step a group's sharded parameters as `torch.optim.Muon.step` does. Collective.
 
-    Newton-Schulz begins with a cast to bf16, so that nothing is lost by a gather in bf16.
+    Newton-Schulz begins with a cast to bf16, so that a gather in bf16 loses nothing.
     """
     lr, momentum = float(group["lr"]), group["momentum"]
     for parameter in parameters:
-        ranks = _sharing(parameter)
-        if parameter.grad is None or ranks is None:
+        shard_group = _shard_group(parameter)
+        if parameter.grad is None or shard_group is None:
             continue
         shard, gradient, state = local(parameter), local(parameter.grad), optimizer.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         state["momentum_buffer"].lerp_(gradient, 1 - momentum)
         update = gradient.lerp(state["momentum_buffer"], momentum) if group["nesterov"] else state["momentum_buffer"]
-        update = gather_rows(update.bfloat16(), parameter.shape[0], ranks)
+        update = gather_rows(update.bfloat16(), parameter.shape[0], shard_group)
         update = _zeropower_via_newtonschulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        first = ranks.rank() * -(-parameter.shape[0] // ranks.size())
+        first = shard_group.rank() * -(-parameter.shape[0] // shard_group.size())
         shard.mul_(1 - lr * group["weight_decay"])
         shard.add_(update[first : first + shard.shape[0]], alpha=-_adjust_lr(lr, group["adjust_lr_fn"], parameter.shape))
 
 
 def is_shared(parameter: torch.Tensor) -> bool:
-    """Return whether other ranks have rows of a matrix."""
-    return _sharing(parameter) is not None
+    """Return whether a matrix is sharded over several ranks."""
+    return _shard_group(parameter) is not None
 
 
-def _sharing(parameter: torch.Tensor) -> dist.ProcessGroup | None:
-    """Return the ranks that share a matrix by rows; None where this rank has all of it."""
+def _shard_group(parameter: torch.Tensor) -> dist.ProcessGroup | None:
+    """Return the group over which a matrix is sharded by rows; None if this rank has all rows."""
     if not isinstance(parameter, DTensor):
         return None
     mesh = parameter.device_mesh

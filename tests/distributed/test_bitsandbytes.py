@@ -166,7 +166,7 @@ def of_an_old_version() -> torch.optim.Optimizer:
         (lambda: optimizer_of(bnb.PagedLion8bit), "^PagedLion8bit keeps states in CUDA's unified memory"),
         (lambda: optimizer_of(bnb.LAMB8bit), "^LAMB8bit holds its states in blocks that are quantized together"),
         (overridden, "^AdamW has parameters with options of their own in GlobalOptimManager"),
-        (of_an_old_version, "^AdamW is of a bitsandbytes before 0.50"),
+        (of_an_old_version, "^AdamW comes from bitsandbytes before 0.50"),
     ],
 )
 def test_what_shards_cannot_hold_is_refused_in_one_line(make, said):

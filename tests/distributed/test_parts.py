@@ -187,12 +187,12 @@ def test_layout_reads_back_as_planned_and_a_changed_one_is_found():
         verify_applied(model, plan, units)
     with pytest.raises(PlanMismatchError, match="0 FSDP2 parameter groups"):
         verify_applied(tiny_model("bert"), plan, units)
-    with pytest.raises(PlanMismatchError, match="first odd one"):
+    with pytest.raises(PlanMismatchError, match="the first difference is"):
         read_back(model, (replace(units[1], parameters=units[1].parameters[1:]),))
     staged, units, _ = sharded(meshes, "two_stage")
     assert {one.stage_size for one in read_back(staged, units)} == {2}
     staged.set_custom_all_gather(DefaultAllGather())
-    with pytest.raises(PlanMismatchError, match="gathers by DefaultAllGather and reduces by TwoStageReduceScatter, which no plan has"):
+    with pytest.raises(PlanMismatchError, match="gathers with DefaultAllGather and reduces with TwoStageReduceScatter, which no plan uses"):
         read_back(staged, units)
 
 
