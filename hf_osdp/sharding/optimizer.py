@@ -1,4 +1,4 @@
-"""Optimizers by kind: what one holds, and whether it may be used on shards, by its name or else by a trial."""
+"""What an optimizer holds, and whether it can train on shards: known by its name, or else found by a trial."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ _REFUSED = {
     "shampoo": "preconditions with each whole matrix, in states of other shapes",
     "soap": "preconditions with each whole matrix, in states of other shapes",
     "galore": "projects each whole matrix, with states of other shapes",
-    "lbfgs": "needs dot products over all parameters, and calls the loop again",
+    "lbfgs": "needs dot products over all parameters, and runs forward and backward again",
     "sparseadam": "needs sparse gradients",
     "lomo": "updates while backward runs, before gradients are reduced",
-    "apollo": "projects gradients at random, otherwise on each rank",
+    "apollo": "projects gradients at random, differently on each rank",
     "paged": "keeps states in CUDA's unified memory, whose place the driver chooses",
     "8bit": "holds its states in blocks that are quantized together",
     "4bit": "holds its states in blocks that are quantized together",
 }
-"""Why an optimizer cannot run under a plan, by a part of its name in lower case."""
+"""Part of an optimizer's name in lower case → why it cannot run under a plan."""
 _NEEDS_WHOLE = ("adafactor", "lamb", "lars", "muon")
-"""Those that take norms, factors or products of whole parameters; of others a trial tells."""
+"""Parts of names of optimizers that use norms, factors or products of whole parameters; a trial decides about others."""
 ELEMENT_WISE = tuple(
     getattr(torch.optim, name) for name in ("AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD")
 )
-"""Optimizers of torch that train on shards as they train on the whole; a subclass may do something else."""
-_LARGEST_DIFFERENCE = 1e-4
-"""Of an update: rounding of float32 leaves less, a norm of a shard in the place of the whole's some percent."""
+"""torch's optimizers that train on shards as on whole parameters; a subclass may do something else."""
+_MAX_DIFFERENCE = 1e-4
+"""Fraction of an update: rounding in float32 causes less; a shard's norm instead of the whole parameter's causes some percent."""
 _ADVICE = "use an element-wise optimizer such as AdamW, Adam, SGD or RMSprop"
 _PAGED_ADVICE = "use the one that is not paged, or AdamW with OSDPConfig(offload_optimizer=True)"
 _LOW_BIT_ADVICE = "use torchao's AdamW8bit (optim='adamw_torch_8bit'), which quantizes each shard by itself"
 _STATES = {"adamw": 2, "adam": 2, "adamax": 2, "nadam": 2, "radam": 2, "sgd": 0, "adagrad": 1, "rmsprop": 1, "adadelta": 2}
 """State tensors for each parameter, as `torch.optim` keeps them by default."""
-_OF_TRAINER = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-"""Values of `TrainingArguments.optim` that stand for optimizers of torch."""
+_TORCH_IN_TRAINER = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+"""Values of `TrainingArguments.optim` that name optimizers of torch."""
 _TRAINER_SPECS = {
-    **{name: OptimizerSpec(name=name.partition("_")[0], states=_STATES[name.partition("_")[0]]) for name in _OF_TRAINER},
+    **{name: OptimizerSpec(name=name.partition("_")[0], states=_STATES[name.partition("_")[0]]) for name in _TORCH_IN_TRAINER},
     "adamw_torch_8bit": LOW_BIT["adamw8bit"].with_block_size(256),
     "adamw_torch_4bit": LOW_BIT["adamw4bit"].with_block_size(256),
     **{name: bitsandbytes_of_trainer(name) for name in BITSANDBYTES},
     "adafactor": ADAFACTOR,
 }
-"""What optimizers hold by their names in `TrainingArguments.optim`. transformers has blocks of 256 elements, torchao's AdamW4bit 128."""
+"""`TrainingArguments.optim` → what the optimizer holds. transformers sets blocks of 256 elements; torchao's AdamW4bit has 128."""
 
 
 def reason_against(*names: str) -> str | None:
-    """Return why an optimizer with these names, of classes or of `optim`, cannot run, and the remedy; None where none says it."""
+    """Return why an optimizer with these names, of classes or of `optim`, cannot run, and the remedy; None if no name is refused."""
     found = next(((name.lower(), part) for name in names for part in _REFUSED if part in name.lower()), None)
     if found is None:
         return None
@@ -69,58 +69,58 @@ def _class_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def low_bit_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec | None:
-    """Return what one of torchao's optimizers with quantized states holds; None of others, and with amsgrad's third state."""
+    """Return what a torchao optimizer with quantized states holds; None for others, and for amsgrad, which has a third state."""
     names = [cls.__name__.lower() for cls in type(optimizer).__mro__ if cls.__module__.startswith("torchao.")]
     spec = next(filter(None, (LOW_BIT.get(name.replace("adamw", "adam").replace("adam", "adamw")) for name in names)), None)
-    block_size = getattr(optimizer, "block_size", None)  # transformers hands on text from `optim_args`, with which torchao fails
+    block_size = getattr(optimizer, "block_size", None)  # transformers passes text from `optim_args`, with which torchao fails
     if spec is None or optimizer.defaults["amsgrad"] or not isinstance(block_size, int):
         return None
     return spec.with_block_size(block_size)
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer itself, where Accelerate has wrapped it."""
+    """Return the optimizer without Accelerate's wrappers."""
     while type(optimizer).__name__ == "AcceleratedOptimizer":
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
     return optimizer
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
-    """Return what checkpoints call an optimizer: bitsandbytes' with their bits, for the Trainer makes both of one class."""
+    """Return an optimizer's name in checkpoints: for bitsandbytes with its bits, because the Trainer uses one class for both."""
     spec = spec_of_bitsandbytes(inner := unwrapped(optimizer))
     return type(inner).__name__ if spec is None else spec.name
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, apart: Iterable[nn.Parameter] = ()) -> None:
-    """Refuse an optimizer that cannot run under a plan as it was applied to what it trains.
+    """Raise OSDPError if an optimizer cannot train its parameters as the applied plan has laid them out.
 
-    One that needs whole parameters cannot where they are sharded or `apart`, one that rounds at random where there are replicas. Those that
-    are neither refused by the names of their classes nor known to be element-wise are tried on a matrix and on its shards.
+    An optimizer that needs whole parameters cannot train sharded ones or those `apart`; one that rounds at random cannot train replicas. If
+    the class name is neither refused nor known to be element-wise, the optimizer is tried on a matrix and on its shards.
     """
     optimizer = unwrapped(optimizer)
     trained = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, torch.Tensor) and p.requires_grad]
     if getattr(optimizer, "bf16_stochastic_round", False) and any(p.dtype is torch.bfloat16 and _spread(p)[1] > 1 for p in trained):
         raise OSDPError(
-            f"{type(optimizer).__name__} rounds parameters in bf16 at random (bf16_stochastic_round=True), and replicas would drift apart;"
-            " use strategy='fsdp', which has none, or hold parameters in float32 (mixed_precision='bf16')."
+            f"{type(optimizer).__name__} rounds parameters in bf16 at random (bf16_stochastic_round=True), so replicas would drift apart;"
+            " use strategy='fsdp', which has no replicas, or hold parameters in float32 (mixed_precision='bf16')."
         )
-    whole, held = needs_whole(optimizer), spec_of_bitsandbytes(optimizer)
-    away = {id(parameter) for parameter in apart}
-    if held and held.is_quantized and (parted := sum(id(p) in away for p in trained)):
+    whole, bnb_spec = needs_whole(optimizer), spec_of_bitsandbytes(optimizer)
+    apart_ids = {id(parameter) for parameter in apart}
+    if bnb_spec and bnb_spec.is_quantized and (split := sum(id(p) in apart_ids for p in trained)):
         raise OSDPError(
-            f"{type(optimizer).__name__} quantizes blocks of whole parameters, and {parted} of {len(trained)} are in slices or on the host;"
+            f"{type(optimizer).__name__} quantizes blocks of whole parameters, and {split} of {len(trained)} are in slices or on the host;"
             f" plan for this optimizer, or {_ADVICE}."
         )
     gathers = is_muon(optimizer)
-    if (whole or gathers) and (parted := sum((_spread(p)[0] > 1 and not gathers) or id(p) in away for p in trained)):
+    if (whole or gathers) and (split := sum((_spread(p)[0] > 1 and not gathers) or id(p) in apart_ids for p in trained)):
         raise OSDPError(
-            f"{type(optimizer).__name__} is not element-wise: it needs whole parameters, and {parted} of {len(trained)} are sharded, in"
+            f"{type(optimizer).__name__} is not element-wise: it needs whole parameters, and {split} of {len(trained)} are sharded, in"
             f" slices or on the host; plan for this optimizer, which keeps them whole, or {_ADVICE}."
         )
 
 
 def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is right on whole parameters alone; OSDPError where it cannot run under a plan."""
+    """Return whether an optimizer is correct only on whole parameters; raise OSDPError if it cannot run under a plan."""
     name = type(optimizer).__name__
     if type(optimizer) in ELEMENT_WISE or is_muon(optimizer) or low_bit_spec(optimizer) or spec_of_bitsandbytes(optimizer):
         return False
@@ -128,12 +128,12 @@ def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
         raise OSDPError(f"{name} {reason}.")
     try:
         difference = difference_on_shards(optimizer)
-    except Exception as error:  # an optimizer may be made for anything
+    except Exception as error:  # a user's optimizer may raise anything
         raise OSDPError(f"{name} cannot be tried on a matrix ({_first_line(error)}); {_ADVICE}.") from error
     if difference is None:
         raise OSDPError(f"{name} updates at random, so that replicas would drift apart; {_ADVICE}.")
     named = any(part in cls.lower() for cls in _class_names(optimizer) for part in _NEEDS_WHOLE)
-    return named or not difference <= _LARGEST_DIFFERENCE
+    return named or not difference <= _MAX_DIFFERENCE
 
 
 def _first_line(error: Exception) -> str:
@@ -150,9 +150,9 @@ def _spread(parameter: torch.Tensor) -> tuple[int, int]:
 
 
 def spec_of_optimizer(optimizer: torch.optim.Optimizer | None, *, device_type: str) -> OptimizerSpec:
-    """Return what an optimizer will hold, plain or wrapped by Accelerate; None stands for AdamW's defaults.
+    """Return what an optimizer will hold, plain or wrapped by Accelerate; None means AdamW with its defaults.
 
-    What torch's, torchao's and bitsandbytes' hold is known; another takes a step on a matrix of its own, and what it has kept is counted.
+    What torch's, torchao's and bitsandbytes' hold is known. Any other takes steps on a trial matrix, and the states it keeps are counted.
     """
     if optimizer is None:
         return spec_of_trainer_name("adamw_torch", device_type=device_type)
@@ -175,14 +175,14 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer | None, *, device_type: s
         return _counted_spec(optimizer, device_type)
     except OSDPError as error:
         raise ValueError(str(error)) from error
-    except Exception as error:  # an optimizer may be made for anything
-        raise ValueError(f"The memory of {cls.__name__} cannot be found out ({_first_line(error)}); {_ADVICE}.") from error
+    except Exception as error:  # a user's optimizer may raise anything
+        raise ValueError(f"The memory of {cls.__name__} cannot be determined ({_first_line(error)}); {_ADVICE}.") from error
 
 
 def spec_of_optimizers(optimizers: Sequence[torch.optim.Optimizer], *, device_type: str) -> OptimizerSpec:
-    """Return what several optimizers of one model hold at most, as if the one that holds most had all parameters.
+    """Return an upper bound of what several optimizers of one model hold, as if the one that holds most had all parameters.
 
-    Matrices that one of them gathers are known by their shapes, so that another's of the same shape count as well.
+    Gathered matrices are identified by their shapes, so that matrices of the same shape in another optimizer count as well.
     """
     specs = [spec_of_optimizer(optimizer, device_type=device_type) for optimizer in optimizers]
     most = max(specs, key=OptimizerSpec.traffic_per_element)
@@ -196,9 +196,9 @@ def spec_of_optimizers(optimizers: Sequence[torch.optim.Optimizer], *, device_ty
 
 
 def _counted_spec(optimizer: torch.optim.Optimizer, device_type: str) -> OptimizerSpec:
-    """Return what an optimizer keeps for one matrix of float32 after a step; ValueError for what has neither its shape nor is factored.
+    """Return what an optimizer keeps for a float32 matrix; raise ValueError for a state that has neither its shape nor is factored.
 
-    Of one that needs whole parameters the temporaries are counted as well.
+    If the optimizer needs whole parameters, the temporaries of its step are counted as well.
     """
     whole, (kept, _) = needs_whole(optimizer), after_step(optimizer, ROWS, COLUMNS)
     shapes = [tuple(value.shape) if type(value) is torch.Tensor else type(value) for value in kept]
@@ -220,23 +220,23 @@ def _counted_spec(optimizer: torch.optim.Optimizer, device_type: str) -> Optimiz
 
 
 def knows_trainer_name(name: str) -> bool:
-    """Return whether the name alone tells what an optimizer holds, or that it is refused."""
+    """Return whether a name is enough to know what an optimizer holds, or that it is refused."""
     return name in _TRAINER_SPECS or reason_against(name) is not None
 
 
 def spec_of_trainer_name(name: str, *, device_type: str) -> OptimizerSpec:
-    """Return what the optimizer that `TrainingArguments(optim=...)` names will hold; ValueError for one that is not known by its name."""
+    """Return what the optimizer that `TrainingArguments(optim=...)` names will hold; raise ValueError for an unknown name."""
     if name not in _TRAINER_SPECS:
         reason = reason_against(name) or f"is not known to work under a plan; use one of {', '.join(_TRAINER_SPECS)}"
         raise ValueError(f"optim={name!r} {reason}.")
     if name in BITSANDBYTES:
         return bitsandbytes_of_trainer(name, device_type=device_type)
     spec = _TRAINER_SPECS[name]
-    return replace(spec, step=_step(name.endswith("_fused") or None, None, device_type)) if name in _OF_TRAINER else spec
+    return replace(spec, step=_step(name.endswith("_fused") or None, None, device_type)) if name in _TORCH_IN_TRAINER else spec
 
 
 def _step(fused: bool | None, foreach: bool | None, device_type: str) -> OptimizerStep:
-    """Return how the step runs; torch's default is foreach on accelerators and one tensor after the other on the CPU."""
+    """Return how the step runs; torch's default is foreach on accelerators and a for-loop on the CPU."""
     if fused:
         return OptimizerStep.FUSED
     if foreach or (foreach is None and fused is None and device_type != "cpu"):
@@ -245,6 +245,6 @@ def _step(fused: bool | None, foreach: bool | None, device_type: str) -> Optimiz
 
 
 def frozen_parameters(optimizer: object) -> int:
-    """Return how many frozen parameters an optimizer was given; 0 where there is none yet."""
+    """Return how many frozen parameters an optimizer received; 0 if there is no optimizer yet."""
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
     return sum(not parameter.requires_grad for group in groups for parameter in group["params"])

@@ -1,4 +1,4 @@
-"""The trial of an optimizer on a matrix: whether it goes element by element, and what it keeps."""
+"""Trial of an optimizer on a matrix: whether it is element-wise, and what it keeps."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ import torch
 from ..tracing.memory_tracker import MemoryTracker
 
 ROWS, COLUMNS, _SHARDS = 96, 64, 3
-"""More elements than where 8-bit optimizers begin to quantize (4096), fewer in a shard."""
+"""The matrix has more elements than the 4096 from which 8-bit optimizers quantize, a shard of it fewer."""
 _STEPS = 2
-_RATE = 0.1
-"""Learning rate of the trial; a schedule may begin at 0, where no optimizer shows what it does."""
+_LEARNING_RATE = 0.1
+"""Learning rate of the trial; a schedule may begin at 0, with which nothing is updated."""
 
 
 def difference_on_shards(optimizer: torch.optim.Optimizer) -> float | None:
-    """Take two steps on a matrix for each group, whole and in three shards of rows. The optimizer itself stays as it is.
+    """Take two steps on a matrix for each group, whole and in three shards of rows, without changing the optimizer itself.
 
-    Return the largest difference between the two, as a part of the largest update; None where the whole gives another result when it is
-    repeated, in the parameters' own dtype. An element-wise optimizer gives the same but for rounding. One that takes norms, factors or
-    products of a whole parameter does not. Raise ValueError where nothing was updated, as by an optimizer that steps others inside.
+    Return the largest difference between the two results as a fraction of the largest update; None if repeated steps on the whole matrix,
+    in the parameters' own dtype, give different results. An element-wise optimizer differs only by rounding; one that uses norms, factors
+    or products of a whole parameter differs by more. Raise ValueError if nothing was updated, as by an optimizer that steps others inside.
     """
     generator = torch.Generator().manual_seed(0)
-    rows = torch.arange(1, ROWS + 1).unsqueeze(1)  # so that no two shards have one norm
+    rows = torch.arange(1, ROWS + 1).unsqueeze(1)  # so that all shards have different norms
     before = [torch.randn(ROWS, COLUMNS, generator=generator) for _ in optimizer.param_groups]
     gradients = [[rows * torch.randn(ROWS, COLUMNS, generator=generator) for _ in before] for _ in range(_STEPS)]
-    own = torch.float32 if hasattr(optimizer, "bf16_stochastic_round") else _first_parameter(optimizer).dtype
-    before_own, gradients_own = [matrix.to(own) for matrix in before], [[gradient.to(own) for gradient in step] for step in gradients]
-    once, again = (_after_steps(optimizer, before_own, gradients_own, 1) for _ in range(2))
+    dtype = torch.float32 if hasattr(optimizer, "bf16_stochastic_round") else _first_parameter(optimizer).dtype
+    own_before, own_gradients = [matrix.to(dtype) for matrix in before], [[gradient.to(dtype) for gradient in step] for step in gradients]
+    once, again = (_after_steps(optimizer, own_before, own_gradients, 1) for _ in range(2))
     if not all(torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True) for one, other in zip(once, again, strict=True)):
         return None
     whole, parts = (_after_steps(optimizer, before, gradients, shards) for shards in (1, _SHARDS))
@@ -54,8 +54,8 @@ def _after_steps(
     device = torch.device("cpu") if device.type == "meta" else device
     parameters = [[torch.nn.Parameter(shard.to(device, copy=True)) for shard in matrix.chunk(shards)] for matrix in before]
     trial = _trial(optimizer, parameters)
-    for of_step in gradients:
-        for pieces, gradient in zip(parameters, of_step, strict=True):
+    for step_gradients in gradients:
+        for pieces, gradient in zip(parameters, step_gradients, strict=True):
             for piece, shard in zip(pieces, gradient.chunk(shards), strict=True):
                 piece.grad = shard.to(device, copy=True)
         type(trial).step(trial)
@@ -63,7 +63,7 @@ def _after_steps(
 
 
 def _trial(optimizer: torch.optim.Optimizer, parameters: Sequence[list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
-    """Make the same kind of optimizer with other parameters, a learning rate that shows, no state and no hooks."""
+    """Copy an optimizer with other parameters and a visible learning rate, without state and hooks."""
     trial = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         trial.__dict__[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
@@ -72,15 +72,15 @@ def _trial(optimizer: torch.optim.Optimizer, parameters: Sequence[list[torch.nn.
     trial.param_groups = [{**group, "params": pieces} for group, pieces in zip(optimizer.param_groups, parameters, strict=True)]
     for group in trial.param_groups:
         if "lr" in group:
-            group["lr"] = torch.full_like(group["lr"], _RATE) if isinstance(group["lr"], torch.Tensor) else _RATE
+            group["lr"] = torch.full_like(group["lr"], _LEARNING_RATE) if isinstance(group["lr"], torch.Tensor) else _LEARNING_RATE
     return trial
 
 
 def after_step(optimizer: torch.optim.Optimizer, *shape: int) -> tuple[list[Any], float]:
-    """Return what is kept for a matrix after two steps, of the group that keeps most, and a step's temporaries in tensors of its size."""
+    """Return the states of a matrix after two steps, in the group that keeps most, and a step's temporaries in multiples of the matrix."""
     matrices = [torch.nn.Parameter(torch.ones(shape)) for _ in optimizer.param_groups]
     trial, tracker = _trial(optimizer, [[matrix] for matrix in matrices]), MemoryTracker(block_bytes=1)
-    with torch.compiler.set_stance("force_eager"):  # compiled code does not run where it is tracked
+    with torch.compiler.set_stance("force_eager"):  # compiled code does not run under the tracker
         for counted in (nullcontext(), tracker):
             for matrix in matrices:
                 matrix.grad = torch.ones_like(matrix)

@@ -1,4 +1,4 @@
-"""The class of a sharded module: FSDP2's subclass under its author's name, and methods that would see shards or hang."""
+"""The class of a sharded module: FSDP2's subclass under the original name; it replaces methods that would return shards or hang."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..distributed.process_group import require_all
 from ..errors import OSDPError
 from .state import full_state_dict
 
-_REMEDY = "call model.save_pretrained(folder) on every rank, or save what accelerator.get_state_dict(model) gives on rank 0"
+_REMEDY = "call model.save_pretrained(folder) on every rank, or save what accelerator.get_state_dict(model) returns on rank 0"
 
 
 def keep_class(module: nn.Module) -> None:
@@ -28,7 +28,7 @@ def keep_class(module: nn.Module) -> None:
 
 @functools.cache
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Make FSDP2's subclass of a class, as `fully_shard` does, with the name and the methods that sharding would break."""
+    """Make FSDP2's subclass of a class, as `fully_shard` does, with the original name and replacements for methods that sharding breaks."""
     methods: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     methods |= {"__deepcopy__": _no_copy, "__reduce_ex__": _no_copy, "_is_fsdp_managed_module": True}  # the last: for `generate`
     if cls.state_dict is nn.Module.state_dict:
@@ -58,7 +58,7 @@ class _Shards(OrderedDict[str, Any]):
 
 
 def _state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
-    """Return the stock state dict; a whole one cannot be pickled."""
+    """Return the stock state dict; the model's whole one cannot be pickled."""
     state: Mapping[str, Any] = nn.Module.state_dict(self, *args, **kwargs)
     if args or kwargs.get("destination") is not None:
         return state
@@ -68,7 +68,7 @@ def _state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Mapping[str, Any]
 
 
 class _CalledOnAllRanks:
-    """A method that gathers parameters: it raises where other ranks do not call it, before any hook that FSDP2 puts around it."""
+    """A method that gathers parameters; it raises before any of FSDP2's hooks unless all ranks call it."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
@@ -77,7 +77,7 @@ class _CalledOnAllRanks:
         self._name, self._label = name, f"{cls.__name__}.{name}"
 
     def __set__(self, module: nn.Module, method: Callable[..., Any]) -> None:
-        module.__dict__[self._name] = method  # of `register_fsdp_forward_method`, as the Trainer calls it
+        module.__dict__[self._name] = method  # set by `register_fsdp_forward_method`, which the Trainer calls
 
     def __get__(self, module: nn.Module | None, cls: type) -> Callable[..., Any]:
         if module is None:
@@ -93,7 +93,7 @@ class _CalledOnAllRanks:
 
 
 def _saving_whole_weights(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Write whole weights, once: gathered where no state dict is passed, which every rank must call."""
+    """Wrap a method so that rank 0 writes whole weights; without a state dict they are gathered, and every rank must call it."""
     signature = inspect.signature(save)
 
     @functools.wraps(save)
