@@ -1,4 +1,4 @@
-"""Micro-steps of an optimizer step, and whole steps on a batch that is made up: what simulations, trials and benchmarks run."""
+"""Micro-steps of an optimizer step, and whole steps on a synthetic batch for simulations, trials and benchmarks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _LEARNING_RATE = 1e-6
 
 @contextmanager
 def micro_step(model: nn.Module, *, is_last: bool, plan: Plan | None) -> Iterator[None]:
-    """Run forward and backward of one micro-batch inside; after the last one the optimizer steps.
+    """Set how gradients are reduced in forward and backward of one micro-batch; after the last one the optimizer steps.
 
     By default a unit's gradients stay whole on each rank until the last micro-step reduces their sum. Units with
-    `reduce_every_micro_step` reduce-scatter each time and hold shards, for more communication; replicas all-reduce the sum in the
-    last micro-step. The result is the same.
+    `reduce_every_micro_step` reduce-scatter in each and hold only shards, with more communication; their replicas all-reduce the sum in
+    the last micro-step. The result is the same.
     """
     if not isinstance(model, FSDPModule):
         yield
@@ -40,10 +40,10 @@ def micro_step(model: nn.Module, *, is_last: bool, plan: Plan | None) -> Iterato
     if not is_last and plan is not None:
         modules = modules_by_name(model)
         for unit in plan.units:
-            # The unit's first module stands for all.
+            # The modules of a unit share one FSDP2 state.
             if unit.reduce_every_micro_step and isinstance(module := modules[unit.module_names[0]], FSDPModule):
                 module.set_requires_gradient_sync(True, recurse=False)
-                module.set_requires_all_reduce(False, recurse=False)  # which the line before switches on as well
+                module.set_requires_all_reduce(False, recurse=False)  # the line above enables it as well
     try:
         yield
     finally:
@@ -52,7 +52,7 @@ def micro_step(model: nn.Module, *, is_last: bool, plan: Plan | None) -> Iterato
 
 
 def make_optimizer(model: nn.Module, spec: OptimizerSpec, plan: Plan, units: Sequence[UnitDescription]) -> torch.optim.Optimizer:
-    """Make an optimizer of torch that holds and steps as the description and the plan say; parameters on the host step by themselves."""
+    """Make an optimizer of torch that holds and steps what the spec and the plan say; parameters on the host step separately."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options: dict[str, Any] = dict(spec.step.options)
     optimizer: torch.optim.Optimizer
@@ -60,22 +60,22 @@ def make_optimizer(model: nn.Module, spec: OptimizerSpec, plan: Plan, units: Seq
         case _ if spec.formats or spec.matrices:
             named = named_parameters(model)
             known = {named[p.name]: (p, plan.decision(unit.fqn).shard_size) for unit in units for p in unit.parameters}
-            optimizer = _HoldsStates(parameters, spec, known)
+            optimizer = _AllocatesStates(parameters, spec, known)
         case 0 | 1:
-            if spec.step is OptimizerStep.FUSED:  # torch has no fused SGD for sharded tensors; in place, neither needs scratch
+            if spec.step is OptimizerStep.FUSED:  # torch has no fused SGD for sharded tensors; neither needs temporaries
                 options = OptimizerStep.FOR_LOOP.options
             optimizer = torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=0.9 * spec.states, **options)
         case 2 | 3:
             optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, amsgrad=spec.states == 3, **options)
         case _:
-            raise ValueError(f"An optimizer with {spec.states} states a parameter is not known to torch; 0 to 3 can be simulated.")
+            raise ValueError(f"torch has no optimizer with {spec.states} states per parameter; 0 to 3 can be simulated.")
     step_by_device(optimizer, host_parameters(model))
     bind_optimizer(model, plan, units, [optimizer])
     return optimizer
 
 
-class _HoldsStates(torch.optim.Optimizer):
-    """Allocate what an optimizer with quantized states does, or Muon, and update nothing: the real ones compile kernels, or gather."""
+class _AllocatesStates(torch.optim.Optimizer):
+    """Allocate like an optimizer with quantized states or Muon, and update nothing: the real ones compile kernels or gather."""
 
     def __init__(
         self, parameters: list[nn.Parameter], spec: OptimizerSpec, known: Mapping[nn.Parameter, tuple[ParameterSpec, int]]
@@ -88,15 +88,15 @@ class _HoldsStates(torch.optim.Optimizer):
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             shard, states = local(parameter), self.state[parameter]
             whole, ranks = self._known[getattr(parameter, "whole", parameter)]
-            here = replace(whole, shape=tuple(shard.shape))
-            for number, form in enumerate(self._spec.formats_of(whole)):
+            local_spec = replace(whole, shape=tuple(shard.shape))
+            for number, state_format in enumerate(self._spec.formats_of(whole)):
                 if f"format_{number}" not in states:
-                    nbytes = form.nbytes(form.numels(here, 1)[0], whole.dtype)
+                    nbytes = state_format.nbytes(state_format.numels(local_spec, 1)[0], whole.dtype)
                     states[f"format_{number}"] = torch.zeros(nbytes, dtype=torch.uint8, device=shard.device)
             for number in range(self._spec.states):
                 states.setdefault(f"state_{number}", torch.zeros_like(shard))
-            in_loop = self._spec.loop_scratch * shard.nbytes if self._spec.step is OptimizerStep.FOR_LOOP else 0
-            _ = torch.empty(max(int(in_loop), self._spec.matrix_scratch(whole, ranks)), dtype=torch.uint8, device=shard.device)
+            loop_bytes = self._spec.loop_scratch * shard.nbytes if self._spec.step is OptimizerStep.FOR_LOOP else 0
+            _ = torch.empty(max(int(loop_bytes), self._spec.matrix_scratch(whole, ranks)), dtype=torch.uint8, device=shard.device)
 
 
 def batch_on(inputs: Inputs, samples: int, device: torch.device) -> dict[str, Any]:
@@ -111,9 +111,9 @@ def train_step(
     job: TrainingJob,
     criterion: Loss | None = None,
 ) -> None:
-    """Take one optimizer step as the plan runs it, each micro-step on the same batch; clip at norm 1 where the job clips.
+    """Take one optimizer step of the plan, with the same batch in each micro-step; clip to norm 1 if the job clips.
 
-    The loss is the one in the model's output for the batch, or what `criterion` makes of both.
+    The loss is in the model's output for the batch, or `criterion` computes it from both.
     """
     output = None
     for number in range(1, plan.accumulation_steps + 1):

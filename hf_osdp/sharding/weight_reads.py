@@ -1,7 +1,7 @@
-"""Weights that are read without a call of their module, and the check that every gradient was reduced.
+"""Gather weights that are read without calling their module, and check that every gradient was reduced.
 
-FSDP2 gathers a unit when its module is called. A read of `head.weight` without that, between the start of forward and the end of backward,
-gathers the unit here; it stays gathered and is reduced at the end of backward, as the root is.
+FSDP2 gathers a unit when its module is called. If `head.weight` is read without a call, between the start of forward and the end of
+backward, the unit is gathered here; it stays gathered and is reduced at the end of backward, like the root.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..planner.description import UnitDescription
 from .environment import parameter_groups
 
 _IN_CALL = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
-"""States of a unit whose module runs forward, or is recomputed in backward: its own reads."""
+"""States of a unit whose module runs forward or is recomputed in backward: FSDP2 gathers it for these reads."""
 _REMEDY = (
     "read weights as attributes of their module (model.lm_head.weight) within the forward or the loss, and not through"
     " model.parameters(), full_tensor() or a reference that was kept from before"
@@ -41,17 +41,17 @@ _MIXED = ("got mixed torch.Tensor and DTensor", "inputs with different meshes")
 class WeightReads:
     """Gather units whose weights are read outside of a call, and check all units after backward.
 
-    It lives in hooks of the root module, and around FSDP2's own end of backward.
+    Hooks of the root module hold it, and it wraps FSDP2's own end of backward.
     """
 
     def __init__(
         self, root: nn.Module, units: Sequence[UnitDescription], scalars: Iterable[nn.Parameter], background: Background | None = None
     ) -> None:
-        """Watch a model after `fully_shard`, and average the gradients of `scalars`, parameters without dimensions that it ignores."""
+        """Watch a model after `fully_shard`, and average the gradients of `scalars`, parameters without dimensions that FSDP2 ignores."""
         self.active = False
-        """Between the first forward of the root or a unit and the end of backward."""
+        """True between the first forward of the root or a unit and the end of backward."""
         self._after_evaluation = False
-        """The root's forward without gradients has ended; a loss may follow."""
+        """True after the root's forward without gradients; a loss may follow."""
         self._scalars, self._background = tuple(scalars), background
         modules = modules_by_name(root)
         self._labels = {group: unit.label for unit in units for group in parameter_groups(modules[unit.module_names[0]])}
@@ -72,28 +72,28 @@ class WeightReads:
                     self._root_state = state
                 else:
                     module.register_forward_pre_hook(self._unit_begins, prepend=True)
-        root.register_forward_pre_hook(self._forward_begins)  # after FSDP2's, which reads shards to set itself up
+        root.register_forward_pre_hook(self._forward_begins)  # after FSDP2's, which reads shards in its lazy initialisation
         root.register_forward_hook(self._forward_ends)
-        root._apply = partial(self._end_step_before, root._apply)  # type: ignore[method-assign]  # `model.to(...)` and its like
+        root._apply = partial(self._end_step_before, root._apply)  # type: ignore[method-assign]  # as `model.to(...)` does
 
     def read(self, group: FSDPParamGroup) -> None:
-        """Prepare a unit for a read of one of its parameters. Collective where the unit shows shards."""
+        """Prepare a unit for a read of one of its parameters. Collective if the unit is sharded at the time."""
         if not self.active or group._training_state in _IN_CALL:
             return
         if not group.is_unsharded:
-            if self._after_evaluation:  # where one rank alone may look at a weight
+            if self._after_evaluation:  # one rank alone may read a weight then
                 require_all(f"Reading a weight of {self._labels[group]} after forward")
             group.unshard()
             group.wait_for_unshard()
             self._gathered.append(group)
         if torch.is_grad_enabled() and group not in self._pinned:
-            # Until all gradients are there: reductions of calls in the same step would miss that of the read.
-            group.post_backward, group.reshard = _wait, _wait  # type: ignore[method-assign]
+            # Reduce once all gradients exist: a reduction after a call in the same step would miss the gradient of the read.
+            group.post_backward, group.reshard = _postpone, _postpone  # type: ignore[method-assign]
             self._pinned.append(group)
-            self._hook(group, "_unsharded_param", self._end_is_due)
+            self._hook(group, "_unsharded_param", self._register_end_of_backward)
 
     def end_step(self) -> None:
-        """Free weights that were gathered for reads; for steps without backward."""
+        """Free weights that were gathered for reads, in steps without backward."""
         self.active = False
         self._unpin()
         for group in self._gathered:
@@ -102,7 +102,7 @@ class WeightReads:
         self._gathered.clear()
 
     def _unit_begins(self, module: nn.Module, args: object) -> None:
-        """Begin a step where a unit is called without the root, as `model.base_model(...)` or `model.get_input_embeddings()(ids)` do."""
+        """Begin a step if a unit is called without the root, as by `model.base_model(...)` or `model.get_input_embeddings()(ids)`."""
         if not self.active or self._after_evaluation:
             self._root_state._lazy_init()
             self._forward_begins(module, args)
@@ -110,10 +110,10 @@ class WeightReads:
     def _forward_begins(self, module: nn.Module, args: object) -> None:
         if torch._C._current_graph_task_id() != -1:
             return
-        if not self._pinned:  # else an earlier forward of the same step has read them
+        if not self._pinned:  # otherwise an earlier forward of the same step has read them
             self.end_step()
         self.active, self._after_evaluation = True, False
-        for group, label in self._labels.items():  # loading may have put new parameters in the place of others
+        for group, label in self._labels.items():  # loading may have replaced parameters
             self._hook(group, "sharded_param", partial(_refuse, label))
 
     def _forward_ends(self, module: nn.Module, args: object, output: object) -> None:
@@ -121,17 +121,17 @@ class WeightReads:
             self.end_step()
             self.active = self._after_evaluation = True
 
-    def _end_is_due(self, parameter: FSDPParam, gradient: torch.Tensor) -> None:
-        """Have FSDP2 call its end of backward, also where no module was called; refuse backward that is to run again."""
+    def _register_end_of_backward(self, parameter: FSDPParam, gradient: torch.Tensor) -> None:
+        """Register FSDP2's end of backward, which FSDP2 does only for called modules; refuse a backward with retain_graph."""
         if torch._C._autograd._get_current_graph_task_keep_graph():
             raise OSDPError(
-                "retain_graph=True lets backward run again through a weight that the loss reads, but it is freed after the first; add the"
-                " losses up and call backward once."
+                "retain_graph=True lets backward run again through a weight that the loss reads, but the first backward frees the weight;"
+                " add the losses and call backward once."
             )
         self._root_state._register_root_post_backward_final_callback()
 
     def _backward_ends(self, state: FSDPState) -> None:
-        """Run FSDP2's end of backward for the units of `state`'s root, when all gradients are there; then check them."""
+        """Run FSDP2's end of backward for the units of `state`'s root once all gradients exist; then check the units."""
         self._unpin()
         type(state)._root_post_backward_final_callback(state)
         if self._background is not None:
@@ -185,7 +185,7 @@ class WeightReads:
 
 
 class _WatchedParameters(dict[str, nn.Parameter | None]):
-    """A module's `_parameters`: a read of one by name tells `WeightReads`. Iteration, as in `named_parameters`, does not."""
+    """A module's `_parameters` that notifies `WeightReads` of reads by name, but not of iteration, as in `named_parameters`."""
 
     __slots__ = ("group", "reads")
 
@@ -203,7 +203,7 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
 
 
 def end_step(model: nn.Module) -> None:
-    """Show shards of weights that were read without a call, where no backward follows. Nothing happens in an unsharded model."""
+    """Free weights that were gathered for reads, if no backward follows. Do nothing for an unsharded model."""
     for hook in model._forward_pre_hooks.values():
         if isinstance(reads := getattr(hook, "__self__", None), WeightReads):
             reads.end_step()
@@ -231,11 +231,11 @@ def _refuse_second_gradients(pre_backward: Callable[[torch.Tensor], torch.Tensor
     """Refuse gradients of gradients before a unit's backward, which frees weights that a second backward would read."""
     if torch.is_grad_enabled():
         raise OSDPError(
-            "create_graph=True asks for gradients of gradients, which need weights that are freed by then; leave it out (a penalty on"
-            " gradients), or train this loss with osdp=False."
+            "create_graph=True asks for gradients of gradients, which need weights that are freed by then; leave out this gradient"
+            " penalty, or train this loss with osdp=False."
         )
     return pre_backward(gradient)
 
 
-def _wait(*unused: object) -> None:
-    """Stand in for FSDP2's reduction and release of a unit until backward has ended."""
+def _postpone(*unused: object) -> None:
+    """Do nothing; replaces FSDP2's reduction and release of a unit until backward has ended."""
