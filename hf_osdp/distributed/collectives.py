@@ -1,4 +1,4 @@
-"""Collectives of a unit: FSDP2's own, in two stages over nodes, or for gloo in pieces from rank to rank; and who listens to them."""
+"""Collectives of a unit: FSDP2's own, in two stages over nodes, or for gloo in pieces between ranks; and listeners to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from ..planner.hardware import Collective
 
 PIECE_BYTES = 256 * 2**10
-"""Longer messages between two ranks go one way at a time over gloo, and take up to twice as long (measured on 2 ranks of one
+"""gloo sends longer messages between two ranks one way at a time, which takes up to twice as long (measured on 2 ranks of one
 machine and over a rate-limited link: 1.0 against 1.5 to 2.0 times the time)."""
 
 # torch 2.13 deprecates the names that 2.11 has.
@@ -25,16 +25,16 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
-"""FSDP2 hands in either."""
+"""FSDP2 passes either."""
 
 
 Listener = Callable[[Collective, dist.ProcessGroup, int], AbstractContextManager[None]]
-"""Returns what is entered around each collective of this rank, given kind, group and bytes of the whole tensor.
+"""Returns a context for a collective of this rank, given its kind, its group and the bytes of the whole tensor.
 
-At its end all has been issued; on the CPU it is done, unless it returned a work to wait for.
+When the context ends, the collective has been issued. On the CPU it has also finished, unless it returned a work to wait for.
 """
 _listeners: list[Listener] = []
-"""Of the whole process: backward runs in threads of autograd's, to which context variables do not go along."""
+"""Global to the process: autograd runs backward in its own threads, which do not inherit context variables."""
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def gather_rows(local: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return a whole tensor of so many rows, of which a rank has ceil(rows / ranks), and the last ones fewer or none. Collective."""
+    """Gather a tensor of `rows` rows; each rank has ceil(rows / ranks) of them, the last ranks fewer or none. Collective."""
     each = -(-rows // group.size())
     whole = local.new_empty((each * group.size(), *local.shape[1:]))
     part = whole[each * group.rank() :][:each]
@@ -58,7 +58,7 @@ def gather_rows(local: torch.Tensor, rows: int, group: dist.ProcessGroup) -> tor
 
 @contextmanager
 def announced(collective: Collective, group: dist.ProcessGroup, whole: torch.Tensor) -> Iterator[None]:
-    """Inside the context one collective is issued, of the tensor `whole`."""
+    """Tell the listeners that one collective of the tensor `whole` is issued inside the context."""
     with ExitStack() as stack:
         for listener in _listeners:
             stack.enter_context(listener(collective, group, whole.nbytes))
@@ -66,12 +66,12 @@ def announced(collective: Collective, group: dist.ProcessGroup, whole: torch.Ten
 
 
 def is_listened() -> bool:
-    """Return whether collectives are being observed, one after the other."""
+    """Return whether listeners observe collectives, which must then run one after the other."""
     return bool(_listeners)
 
 
 class Works(dist.Work):
-    """Several works as one, which holds on to tensors until it was waited for. FSDP2 waits only for instances of `dist.Work`."""
+    """Several works as one, which keeps tensors alive until it has been waited for. FSDP2 waits only for instances of `dist.Work`."""
 
     def __init__(self, works: Sequence[dist.Work], *, held: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -85,26 +85,26 @@ class Works(dist.Work):
 
 
 class Transport(Protocol):
-    """How the bytes of a collective's stage travel, of flat and contiguous tensors."""
+    """Sends flat, contiguous tensors for one stage of a collective."""
 
     def all_gather(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool = False
     ) -> dist.Work | None:
-        """Make each output the ranks' inputs one after the other; an input may be a view of its place there.
+        """Fill each output with the ranks' inputs in rank order; an input may be a view of its place in the output.
 
-        With `async_op` return the work, which holds on to the inputs until it was waited for.
+        With `async_op` return the work, which keeps the inputs alive until it has been waited for.
         """
 
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: ReduceOp, group: dist.ProcessGroup
     ) -> None:
-        """Make each output this rank's chunk of the reduced inputs, whose content is lost."""
+        """Write this rank's chunk of the reduced inputs to each output; the inputs may be overwritten."""
 
 
 class BackendTransport:
     """The process group's own collectives.
 
-    Several gathers or reductions run in one group at once, as one launch where it `coalesces`, as NCCL can; else one after the other.
+    Several gathers or reductions run as one launch if it `coalesces`, as NCCL can, else one after the other.
     """
 
     def __init__(self, *, coalesces: bool) -> None:
@@ -137,10 +137,10 @@ class BackendTransport:
 
 
 class PieceTransport:
-    """`BackendTransport` for gloo, in pieces from rank to rank: what its own collectives do in one message, or not at all.
+    """Replaces `BackendTransport` for gloo, whose own collectives send one message or do not exist; sends pieces between ranks.
 
-    An all-gather sends the input to every other rank. A reduce-scatter sends partial sums around the ring of ranks, so that a
-    group of neighbours crosses the link between two nodes once each way, and receives into the output, so that it needs no memory.
+    An all-gather sends the input to every other rank. A reduce-scatter sends partial sums around the ring of ranks, so that they cross
+    the link between two nodes once each way. It receives into the output and needs no memory of its own.
     """
 
     def all_gather(
@@ -151,7 +151,7 @@ class PieceTransport:
             places = output.view(group.size(), -1)
             if places[group.rank()].data_ptr() != given.data_ptr():
                 places[group.rank()].copy_(given)
-            works += _between_all([given] * group.size(), places, group)
+            works += _start_exchange([given] * group.size(), places, group)
         work = Works(works, held=inputs)
         if async_op:
             return work
@@ -162,22 +162,22 @@ class PieceTransport:
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: ReduceOp, group: dist.ProcessGroup
     ) -> None:
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise ValueError(f"gloo reduces gradients by SUM or AVG, not {op}; leave set_gradient_divide_factor alone on the CPU.")
+            raise ValueError(f"gloo reduces gradients by SUM or AVG, not {op}; do not call set_gradient_divide_factor on the CPU.")
         lanes: list[tuple[torch.Tensor, ...]] = []
         for output, given in zip(outputs, inputs, strict=True):
             lanes += zip(_pieces(output), *map(_pieces, given.view(group.size(), -1)), strict=True)
-        _reduce_around(lanes, group)
+        _ring_reduce_scatter(lanes, group)
         if op == dist.ReduceOp.AVG:
             for output in outputs:
                 output.div_(group.size())
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Send each rank its row, and receive one from each; this rank's own stays as it is."""
-        Works(_between_all(sent, received, group), held=()).wait()
+        Works(_start_exchange(sent, received, group), held=()).wait()
 
 
-def _between_all(sent: Sequence[torch.Tensor] | torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Begin to send each other rank its row, and to receive one from each, in pieces."""
+def _start_exchange(sent: Sequence[torch.Tensor] | torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+    """Start to send each other rank its row and to receive one from each, in pieces."""
     ranks, me = group.size(), group.rank()
     works: list[dist.Work] = []
     for hop in range(1, ranks):
@@ -187,10 +187,10 @@ def _between_all(sent: Sequence[torch.Tensor] | torch.Tensor, received: torch.Te
     return works
 
 
-def _reduce_around(lanes: Sequence[tuple[torch.Tensor, ...]], group: dist.ProcessGroup) -> None:
-    """Pass on, in step k, the partial sum of the chunk k + 1 ranks behind; a lane's next step starts as soon as its piece is there.
+def _ring_reduce_scatter(lanes: Sequence[tuple[torch.Tensor, ...]], group: dist.ProcessGroup) -> None:
+    """Reduce-scatter around the ring: in step k pass on the partial sum of the chunk of the rank k + 1 places behind.
 
-    A lane is a piece of the output, and the same piece of each rank's chunk of the input.
+    A lane is a piece of the output with the same piece of each rank's chunk of the input; its next step starts when its piece arrives.
     """
     ranks, me = group.size(), group.rank()
     before, after = (me - 1) % ranks, (me + 1) % ranks
@@ -199,7 +199,7 @@ def _reduce_around(lanes: Sequence[tuple[torch.Tensor, ...]], group: dist.Proces
             output.copy_(chunk)
         return
     sends, receives = [], []
-    for output, *chunks in lanes:  # receives first: two ranks that both only send do so one way at a time
+    for output, *chunks in lanes:  # receives first: two ranks that both only send would send one way at a time
         receives.append(_receive(output, group, before))
         sends.append(_send(chunks[before], group, after))
     for step in range(ranks - 1):
@@ -220,7 +220,7 @@ PlainTransport = BackendTransport | PieceTransport
 
 
 def plain_transport(group: dist.ProcessGroup, device_type: str) -> PlainTransport:
-    """Return how tensors on `device_type` (`"cpu"` or `"cuda"`) travel in two stages, or encoded."""
+    """Return the transport for tensors on `device_type` (`"cpu"` or `"cuda"`) in two stages, or encoded."""
     backend = group._get_backend(torch.device(device_type)).name()
     return PieceTransport() if backend == "gloo" else BackendTransport(coalesces=backend == "nccl")
 
@@ -232,7 +232,7 @@ def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
 
 def _send(tensor: torch.Tensor, group: dist.ProcessGroup, to: int) -> dist.Work:
     work = dist.isend(tensor, group=group, group_dst=to)
-    assert work is not None  # as for a rank outside of the group
+    assert work is not None  # None only for a rank outside of the group
     return work
 
 
@@ -248,18 +248,18 @@ def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """A rank's groups of a collective over whole nodes; its place in the whole is `place between * ranks within + place within`."""
+    """A rank's groups for a two-stage collective; its rank overall is `rank in between * size of within + rank in within`."""
 
     between: dist.ProcessGroup
-    """Ranks of the same place in each node."""
+    """Ranks with the same local rank, one of each node."""
     within: dist.ProcessGroup
     """Ranks of this node."""
 
 
 class TwoStageAllGather(DefaultAllocMixin, AllGather):
-    """Between nodes first, so that each byte crosses the slow link once a node, then inside the node, into place.
+    """Gathers between nodes first, so that each byte crosses the slow link once per node, then inside the node.
 
-    With `async_op` the work returned is that of the second stage. The first has been issued to the current stream, or has ended.
+    With `async_op` it returns the work of the second stage; the first has been issued to the current stream, or has ended.
     """
 
     def __init__(self, stages: Stages, transport: Transport, between: Transport | None = None) -> None:
@@ -270,14 +270,14 @@ class TwoStageAllGather(DefaultAllocMixin, AllGather):
     ) -> dist.Work | None:
         with announced(Collective.TWO_STAGE_ALL_GATHER, group, output_tensor):
             nodes = self.stages.between.size()
-            of_my_place = input_tensor.new_empty(nodes * input_tensor.numel())
-            self.between.all_gather([of_my_place], [input_tensor], self.stages.between)
-            parts = output_tensor.chunk(nodes), of_my_place.chunk(nodes)
+            between_nodes = input_tensor.new_empty(nodes * input_tensor.numel())
+            self.between.all_gather([between_nodes], [input_tensor], self.stages.between)
+            parts = output_tensor.chunk(nodes), between_nodes.chunk(nodes)
             return self._within.all_gather(*parts, self.stages.within, async_op=async_op)
 
 
 class TwoStageReduceScatter(DefaultAllocMixin, ReduceScatter):
-    """Inside the node first, then between nodes what is left: the all-gather's way back."""
+    """Reduces inside the node first, then between nodes: the reverse of `TwoStageAllGather`."""
 
     def __init__(self, stages: Stages, transport: Transport, between: Transport | None = None) -> None:
         self.stages, self.between, self._within = stages, between or transport, transport
@@ -287,15 +287,15 @@ class TwoStageReduceScatter(DefaultAllocMixin, ReduceScatter):
     ) -> None:
         with announced(Collective.TWO_STAGE_REDUCE_SCATTER, group, input_tensor):
             nodes = self.stages.between.size()
-            of_my_place = output_tensor.new_empty(nodes * output_tensor.numel())
-            self._within.reduce_scatter(of_my_place.chunk(nodes), input_tensor.chunk(nodes), op, self.stages.within)
+            between_nodes = output_tensor.new_empty(nodes * output_tensor.numel())
+            self._within.reduce_scatter(between_nodes.chunk(nodes), input_tensor.chunk(nodes), op, self.stages.within)
             # A mean of means is the mean; a factor (PREMUL_SUM) was applied in the first stage.
             second = op if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) else dist.ReduceOp.SUM
-            self.between.reduce_scatter([output_tensor], [of_my_place], second, self.stages.between)
+            self.between.reduce_scatter([output_tensor], [between_nodes], second, self.stages.between)
 
 
 class FlatAllGather(DefaultAllocMixin, AllGather):
-    """In one stage, by a transport."""
+    """Gathers in one stage, by a transport."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -308,7 +308,7 @@ class FlatAllGather(DefaultAllocMixin, AllGather):
 
 
 class FlatReduceScatter(DefaultAllocMixin, ReduceScatter):
-    """In one stage, by a transport, which loses the input's content. gloo's own is an all-reduce: twice the bytes, and more memory."""
+    """Reduces in one stage, by a transport, which may overwrite the input. gloo's own does an all-reduce: twice the bytes, more memory."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -323,9 +323,9 @@ class FlatReduceScatter(DefaultAllocMixin, ReduceScatter):
 def flat_collectives(
     group: dist.ProcessGroup, device_type: str, gather: Transport | None = None, reduce: Transport | None = None
 ) -> tuple[AllGather, ReduceScatter]:
-    """Return what a unit gathers and reduces with in one stage, in its shard group: FSDP2's own, but for gloo's reduce-scatter.
+    """Return a unit's one-stage collectives in its shard group: FSDP2's own, except gloo's reduce-scatter.
 
-    `gather` and `reduce` are transports to take in their place.
+    If given, the transports `gather` and `reduce` replace them.
     """
     plain = plain_transport(group, device_type)
     if reduce is None and isinstance(plain, PieceTransport):
@@ -336,9 +336,9 @@ def flat_collectives(
 def two_stage_collectives(
     stages: Stages, device_type: str, gather: Transport | None = None, reduce: Transport | None = None
 ) -> tuple[AllGather, ReduceScatter]:
-    """Return what a unit gathers and reduces with in two stages, over tensors on `device_type` (`"cpu"` or `"cuda"`).
+    """Return a unit's two-stage collectives of tensors on `device_type` (`"cpu"` or `"cuda"`).
 
-    `gather` and `reduce` are transports to take between nodes in place of the plain one.
+    If given, the transports `gather` and `reduce` replace the plain transport between nodes.
     """
     plain = plain_transport(stages.within, device_type)
     return TwoStageAllGather(stages, plain, gather), TwoStageReduceScatter(stages, plain, reduce)

@@ -1,4 +1,4 @@
-"""The process environment: what launchers, torch and users have set. Nothing else of this package reads it."""
+"""Environment variables of launchers, torch and users. No other module of this package reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def variables() -> Mapping[str, str]:
 
 
 def variable(name: str, default: str = "") -> str:
-    """Return a variable, or the default where it is not set."""
+    """Return a variable, or the default if it is not set."""
     return os.environ.get(name, default)
 
 
@@ -23,16 +23,16 @@ def set_variable(name: str, value: str) -> None:
 
 
 def is_on(name: str) -> bool:
-    """Return whether a variable says yes, as Accelerate writes it."""
+    """Return whether a variable is set to true, as Accelerate writes it."""
     return variable(name, "false").lower() in ("1", "true", "yes")
 
 
 def number(name: str, default: int = 0) -> int:
-    """Return a variable of the launcher as a number; raise ValueError where it is not a whole number of at least 0."""
+    """Return a variable of the launcher as a number; raise ValueError unless it is a whole number of at least 0."""
     text = variable(name, str(default))
     if re.fullmatch("[0-9]{1,9}", text):
         return int(text)
-    raise ValueError(f"{name}={text[:40]!r} is not a whole number of at least 0; it is for the launcher to set.")
+    raise ValueError(f"{name}={text[:40]!r} is not a whole number of at least 0; let the launcher set it.")
 
 
 def launched_rank() -> int:
@@ -66,7 +66,7 @@ def most_restarts() -> int:
 
 
 def restarts_left() -> int | None:
-    """Return how many times torchrun would start this run again; None where it has not started this process."""
+    """Return how many restarts of this run torchrun has left; None if it has not started this process."""
     return None if not variable("TORCHELASTIC_RUN_ID") else max(0, most_restarts() - _count("TORCHELASTIC_RESTART_COUNT"))
 
 

@@ -1,4 +1,4 @@
-"""The process group: all launched ranks are there and run the same versions, a group to wait in, calls that every rank must make."""
+"""The process group: check launched ranks and their versions, a group for long waits, and calls that every rank must make."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ COMPARED = ("hf_osdp", "torch", "accelerate", "transformers")
 """Packages that all ranks must have in one version."""
 TIMEOUT_VARIABLE = "OSDP_LAUNCH_TIMEOUT_S"
 ALL_CALL_S = 300.0
-"""How long `require_all` waits: longer than one rank logs or writes beforehand, less than NCCL's 600 s."""
+"""How long `require_all` waits: longer than a rank may log or write beforehand, less than NCCL's 600 s."""
 _LONGEST_WAIT = timedelta(hours=6)
-"""Above any save or search, where NCCL and gloo end ranks that wait for 600 and 1800 s. A rank that ends ends the others' waiting."""
+"""Longer than any save or search; by default NCCL and gloo end waits after 600 and 1800 s. If a rank ends, the others stop waiting."""
 _POLL_S = 0.05
 _READ_S = 2.0
-"""How much longer than rank 0 the others wait, and how long it lets them read an error."""
+"""How much longer than rank 0 the others wait, and how long rank 0 waits while they read an error."""
 _KEY = "hf_osdp/start"
 
 _gloo_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
@@ -46,7 +46,7 @@ _calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class RankReport(TypedDict):
-    """What a rank tells the others at the start, as JSON. `token` is of this call, so that a restart is told from the start before."""
+    """What a rank tells the others at the start, as JSON. `token` identifies this call, so that a restart differs from earlier starts."""
 
     rank: int
     ranks: int
@@ -57,20 +57,20 @@ class RankReport(TypedDict):
 
 
 def check_ranks() -> None:
-    """Wait until every launched rank is here, and compare their versions. Collective.
+    """Wait until every launched rank has started, and compare their versions. Collective.
 
-    Ranks meet in the store of `env://` or of the process group, for `OSDP_LAUNCH_TIMEOUT_S` (300 s). A single process returns at once.
-    Before that, CUDA's allocator is set as `prefer_expandable_segments` says.
+    Ranks report in the store of `env://` or of the process group, and wait for `OSDP_LAUNCH_TIMEOUT_S` (300 s). A single process returns
+    at once. First, `prefer_expandable_segments` sets up CUDA's allocator.
 
-    Raise LaunchError where ranks are missing or run different versions, in the same line on every rank that came; a rank was started
-    twice; or rank 0's machine cannot be reached.
+    Raise LaunchError, with the same message on every rank that reported, if ranks are missing or run different versions. Also raise it if
+    a rank was started twice, or rank 0's machine cannot be reached.
     """
     prefer_expandable_segments()  # before the process group, which initialises CUDA
     limit_s = launch_timeout_s()
     if are_several_ranks():
         rank, size, store = dist.get_rank(), dist.get_world_size(), _store("start")
         shared = most_restarts() and is_torchruns_store()
-        if rank == 0 and shared and not _env_store.cache_info().currsize:  # else `_collect` has cleared it
+        if rank == 0 and shared and not _env_store.cache_info().currsize:  # otherwise `_collect` has cleared it
             _log.warning("A restart may hang, since torchrun keeps its store: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun.")
     elif dist.is_initialized() or not all(map(variable, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))):
         return
@@ -86,12 +86,12 @@ def check_ranks() -> None:
         reports = (_collect if rank == 0 else _report)(store, mine, limit_s)
     except RuntimeError as error:  # torch's errors of stores
         raise LaunchError(
-            f"Rank {rank} on {mine['host']} lost rank 0's machine at {master_address()} while ranks came together ({_reason(error)}):"
-            " a process there ended, and its own output says why."
+            f"Rank {rank} on {mine['host']} lost rank 0's machine at {master_address()} while ranks reported ({_reason(error)}):"
+            " a process there ended; its own output shows why."
         ) from error
     if line := refusal(reports, waited_s=limit_s):
         if rank == 0:
-            time.sleep(_READ_S)  # this process may host the store in which the others read
+            time.sleep(_READ_S)  # this process may host the store from which the others read
         raise LaunchError(line)
 
 
@@ -102,7 +102,7 @@ def own_versions() -> dict[str, str]:
 
 
 def launch_timeout_s() -> float:
-    """Return the seconds to wait for launched ranks: `OSDP_LAUNCH_TIMEOUT_S`, else 300, as `TCPStore` has it."""
+    """Return the seconds to wait for launched ranks: `OSDP_LAUNCH_TIMEOUT_S`, else 300, the default of `TCPStore`."""
     text = variable(TIMEOUT_VARIABLE, "300")
     with suppress(ValueError):
         if 0 < float(text) < float("inf"):
@@ -111,10 +111,10 @@ def launch_timeout_s() -> float:
 
 
 def _collect(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
-    """On rank 0: wait for the others' reports, and publish all. A new token for each start tells them from those of an earlier start.
+    """Wait on rank 0 for the others' reports, and publish all. A new token for each start separates them from those of earlier starts.
 
     torchrun keeps its store over restarts (pytorch issue 135712): gloo would find addresses of processes that have ended. They are
-    deleted here, before any rank goes on to form the group.
+    deleted here, before any rank can form the group.
     """
     space = PrefixStore(f"{_KEY}/{mine['token']}", store)
     store.set(_KEY, mine["token"])
@@ -129,12 +129,12 @@ def _collect(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]
 
 
 def _report(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
-    """On other ranks: report to rank 0's latest start, until its answer has this call's token."""
+    """Report on another rank to rank 0's latest start, until the answer contains this call's token."""
     seen, until, problem = "", time.monotonic() + limit_s + _READ_S, f"waited {limit_s:g} s at {master_address()} for rank 0"
     while time.monotonic() < until:
         token = store.get(_KEY).decode() if store.check([_KEY]) else ""
         space = PrefixStore(f"{_KEY}/{seen}", store)
-        if seen and space.check(["reports"]):  # before a later check of rank 0's is looked at
+        if seen and space.check(["reports"]):  # before reading about a later start of rank 0
             reports: list[RankReport] = json.loads(space.get("reports"))
             if mine["token"] in [report["token"] for report in reports]:
                 return reports
@@ -143,7 +143,7 @@ def _report(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
             others = [f"process {one['process']} on {one['host']}" for one in reports if one["rank"] == mine["rank"]]
             if others and others != [f"process {mine['process']} on {mine['host']}"]:
                 problem = f"was started twice: rank 0 at {master_address()} counts {others[0]}"
-                if not is_torchruns_store():  # the store began with rank 0's process, so that this is no restart
+                if not is_torchruns_store():  # the store started with rank 0's process, so that this is not a restart
                     break
         if token != seen:
             seen = token
@@ -174,49 +174,49 @@ def _env_store(rank: int, port: int, limit_s: float) -> Store:
 
 
 def refusal(reports: Sequence[RankReport], *, waited_s: float) -> str | None:
-    """Name the ranks whose versions or number of ranks differ, else those that did not report; None where all may go on."""
-    said = {report["rank"]: {**report["versions"], "the number of ranks": str(report["ranks"])} for report in reports}
-    if found := differences(said, {report["rank"]: f" ({report['host']})" for report in reports}):
+    """Return a message about ranks whose versions or number of ranks differ, else about those that did not report; None if all is well."""
+    values_of_rank = {report["rank"]: {**report["versions"], "the number of ranks": str(report["ranks"])} for report in reports}
+    if found := differences(values_of_rank, {report["rank"]: f" ({report['host']})" for report in reports}):
         return (
             f"Ranks run different versions: {found}. Install the same versions on every machine, for example by constraints.txt, and start"
             " every machine with the same number of ranks."
         )
-    if not (missing := set(range(reports[0]["ranks"])) - set(said)):
+    if not (missing := set(range(reports[0]["ranks"])) - set(values_of_rank)):
         return None
     hosts = ", ".join(dict.fromkeys(report["host"] for report in reports))
     return (
-        f"{len(missing)} of {reports[0]['ranks']} ranks did not report within {waited_s:g} s: {_ranks(missing)} ({_ranks(said)} on {hosts}"
-        " did). Look at the output of their machines; if they were never started, start them, and check that they reach rank 0's machine"
-        f" at {master_address()}: address, port, firewall. If they only need longer, raise {TIMEOUT_VARIABLE}."
+        f"{len(missing)} of {reports[0]['ranks']} ranks did not report within {waited_s:g} s: {_ranks(missing)} ({_ranks(values_of_rank)}"
+        f" on {hosts} did). Look at the output of their machines; if they were never started, start them, and check that they reach rank"
+        f" 0's machine at {master_address()}: address, port, firewall. If they only need longer, raise {TIMEOUT_VARIABLE}."
     )
 
 
-def differences(said: Mapping[int, Mapping[str, str]], where: Mapping[int, str] | None = None) -> str | None:
-    """Return which ranks say what, for each name in which they differ, with what to write behind a rank; None where they do not.
+def differences(values_of_rank: Mapping[int, Mapping[str, str]], suffixes: Mapping[int, str] | None = None) -> str | None:
+    """Return which ranks have which value, for each name whose values differ; None if there is none.
 
-    An empty value agrees with all.
+    An empty value matches any other. `suffixes` are written after ranks.
     """
     parts = []
-    for name in dict.fromkeys(name for one in said.values() for name in one):
-        kinds: dict[str, list[int]] = {}
-        for rank, one in said.items():
+    for name in dict.fromkeys(name for one in values_of_rank.values() for name in one):
+        ranks_of_value: dict[str, list[int]] = {}
+        for rank, one in values_of_rank.items():
             if value := one.get(name, "not known"):
-                kinds.setdefault(value, []).append(rank)
-        if len(kinds) > 1:
-            listed = [f"{value} on {_ranks(ranks)}{(where or {}).get(ranks[0], '')}" for value, ranks in kinds.items()]
+                ranks_of_value.setdefault(value, []).append(rank)
+        if len(ranks_of_value) > 1:
+            listed = [f"{value} on {_ranks(ranks)}{(suffixes or {}).get(ranks[0], '')}" for value, ranks in ranks_of_value.items()]
             parts.append(f"{name} is {', '.join(listed)}")
     return "; ".join(parts) or None
 
 
 def are_several_ranks() -> bool:
-    """Return whether there is a process group of several real ranks."""
+    """Return whether there is a process group of several real ranks, not of torch's `fake` backend."""
     return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
 
 
 def gloo_group() -> dist.ProcessGroup | None:
-    """Return a gloo group of all ranks in which one may be waited for, longer than in the default group; None where no other rank is real.
+    """Return a gloo group of all ranks with a longer timeout than the default group; None if there is no other real rank.
 
-    Collective the first time; it is formed once for each process group.
+    Collective the first time; the group is formed once for each process group.
     """
     world = dist.group.WORLD
     if world is None or not are_several_ranks():
@@ -234,7 +234,7 @@ def gloo_group() -> dist.ProcessGroup | None:
 
 
 def all_gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return what every rank has, in rank order, over `gloo_group` or another group of all. Collective."""
+    """Return every rank's object, in rank order, over `gloo_group` or another group of all ranks. Collective."""
     values = [mine] * (dist.get_world_size() if dist.is_initialized() else 1)
     if (group := group or gloo_group()) is not None:
         dist.all_gather_object(values, mine, group=group)
@@ -247,9 +247,9 @@ def host_barrier() -> None:
 
 
 def require_all(what: str) -> None:
-    """Return once every rank has called this for the same thing, `what`, such as `GPT2LMHeadModel.generate`; else raise OSDPError.
+    """Wait until every rank has called this with the same `what`, such as `GPT2LMHeadModel.generate`; else raise OSDPError.
 
-    Ranks ask the store, so that one that calls alone gets an error after `ALL_CALL_S`, and does not hang.
+    Ranks poll the store, so that a rank that calls alone gets an error after `ALL_CALL_S` instead of hanging.
     """
     world = dist.group.WORLD
     if world is None or not are_several_ranks():
@@ -262,7 +262,7 @@ def require_all(what: str) -> None:
     if None not in called:
         _calls[world] = call
     with suppress(NotImplementedError):  # raised by stores without delete_key
-        store.delete_key(keys[rank] if None in called else f"{call - 2}/{rank}")  # read by all: they have made a call since
+        store.delete_key(keys[rank] if None in called else f"{call - 2}/{rank}")  # all ranks have read it: they have made a call since
     if missing := [other for other, name in enumerate(called) if name != what]:
         alike = [other for other, name in enumerate(called) if name == what]
         raise OSDPError(
@@ -275,10 +275,10 @@ def _store(name: str) -> Store:
     return PrefixStore(f"hf_osdp/{name}", dist.distributed_c10d._get_default_store())
 
 
-def _poll(true: Callable[[], bool], seconds: float) -> None:
-    """Wait until it is true, at most this long; the store's own `wait` prints a warning when the time is over."""
+def _poll(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait at most `seconds` until a condition is true; the store's own `wait` prints a warning after its timeout."""
     until, pause = time.monotonic() + seconds, 0.001
-    while not true() and time.monotonic() < until:
+    while not condition() and time.monotonic() < until:
         time.sleep(pause := min(2 * pause, _POLL_S))
 
 
@@ -288,7 +288,7 @@ def _reason(error: Exception) -> str:
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """Write ranks with their runs in short, as in `ranks 0-3, 8`."""
+    """Write ranks with consecutive ones as ranges, as in `ranks 0-3, 8`."""
     found = sorted(set(ranks))
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(found), key=lambda pair: pair[1] - pair[0])]
     return f"rank{'' if len(found) == 1 else 's'} " + ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -1,4 +1,4 @@
-"""Reduce gradients between replicas in place of FSDP2's all-reduce: in a format of fewer bits, or beside backward."""
+"""Reduce gradients between replicas in place of FSDP2's all-reduce: in a format of fewer bits, or overlapped with backward."""
 
 from __future__ import annotations
 
@@ -19,53 +19,53 @@ from .wire import WireTransport
 class Background:
     """Run functions one after the other in a thread, and wait for all of them.
 
-    The thread ends with the process: one that waited at its end would wait for ranks that have failed.
+    The thread is a daemon: joining it when the process exits would wait for ranks that have failed.
     """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._given: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._queue: queue.Queue[Callable[[], None]] = queue.Queue()
         self._errors: list[BaseException] = []
 
     def run(self, function: Callable[[], None]) -> None:
-        """Begin the function when those before it have ended."""
+        """Queue the function; it runs when those before it have ended."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, daemon=True, name="reduce between replicas")
             self._thread.start()
-        self._given.put(function)
+        self._queue.put(function)
 
     def wait(self) -> None:
-        """Return when all functions have ended, those from before an interrupted wait too; raise what the first of them raised."""
-        self._given.join()
+        """Wait until all functions have ended, including those before an interrupted wait; raise the first error."""
+        self._queue.join()
         errors, self._errors = self._errors, []
         if errors:
             raise errors[0]
 
     def _work(self) -> None:
         while True:
-            function = self._given.get()
+            function = self._queue.get()
             try:
                 function()
             except BaseException as error:
                 self._errors.append(error)
             del function
-            self._given.task_done()
+            self._queue.task_done()
 
 
 @dataclass(eq=False, kw_only=True)
 class Replicas:
-    """Stands in for the group of a unit's replicas, in which FSDP2 all-reduces what the unit's shard group has reduced."""
+    """Replaces the process group of a unit's replicas, in which FSDP2 all-reduces gradients after the reduce-scatter."""
 
     group: dist.ProcessGroup
     transport: WireTransport | None
-    """Of fewer bits; None reduces as the group itself does."""
+    """Sends fewer bits; None uses the group's own all-reduce."""
     background: Background | None = None
-    """Where reductions run whose result nobody reads before backward ends."""
+    """Runs reductions whose result is not read before backward ends."""
     is_read: Callable[[torch.Tensor], bool] = field(default=lambda tensor: True)
-    """Whether FSDP2 reads a reduced tensor at once."""
+    """Whether a reduced tensor is read before backward ends."""
 
     def __eq__(self, other: object) -> bool:
-        """Equal the group itself, which torch looks up to log what a collective raised."""
+        """Equal the group itself: torch looks it up to log an error of a collective."""
         return other is self or other is self.group
 
     def __hash__(self) -> int:
@@ -84,11 +84,11 @@ class Replicas:
         for tensor in tensors:
             reduce = partial(self._reduce, tensor, options.reduceOp)
             if self.background is not None:
-                # An average alone leaves FSDP2 nothing to divide by afterwards.
+                # Only after an average does FSDP2 not divide the result.
                 if options.reduceOp == dist.ReduceOp.AVG and not is_listened() and not self.is_read(tensor):
                     self.background.run(reduce)
                     continue
-                self.background.wait()  # collectives of a group keep their order, and a gradient that is added to is there
+                self.background.wait()  # keeps the order of the group's collectives, and completes gradients before others are added
             with announced(Collective.ALL_REDUCE, self.group, tensor):
                 reduce()
         return Works((), held=())

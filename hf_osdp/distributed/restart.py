@@ -1,7 +1,7 @@
 """Start again under a lower limit after running out of device memory.
 
-The launcher starts all ranks again (`torchrun --max-restarts`). Until then the limit waits in a file of the user's on the machine whose
-rank ran out of memory; planning takes the lowest of all ranks.
+The launcher starts all ranks again (`torchrun --max-restarts`). Until then a file of the user on the
+machine whose rank ran out of memory holds the limit; planning uses the lowest of all ranks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .process_group import all_gather_objects
 
 
 def limit_after_oom(limit_bytes: int) -> int:
-    """Return a memory limit, lowered where this run started again because it was too high. Collective."""
+    """Return a memory limit, lowered if this run was restarted because the limit was too high. Collective."""
     return min(limit_bytes, *(limit or limit_bytes for limit in all_gather_objects(_noted_limit())))
 
 
 def reason_not_to_restart() -> str | None:
-    """Return why this run cannot start again under a lower limit; None where it can."""
+    """Return why this run cannot start again under a lower limit; None if it can."""
     if (left := restarts_left()) is None:
         return "no launcher starts it again; use that memory_limit, or torchrun --max-restarts 3 (accelerate launch: --max_restarts 3)"
     if not left:
@@ -31,25 +31,25 @@ def reason_not_to_restart() -> str | None:
 
 
 def note_limit(limit_bytes: int) -> None:
-    """Have the next start plan under a lower limit, once this process has failed."""
-    note = _note()
-    note.unlink(missing_ok=True)
-    with open(os.open(note, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="ascii") as file:
+    """Write the lower limit under which the next start plans."""
+    path = _limit_file()
+    path.unlink(missing_ok=True)
+    with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="ascii") as file:
         file.write(str(limit_bytes))
 
 
 def _noted_limit() -> int | None:
-    """Return the bytes that were noted when a rank of this machine ran out of memory; None where none did."""
+    """Return the limit in bytes that was noted when a rank of this machine ran out of memory; None if none did."""
     if restarts_left() is None or not restart_count():
         return None
-    note = _note()
-    if not note.is_file() or note.stat().st_uid != os.getuid():
+    path = _limit_file()
+    if not path.is_file() or path.stat().st_uid != os.getuid():
         return None
-    text = note.read_text(encoding="ascii", errors="replace")
+    text = path.read_text(encoding="ascii", errors="replace")
     return int(text) if text.isdecimal() else None
 
 
-def _note() -> Path:
-    """Return where ranks of one launcher note a limit: named by its process, and since when that runs."""
+def _limit_file() -> Path:
+    """Return the file in which ranks of one launcher note a limit, named after the launcher's process id and start time."""
     launcher = psutil.Process(os.getppid())
     return Path(tempfile.gettempdir()) / f"hf_osdp-limit-{os.getuid()}-{launcher.pid}-{launcher.create_time()}"

@@ -1,4 +1,4 @@
-"""Encode and decode tensors in the formats of `planner/wire.py`, and send them: collectives of fewer bits, whose sums are float32."""
+"""Encode and decode tensors in the formats of `planner/wire.py`, and send them: collectives with fewer bits and sums in float32."""
 
 from __future__ import annotations
 
@@ -12,55 +12,55 @@ from ..errors import OSDPError
 from ..planner.wire import PIECE_ELEMENTS, TURNED, WireFormat
 from .collectives import PlainTransport, ReduceOp, Works
 
-_LARGEST = {WireFormat.INT8: 127, WireFormat.INT4: 7}
-"""Of the codes, which are symmetric around 0."""
+_LARGEST_CODE = {WireFormat.INT8: 127, WireFormat.INT4: 7}
+"""The largest code; codes are symmetric around 0."""
 
 
 def encode(values: torch.Tensor, codes: torch.Tensor, wire: WireFormat) -> None:
-    """Write values into the first bytes of `codes`, uint8 and at least `wire.nbytes(values.numel())` long; both of one dimension.
+    """Encode values into the first bytes of `codes`, uint8 and at least `wire.nbytes(values.numel())` long; both have one dimension.
 
-    The storage of `codes` begins at a multiple of 4 bytes. A block with an infinity or NaN decodes to values none of which is finite, but
-    for zeros of a block's padding, so that a gradient scaler sees it.
+    The storage of `codes` must begin at a multiple of 4 bytes. A block with an infinity or NaN decodes to values that are all not finite,
+    except zeros of a block's padding, so that a gradient scaler detects it.
     """
-    turn = _hadamard(values.device) if wire is WireFormat.INT4 else None
+    rotation = _hadamard(values.device) if wire is WireFormat.INT4 else None
     for piece, packed, scales in _pieces(values, codes, wire):
-        _encode_piece(piece, packed, scales, wire, turn)
+        _encode_piece(piece, packed, scales, wire, rotation)
 
 
 def decode(codes: torch.Tensor, values: torch.Tensor, wire: WireFormat, *, add: bool = False) -> None:
-    """Replace values by those that `encode` wrote, or `add` them; arguments are as for it."""
-    turn = _hadamard(values.device) if wire is WireFormat.INT4 else None
+    """Replace values by those that `encode` wrote, or `add` them; the arguments are those of `encode`."""
+    rotation = _hadamard(values.device) if wire is WireFormat.INT4 else None
     for piece, packed, scales in _pieces(values, codes, wire):
-        decoded = _decoded(packed, scales, wire, turn)[: piece.numel()]
+        decoded = _decoded(packed, scales, wire, rotation)[: piece.numel()]
         piece.add_(decoded) if add else piece.copy_(decoded)
         del decoded
 
 
-def _encode_piece(piece: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, wire: WireFormat, turn: torch.Tensor | None) -> None:
+def _encode_piece(piece: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, wire: WireFormat, rotation: torch.Tensor | None) -> None:
     if wire is WireFormat.BF16:
         packed.view(torch.bfloat16).copy_(piece)
         return
     blocks = _whole_blocks(piece, wire.block_size)
-    if turn is not None:
-        blocks = (blocks.float().view(-1, TURNED) @ turn).view_as(blocks)
-    scales.copy_(blocks.abs().amax(dim=1).float().div_(_LARGEST[wire]))
+    if rotation is not None:
+        blocks = (blocks.float().view(-1, TURNED) @ rotation).view_as(blocks)
+    scales.copy_(blocks.abs().amax(dim=1).float().div_(_LARGEST_CODE[wire]))
     scaled = blocks.div(torch.where(scales == 0, 1.0, scales).unsqueeze(1)).round_()
     del blocks
-    if turn is None:
+    if rotation is None:
         packed.view(torch.int8).copy_(scaled.view(-1))
         return
     low, high = scaled.add_(8).to(torch.uint8).chunk(2, dim=1)
     torch.bitwise_or(low, high << 4, out=packed.view(-1, wire.block_size // 2))
 
 
-def _decoded(packed: torch.Tensor, scales: torch.Tensor, wire: WireFormat, turn: torch.Tensor | None) -> torch.Tensor:
+def _decoded(packed: torch.Tensor, scales: torch.Tensor, wire: WireFormat, rotation: torch.Tensor | None) -> torch.Tensor:
     if wire is WireFormat.BF16:
         return packed.view(torch.bfloat16).float()
-    if turn is None:
+    if rotation is None:
         return packed.view(torch.int8).view(-1, wire.block_size).float().mul_(scales.unsqueeze(1)).view(-1)
     both = packed.view(-1, wire.block_size // 2)
-    turned = torch.cat((both & 15, both >> 4), dim=1).float().sub_(8).mul_(scales.unsqueeze(1))
-    return (turned.view(-1, TURNED) @ turn).view(-1)  # symmetric and orthogonal: its own inverse
+    rotated = torch.cat((both & 15, both >> 4), dim=1).float().sub_(8).mul_(scales.unsqueeze(1))
+    return (rotated.view(-1, TURNED) @ rotation).view(-1)  # symmetric and orthogonal: its own inverse
 
 
 def _pieces(values: torch.Tensor, codes: torch.Tensor, wire: WireFormat) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -68,7 +68,7 @@ def _pieces(values: torch.Tensor, codes: torch.Tensor, wire: WireFormat) -> Iter
     size, end = wire.block_size, wire.code_bytes(values.numel())
     scales = codes[end : wire.nbytes(values.numel())]
     scales = scales if wire is WireFormat.BF16 else scales.view(torch.float32)
-    whole = values.numel() // size * size  # what fills no block is a piece of its own: padding copies it
+    whole = values.numel() // size * size  # the rest, which fills no block, is a piece of its own: padding copies it
     starts = [*range(0, whole, PIECE_ELEMENTS), *([whole] if whole < values.numel() else [])]
     for start in starts:
         piece = values[start : min(start + PIECE_ELEMENTS, whole) if start < whole else None]
@@ -84,7 +84,7 @@ def _whole_blocks(values: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _hadamard(device: torch.device) -> torch.Tensor:
-    """Return Sylvester's Hadamard matrix, orthonormal; it is made each time, as a cached one might be a simulation's fake tensor."""
+    """Return Sylvester's orthonormal Hadamard matrix; it is not cached, because a cached one might be a simulation's fake tensor."""
     two = torch.full((2, 2), 0.5**0.5, device=device, dtype=torch.float32)  # on the device: a copy from the host would wait for its stream
     two[1, 1].neg_()
     matrix = two
@@ -94,9 +94,9 @@ def _hadamard(device: torch.device) -> torch.Tensor:
 
 
 class WireTransport:
-    """Send a format of fewer bits over another transport. Each collective has ended on the current stream when it returns.
+    """Sends tensors in a format of fewer bits over another transport. Each collective has ended on the current stream when it returns.
 
-    All ranks of a group decode the same bytes, their own part of a gather too, so that replicas stay equal to the bit.
+    All ranks of a group decode the same bytes, including their own part of a gather, so that replicas stay bitwise equal.
     """
 
     def __init__(self, transport: PlainTransport, wire: WireFormat) -> None:
@@ -118,7 +118,7 @@ class WireTransport:
             output.copy_(self._reduce(given.view(group.size(), -1).unbind(), op, group))
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp, group: dist.ProcessGroup) -> None:
-        """Reduce a tensor in place: each rank sums a part, and sends the sum around."""
+        """Reduce a tensor in place: each rank sums one part, and sends the sum to all."""
         parts = tensor.view(-1).tensor_split(group.size())
         self._gather(self._reduce(parts, op, group), parts, group)
 
@@ -131,10 +131,10 @@ class WireTransport:
             decode(row, part, self.wire)
 
     def _reduce(self, parts: Sequence[torch.Tensor], op: ReduceOp, group: dist.ProcessGroup) -> torch.Tensor:
-        """Return the sum or mean of all ranks' part of this rank; this rank's own is added as it is."""
-        means = op == dist.ReduceOp.AVG  # a ReduceOp knows that it equals a RedOpType, but not the other way round
+        """Return the sum or mean of this rank's part over all ranks; its own values are added without rounding."""
+        means = op == dist.ReduceOp.AVG  # a ReduceOp on the left may equal a RedOpType, but not the other way round
         if not (means or op == dist.ReduceOp.SUM):
-            raise ValueError(f"A wire format reduces gradients by SUM or AVG, not {op}; leave set_gradient_divide_factor alone.")
+            raise ValueError(f"A wire format reduces gradients by SUM or AVG, not {op}; do not call set_gradient_divide_factor.")
         me = group.rank()
         sent, received = self._new_codes(parts[0], parts), self._new_codes(parts[0], parts)
         for rank, part in enumerate(parts):
@@ -148,6 +148,6 @@ class WireTransport:
         return total.div_(len(parts)) if means else total
 
     def _new_codes(self, like: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return a row for each part, as long as the longest needs."""
+        """Return a row for each part, as long as the longest part needs."""
         nbytes = self.wire.nbytes(max(part.numel() for part in parts))
         return torch.empty(len(parts), nbytes, dtype=torch.uint8, device=like.device)

@@ -94,7 +94,7 @@ def test_two_stages_and_rings_put_every_byte_in_its_place_and_tell_their_begin_a
 
 
 def test_another_operation_is_refused():
-    with fake_process_group(2), pytest.raises(ValueError, match="leave set_gradient_divide_factor alone on the CPU"):
+    with fake_process_group(2), pytest.raises(ValueError, match="do not call set_gradient_divide_factor on the CPU"):
         FlatReduceScatter(PieceTransport())(torch.empty(2), torch.ones(4), dist.group.WORLD, dist.ReduceOp.MAX)
 
 

@@ -132,7 +132,7 @@ def test_gpus_of_two_kinds_stop_all_ranks_that_train_on_them():
     torch.cuda.is_available, torch.cuda.current_device = lambda: True, lambda: 0
     said = (
         "Ranks are about to run different things: the device is {} on rank 0, {} on rank 1. Run the same program with the same arguments"
-        " on every rank. Plans are made for devices of one kind; CUDA_VISIBLE_DEVICES chooses those of a machine."
+        " on every rank. Plans need devices of one kind; select them by CUDA_VISIBLE_DEVICES on each machine."
     )
     a100, v100 = "NVIDIA A100 with 40960 MiB", "Tesla V100-SXM2-16GB with 16212 MiB"
     for name, memory, other in (

@@ -29,9 +29,9 @@ def test_limit_reaches_next_start_of_same_user_and_launcher_alone(monkeypatch, u
     note_limit(80)
     note_limit(70)
     assert limit_after_oom(100) == 70 and limit_after_oom(60) == 60
-    note = restart._note()
+    note = restart._limit_file()
     with monkeypatch.context() as other_user:
-        other_user.setattr(restart, "_note", lambda: note)
+        other_user.setattr(restart, "_limit_file", lambda: note)
         other_user.setattr(restart.os, "getuid", lambda: note.stat().st_uid + 1)
         assert limit_after_oom(100) == 100
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
@@ -39,7 +39,7 @@ def test_limit_reaches_next_start_of_same_user_and_launcher_alone(monkeypatch, u
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with monkeypatch.context() as damaged:
         note.write_text("half a numb")
-        damaged.setattr(restart, "_note", lambda: note)
+        damaged.setattr(restart, "_limit_file", lambda: note)
         assert limit_after_oom(100) == 100
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: 1.0)
     assert limit_after_oom(100) == 100, "another launcher, which has the same process number"
@@ -63,7 +63,7 @@ def test_number_of_launcher_is_digits_alone(monkeypatch):
     assert number("RANK", 3) == 3
     for text in ("", "-1", "1.0", "x", "9" * 5000, "²"):
         monkeypatch.setenv("RANK", text)
-        with pytest.raises(ValueError, match=r"RANK=.* is not a whole number of at least 0; it is for the launcher to set") as caught:
+        with pytest.raises(ValueError, match=r"RANK=.* is not a whole number of at least 0; let the launcher set it") as caught:
             number("RANK")
         assert len(str(caught.value)) < 150
     monkeypatch.setenv("RANK", "12")

@@ -130,7 +130,7 @@ def test_heartbeat_warns_once_of_silent_rank_and_tells_its_return(caplog):
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "Rank 1 on " in caplog.text and "has not been heard from for 30 s" in caplog.text
     beat(second, first, times=1)
-    assert "is heard from again, after 90 s" in caplog.messages[1] and len(caplog.messages) == 2
+    assert "responds again, after 90 s" in caplog.messages[1] and len(caplog.messages) == 2
     store.set("1", "over")
     beat(first, times=2 * SILENT_BEATS)
     assert len(caplog.messages) == 2
@@ -208,12 +208,12 @@ def test_thread_that_waits_in_a_collective_is_noticed_once_and_one_that_works_is
     threads = [threading.Thread(target=lambda wait=wait: scope["all_gather"](wait)) for wait in (True, False)]
     for thread in threads:
         thread.start()
-    waits, works = map(consensus.Waits, threads)
+    waits, works = map(consensus.WaitDetector, threads)
     try:
         found = []
         for _ in range(2 * SILENT_BEATS):
             time.sleep(0.15)
-            found.append((waits.look(), works.look()))
+            found.append((waits.check(), works.check()))
     finally:
         ends.set()
         lock.release()
