@@ -165,7 +165,7 @@ class WaitDetector:
 
 
 class Heartbeat(threading.Thread):
-    """Counts up in the process group's store, by a connection of its own, and checks that the next rank does so, too."""
+    """Counts up in the process group's store, over a separate connection, and checks that the next rank does so, too."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         super().__init__(name="hf_osdp heartbeat", daemon=True)

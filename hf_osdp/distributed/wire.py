@@ -68,7 +68,7 @@ def _pieces(values: torch.Tensor, codes: torch.Tensor, wire: WireFormat) -> Iter
     size, end = wire.block_size, wire.code_bytes(values.numel())
     scales = codes[end : wire.nbytes(values.numel())]
     scales = scales if wire is WireFormat.BF16 else scales.view(torch.float32)
-    whole = values.numel() // size * size  # the rest, which fills no block, is a piece of its own: padding copies it
+    whole = values.numel() // size * size  # the rest, which fills no block, is a separate piece, because padding copies it
     starts = [*range(0, whole, PIECE_ELEMENTS), *([whole] if whole < values.numel() else [])]
     for start in starts:
         piece = values[start : min(start + PIECE_ELEMENTS, whole) if start < whole else None]

@@ -143,7 +143,7 @@ def _fully_shard(
         )
         _set_collectives(unit.modules[0], unit.decision, meshes, background)
     if not isinstance(model, FSDPModule):
-        # Without a root, each unit would be a root of its own: no prefetch, no common streams.
+        # Without a common root, each unit would be a root: no prefetch, no common streams.
         root_mesh = meshes.mesh(meshes.world_size)
         fully_shard(model, mesh=root_mesh, reshard_after_forward=False, mp_policy=policy, ignored_params=ignored)
     for module in model.modules():
@@ -205,7 +205,7 @@ def needs_process_group(plan: Plan, mp_policy: MixedPrecisionPolicy | None) -> b
 
 
 def _find_units(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> list[_Unit]:
-    """Find each unit's modules and decision, bottom-up; raise any error of theirs before anything is sharded."""
+    """Find each unit's modules and decision, bottom-up; raise errors before anything is sharded."""
     by_name = modules_by_name(model)
     for name, module in by_name.items():
         if isinstance(module, FSDPModule):

@@ -1,4 +1,4 @@
-"""Norm, clipping and loss scaling of gradients on different meshes and devices, for which torch's own give wrong results."""
+"""Norm, clipping and loss scaling of gradients on different meshes and devices, for which torch's own functions are wrong."""
 
 from __future__ import annotations
 
