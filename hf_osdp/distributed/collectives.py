@@ -161,7 +161,7 @@ class PieceTransport:
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: ReduceOp, group: dist.ProcessGroup
     ) -> None:
-        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        if op != dist.ReduceOp.SUM and op != dist.ReduceOp.AVG:
             raise ValueError(f"gloo reduces gradients by SUM or AVG, not {op}; do not call set_gradient_divide_factor on the CPU.")
         lanes: list[tuple[torch.Tensor, ...]] = []
         for output, given in zip(outputs, inputs, strict=True):
@@ -290,7 +290,7 @@ class TwoStageReduceScatter(DefaultAllocMixin, ReduceScatter):
             between_nodes = output_tensor.new_empty(nodes * output_tensor.numel())
             self._within.reduce_scatter(between_nodes.chunk(nodes), input_tensor.chunk(nodes), op, self.stages.within)
             # A mean of means is the mean; a factor (PREMUL_SUM) was applied in the first stage.
-            second = op if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) else dist.ReduceOp.SUM
+            second = dist.ReduceOp.AVG if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM  # `in` misses a ReduceOp that holds AVG
             self.between.reduce_scatter([output_tensor], [between_nodes], second, self.stages.between)
 
 
