@@ -177,12 +177,12 @@ PAGE = """# Models that were tried
 The model classes that were planned and trained. Any `transformers` model whose repeated blocks can be found should work; these do. Each
 class was tried in two ways:
 
-- **With its default configuration**, on paper: described without weights, bf16, {tokens} tokens a sample, {samples} samples a device and step,
-  planned for machines of 8 H100 (as many as are needed to hold the model). The limit is half-way between the least possible memory and the
-  memory of plain data parallelism, at most 80 GiB, so that the planner has to mix layouts. `peak of limit` is the estimate, the limit and
-  the number of devices; both include the memory that a device reserves for itself. `plan` says how many units are replicated, kept from forward
-  to backward (ZeRO-2) or freed (ZeRO-3), over how many devices; how many blocks are recomputed (wholly or by operator); and micro-batch x
-  accumulation steps.
+- **With its default configuration**, on paper: described without weights, bf16, {tokens} tokens a sample, {samples} samples a device and
+  step, planned for machines of 8 H100 (as many as are needed to hold the model). The limit is half-way between the least possible memory
+  and the memory of plain data parallelism, at most 80 GiB, so that the planner has to mix layouts. `peak of limit` is the estimate, the
+  limit and the number of devices; both include the memory that a device reserves for itself. `plan` says how many units are replicated,
+  kept from forward to backward (ZeRO-2) or freed (ZeRO-3), over how many devices; how many blocks are recomputed (wholly or by operator);
+  and micro-batch x accumulation steps.
 - **Tiny**, with real weights and data: two AdamW steps with clipping on two processes, in float64, compared with one process, under a plan
   that gives neighbouring units different layouts, recomputes some blocks and offloads others to the host.
   `difference` is the largest absolute difference of any loss, gradient norm, parameter or buffer; the bound is {tolerance:.0e}
