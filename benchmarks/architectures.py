@@ -174,36 +174,37 @@ def _count(number: int) -> str:
 
 PAGE = """# Models that were tried
 
+The model classes that were planned and trained. Any `transformers` model whose repeated blocks can be found should work; these do. Each
+class was tried in two ways:
+
+- **With its default configuration**, on paper: described without weights, bf16, {tokens} tokens a sample, {samples} samples a device and
+  step, planned for machines of 8 H100 (as many as are needed to hold the model). The limit is half-way between the least possible memory
+  and the memory of plain data parallelism, at most 80 GiB, so that the planner has to mix layouts. `peak of limit` is the estimate, the
+  limit and the number of devices; both include the memory that a device reserves for itself. `plan` says how many units are replicated,
+  kept from forward to backward (ZeRO-2) or freed (ZeRO-3), over how many devices; how many blocks are recomputed (wholly or by operator);
+  and micro-batch x accumulation steps.
+- **Tiny**, with real weights and data: two AdamW steps with clipping on two processes, in float64, compared with one process, under a plan
+  that gives neighbouring units different layouts, recomputes some blocks and offloads others to the host.
+  `difference` is the largest absolute difference of any loss, gradient norm, parameter or buffer; the bound is {tolerance:.0e}
+  (`tests/distributed/test_architectures.py`).
+
 Written by `python -m benchmarks.architectures --markdown docs/models.md` (two CPU cores, {versions},
 November 2026).
 
-Any `transformers` model whose repeated blocks can be found should work: these did. Each class was taken twice.
-
-- **As its configuration has it by default**, on paper: described without weights, bf16, {tokens} tokens a sample, and planned for
-  machines of 8 H100 (as many as it takes to hold the model at all), {samples} samples a device and step, under a limit half-way
-  between the least memory that is possible and what plain data parallelism needs, at most all 80 GiB, so that the planner has to
-  mix. `peak of limit` is the estimate under that limit on so many devices, both with what a device reserves for itself; `plan` says
-  how many units are replicated, kept from forward to backward (ZeRO-2) or freed (ZeRO-3) over how many devices, how many blocks are
-  recomputed (wholly or by operator), and micro-batch x accumulation steps.
-- **Tiny**, with real weights and data: two AdamW steps with clipping on two processes, in float64, under a plan that gives
-  neighbouring units different layouts, recomputes some blocks and has others wait on the host, against one process.
-  `difference` is the largest absolute difference of any loss, gradient norm, parameter or buffer; the bound is {tolerance:.0e}.
-  (`tests/distributed/test_architectures.py`)
-
 {table}
 
-What is particular:
+Special cases:
 
-- Blocks are found by themselves but for ALBERT, whose one layer runs again and again: `block_classes=("AlbertLayer",)`.
-- **Tied weights** are one unit with all their owners; several classes of blocks (encoder and decoder) are planned together; what belongs
-  to no block is the root's; buffers are replicated, and come from rank 0 at the start.
+- Blocks are found automatically, except for ALBERT, which runs its one layer repeatedly: `block_classes=("AlbertLayer",)`.
+- **Tied weights** are one unit with all their owners. Several classes of blocks (encoder and decoder) are planned together. Parameters
+  outside of blocks belong to the root. Buffers are replicated, and come from rank 0 at the start.
 - **Batch norm** (ResNet) stays in float32 under bf16 and fp16: batch norms are then units of their own. Each rank normalises by its own
   samples, as in plain data parallelism, and keeps its own running statistics; rank 0's are saved. Blocks with batch norm are not
   recomputed, because their statistics would be updated twice.
 - **Mixture of experts**: every expert is in its block's unit. In float64 the experts run one by one (`experts_implementation="eager"`);
-  `grouped_mm`, the default, knows float32 and less.
-- Gemma's norm computes in float32 whatever the parameters are, and its gradients then depend on the order of sums in the 8th digit; the
-  comparison here has it in float64.
+  `grouped_mm`, the default, does not support float64.
+- Gemma's norm computes in float32 whatever the dtype of the parameters, so its gradients depend on the order of sums in the 8th digit; in
+  this comparison it computes in float64.
 - Inputs are known for text, images and log-mel spectrograms. For others, such as Wav2Vec2's waveforms, `describe` and
   `OptimalShardedDataParallel` take `inputs`.
 """

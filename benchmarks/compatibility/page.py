@@ -19,22 +19,21 @@ _WIDTH = 136
 _HEAD = """\
 # Compatibility
 
-Does training under a plan log what the stock stack logs? Each row below is one small training that is run twice on the CPU: by
-transformers, TRL, sentence-transformers or Accelerate as they are, and by this package, on two gloo processes, under a plan in which
-neighbouring units have different layouts (replicated, ZeRO-2, ZeRO-3). Loss, gradient norm, learning rate and metrics of every step are
-compared.
+Which trainings give the same results under a plan as in the stock stack, and which are refused. Each row is one small training that runs
+twice on the CPU: with transformers, TRL, sentence-transformers or Accelerate alone, and with this package, on two gloo processes, under a
+plan in which neighbouring units have different layouts (replicated, ZeRO-2, ZeRO-3). Loss, gradient norm, learning rate and metrics of
+every step are compared.
 
 - **equal to stock**: no figure differs by more than float32 rounding (1e-4 of a loss, 1e-3 of a gradient norm, unless the row says
-  otherwise). Stock is DDP on two processes, or what the row names.
-- **refused**: an error of one line, on every process, before the first step (or when it is asked for, after training). The line stands
-  below.
-- **not applicable**: the stock stack does not run it either; its reason stands below.
+  otherwise). Stock is DDP on two processes, unless the row names another run.
+- **refused**: a one-line error on every process, before the first step (or after training, for saving). The line is quoted below.
+- **not applicable**: the stock stack does not run it either; its reason is quoted below.
 
-Where stock DDP itself is off, one process is the measure: it multiplies the loss of models that ignore the number of items by the
-number of processes (`average_tokens_across_devices`; rows of such models switch that off), and does not reduce gradients where an
+In two cases stock DDP itself is wrong, and one process is the reference: DDP multiplies the loss of models that ignore the number of items
+by the number of processes (`average_tokens_across_devices`; rows of such models switch that off), and it does not reduce gradients if an
 evaluation came before training.
 
-A row that is silently different, crashes or hangs makes the command fail, and has no place here. Made by
+If a row differs in silence, crashes or hangs, the command fails. The page is written by
 
 ```bash
 {command}
