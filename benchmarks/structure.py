@@ -1,10 +1,10 @@
-"""Measure the structure of `hf_osdp/`: lines, files, imports that point up, circles, files on the road to `fully_shard`.
+"""Measure the structure of `hf_osdp/`: lines, files, upward imports, import cycles, and files that run before `fully_shard`.
 
-    python benchmarks/structure.py            # a table for a person
+    python benchmarks/structure.py            # a table
     python benchmarks/structure.py --json     # the same as JSON
 
-Circles and arrows are those of modules, with imports inside functions and without those for type checkers alone. The road is run: a
-`Trainer(osdp=True)` of a tiny model, on two ranks, until the first call of `fully_shard`.
+Cycles and upward imports are those between modules; imports inside functions count, imports for type checkers do not. The files that run
+are found by running `Trainer(osdp=True)` with a tiny model on two ranks until the first call of `fully_shard`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAYERS = (
     ("integrations",),
     ("cli", "run"),
 )
-"""From below to above, as in pyproject.toml's import contract."""
+"""Packages from the lowest to the highest, as in pyproject.toml's import contract."""
 
 
 def modules() -> dict[str, Path]:
@@ -73,7 +73,7 @@ def _for_types_alone(node: ast.AST) -> bool:
 
 
 def arrows_up(graph: dict[str, set[str]]) -> list[str]:
-    """Return the imports of a package above by one below."""
+    """Return the imports in which a lower package imports a higher one."""
     level = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 
     def height(name: str) -> int | None:
@@ -113,7 +113,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def executed_files() -> list[str]:
-    """Return the files of the package in which something runs between `Trainer(osdp=True)` and `fully_shard`, in order."""
+    """Return the files of the package that run between `Trainer(osdp=True)` and `fully_shard`, in order."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -133,7 +133,7 @@ def executed_files() -> list[str]:
             process.wait()
     lines = [line for line in said.splitlines() if line.startswith("ROAD ")]
     if not lines:
-        raise RuntimeError(f"The road did not reach fully_shard: {failed[-2000:]}")
+        raise RuntimeError(f"The run did not reach fully_shard: {failed[-2000:]}")
     return json.loads(lines[-1].removeprefix("ROAD "))
 
 
@@ -170,7 +170,7 @@ def _drive() -> None:
 
 
 def lines_of(paths: Iterator[Path]) -> int:
-    """Return how many lines files have together."""
+    """Return the total number of lines of the files."""
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
 
 
