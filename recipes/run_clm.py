@@ -70,7 +70,7 @@ class DataArguments:
     dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the dataset, for example wikitext-2-raw-v1."})
     train_file: str | None = field(default=None, metadata={"help": "Local text: .txt, or .json/.jsonl/.csv with a column `text`."})
     validation_file: str | None = field(default=None, metadata={"help": "Local text in the same format, for evaluation."})
-    validation_split_percentage: int = field(default=5, metadata={"help": "Percentage held out without a validation split."})
+    validation_split_percentage: int = field(default=5, metadata={"help": "Percentage to hold out if there is no validation split."})
     block_size: int | None = field(default=None, metadata={"help": "Tokens per sample; default: the model's positions, at most 1024."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Number of training samples to use, from the start."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Number of evaluation samples to use, from the start."})
@@ -251,7 +251,7 @@ def load_model(model_args: ModelArguments, config, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, config=config, dtype=torch.float32)
     if len(tokenizer) > (entries := model.get_input_embeddings().num_embeddings):
         if model_args.lora_rank:
-            raise ValueError(f"The tokenizer has {len(tokenizer)} entries the model {entries}; adapters cannot train new embeddings.")
+            raise ValueError(f"The tokenizer has {len(tokenizer)} entries, the model {entries}; adapters cannot train new embeddings.")
         model.resize_token_embeddings(len(tokenizer))
     if rank := model_args.lora_rank:
         from peft import LoraConfig, get_peft_model

@@ -81,7 +81,7 @@ class DataArguments:
         metadata={"help": "Local .jsonl, .json or .csv file with columns `sentence`, or `sentence1` and `sentence2`, and `label`."},
     )
     validation_file: str | None = field(default=None, metadata={"help": "Local file in the same format, for evaluation."})
-    validation_split_percentage: int = field(default=5, metadata={"help": "Percentage held out without a validation split."})
+    validation_split_percentage: int = field(default=5, metadata={"help": "Percentage to hold out if there is no validation split."})
     metric: str | None = field(default=None, metadata={"help": "Metric of `evaluate`; default: the task's, or accuracy."})
     max_seq_length: int | None = field(default=None, metadata={"help": "Tokens per sample; default: at most 128."})
     pad_to_max_length: bool = field(default=True, metadata={"help": "Pad to the planned length; false: to the longest of a batch."})
@@ -315,7 +315,7 @@ def load_model(model_args: ModelArguments, config, tokenizer):
     model, info = auto_class.from_pretrained(model_args.model_name_or_path, config=config, dtype=torch.float32, output_loading_info=True)
     if len(tokenizer) > (entries := model.get_input_embeddings().num_embeddings):
         if model_args.lora_rank:
-            raise ValueError(f"The tokenizer has {len(tokenizer)} entries the model {entries}; adapters cannot train new embeddings.")
+            raise ValueError(f"The tokenizer has {len(tokenizer)} entries, the model {entries}; adapters cannot train new embeddings.")
         model.resize_token_embeddings(len(tokenizer))
     return with_adapters(model, model_args, info["missing_keys"]) if model_args.lora_rank else model
 

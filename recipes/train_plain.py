@@ -213,7 +213,6 @@ def make_blocks(text: DatasetDict, tokenizer, args: PlainArguments) -> DatasetDi
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("hf_osdp").setLevel(
-        logging.INFO if RANK == 0 else logging.ERROR
-    )  # show the estimate next to the measured first steps
+    # INFO shows the estimate next to the measured first steps.
+    logging.getLogger("hf_osdp").setLevel(logging.INFO if RANK == 0 else logging.ERROR)
     run_script(main)
