@@ -67,7 +67,7 @@ def measure(folder: str, saves: int, layers: int, width: int) -> dict[str, list[
     writer = CheckpointWriter(in_background=True)
     save = functools.partial(save_loop, model=model, optimizer=optimizer, others={}, progress={})
     ways: dict[str, Callable[[Path], None]] = {
-        STOCK: functools.partial(by_accelerate, model=model, optimizer=optimizer),
+        STOCK: functools.partial(save_by_accelerate, model=model, optimizer=optimizer),
         OURS: lambda place: save(CheckpointWriter(), place, sharded=True),
         BACKGROUND: lambda place: save(writer, place, sharded=True),
         WHOLE: lambda place: save(CheckpointWriter(), place, sharded=False),
@@ -128,7 +128,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def by_accelerate(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def save_by_accelerate(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Save with the functions that `Accelerator.save_state` calls under FSDP2."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import save_fsdp_model, save_fsdp_optimizer

@@ -157,7 +157,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="also write every row to this file")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("No CUDA device here: nothing was measured, and nothing is claimed.")
+        print("No CUDA device here: nothing was measured.")
         return 0
     layouts: list[LayoutRow] = []
     limits: list[LimitRow] = []

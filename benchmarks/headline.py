@@ -66,14 +66,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(problem, file=sys.stderr)
         return NOTHING_MEASURED
     sections: list[tuple[Case, Sequence[Row]]] = []
-    machine, notes = {"plan": planned_by, "cuda": measured_on_cuda, "cpu": measured_on_cpu}[options.mode](options, sections, console)
+    machine, notes = {"plan": estimate_real_sizes, "cuda": run_on_cuda, "cpu": run_on_cpu}[options.mode](options, sections, console)
     rows = [row for _, members in sections for row in members]
     for note in notes:
         print(textwrap.fill(note, WIDTH - 1))
     judged = verdicts(rows)
     for verdict in judged:
         print(f"{'met   ' if verdict.met else 'MISSED'} {verdict.text}")
-    head = {"title": TITLES[options.mode], **head_of(arguments, machine, notes)}
+    head = {"title": TITLES[options.mode], **metadata_of(arguments, machine, notes)}
     if options.json:
         content = {**head, "mode": options.mode, "rows": [asdict(row) for row in rows], "verdicts": [asdict(one) for one in judged]}
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -102,7 +102,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.splits and options.mode != "plan":
         parser.error("--splits is for --plan-only: blocks are timed whole")
     if options.quick and options.mode == "plan":
-        parser.error("--quick is for what is measured; planning is quick")
+        parser.error("--quick is for measurements; leave it out with --plan-only")
     if options.mode == "cpu" and options.experiments and 4 in options.experiments:
         parser.error("experiment 4 moves states between a GPU and its host; give --device cuda or --plan-only")
     for path in filter(None, (options.json, options.markdown)):
@@ -117,7 +117,7 @@ def numbers(text: str) -> tuple[int, ...]:
     """Parse experiment numbers separated by commas."""
     found = tuple(int(part) if part.isdigit() else 0 for part in text.split(","))
     if wrong := [part for part, number in zip(text.split(","), found, strict=True) if number not in EXPERIMENTS]:
-        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is no experiment; there are {', '.join(map(str, EXPERIMENTS))}")
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is not an experiment; use one of {', '.join(map(str, EXPERIMENTS))}")
     return tuple(sorted(set(found)))
 
 
@@ -133,7 +133,7 @@ def no_device() -> str:
 # ------------------------------------------------------------------------------------------------- the three ways to run
 
 
-def planned_by(options: argparse.Namespace, sections: list, console: Console) -> tuple[str, list[str]]:
+def estimate_real_sizes(options: argparse.Namespace, sections: list, console: Console) -> tuple[str, list[str]]:
     """Estimate the real sizes."""
     from hf_osdp.modeling.build import build_on_meta
     from hf_osdp.modeling.split_candidates import possible_splits
@@ -160,7 +160,7 @@ def _compiled(described: Callable[..., Any], micro_batch_size: int) -> Any:
     return described(compile=True, micro_batch_size=micro_batch_size)
 
 
-def measured_on_cuda(options: argparse.Namespace, sections: list, console: Console) -> tuple[str, list[str]]:
+def run_on_cuda(options: argparse.Namespace, sections: list, console: Console) -> tuple[str, list[str]]:
     """Measure the real sizes on this machine's GPU."""
     from benchmarks.headline_parts.gpu import QUICK, GpuEffort, measure_on_cuda
 
@@ -177,7 +177,7 @@ def measured_on_cuda(options: argparse.Namespace, sections: list, console: Conso
     ]
 
 
-def measured_on_cpu(options: argparse.Namespace, sections: list, console: Console) -> tuple[str, list[str]]:
+def run_on_cpu(options: argparse.Namespace, sections: list, console: Console) -> tuple[str, list[str]]:
     """Measure the small versions on gloo ranks, started by torchrun."""
     ranks = options.ranks or 2
     for number, case in enumerate(TWINS):
@@ -225,7 +225,7 @@ def finish(case: Case, rows: Sequence[Row], sections: list, console: Console, mo
     sys.stdout.flush()
 
 
-def head_of(arguments: list[str] | None, machine: str, notes: list[str]) -> dict[str, Any]:
+def metadata_of(arguments: list[str] | None, machine: str, notes: list[str]) -> dict[str, Any]:
     """Return the command, commit, versions and hardware that are saved with the results."""
     given = shlex.join(sys.argv[1:] if arguments is None else arguments)
     return {

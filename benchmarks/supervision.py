@@ -229,7 +229,7 @@ def run_rank(name: str, mode: str, folder_text: str) -> None:
         raise KeyError("the reason")
     if name in ("missing", "world", "twice", "versions", "port", "address", "interface", "models") and rank == 0:
         fault()
-    (form_by_us if mode == "ours" else form_plainly)(name, odd)
+    (form_group_by_hf_osdp if mode == "ours" else form_group_by_torch)(name, odd)
     if mode == "ours":
         from hf_osdp.distributed import restart
         from hf_osdp.distributed.consensus import require_same_run
@@ -242,11 +242,11 @@ def run_rank(name: str, mode: str, folder_text: str) -> None:
         for parameter in torch.nn.parallel.DistributedDataParallel(model).parameters():
             dist.all_reduce(parameter.data)
     faults: dict[str, Callable[[], object]] = {
-        "raises": lambda: raise_(KeyError("the reason")),
+        "raises": lambda: raise_error(KeyError("the reason")),
         "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "restart": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "oom": lambda: out_of_memory(mode),
-        "stopped": stop_for_a_while,
+        "stopped": stop_process,
         "sigterm": lambda: os.kill(os.getpid(), signal.SIGTERM),
         "cut": lambda: subprocess.run(["ip", "link", "set", "veth0", "down"], check=True),
         "partition": lambda: subprocess.run(
@@ -265,11 +265,11 @@ def run_rank(name: str, mode: str, folder_text: str) -> None:
         print(f"hf_osdp: Restarted and trained to the end, limit {limit}" if mode == "ours" else "trained to the end", flush=True)
 
 
-def form_plainly(name: str, odd: bool) -> None:
+def form_group_by_torch(name: str, odd: bool) -> None:
     dist.init_process_group("gloo", **({"timeout": timedelta(seconds=GROUP_TIMEOUT_S)} if name in ("partition", "cut-off") else {}))
 
 
-def form_by_us(name: str, odd: bool) -> None:
+def form_group_by_hf_osdp(name: str, odd: bool) -> None:
     if name == "versions" and odd:
         import transformers
 
@@ -311,7 +311,7 @@ def train(mode: str, folder: Path, act: Callable[[], object], *, seconds: float)
         stop.exit()
 
 
-def stop_for_a_while() -> None:
+def stop_process() -> None:
     """Stop this process by SIGSTOP; a helper process continues it later."""
     helper = f"import os, signal, time; time.sleep({STOP_S}); os.kill({os.getpid()}, signal.SIGCONT)"
     subprocess.Popen([sys.executable, "-c", helper])
@@ -337,7 +337,7 @@ def gather_alone(mode: str) -> None:
     dist.all_gather([torch.ones(2), torch.ones(2)], torch.ones(2))
 
 
-def raise_(error: Exception) -> None:
+def raise_error(error: Exception) -> None:
     raise error
 
 

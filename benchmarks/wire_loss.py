@@ -138,7 +138,7 @@ def train(model_name: str, communication: str, seed: int, task: dict, ids: dict[
         global_batch_size=SAMPLES, micro_batch_size=SAMPLES // 2, recompute=False,
     )  # fmt: skip
     if communication == LOCAL:
-        model, clip, outer = trains_apart(build(model_name), task["local"])
+        model, clip, outer = with_local_steps(build(model_name), task["local"])
     else:
         model = OptimalShardedDataParallel(build(model_name), config)
         clip, outer = model.clip_grad_norm_, None
@@ -166,7 +166,7 @@ def train(model_name: str, communication: str, seed: int, task: dict, ids: dict[
     return {"perplexity": found, "losses": smooth}
 
 
-def trains_apart(model: torch.nn.Module, options: str):
+def with_local_steps(model: torch.nn.Module, options: str):
     """Return the model for local steps on two machines of one process, its clipping function, and its outer step."""
     from hf_osdp.modeling.units import find_units
     from hf_osdp.planner.local_steps import LocalSteps

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page here, and its rows to data/ next to it; needs all rows")
     options = parser.parse_args(arguments)
     if options.write is not None and (options.only or options.daily):
-        parser.error("--write makes the page of all rows; leave --only and --daily out")
+        parser.error("--write needs all rows; leave out --only and --daily")
     from . import catalogue  # noqa: F401
 
     os.environ["OSDP_TEST_PRELOAD"] = PRELOAD
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     results = []
     for number, row in enumerate(chosen, start=1):
         results.append(run(row))
-        _tell(results[-1], f"{number}/{len(chosen)}")
+        _print_result(results[-1], f"{number}/{len(chosen)}")
     bad = [result for result in results if not result.is_good]
     if options.write is not None:
         options.write.write_text(page(results), encoding="utf-8")
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     return bool(bad)
 
 
-def _tell(result: Result, number: str) -> None:
+def _print_result(result: Result, number: str) -> None:
     mark = "" if result.is_good else "  <-- !"
     print(f"{number} {result.row.label}: {result.verdict.value} ({result.seconds:.0f} s) {one_line(result.detail)}{mark}", flush=True)
 

@@ -124,7 +124,7 @@ def worst_difference(got: Figures, want: Figures, row: Row) -> tuple[float, str]
         if mine.keys() != theirs.keys():
             return float("inf"), f"entry {number} has {_keys(mine, theirs)}"
         for name, figure in theirs.items():
-            part = _part_of_tolerance(name, mine[name], figure, row)
+            part = _fraction_of_tolerance(name, mine[name], figure, row)
             if part > worst.get(name, (-1.0, ""))[0]:
                 worst[name] = part, f"{name} {mine[name]:.6g}, stock {figure:.6g} (entry {number})"
     if not worst:
@@ -140,7 +140,7 @@ def _keys(mine: Mapping[str, float], theirs: Mapping[str, float]) -> str:
     )
 
 
-def _part_of_tolerance(name: str, mine: float, theirs: float, row: Row) -> float:
+def _fraction_of_tolerance(name: str, mine: float, theirs: float, row: Row) -> float:
     """Return the difference as a fraction of the tolerance: above 1 if figures differ, infinite if only one is NaN."""
     if mine == theirs or (mine != mine and theirs != theirs):
         return 0.0

@@ -83,18 +83,18 @@ def train_row(label: str, folder: str, is_stock: bool) -> None:
     row, rank = ROWS[label], int(os.environ["RANK"])
     work = Path(folder, "work")
     side = Side(folder=work, oracle=row.oracle) if is_stock else Ours(folder=work, shift=row.shift, changes=row.config)
-    steps, layouts = _watched()
+    steps, layouts = _record_plans_and_steps()
     try:
         with side.prepared():
             figures = row.train(side)
     except BaseException as error:
         _write(folder, rank, _failed(error, row, in_time=row.is_refused_late or not steps))
-        _await_others(folder)
+        _wait_for_others(folder)
         raise
     _write(folder, rank, Outcome(figures=figures, layouts=len(set().union(*layouts)) if layouts else 0))
 
 
-def _watched() -> tuple[list[int], list[set[Any]]]:
+def _record_plans_and_steps() -> tuple[list[int], list[set[Any]]]:
     """Return two lists that receive the optimizer steps and the layouts of applied plans."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -182,7 +182,7 @@ def _write(folder: str, rank: int, outcome: Outcome) -> None:
     partial.replace(_path(folder, rank))
 
 
-def _await_others(folder: str) -> None:
+def _wait_for_others(folder: str) -> None:
     """Wait for the other ranks to write whether they failed too, because the first failed rank soon ends all."""
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline and not all(_path(folder, rank).exists() for rank in range(int(os.environ["WORLD_SIZE"]))):

@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not (options.rehearse or torch.cuda.is_available()):
         print("gpu_suite: no CUDA device here, nothing was measured; --rehearse runs the steps on the CPU.", file=sys.stderr)
         return NOTHING_MEASURED
-    say_machine(options, arguments)
+    save_machine(options, arguments)
     bad = [step.name for step, status in run_all(options) if status.is_bad]
     print(f"{len(bad)} steps went wrong: {', '.join(bad)}" if bad else "No step went wrong.", f"Page: {options.out / _PAGE}")
     return 1 if bad else 0
@@ -89,7 +89,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--minutes {options.minutes:g} must be above 0")
     for folder in options.merge or ():
         if not folder.is_dir():
-            parser.error(f"--merge: {folder} is no folder")
+            parser.error(f"--merge: {folder} is not a folder")
     return options
 
 
@@ -121,7 +121,7 @@ def chosen(options: argparse.Namespace) -> list[Step]:
     return [STEPS[name] for name in names if not options.only or name in options.only]
 
 
-def say_machine(options: argparse.Namespace, arguments: list[str] | None) -> None:
+def save_machine(options: argparse.Namespace, arguments: list[str] | None) -> None:
     """Save the machine and the command of the results."""
     from benchmarks.headline import commit
 

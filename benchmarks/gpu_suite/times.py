@@ -163,7 +163,7 @@ def blocks(bench: Bench) -> None:
             bench.note(f"No time was left for {name} and what follows.")
             break
         try:
-            errors[name] = of_kind(bench, name, model)
+            errors[name] = measure_kind(bench, name, model)
         except Exception as error:  # an error of one kind does not affect the others
             bench.row(blocks=name, samples=model.samples, estimated="-", measured="-", error=f"{type(error).__name__}: {error}")
             bench.miss(f"{name}: {type(error).__name__}: {error}")
@@ -172,7 +172,7 @@ def blocks(bench: Bench) -> None:
     bench.aim(bench.rehearses or mean <= TIME_AIM, f"estimates are {mean:.1%} off on average (aim {TIME_AIM:.0%})")
 
 
-def of_kind(bench: Bench, name: str, model: Model) -> float:
+def measure_kind(bench: Bench, name: str, model: Model) -> float:
     """Write a row and return the relative error."""
     sizes = (max(1, model.samples // 2), model.samples)
     timed = Timed.of(bench, model, job_of(bench, model.samples), sizes, seconds=2.0 if bench.rehearses else 8.0)
@@ -209,13 +209,13 @@ def compiled(bench: Bench) -> None:
                 seconds=1.0 if bench.rehearses else 6.0, compiled=compiles,
             )  # fmt: skip
             ways = dict.fromkeys(way for ways in timed.description.recomputations for way in ways)
-            taken[compiles] = min(with_way(bench, name, timed, model.samples, way) for way in (None, *ways))
+            taken[compiles] = min(measure_recomputation(bench, name, timed, model.samples, way) for way in (None, *ways))
         gain = taken[False] / taken[True]
         bench.note(f"{name}: the fastest compiled step is {gain:.2f} times as fast as the fastest eager one.")
         bench.aim(bench.rehearses or gain > 1, f"{name}: compiled blocks are {gain:.2f} times as fast")
 
 
-def with_way(bench: Bench, name: str, timed: Timed, samples: int, way: Recomputation | None) -> float:
+def measure_recomputation(bench: Bench, name: str, timed: Timed, samples: int, way: Recomputation | None) -> float:
     """Write a row for one way to recompute the blocks, and return the measured seconds of a step."""
     plan, on_cuda = timed.plan(samples, recomputation=way), bench.device.type == "cuda"
     estimate = estimate_plan(plan, timed.description, timed.trial.job, timed.hardware)

@@ -118,12 +118,12 @@ def accelerator(bench: Bench) -> None:
         found = {}
         for name in ("ours", "stock"):
             AcceleratorState._reset_state(reset_partial_state=True)
-            forget_memory(bench)
+            reset_memory(bench)
             found[name] = accelerated(bench, precision, ours=name == "ours")
         compare(bench, "Accelerator", precision, found["ours"], found["stock"], bench.folder / f"loop-{precision}")
 
 
-def forget_memory(bench: Bench) -> None:
+def reset_memory(bench: Bench) -> None:
     """Free memory and reset peaks, so that earlier tensors do not count."""
     gc.collect()
     if bench.device.type == "cuda":

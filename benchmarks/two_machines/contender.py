@@ -62,7 +62,7 @@ class Contender:
             apply_plan(model, self._plan, description.units, meshes=meshes, mp_policy=policy, broadcast=False)
         self._model = model
         if entrant.sends in (Sends.STOCK, Sends.STOCK_BF16):
-            put_stock_collectives_back(self._model)
+            restore_stock_collectives(self._model)
         self._optimizer = make_optimizer(self._model, job.optimizer, self._plan, description.units)
         self._outer = None if self._plan.local_steps is None else OuterOptimizer(model, self._plan.local_steps)
 
@@ -75,16 +75,16 @@ class Contender:
             synchronised, part = self._measured(self._outer.step, ranks_per_node), 1 / self._outer.steps.steps
             sent = (round(a + part * b) for a, b in zip(step.sent_bytes, synchronised.sent_bytes, strict=True))
             step = StepMeasured(step_s=step.step_s + part * synchronised.step_s, sent_bytes=tuple(sent))
-        return replace(step, collectives=None if clock is None else seconds_of(clock))
+        return replace(step, collectives=None if clock is None else collective_seconds(clock))
 
     def _measured(self, act: Callable[[], None], ranks_per_node: int) -> StepMeasured:
-        before = counted()
+        before = count_sent_bytes()
         dist.barrier()
         began = time.perf_counter()
         act()
         seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
         sent = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-        sent[dist.get_rank()] = counted() - before
+        sent[dist.get_rank()] = count_sent_bytes() - before
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         dist.all_reduce(sent)
         return StepMeasured(step_s=seconds.item(), sent_bytes=tuple(sent.tolist()[::ranks_per_node]))
@@ -93,7 +93,7 @@ class Contender:
         train_step(self._model, self._optimizer, self._batch, self._plan, self._job)
 
 
-def seconds_of(clock: CollectiveClock) -> dict[str, float]:
+def collective_seconds(clock: CollectiveClock) -> dict[str, float]:
     """Return the seconds that the clock measured, by collective. Collective."""
     taken: Counter[str] = Counter()
     for call in of_last_rank(clock.calls()):
@@ -101,7 +101,7 @@ def seconds_of(clock: CollectiveClock) -> dict[str, float]:
     return dict(taken)
 
 
-def put_stock_collectives_back(model: nn.Module) -> None:
+def restore_stock_collectives(model: nn.Module) -> None:
     """Restore FSDP2's own collectives, which `apply_plan` replaced."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -109,7 +109,7 @@ def put_stock_collectives_back(model: nn.Module) -> None:
             module.set_custom_reduce_scatter(DefaultReduceScatter())
 
 
-def counted() -> int:
+def count_sent_bytes() -> int:
     """Return this node's byte count when all ranks are here and no data is in transit. Collective."""
     dist.barrier()
     time.sleep(SETTLED_S)

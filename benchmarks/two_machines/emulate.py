@@ -111,7 +111,7 @@ def ways_in(rate: str) -> tuple[str, ...]:
     if absent := [f"{tool} ({package})" for tool, package in TOOLS.items() if shutil.which(tool) is None]:
         raise NotPermitted(f"{', '.join(absent)} not found; install it.")
     if not Path("/dev/shm").is_dir():
-        raise NotPermitted("/dev/shm does not exist; it is where the machines' files would lie.")
+        raise NotPermitted("/dev/shm does not exist; the machines' files are stored there.")
     ways = [(), AS_ROOT_OF_ITS_OWN] if os.geteuid() == 0 else [AS_ROOT_OF_ITS_OWN]
     tries = [subprocess.run([*way, "unshare", *PRIVATE, "true"], capture_output=True, text=True) for way in ways]
     permitted = [way for way, tried in zip(ways, tries, strict=True) if tried.returncode == 0]
@@ -167,7 +167,7 @@ def wait_for_orphans() -> None:
 
 def run_nodes(options: argparse.Namespace) -> int:
     """Create the nodes in the private namespaces and run torchrun on each. This is the first process, so its end ends all."""
-    give_names(options.nodes)
+    write_host_names(options.nodes)
     nodes = [Node(index) for index in range(options.nodes)]
     join(nodes, options.rates)
     for node, rate in zip(nodes, options.rates, strict=True):
@@ -185,7 +185,7 @@ def run_nodes(options: argparse.Namespace) -> int:
         time.sleep(0.05)
 
 
-def give_names(nodes: int) -> None:
+def write_host_names(nodes: int) -> None:
     """Write host names of the nodes and disable DNS, so that other look-ups fail at once. The files are in a private /dev/shm."""
     shell("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
     os.environ["TMPDIR"] = "/dev/shm"
