@@ -1,11 +1,11 @@
-"""Which architectures of transformers were planned and trained: the table of docs/models.md.
+"""Plan and train architectures of transformers, and write the table of docs/models.md.
 
     python -m benchmarks.architectures [--only NAME ...] [--markdown FILE]
 
-Each model class twice. As its configuration has it by default, on paper: described without weights, and planned for H100 machines
-under a memory limit half-way between the least that is possible and what data parallelism needs. And tiny, with two processes on the
-CPU, in float64: two AdamW steps with clipping under a plan that gives neighbouring units different layouts, against one process.
-Exit code 1 where one of the two fails.
+Each model class is tried twice. In its default configuration it is described without weights and planned for H100 machines, under a memory
+limit half-way between the least possible one and what data parallelism needs. As a tiny model it is trained with two processes on the CPU
+in float64: two AdamW steps with clipping under a plan that gives neighbouring units different layouts, compared with one process.
+The exit code is 1 if one of the two fails.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Row:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """What the table says."""
+        """Return the cells of the table row."""
         peak = self.result.memory.on(self.hardware)
         blocks = Counter(u.class_name for u in self.description.units if u.class_name in self.description.block_classes)
         return (
@@ -73,8 +73,8 @@ class Row:
 def main(arguments: list[str] | None = None) -> int:
     """Run the cases and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=TINY, help="model classes; by default all")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table there")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=TINY, help="model classes; default: all")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table to this file")
     options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
     logging.set_verbosity_error()
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def tried(name: str) -> Row:
-    """Plan the default configuration, train the tiny one."""
+    """Plan the default configuration and train the tiny one."""
     config = getattr(transformers, name).config_class()
     description = describe(
         config, sequence_length=TOKENS, auto_class=name, compute_dtype=DType.BFLOAT16, device_type="cuda",
@@ -107,7 +107,7 @@ def tried(name: str) -> Row:
 
 
 def planned(description: ModelDescription) -> tuple[Hardware, int, SearchResult]:
-    """On one H100 machine, or twice as many until the least memory that is possible is there."""
+    """Plan for one H100 machine; double the number of machines until a plan fits."""
     nodes = 1
     while True:
         hardware = preset("h100", nodes=nodes, devices_per_node=8)
@@ -134,7 +134,7 @@ def planned(description: ModelDescription) -> tuple[Hardware, int, SearchResult]
 
 
 def layouts(plan: Plan) -> str:
-    """How many units have which layout: `3 replicate, 9 ZeRO-2 over 8, 2 ZeRO-3 over 8`."""
+    """Return the number of units per layout: `3 replicate, 9 ZeRO-2 over 8, 2 ZeRO-3 over 8`."""
 
     def layout(shard_size: int, frees: bool, stage_size: int) -> str:
         if shard_size == 1:
@@ -149,7 +149,7 @@ def layouts(plan: Plan) -> str:
 
 
 def table(rows: list[Row]) -> Table:
-    """For the terminal."""
+    """Return the table for the terminal."""
     made = Table(*COLUMNS, row_styles=("", "dim"))
     for row in rows:
         made.add_row(*row.cells)
@@ -157,7 +157,7 @@ def table(rows: list[Row]) -> Table:
 
 
 def markdown(rows: list[Row]) -> str:
-    """The page of the documentation."""
+    """Return the page of the documentation."""
     lines = [" | ".join(cells) for cells in (COLUMNS, ("---",) * len(COLUMNS), *(row.cells for row in rows))]
     body = "\n".join(f"| {line} |" for line in lines)
     return PAGE.format(table=body, versions=_versions(), tolerance=TOLERANCE, tokens=TOKENS, samples=SAMPLES_PER_DEVICE)

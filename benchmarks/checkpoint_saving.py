@@ -1,10 +1,10 @@
-"""How long training waits while a checkpoint is written, in each layout, beside Accelerate's own functions.
+"""Measure how long training waits while a checkpoint is written, in each layout and with Accelerate's functions.
 
     python benchmarks/checkpoint_saving.py [--saves 5] [--layers 8] [--width 512] [--folder DIR]
 
-Two gloo ranks, a GPT-2 sharded over both, AdamW with its states. Each round saves in every way in turn, and trains a step between, so
-that all ways meet the same machine; times are of the slower rank, from the call to its return. Ours also sums, flushes and
-moves the folder: Accelerate's does not. The background's own time ends when the folder has its name.
+A GPT-2 is sharded over two gloo ranks, with AdamW and its states. Each round saves in every way in turn, with one training step between, so
+that all ways run under the same conditions. Times are from the call to its return, on the slower rank. Our functions also compute
+checksums, flush and rename the folder; Accelerate's do not. The time of the background ends when the folder has its final name.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def main() -> None:
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--folder", type=Path, help="where to write; by default the system's temporary folder")
+    parser.add_argument("--folder", type=Path, help="folder to write to; default: the system's temporary folder")
     options = parser.parse_args()
-    from benchmarks.checkpoint_saving import measure as by_name  # not __main__'s: ranks import it
+    from benchmarks.checkpoint_saving import measure as by_name  # not __main__.measure, because ranks import it
 
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         times = run_ranks(by_name, RANKS, folder, options.saves, options.layers, options.width, timeout_s=1800)
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def measure(folder: str, saves: int, layers: int, width: int) -> dict[str, list[float]]:
-    """On a rank: seconds of each save, and of a step."""
+    """Return the seconds of each kind of save and of a step, on one rank."""
     from accelerate import PartialState
 
     PartialState(cpu=True)
@@ -67,7 +67,7 @@ def measure(folder: str, saves: int, layers: int, width: int) -> dict[str, list[
     writer = CheckpointWriter(in_background=True)
     save = functools.partial(save_loop, model=model, optimizer=optimizer, others={}, progress={})
     ways: dict[str, Callable[[Path], None]] = {
-        STOCK: functools.partial(by_accelerate, model=model, optimizer=optimizer),
+        STOCK: functools.partial(save_by_accelerate, model=model, optimizer=optimizer),
         OURS: lambda place: save(CheckpointWriter(), place, sharded=True),
         BACKGROUND: lambda place: save(writer, place, sharded=True),
         WHOLE: lambda place: save(CheckpointWriter(), place, sharded=False),
@@ -96,7 +96,7 @@ def measure(folder: str, saves: int, layers: int, width: int) -> dict[str, list[
 
 
 def timed(act: Callable[[], object], into: list[float]) -> float:
-    """Note how long `act` takes once all ranks are there. When it began."""
+    """Append the seconds of `act`, started when all ranks are ready; return its start time."""
     dist.barrier()
     began = time.perf_counter()
     act()
@@ -105,7 +105,7 @@ def timed(act: Callable[[], object], into: list[float]) -> float:
 
 
 def training(layers: int, width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A sharded model after a step."""
+    """Return a sharded model and its optimizer after one step."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -121,15 +121,15 @@ def training(layers: int, width: int) -> tuple[nn.Module, torch.optim.Optimizer]
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One of a sample of 64 tokens."""
+    """Take one step with a sample of 64 tokens."""
     ids = torch.randint(0, 8192, (1, 64))
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def by_accelerate(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """What `Accelerator.save_state` calls under FSDP2."""
+def save_by_accelerate(place: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Save with the functions that `Accelerator.save_state` calls under FSDP2."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
 
@@ -140,7 +140,7 @@ def by_accelerate(place: Path, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def show(times: dict[str, list[float]], *, saves: int) -> None:
-    """A table."""
+    """Print a table."""
     base = statistics.median(times[OURS])
     table = Table(title=f"Seconds on {RANKS} gloo ranks, torch {torch.__version__}, {saves} rounds", title_justify="left")
     table.add_column("what")

@@ -1,8 +1,8 @@
-"""Seconds that Inductor takes for one kind of block: the first forward and backward of a compiled block, without any cache.
+"""Measure the seconds that Inductor takes for one kind of block: first forward and backward of a compiled block, without a cache.
 
     python benchmarks/compile_seconds.py [--device cuda]
 
-`hf_osdp/planning/compilation.py` weighs a run's compilation with such figures.
+`hf_osdp/planning/compilation.py` estimates the cost of compilation with these figures.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # before torch reads it
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, Python looks only in its folder
+sys.path.insert(0, str(Path(__file__).parents[1]))  # Python adds only the script's own folder
 
 import torch
 from transformers import AutoModel, BertConfig, GPT2Config, LlamaConfig
@@ -34,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     device = parser.parse_args().device
-    for name, config in (("(warm-up)", CONFIGS["LlamaDecoderLayer"]), *CONFIGS.items()):  # the first one asks about compiler and headers
+    for name, config in (("(warm-up)", CONFIGS["LlamaDecoderLayer"]), *CONFIGS.items()):  # the first one looks for the compiler and headers
         model = AutoModel.from_config(config).to(device)
         for module in model.modules():
             if type(module).__name__ in CONFIGS:
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def step_s(model: torch.nn.Module, device: str) -> float:
-    """Seconds of one forward and backward of two samples of 64 tokens."""
+    """Return the seconds of one forward and backward with two samples of 64 tokens."""
     started = time.perf_counter()
     model(torch.randint(0, 99, (2, 64), device=device)).last_hidden_state.square().mean().backward()
     if device == "cuda":

@@ -1,4 +1,4 @@
-"""A GPU's memory under a limit that is enforced, as torch's allocator counts it. For benchmarks that train on one."""
+"""GPU memory under an enforced limit, as counted by torch's allocator, for benchmarks that train on one GPU."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from hf_osdp.planner.job import Precision
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """What the allocator says after a step, in bytes."""
+    """The allocator's peaks in a step, in bytes."""
 
     allocated: int
-    """Most that tensors had at once in the last step."""
+    """Peak bytes of tensors in the last step."""
     reserved: int
-    """Most that was taken from the device, cut into blocks."""
+    """Peak bytes that the allocator reserved on the device."""
 
 
 class Memory(Protocol):
-    """A device's memory under a limit. The test puts counted CPU memory in the place of CUDA's."""
+    """A device's memory under a limit. The test replaces CUDA memory by counted CPU memory."""
 
     device: torch.device
     total_bytes: int
     workspace_bytes: int
-    """What libraries keep in the same allocator, beside the step's tensors."""
+    """Bytes that libraries hold in the same allocator, in addition to the step's tensors."""
 
     def limited(self, limit_bytes: int | None) -> AbstractMemory: ...
 
@@ -42,7 +42,7 @@ class Memory(Protocol):
 
 
 class AbstractMemory(Protocol):
-    """What `limited` gives: a context in which more than the limit raises `torch.OutOfMemoryError`."""
+    """Context in which an allocation above the limit raises `torch.OutOfMemoryError`; `limited` returns it."""
 
     def __enter__(self) -> None: ...
 
@@ -50,19 +50,19 @@ class AbstractMemory(Protocol):
 
 
 class CudaMemory:
-    """The first GPU's memory, as torch's allocator counts and limits it."""
+    """Memory of the first GPU, counted and limited by torch's allocator."""
 
     def __init__(self, precision: Precision) -> None:
         prefer_expandable_segments()  # as in training
         self.device = torch.device("cuda", 0)
         torch.cuda.set_device(self.device)
         free, self._total = torch.cuda.mem_get_info(self.device)
-        self.total_bytes = free  # what the context and other processes leave
+        self.total_bytes = free  # without the context and other processes
         self.workspace_bytes = self._workspaces(precision)
 
     @contextmanager
     def limited(self, limit_bytes: int | None) -> Iterator[None]:
-        """Enforce a limit; on leaving, the cache is given back whatever happened."""
+        """Enforce a limit; free the allocator's cache on exit, also after an error."""
         self._give_back()
         torch.cuda.set_per_process_memory_fraction(1.0 if limit_bytes is None else min(1.0, limit_bytes / self._total), self.device)
         try:
@@ -72,23 +72,23 @@ class CudaMemory:
             self._give_back()
 
     def wait(self) -> None:
-        """For all that was queued."""
+        """Wait for all queued work."""
         torch.cuda.synchronize(self.device)
 
     def last_step_begins(self) -> None:
-        """Peaks count from here."""
+        """Reset the peaks."""
         self.wait()
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def reading(self) -> Reading:
-        """Peaks since then."""
+        """Return the peaks since `last_step_begins`."""
         self.wait()
         return Reading(
             allocated=torch.cuda.max_memory_allocated(self.device), reserved=torch.cuda.max_memory_reserved(self.device)
         )  # fmt: skip
 
     def _workspaces(self, precision: Precision) -> int:
-        """What cuBLAS keeps after a product forward and backward; backward runs on a thread with a handle of its own."""
+        """Return what cuBLAS keeps after a matrix product's forward and backward; backward uses another thread and cuBLAS handle."""
         dtype = torch.float32 if precision.compute is None else getattr(torch, precision.compute.value)
         layer = torch.nn.Linear(1024, 1024, device=self.device, dtype=dtype)
         layer(torch.zeros(1024, 1024, device=self.device, dtype=dtype, requires_grad=True)).sum().backward()

@@ -1,19 +1,19 @@
-"""The memory estimate against one real GPU, as rank 0 of 8.
+"""Compare the memory estimate with one real GPU that acts as rank 0 of 8.
 
     python benchmarks/gpu_memory.py
     python benchmarks/gpu_memory.py --quick
     python benchmarks/gpu_memory.py --json gpu_memory.json
 
-A process group that sends nothing gives this process the shards of rank 0 of 8; layout, gathers, reductions and the optimizer
-are FSDP2's and torch's own, on the device. Two questions:
+With a process group that sends nothing, this process has the shards of rank 0 of 8. Layout, gathers, reductions and the optimizer are those
+of FSDP2 and torch, on the device. There are two questions:
 
 1. Layouts (DDP, ZeRO-2, ZeRO-3, HSDP, mixed): the estimate against `max_memory_allocated` of a step. Aim: 1 % on average.
 2. Plans of the search under a limit that `torch.cuda.set_per_process_memory_fraction` enforces: at the least limit that the
-   planner calls feasible, and between it and what DDP needs. No such plan may run out of memory, and 98 % of the limit is to be
-   used where it is 4 GiB or more. Then each limit is walked down until the step really runs out of memory.
+   planner calls feasible, and between it and what DDP needs. No such plan may run out of memory, and at least 98 % of a limit of
+   4 GiB or more must be used. Then each limit is lowered until the step really runs out of memory.
 
-What cuBLAS keeps for itself lies in the same allocator; it is measured first and given to the planner as reserved. Where there is
-no CUDA device, it says so and claims nothing. The last line is the headline; the exit code is 1 where an aim is missed.
+The workspace of cuBLAS is in the same allocator; it is measured first and given to the planner as reserved memory. Without a CUDA
+device, the program says so and measures nothing. The last line is the headline; the exit code is 1 if an aim is missed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # run as a program, Python looks only in its folder
+sys.path.insert(0, str(ROOT))  # Python adds only the script's own folder
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -57,19 +57,19 @@ from hf_osdp.tracing.describe import describe  # noqa: E402
 
 WORLD = 8
 STEPS = 3
-"""The first makes the optimizer states, the last is measured; memory must suffice for all."""
+"""Number of steps. The first creates the optimizer states, the last is measured; all must fit in memory."""
 AIM_ERROR, AIM_USED, LARGE_BYTES = 0.01, 0.98, 4 * 2**30
 BETWEEN = (0.0, 0.25, 0.6)
-"""Limits, as a way from the least that the planner calls feasible to what DDP needs."""
+"""Limits, as fractions of the way from the least feasible one to what DDP needs."""
 MOST_SHORT = 1.5
-"""How far up a limit is walked, as a multiple, for a plan that fails at its own."""
+"""Highest multiple of its limit that is tried for a plan that fails at its limit."""
 RESOLUTION = 0.0025
-"""How finely the limit is walked down, as a part of it."""
+"""Resolution of the lowest limit, as a fraction of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A published size and the batch it is tried with."""
+    """A published model size and its batch."""
 
     config: str
     sizes: dict
@@ -110,7 +110,7 @@ class LayoutRow:
     precision: str
     layout: str
     estimated_bytes: int | None
-    """With the libraries' workspaces; None where there was not enough memory."""
+    """Includes the libraries' workspaces; the measured bytes are None if memory did not suffice."""
     allocated_bytes: int | None
     reserved_bytes: int | None
 
@@ -132,7 +132,7 @@ class LimitRow:
     allocated_bytes: int | None
     reserved_bytes: int | None
     survives_bytes: int | None
-    """The lowest limit under which the step still runs; None where none up to the device's memory was found."""
+    """Lowest limit under which the step still runs; None if no limit up to the device's memory suffices."""
 
     @property
     def used(self) -> float | None:
@@ -141,7 +141,7 @@ class LimitRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """A model in a precision, with all that its cases share."""
+    """A model in one precision, with the values that its cases share."""
 
     name: str
     precision: str
@@ -154,15 +154,15 @@ class Setting:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two layouts of GPT-2 small in one precision, one limit")
-    parser.add_argument("--json", type=Path, help="also write every row here")
+    parser.add_argument("--json", type=Path, help="also write every row to this file")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("No CUDA device here: nothing was measured, and nothing is claimed.")
+        print("No CUDA device here: nothing was measured.")
         return 0
     layouts: list[LayoutRow] = []
     limits: list[LimitRow] = []
     for name, precision in itertools.product(*(("GPT-2 small",), ("bf16",)) if options.quick else (MODELS, PRECISIONS)):
-        # A process for each: what a failed step leaves behind in the allocator must not meet the next one.
+        # One process for each, because a failed step leaves memory in the allocator.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             chosen = (("zero3", "mixed"), (0.0,)) if options.quick else (LAYOUTS, BETWEEN)
             found = pool.submit(measure_on_cuda, name, precision, *chosen).result()
@@ -187,7 +187,7 @@ def main() -> int:
 def measure_on_cuda(
     name: str, precision: str, layouts: Sequence[str], between: Sequence[float], walks: bool = True
 ) -> tuple[list[LayoutRow], list[LimitRow]]:
-    """All rows of one model in one precision, on this machine's first GPU; run in a process of its own."""
+    """Return all rows of one model in one precision on the first GPU; run this in a separate process."""
     transformers.logging.set_verbosity_error()
     memory = CudaMemory(Precision.named(precision))
     with fake_process_group(WORLD):
@@ -197,7 +197,7 @@ def measure_on_cuda(
 def measure(
     setting: Setting, memory: Memory, layouts: Sequence[str], between: Sequence[float], *, walks: bool = True
 ) -> tuple[list[LayoutRow], list[LimitRow]]:
-    """All rows of a setting. There is a process group of `WORLD` ranks that sends nothing."""
+    """Return all rows of a setting. Needs a process group of `WORLD` ranks that sends nothing."""
     return (
         [measure_layout(setting, memory, layout) for layout in layouts],
         [measure_limit(setting, memory, part, limit, walks=walks) for part, limit in limits_of(setting, memory, between)],
@@ -220,7 +220,7 @@ def setting_of(name: str, model: Model, precision: str, device: torch.device) ->
 
 
 def measure_layout(setting: Setting, memory: Memory, layout: str) -> LayoutRow:
-    """One layout, with all of the device's memory."""
+    """Measure one layout with all of the device's memory."""
     plan = plan_of(setting, layout)
     reading = attempt(plan, setting, memory, None)
     return LayoutRow(
@@ -234,7 +234,7 @@ def measure_layout(setting: Setting, memory: Memory, layout: str) -> LayoutRow:
 
 
 def measure_limit(setting: Setting, memory: Memory, between: float, limit_bytes: int, *, walks: bool = True) -> LimitRow:
-    """The search's plan under a limit, at the limit, and, if it `walks`, the lowest limit that it survives."""
+    """Measure the search's plan at its limit and, with `walks`, find the lowest limit under which it still runs."""
     plan = search(
         PlanningProblem(description=setting.description, hardware=hardware_of(memory), job=setting.job, memory_limit_bytes=limit_bytes)
     ).plan
@@ -260,7 +260,7 @@ def measure_limit(setting: Setting, memory: Memory, between: float, limit_bytes:
 
 
 def limits_of(setting: Setting, memory: Memory, between: Sequence[float]) -> Iterator[tuple[float, int]]:
-    """From the planner's own frontier towards what DDP needs, as far as the device has it."""
+    """Yield limits from the planner's least feasible one to what DDP needs, up to the device's memory."""
     hardware = hardware_of(memory)
     least, most = (
         least_memory(
@@ -281,25 +281,25 @@ def limits_of(setting: Setting, memory: Memory, between: Sequence[float]) -> Ite
 
 
 def attempt(plan: Plan, setting: Setting, memory: Memory, limit_bytes: int | None) -> Reading | None:
-    """A few steps under a limit; None where memory did not suffice. Nothing is left behind."""
+    """Run a few steps under a limit and free everything; return None if memory did not suffice."""
     reading = None
     try:
         with memory.limited(limit_bytes):
             reading = _steps(plan, setting, memory)
     except torch.OutOfMemoryError:
-        pass  # cleaned up below, when the traceback no longer keeps the tensors
+        pass  # memory is freed below, because the traceback still holds the tensors here
     gc.collect()
     return reading
 
 
 def lowest_limit(survives: Callable[[int], bool], start: int, most: int, *, fits: bool) -> int | None:
-    """The lowest limit that is survived, to within `RESOLUTION`: down from a start that is, up from one that is not.
+    """Return the lowest limit under which a step runs, to within `RESOLUTION`; search down from `start` if it fits, else up.
 
     Args:
-        survives: whether a step runs under so many bytes.
-        start: where to begin.
-        most: where to give up on the way up.
-        fits: what `survives` says of the start.
+        survives: returns whether a step runs under this number of bytes.
+        start: first limit.
+        most: highest limit to try.
+        fits: the result of `survives` for `start`.
     """
     step = max(1, int(start * RESOLUTION))
     low = high = start
@@ -319,7 +319,7 @@ def lowest_limit(survives: Callable[[int], bool], start: int, most: int, *, fits
 
 
 def headline(layouts: Sequence[LayoutRow], limits: Sequence[LimitRow]) -> tuple[str, bool]:
-    """The last line, and whether every aim was met."""
+    """Return the last line, and whether every aim was met."""
     errors = [abs(row.error) for row in layouts if row.error is not None]
     mean, worst = (sum(errors) / len(errors), max(errors)) if errors else (float("inf"), float("inf"))
     failed = sum(not row.fits for row in limits)
@@ -338,15 +338,15 @@ def headline(layouts: Sequence[LayoutRow], limits: Sequence[LimitRow]) -> tuple[
 
 
 def hardware_of(memory: Memory) -> Hardware:
-    """Eight such devices, whose allocator is shared with the libraries' workspaces and nothing else: the process group has no
-    communicator. Without a margin, so that plans are held against the limit itself."""
+    """Return hardware of eight such devices. Only the libraries' workspaces share the allocator, because the process group has no
+    communicator. There is no margin, so that plans are compared with the limit itself."""
     hardware = preset("h100", devices_per_node=WORLD)
     device = replace(hardware.device, memory_bytes=memory.total_bytes, reserved_bytes=memory.workspace_bytes, communicator_bytes=0)
-    return replace(hardware, device=device, host=None, margin=0.0)  # it is the device's memory that is asked about
+    return replace(hardware, device=device, host=None, margin=0.0)  # only the device's memory is compared
 
 
 def plan_of(setting: Setting, layout: str) -> Plan:
-    """A layout for all units; `mixed` gives neighbours different ones in turn."""
+    """Return a plan with one layout for all units; `mixed` alternates layouts."""
     batch = Batch(micro_batch_size=setting.job.micro_batch_size, accumulation_steps=1)
     strategy, hardware = Strategy({"zero3": "fsdp", "mixed": "osdp"}.get(layout, layout)), preset("h100", devices_per_node=WORLD)
     job = replace(setting.job, recompute=False, host_offload=False, offload_activations=False)
@@ -360,7 +360,7 @@ def plan_of(setting: Setting, layout: str) -> Plan:
 
 
 def _steps(plan: Plan, setting: Setting, memory: Memory) -> Reading:
-    """Build under the plan and train; everything dies with this frame."""
+    """Build the model under the plan and train; all tensors are freed on return."""
     trial = setting.trial
     model = sharded_copy(plan, trial, setting.meshes)
     optimizer = make_optimizer(model, trial.job.optimizer, plan, trial.units)
@@ -373,7 +373,7 @@ def _steps(plan: Plan, setting: Setting, memory: Memory) -> Reading:
 
 
 def show(layouts: Sequence[LayoutRow], limits: Sequence[LimitRow]) -> None:
-    """The rows as text, at most 100 columns."""
+    """Print the rows as text of at most 100 columns."""
     print(f"\n{'model':<13}{'dtype':<6}{'layout':<8}{'estimated':>11}{'allocated':>11}{'reserved':>11}{'error':>9}")
     for row in layouts:
         error = "-" if row.error is None else f"{row.error:+.2%}"

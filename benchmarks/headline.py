@@ -4,20 +4,20 @@
     python benchmarks/headline.py --device cuda --json FILE --markdown FILE
     python benchmarks/headline.py --device cpu [--quick]
 
-1. GPT-2, 48 layers of 1536, 8 GiB on each of 8 devices joined by PCIe 3.0; 2. the first 8 layers of OPT-30B, 16 GiB; 3. deep and
-narrow, shallow and wide, and a mix; 4. one device, 6.7B parameters, states on the host: some against all.
+1. GPT-2, 48 layers of 1536, 8 GiB on each of 8 devices connected by PCIe 3.0; 2. the first 8 layers of OPT-30B, 16 GiB; 3. a deep and
+narrow, a shallow and wide, and a mixed model; 4. one device, 6.7B parameters, some or all optimizer states on the host.
 
-`--device cuda` trains on one real GPU as rank 0 of 8. Its memory limit is enforced by torch's allocator, so that a plan that does
-not fit runs out of memory; compute, sharding and FSDP2's streams are real. The link is EMULATED: collectives send nothing and keep
-FSDP2's own communication streams busy for as long as PCIe 3.0 would take (latency + bytes / bandwidth). Tables say so.
+`--device cuda` trains on one real GPU as rank 0 of 8. Torch's allocator enforces the memory limit, so a plan that does not fit runs out of
+memory; compute, sharding and FSDP2's streams are real. The link is EMULATED: collectives send nothing, and keep FSDP2's communication
+streams busy for as long as PCIe 3.0 would take (latency + bytes / bandwidth). The tables say so.
 
-`--device cpu` trains small twins of 1 to 3 on gloo ranks, whose link is real. The limit is the planner's; the peak of live tensors
-is measured against it. Steps are interleaved in rounds, one of every plan, and ratios (x) are medians over rounds.
+`--device cpu` trains small versions of 1 to 3 on gloo ranks, whose link is real. The planner applies the limit, and the peak of live
+tensors is compared with it. Steps are interleaved in rounds, one of every plan, and ratios (x) are medians over rounds.
 
-Single strategies recompute all blocks or none, whichever is faster; OSDP decides unit by unit, and with `--splits`
-how the model is cut as well. The equal batch is the global batch
-with which full sharding does best (8 samples in experiment 4). Aims: no plan needs more than its limit; OSDP is the fastest by
-estimate, and measured within 5 % of the fastest. Exit code 1 where one is missed, 77 where there is no device to measure on.
+Single strategies recompute all blocks or none, whichever is faster. OSDP decides for each unit and, with `--splits`, also how the model
+is split. The equal batch is the global batch with which full sharding is fastest (8 samples in experiment 4). Aims: no plan needs more
+than its limit; OSDP is the fastest by estimate, and measured within 5 % of the fastest. The exit code is 1 if an aim is missed, and 77
+without a device to measure on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # run as a program, Python looks only in its folder
+sys.path.insert(0, str(ROOT))  # Python adds only the script's own folder
 
 from rich.console import Console  # noqa: E402
 
@@ -66,14 +66,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(problem, file=sys.stderr)
         return NOTHING_MEASURED
     sections: list[tuple[Case, Sequence[Row]]] = []
-    machine, notes = {"plan": planned_by, "cuda": measured_on_cuda, "cpu": measured_on_cpu}[options.mode](options, sections, console)
+    machine, notes = {"plan": estimate_real_sizes, "cuda": run_on_cuda, "cpu": run_on_cpu}[options.mode](options, sections, console)
     rows = [row for _, members in sections for row in members]
     for note in notes:
         print(textwrap.fill(note, WIDTH - 1))
     judged = verdicts(rows)
     for verdict in judged:
         print(f"{'met   ' if verdict.met else 'MISSED'} {verdict.text}")
-    head = {"title": TITLES[options.mode], **head_of(arguments, machine, notes)}
+    head = {"title": TITLES[options.mode], **metadata_of(arguments, machine, notes)}
     if options.json:
         content = {**head, "mode": options.mode, "rows": [asdict(row) for row in rows], "verdicts": [asdict(one) for one in judged]}
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -87,11 +87,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), help="train on a GPU (1 to 4), or small twins on the CPU (1 to 3)")
     parser.add_argument("--plan-only", action="store_true", help=f"estimates for {NAMED} devices; nothing is trained")
     parser.add_argument("--experiments", type=numbers, help="with commas, for example 1,3 (default all)")
-    parser.add_argument("--ranks", type=int, choices=(2, 4), help="of the CPU's twins (default 2)")
+    parser.add_argument("--ranks", type=int, choices=(2, 4), help="ranks for --device cpu (default 2)")
     parser.add_argument("--quick", action="store_true", help="fewer steps; on the CPU fewer twins as well")
     parser.add_argument("--splits", action="store_true", help="with --plan-only: OSDP may split models into operators and slices; slow")
-    parser.add_argument("--json", type=Path, help="also write every row here")
-    parser.add_argument("--markdown", type=Path, help="also write the tables here")
+    parser.add_argument("--json", type=Path, help="also write every row to this file")
+    parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
     parser.add_argument("--as-rank", nargs=2, metavar=("CASE", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if (options.device is None) == (not options.plan_only):
@@ -102,7 +102,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.splits and options.mode != "plan":
         parser.error("--splits is for --plan-only: blocks are timed whole")
     if options.quick and options.mode == "plan":
-        parser.error("--quick is for what is measured; planning is quick")
+        parser.error("--quick is for measurements; leave it out with --plan-only")
     if options.mode == "cpu" and options.experiments and 4 in options.experiments:
         parser.error("experiment 4 moves states between a GPU and its host; give --device cuda or --plan-only")
     for path in filter(None, (options.json, options.markdown)):
@@ -114,15 +114,15 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Experiments, with commas between."""
+    """Parse experiment numbers separated by commas."""
     found = tuple(int(part) if part.isdigit() else 0 for part in text.split(","))
     if wrong := [part for part, number in zip(text.split(","), found, strict=True) if number not in EXPERIMENTS]:
-        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is no experiment; there are {', '.join(map(str, EXPERIMENTS))}")
+        raise argparse.ArgumentTypeError(f"{wrong[0]!r} is not an experiment; use one of {', '.join(map(str, EXPERIMENTS))}")
     return tuple(sorted(set(found)))
 
 
 def no_device() -> str:
-    """Why nothing can be measured on a GPU; empty where it can."""
+    """Return why nothing can be measured on a GPU; empty if it can."""
     import torch
 
     if torch.cuda.is_available():
@@ -133,8 +133,8 @@ def no_device() -> str:
 # ------------------------------------------------------------------------------------------------- the three ways to run
 
 
-def planned_by(options: argparse.Namespace, sections: list, console: Console) -> tuple[str, list[str]]:
-    """Estimates of the real sizes."""
+def estimate_real_sizes(options: argparse.Namespace, sections: list, console: Console) -> tuple[str, list[str]]:
+    """Estimate the real sizes."""
     from hf_osdp.modeling.build import build_on_meta
     from hf_osdp.modeling.split_candidates import possible_splits
     from hf_osdp.tracing.describe import describe
@@ -160,13 +160,13 @@ def _compiled(described: Callable[..., Any], micro_batch_size: int) -> Any:
     return described(compile=True, micro_batch_size=micro_batch_size)
 
 
-def measured_on_cuda(options: argparse.Namespace, sections: list, console: Console) -> tuple[str, list[str]]:
-    """Real sizes on this machine's GPU."""
+def run_on_cuda(options: argparse.Namespace, sections: list, console: Console) -> tuple[str, list[str]]:
+    """Measure the real sizes on this machine's GPU."""
     from benchmarks.headline_parts.gpu import QUICK, GpuEffort, measure_on_cuda
 
     machine, error = "", 0.0
     for case in chosen(CASES, options.experiments):
-        # A process for each: what a failed step leaves behind in the allocator must not meet the next one.
+        # One process for each, because a failed step leaves memory in the allocator.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             found = pool.submit(measure_on_cuda, case, QUICK if options.quick else GpuEffort()).result()
         machine, error = found.machine, max(error, found.worst_hold_error, key=abs)
@@ -177,8 +177,8 @@ def measured_on_cuda(options: argparse.Namespace, sections: list, console: Conso
     ]
 
 
-def measured_on_cpu(options: argparse.Namespace, sections: list, console: Console) -> tuple[str, list[str]]:
-    """Twins on gloo ranks, started by torchrun."""
+def run_on_cpu(options: argparse.Namespace, sections: list, console: Console) -> tuple[str, list[str]]:
+    """Measure the small versions on gloo ranks, started by torchrun."""
     ranks = options.ranks or 2
     for number, case in enumerate(TWINS):
         if case.experiment in options.experiments:
@@ -191,7 +191,7 @@ def measured_on_cpu(options: argparse.Namespace, sections: list, console: Consol
 
 
 def run_rank(options: argparse.Namespace) -> int:
-    """One rank of one twin."""
+    """Run one rank of one small version."""
     import torch
     import torch.distributed as dist
 
@@ -213,7 +213,7 @@ def run_rank(options: argparse.Namespace) -> int:
 
 
 def finish(case: Case, rows: Sequence[Row], sections: list, console: Console, mode: str) -> None:
-    """Show a case as soon as it is done."""
+    """Print a case when it is finished."""
     sections.append((case, rows))
     for _, rule, members in groups(rows):
         console.print(table_of(case, rule, members, LINKS[mode]))
@@ -225,8 +225,8 @@ def finish(case: Case, rows: Sequence[Row], sections: list, console: Console, mo
     sys.stdout.flush()
 
 
-def head_of(arguments: list[str] | None, machine: str, notes: list[str]) -> dict[str, Any]:
-    """What results are kept with."""
+def metadata_of(arguments: list[str] | None, machine: str, notes: list[str]) -> dict[str, Any]:
+    """Return the command, commit, versions and hardware that are saved with the results."""
     given = shlex.join(sys.argv[1:] if arguments is None else arguments)
     return {
         "command": f"python benchmarks/headline.py {given}", "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -235,11 +235,11 @@ def head_of(arguments: list[str] | None, machine: str, notes: list[str]) -> dict
 
 
 def commit() -> str:
-    """The checkout's, marked where files differ from it."""
+    """Return the commit of the checkout, marked if files differ from it."""
     git = ["git", "-C", str(ROOT)]
     try:
         found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    except OSError:  # there is no git
+    except OSError:  # git is not installed
         return "unknown"
     if found.returncode:
         return "unknown"

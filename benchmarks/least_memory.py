@@ -1,9 +1,9 @@
-"""The least memory of Llama-3-8B by optimizer and loss, and its best plan at 24 GB a device, on paper.
+"""The least memory of Llama-3-8B by optimizer and loss, and its best plan at 24 GB per device, estimated.
 
     python benchmarks/least_memory.py
 
-Nothing is measured: devices and links are presets, from data sheets, and the host has 96 GiB and PCIe 4.0 x16 for each device. Parameters,
-gradients and activations stay on the devices.
+Nothing is measured. Devices and links are presets from data sheets, and the host has 96 GiB and PCIe 4.0 x16 for each device.
+Parameters, gradients and activations stay on the devices.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, Python looks only in its folder
+sys.path.insert(0, str(Path(__file__).parents[1]))  # Python adds only the script's own folder
 
 from benchmarks.limits import LLAMA_3_8B
 from hf_osdp import InfeasibleError, PlanningProblem, TrainingJob, describe, preset, search
@@ -33,7 +33,7 @@ OPTIMIZERS = {
     "AdamW8bit": (LOW_BIT["adamw8bit"], False),
     "AdamW4bit": (LOW_BIT["adamw4bit"], False),
 }
-"""By name, with whether its states wait in the host's memory."""
+"""Optimizers by name, and whether their states are kept in the host's memory."""
 
 
 HOST = HostSpec(
@@ -50,7 +50,7 @@ def described(hardware: Hardware, pieces: int) -> ModelDescription:
 
 
 def row(description: ModelDescription, hardware: Hardware, job: TrainingJob) -> tuple[str, str, str]:
-    """Return the least memory, and micro-batch and tokens a second at the limit."""
+    """Return the least memory, and the micro-batch and tokens per second at the limit."""
     job = replace(job, host_offload=False, offload_activations=False)
     problem = PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=LIMIT_BYTES)
     batch, rate = "", "does not fit"

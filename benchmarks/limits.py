@@ -1,8 +1,8 @@
-"""Tokens a second against the memory limit, estimated: the planner's choice beside what people run. The picture of the README.
+"""Plot estimated tokens per second against the memory limit, for the planner's choice and common strategies (figure of the README).
 
     python benchmarks/limits.py --plot docs/images/limits.png --csv docs/data/limits.csv
 
-Nothing is measured: devices and links are presets, from data sheets. Every strategy has its own best batch at every limit.
+Nothing is measured. Devices and links are presets from data sheets. Every strategy has its own best batch at every limit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BF16 = Precision.named("bf16")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One panel of the picture."""
+    """One panel of the figure."""
 
     title: str
     model: PreTrainedConfig
@@ -50,7 +50,7 @@ class Case:
     global_batch_size: int = 64
 
     def rows(self) -> Iterator[dict[str, str | int | float]]:
-        """Yield each strategy's rate at each limit; nothing for what does not fit."""
+        """Yield each strategy's rate at each limit; a strategy that does not fit yields none."""
         hardware = preset(self.device, nodes=self.nodes, devices_per_node=self.devices_per_node)
         description = describe(
             self.model, sequence_length=self.sequence_length, device_type="cuda", compute_dtype=DType.BFLOAT16,
@@ -102,7 +102,7 @@ _COLORS = {PLANNED: "#d62728", HSDP: "#9467bd", FSDP: "#1f77b4", RECOMPUTED: "#7
 
 
 def chart(rows: list[dict[str, str | int | float]]) -> alt.HConcatChart:
-    """One panel a case: a line begins at the least limit of the grid that the strategy meets."""
+    """Return a chart with one panel per case; each line begins at the lowest limit under which the strategy fits."""
     panels = []
     for case in CASES:
         own = [row for row in rows if row["case"] == case.title]
@@ -121,11 +121,11 @@ def chart(rows: list[dict[str, str | int | float]]) -> alt.HConcatChart:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Search every case, then write the picture and its figures."""
+    """Search every case, then write the plot and its figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it, as .png, .svg or .html")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the figures")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="draw the figures of an earlier --csv, and search nothing")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot to this .png, .svg or .html file")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write the figures to this file")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="plot the figures of an earlier --csv instead of searching")
     options = parser.parse_args(arguments)
     if options.plot:
         check_plot_path(options.plot)

@@ -1,10 +1,10 @@
-"""The loss in pieces, the step in backward and an optimizer with small states against none of them, on two gloo ranks of this machine.
+"""Compare the loss in pieces, the step in backward and 8-bit optimizer states with plain full sharding, on two gloo ranks.
 
     python benchmarks/loss_optimizer.py [--quick] [--json FILE]
 
-Starts the ranks itself. For twins of GPT-2 and Llama-3 with their own vocabularies, a plan of full sharding is trained in each of these
-ways, at two batches or three, one step of each in turns. Exit code 1 where an aim is missed: at an equal batch a step with the loss in
-pieces takes at most 1.05 of the time, and peaks are estimated to 1 % in the mean, 3 % at most.
+The program starts the ranks itself. For small models of GPT-2 and Llama-3 with the full vocabularies, a plan of full sharding is trained in
+each of these ways at two or three batch sizes, one step of each in turn. The exit code is 1 if an aim is missed: at the same batch, a step
+with the loss in pieces takes at most 1.05 times as long, and peaks are estimated to 1 % on average and 3 % at worst.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torchao.optim import AdamW8bit
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, Python looks only in its folder
+sys.path.insert(0, str(Path(__file__).parents[1]))  # Python adds only the script's own folder
 
 from benchmarks.headline_parts.cases import Case
 from benchmarks.headline_parts.twins import CPU, Contestant, say
@@ -64,12 +64,12 @@ CASES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """What a run does beside full sharding."""
+    """Options of a run in addition to full sharding."""
 
     name: str
     pieces: int = 1
     early: bool = False
-    """Units step in backward."""
+    """Whether units take their optimizer step in backward."""
     optimizer: str = "adamw"
 
 
@@ -84,10 +84,10 @@ WAYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much is measured."""
+    """Amount of measurement."""
 
     samples: tuple[int, ...]
-    """Of each process in a step."""
+    """Samples of each process in a step."""
     rounds: int
 
 
@@ -97,7 +97,7 @@ FULL, QUICK = Effort(samples=(1, 2, 4), rounds=9), Effort(samples=(1, 4), rounds
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer batches and rounds")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank is not None:
@@ -115,7 +115,7 @@ def main() -> int:
 
 
 def run_rank(result: Path, effort: Effort) -> int:
-    """One rank: every case and batch."""
+    """Run one rank: every case and batch."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -130,7 +130,7 @@ def run_rank(result: Path, effort: Effort) -> int:
 
 
 def measure(case: Case, samples: int, rounds: int) -> list[dict]:
-    """Train in each way, in turns; a row of each. Collective."""
+    """Train in each way in turn; return a row for each. Collective."""
     config, meshes = case.config(), Meshes("cpu")
     plans: dict[Way, Plan] = {}
     runs: dict[Way, Contestant] = {}
@@ -147,7 +147,7 @@ def measure(case: Case, samples: int, rounds: int) -> list[dict]:
     peaks = {way: run.peak_bytes() for way, run in runs.items()}
     steps: dict[Way, list[float]] = {way: [] for way in runs}
     for number in range(rounds):
-        for way in list(runs)[:: 1 if number % 2 else -1]:  # each takes its turn at being first
+        for way in list(runs)[:: 1 if number % 2 else -1]:  # a different plan is first in each round
             steps[way].append(runs[way].step_s())
     say(f"{case.name}: {samples} samples")
     del runs
@@ -163,7 +163,7 @@ def measure(case: Case, samples: int, rounds: int) -> list[dict]:
 
 
 def plan_of(description: ModelDescription, job: TrainingJob) -> Plan:
-    """Full sharding, so that nothing but the loss differs."""
+    """Return a plan of full sharding, so that the ways differ in nothing else."""
     hardware = preset("cpu", devices_per_node=RANKS)
     return search(
         PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=2**45, strategy=Strategy.FSDP)

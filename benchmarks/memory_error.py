@@ -1,4 +1,4 @@
-"""Estimated peak memory against the real FSDP2 step, simulated on fake tensors.
+"""Compare the estimated peak memory with that of the real FSDP2 step, simulated on fake tensors.
 
     python benchmarks/memory_error.py [--quick] [--only layouts|ways] [--models NAME ...] [--sample N] [--jobs N] [--json FILE]
         [--markdown FILE] [--csv FILE]
@@ -81,29 +81,29 @@ MODELS = {
                          "num_attention_heads": 8, "vocab_size": 32000}),
     "plain module": (None, None, {}),
 }  # fmt: skip
-"""Class, configuration class, and what differs from its defaults: the published sizes, and smaller ones of kinds that are unlike
-these: experts with fewer rows than ranks, large parameters in the root, and states that modules keep. `PlainModel` has neither class."""
+"""Class, configuration class and changes to its defaults: published sizes, and smaller models of other kinds (experts with fewer rows than
+ranks, large parameters in the root, states kept by modules). `PlainModel` has neither class."""
 WORLDS = (2, 8, 64)
 PER_NODE = {2: 2, 8: 4, 64: 8}
-"""Ranks of a node, for two stages."""
+"""Ranks per node, for two-stage collectives."""
 LAYOUTS = ("ddp", "zero2", "zero3", "two_stage", "hsdp", "mixed", "osdp")
-"""`mixed` gives neighbouring units different choices in turn; `osdp` is the search's plan half-way between the least memory and DDP's."""
+"""Layouts. `mixed` alternates choices between units; `osdp` is the search's plan half-way between the least memory and DDP's."""
 WAYS = ("recompute", "mixed_ways")
-"""Layouts with what else is decided for a unit; the second in three micro-steps."""
+"""Layouts with other decisions for units; the second has three micro-steps."""
 SPLITS = {
     "operators": ("mixed", ("GPT-2 xl", "BERT large", "T5 base", "OPT 1.3B", "Llama 1B")),
     "slices": ("zero3", ("GPT-2 xl", "BERT large", "OPT 1.3B", "Llama 1B")),  # T5 reads the weight of its `wo`
     "head_slices": ("zero3", ("GPT-2 xl", "OPT 1.3B", "Llama 1B")),
     "tied_slices": ("zero3", ("GPT-2 xl", "OPT 1.3B", "Llama 1B")),
 }
-"""Kinds of cut, each with its layout and the models that are cut so."""
+"""Kinds of split, each with its layout and the models that are split this way."""
 WAYS_WORLDS = (8, 64)
 PRECISIONS = ("no", "bf16")
 QUICK = {"models": ("GPT-2 small", "T5 base"), "worlds": (8,), "layouts": ("zero3", "mixed"), "precisions": ("no",)}
 
 
 class PlainModel(nn.Module):
-    """A model that is none of transformers, most of which is an embedding in the root."""
+    """A model that is not from transformers; most of its parameters are an embedding in the root."""
 
     def __init__(self, *, vocabulary: int = 100_000, width: int = 512, blocks: int = 6) -> None:
         super().__init__()
@@ -123,13 +123,13 @@ class PlainModel(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One model as it is trained; its cases share a description."""
+    """One model and how it is trained; its cases share a description."""
 
     model: str
     precision: str
     checkpointing: bool = False
     split: str = ""
-    """Of `CUTS`, or none. Models that are cut have 4 blocks."""
+    """A key of `CUTS`, or empty. Models that are split have 4 blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ class Row:
 
     @property
     def kind(self) -> str:
-        """The way to fit that the case is about."""
+        """Return the layout, recomputation or split that the case tests."""
         return self.split or self.layout
 
     @property
@@ -160,13 +160,13 @@ class Row:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few cases of two models")
-    parser.add_argument("--only", choices=("layouts", "ways"), help="layouts alone, or the other ways to fit alone")
+    parser.add_argument("--only", choices=("layouts", "ways"), help="only layouts, or only the other ways to fit")
     parser.add_argument("--sample", type=int, metavar="N", help="N of the cases, evenly spread")
     parser.add_argument("--models", nargs="+", choices=MODELS, help="only these models")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that simulate side by side")
-    parser.add_argument("--json", type=Path, help="also write every case here")
-    parser.add_argument("--markdown", type=Path, help="also write the tables here")
-    parser.add_argument("--csv", type=Path, help="also write every case here, one a line")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes that simulate at the same time")
+    parser.add_argument("--json", type=Path, help="also write every case to this file")
+    parser.add_argument("--markdown", type=Path, help="also write the tables to this file")
+    parser.add_argument("--csv", type=Path, help="also write every case to this file, one per line")
     options = parser.parse_args()
     started = time.perf_counter()
     work = cases(options.quick, options.models, options.only)
@@ -197,7 +197,7 @@ Case = tuple[Setting, int, str]
 
 
 def cases(quick: bool, models: Sequence[str] | None, only: str | None) -> list[Case]:
-    """What was asked for; `quick` takes layouts alone."""
+    """Return the requested cases; `quick` includes layouts only."""
     layouts = [] if only == "ways" else _layout_cases(quick, models)
     return [*layouts, *([] if quick or only == "layouts" else _ways_cases(models or tuple(MODELS)))]
 
@@ -214,7 +214,7 @@ def _ways_cases(models: Sequence[str]) -> list[Case]:
 
 
 def _layout_cases(quick: bool, models: Sequence[str] | None) -> list[Case]:
-    """Every combination, but HSDP where the world has no group size of its own."""
+    """Return every combination, except HSDP if the world has no group size for it."""
     names = models or (QUICK["models"] if quick else tuple(MODELS))
     worlds, layouts, precisions = (QUICK["worlds"], QUICK["layouts"], QUICK["precisions"]) if quick else (WORLDS, LAYOUTS, PRECISIONS)
     settings = (Setting(model=m, precision=p, checkpointing=c) for m, p, c in itertools.product(names, precisions, (False, True)))
@@ -226,7 +226,7 @@ def _layout_cases(quick: bool, models: Sequence[str] | None) -> list[Case]:
 
 
 def run(work: Sequence[Case], *, jobs: int) -> list[Row]:
-    """Simulate every case; each process keeps the descriptions that it has made."""
+    """Simulate every case; each process caches its descriptions."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_quiet) as pool:
         futures = {pool.submit(measure, *case): number for number, case in enumerate(work)}
@@ -255,7 +255,7 @@ def measure(setting: Setting, world: int, layout: str) -> Row:
 
 
 def layout_choices(layout: str, description: ModelDescription, job: TrainingJob, world: int) -> list[UnitLayout]:
-    """One choice a unit."""
+    """Return one choice per unit."""
     if layout == "osdp":
         return _searched(description, job, world)
     if layout in WAYS:
@@ -274,7 +274,7 @@ def layout_choices(layout: str, description: ModelDescription, job: TrainingJob,
 
 
 def _ways_choices(way: str, description: ModelDescription, job: TrainingJob, world: int) -> list[UnitLayout]:
-    """Every block recomputed; or decisions in turns of unlike length, so that their combinations come up."""
+    """Return choices with every block recomputed, or with decisions in cycles of different lengths, so that many combinations occur."""
     mixed = way == "mixed_ways"
 
     def kinds(index: int) -> tuple[Activations, ...]:
@@ -292,11 +292,11 @@ def _ways_choices(way: str, description: ModelDescription, job: TrainingJob, wor
 
 def _hardware(world: int) -> Hardware:
     hardware = preset("a100-80", nodes=world // PER_NODE[world], devices_per_node=PER_NODE[world])
-    return replace(hardware, host=None)  # it is the device's memory that is asked about
+    return replace(hardware, host=None)  # only the device's memory is compared
 
 
 def _searched(description: ModelDescription, job: TrainingJob, world: int) -> list[UnitLayout]:
-    """The search's plan under a limit between what full sharding and DDP need."""
+    """Return the search's plan under a limit between what full sharding and DDP need."""
     batch = Batch(micro_batch_size=SAMPLES, accumulation_steps=1)
     ends = [
         estimate_memory(description, layout_choices(name, description, job, world), world, job, batch).peak_bytes
@@ -339,7 +339,7 @@ def _model(setting: Setting) -> transformers.PretrainedConfig | PlainModel:
 
 
 def _tokens(model: transformers.PretrainedConfig | PlainModel) -> int:
-    """Tokens of a sample: fewer where the model has fewer positions, or runs a loop over them, which takes minutes to trace."""
+    """Return the tokens per sample; fewer if the model has fewer positions, or loops over them, which takes minutes to trace."""
     if hasattr(model, "lru_width"):
         return TOKENS // 8
     text = getattr(model, "text_config", None)
@@ -347,7 +347,7 @@ def _tokens(model: transformers.PretrainedConfig | PlainModel) -> int:
 
 
 def _of_split(setting: Setting, sizes: dict) -> dict:
-    """What a model that is cut has of its own: 4 blocks, and a vocabulary projection that is the embedding's or stands alone."""
+    """Return the changes to the sizes of a model that is split: 4 blocks, and a tied or untied vocabulary projection."""
     if not setting.split:
         return {}
     blocks = 2 if "num_decoder_layers" in sizes else 4
@@ -356,7 +356,7 @@ def _of_split(setting: Setting, sizes: dict) -> dict:
 
 
 def _split(kind: str, config: transformers.PretrainedConfig) -> ModelSplit:
-    """Of the cuts that are offered for a model, the finest of a kind."""
+    """Return the finest of the splits of a kind that the model offers."""
     if not kind:
         return WHOLE_BLOCKS
     model = build_on_meta(config)
@@ -384,12 +384,12 @@ _HEADER = ("", "cases", "mean error", "most over", "most under", "worst case")
 
 
 def by_model(rows: Sequence[Row]) -> Cells:
-    """Errors of each model."""
+    """Return the errors of each model."""
     return "Peak memory, estimate against simulation, by model", _summaries(rows, lambda row: row.model)
 
 
 def by_layout(rows: Sequence[Row]) -> Cells:
-    """Errors of each layout."""
+    """Return the errors of each layout."""
     return "By layout and way to fit", _summaries(rows, lambda row: row.kind)
 
 
@@ -423,7 +423,7 @@ def show(title: str, lines: Sequence[tuple[str, ...]]) -> None:
 
 
 def as_markdown(tables: Sequence[Cells], rows: Sequence[Row], seconds: float) -> str:
-    """The tables, with how they were made."""
+    """Return the tables as Markdown, with the command that made them."""
     versions = ", ".join(f"{name} {version}" for name, version in package_versions().items())
     lines = [
         "# Estimated against simulated peak memory", "",
@@ -438,7 +438,7 @@ def as_markdown(tables: Sequence[Cells], rows: Sequence[Row], seconds: float) ->
 
 
 def write_cases(path: Path, rows: Sequence[Row]) -> None:
-    """Every case, one a line."""
+    """Write every case as one line."""
     header = ("model", "devices", "layout", "precision", "checkpointing", "estimated_bytes", "simulated_bytes", "error", "peak in")
     cells = [
         (r.model, r.world, f"{r.layout}, {r.split}" if r.split else r.layout, "bf16" if r.precision == "bf16" else "fp32",
@@ -454,7 +454,7 @@ def _markdown_table(header: Sequence[str], cells: Iterable[Sequence[str]]) -> li
 
 
 def headline(rows: Sequence[Row]) -> tuple[str, bool]:
-    """The result in one line, and whether every aim was met."""
+    """Return the result in one line, and whether every aim was met."""
     mean, worst, under = _mean(rows), max(abs(row.error) for row in rows), min(row.error for row in rows)
     met = mean <= MEAN_AIM and worst <= WORST_AIM and under >= UNDER_AIM
     return (

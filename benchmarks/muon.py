@@ -1,9 +1,9 @@
-"""torch's Muon on two gloo ranks: its steps on FSDP2's own tensors against those of a plan, which gather each update once.
+"""Compare torch's Muon on FSDP2's own tensors with Muon under a plan, which gathers each update once, on two gloo ranks.
 
     python benchmarks/muon.py [--widths 64,512] [--json FILE]
 
-Six matrices in shards, of widths n and 4 n. Collectives and the bytes of their results are counted in one step; seconds are those of the
-fastest of five steps of rank 0.
+Six sharded matrices have widths n and 4 n. Collectives and the bytes of their results are counted in one step; the time is that of the
+fastest of five steps on rank 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, Python looks only in its folder
+sys.path.insert(0, str(Path(__file__).parents[1]))  # Python adds only the script's own folder
 
 from benchmarks.torchrun import start_ranks
 from hf_osdp.distributed.mesh import Meshes
@@ -32,7 +32,7 @@ from hf_osdp.sharding.optimizer_steps import step_by_device
 
 
 class Counted(TorchDispatchMode):
-    """Bytes of the results of collectives."""
+    """Count the bytes of the results of collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # counted when it calls operators on local tensors
+            return NotImplemented  # its operators on local tensors are counted
         result = func(*args, **(kwargs or {}))
         if "c10d" in str(func) and ("gather" in str(func) or "reduce" in str(func)):
             self.nbytes.append((result if isinstance(result, torch.Tensor) else args[0]).nbytes)
@@ -72,7 +72,7 @@ def row_of(width: int, by_plan: bool) -> dict[str, object]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--widths", default="64,512", help="with commas")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank is not None:

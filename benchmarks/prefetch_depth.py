@@ -1,17 +1,17 @@
-"""How much deeper prefetch could gain: plans as they are beside a bound that no prefetch depth goes below.
+"""Compare the step time of plans with a lower bound for every prefetch depth.
 
     python benchmarks/prefetch_depth.py
 
-FSDP2 gathers one unit ahead. Deeper prefetch lets a unit's communication wait for any compute of its pass, not for its neighbour's alone,
-and holds more gathered units. However deep, forward takes at least its compute with what can hide behind nothing (the first gather, and as
-much of the second as is longer than the compute before it), and at least its communication with the last unit's compute, which is after
-every gather; backward at least its compute with the first unit's reduction, which comes last of all, and at least its communication.
-So for all weights f and b between 0 and 1 a step takes at least the sum over units of
+FSDP2 gathers one unit ahead. With deeper prefetch, a unit's communication can overlap with any compute of its pass instead of only its
+neighbour's, and more gathered units are held. At any depth, there are two lower bounds for forward: its compute plus what cannot be hidden
+(the first gather, and the part of the second that is longer than the compute before it), and its communication plus the last unit's
+compute, which is after every gather. There are two for backward: its compute plus the first unit's reduction, which comes last, and its
+communication. So for all weights f and b between 0 and 1, a step takes at least the sum over units of
 
     (1 - f) forward's first bound + f its second + (1 - b) backward's first bound + b its second + copies + update
 
-and the search finds the plan for which this is least, with prefetch costing no memory. The best weights of a few give the bound. What is
-gathered for the whole step (tied embedding) nothing hides at any depth. Nothing is run; times are rooflines of presets.
+and the search finds the plan with the least sum, as if prefetch cost no memory. The bound is the highest over a few weights. The gather of
+a unit that is kept for the whole step (tied embedding) is never hidden. Nothing is run; times are roofline estimates of presets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GPT2Config
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, Python looks only in its folder
+sys.path.insert(0, str(Path(__file__).parents[1]))  # Python adds only the script's own folder
 
 from hf_osdp.modeling.catalogue import catalogue
 from hf_osdp.planner.cost import timing
@@ -43,7 +43,7 @@ from hf_osdp.tracing.describe import describe
 WEIGHTS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0)
 GPT2 = GPT2Config(n_layer=48, n_embd=1536, n_head=16)
 LLAMA_BF16 = catalogue()["meta-llama/Meta-Llama-3-8B"].config
-"""Weights, gradients and states in bf16, as the configuration has them; the others hold float32."""
+"""Configuration with weights, gradients and states in bf16; the others use float32."""
 LLAMA = copy.deepcopy(LLAMA_BF16)
 LLAMA.dtype = None
 CASES = (
@@ -52,9 +52,9 @@ CASES = (
     ("Llama-3-8B", LLAMA, 4096, "h100", 1, 80), ("Llama-3-8B", LLAMA, 2048, "rtx-4090", 1, 24),
     ("the same in bf16", LLAMA_BF16, 2048, "rtx-4090", 1, 24),
 )  # fmt: skip
-"""Model, its configuration, tokens, device, nodes of 8 devices, limit in GiB."""
+"""Model, configuration, tokens, device, nodes of 8 devices, limit in GiB."""
 JOB = TrainingJob(global_batch_size=64, precision=Precision.named("bf16"), offload_activations=False)
-"""Activations stay on the device: their way to the host and back is not FSDP2's to prefetch."""
+"""Activations stay on the device, because FSDP2 does not prefetch their copies from the host."""
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def _best_bound(problem: PlanningProblem) -> float:
-    """Return the highest bound found, one weight after the other."""
+    """Return the highest bound found, optimising one weight after the other."""
     forward = max(WEIGHTS, key=lambda weight: _bound(problem, weight, 0.0))
     backward = max(WEIGHTS, key=lambda weight: _bound(problem, forward, weight))
     return max(_bound(problem, weight, backward) for weight in WEIGHTS)

@@ -1,12 +1,12 @@
-"""Recomputation by operator against all or nothing, on two gloo ranks of this machine.
+"""Compare recomputation by operator with all-or-nothing recomputation, on two gloo ranks of this machine.
 
     python benchmarks/recompute.py [--quick] [--json FILE]
 
-Starts the ranks itself. For each twin the machine and the blocks are profiled; then, under limits at which a plan that may only recompute
-whole blocks or none does so for a quarter to nearly all of them, that plan and the one that may save operators are trained side by side,
-and plans in which all blocks are recomputed in one way: one step of each in turns, with AdamW. A limit's ratio is that of the median
-steps. Exit code 1 where an aim is missed: the geometric mean of the ratios at most 0.95, none above 1, and no other plan that fits is
-more than 5 % faster.
+The program starts the ranks itself and profiles the machine and the blocks for each small model. The limits are those at which an
+all-or-nothing plan recomputes a quarter to nearly all of the blocks. Under each limit, that plan, the plan that may save single operators,
+and plans that recompute all blocks in one way are trained, one step of each in turn, with AdamW. A limit's ratio is that of the median
+steps. The exit code is 1 if an aim is missed: the geometric mean of the ratios is at most 0.95, none is above 1, and no other plan that
+fits is more than 5 % faster.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, Python looks only in its folder
+sys.path.insert(0, str(Path(__file__).parents[1]))  # Python adds only the script's own folder
 
 from benchmarks.headline_parts.cases import Case
 from benchmarks.headline_parts.twins import CPU, Contestant, TwinEffort, measured_machine, say
@@ -46,7 +46,7 @@ from hf_osdp.quantities import format_bytes, format_seconds
 
 AIM, NEAR = 0.95, 1.05
 RANKS, SAMPLES = 2, 4
-"""Processes, and samples of each in a step."""
+"""Number of processes, and samples of each in a step."""
 _SIZES = {"vocab_size": 2048, "bos_token_id": 0, "eos_token_id": 0}
 _COMMON = {"experiment": 1, "sequence_length": 128, "limit_bytes": None, "devices": RANKS}
 CASES = (
@@ -65,7 +65,7 @@ CASES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much is measured."""
+    """Amount of measurement."""
 
     limits: int
     rounds: int
@@ -78,7 +78,7 @@ FULL, QUICK = Effort(limits=4, rounds=11, profile_s=6.0), Effort(limits=2, round
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer limits and rounds")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank is not None:
@@ -98,7 +98,7 @@ def main() -> int:
 
 
 def run_rank(result: Path, effort: Effort) -> int:
-    """One rank: every case."""
+    """Run one rank: every case."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -113,7 +113,7 @@ def run_rank(result: Path, effort: Effort) -> int:
 
 
 def measure(case: Case, effort: Effort) -> list[dict]:
-    """One row a limit. Collective."""
+    """Return one row per limit. Collective."""
     description, hardware = measured_machine(case, TwinEffort(profile_s=effort.profile_s, samples=(1, 2, 4)))
     chosen = on_rank_zero(lambda: limits_of(description, hardware, effort.limits))
     return [measure_limit(case, description, hardware, limit, effort.rounds) for limit in chosen]
@@ -124,12 +124,12 @@ def job() -> TrainingJob:
 
 
 def all_or_nothing(description: ModelDescription) -> ModelDescription:
-    """The description in which blocks are recomputed wholly or not at all."""
+    """Return the description in which blocks are recomputed completely or not at all."""
     return replace(description, segments=tuple(replace(s, recomputed=s.recomputed[:1]) for s in description.segments))
 
 
 def limits_of(description: ModelDescription, hardware: Hardware, number: int) -> list[int]:
-    """Limits at which a quarter to nearly all blocks are recomputed, where that is all or nothing, with unlike numbers of them."""
+    """Return limits at which the all-or-nothing plan recomputes different numbers of blocks, from a quarter to nearly all."""
     problem = PlanningProblem(description=all_or_nothing(description), hardware=hardware, job=job(), memory_limit_bytes=2**45)
     least, most = least_memory(problem), search(problem).peak_bytes
     found: dict[int, int] = {}
@@ -144,7 +144,7 @@ def limits_of(description: ModelDescription, hardware: Hardware, number: int) ->
 
 
 def plans_under(description: ModelDescription, hardware: Hardware, limit: int) -> dict[str, Plan]:
-    """The plans that are compared: ours, all or nothing, and all blocks recomputed in one way where that fits."""
+    """Return the plans to compare: by operator, all or nothing, and all blocks recomputed in one way if that fits."""
     problem = PlanningProblem(description=description, hardware=hardware, job=job(), memory_limit_bytes=limit)
     plans = {
         "by operator": search(problem).plan,
@@ -163,7 +163,7 @@ def plans_under(description: ModelDescription, hardware: Hardware, limit: int) -
 
 
 def measure_limit(case: Case, description: ModelDescription, hardware: Hardware, limit: int, rounds: int) -> dict:
-    """Train the plans under a limit in turns. Collective."""
+    """Train the plans under a limit in turn. Collective."""
     plans = on_rank_zero(lambda: plans_under(description, hardware, limit))
     model, meshes = build_on_meta(case.config()), Meshes("cpu")
     trial = Trial(model=model, units=description.units, job=job(), device=CPU, inputs=training_batch(model, case.sequence_length))
@@ -172,7 +172,7 @@ def measure_limit(case: Case, description: ModelDescription, hardware: Hardware,
     steps: dict[str, list[float]] = {name: [] for name in plans}
     names = list(plans)
     for number in range(rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:  # each takes its turn at being first
+        for name in names[number % len(names) :] + names[: number % len(names)]:  # a different plan is first in each round
             steps[name].append(runs[name].step_s())
     say(f"{case.name}: {format_bytes(limit)}")
     del runs

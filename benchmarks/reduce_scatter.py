@@ -1,10 +1,10 @@
-"""gloo's own reduce-scatter against ours, side by side on this machine.
+"""Compare gloo's reduce-scatter with ours on this machine.
 
     python benchmarks/reduce_scatter.py [--world-sizes 2,4] [--seconds 20] [--json FILE]
 
-gloo sends a reduce-scatter as an all-reduce and drops the rest; `PieceTransport` sends chunks around the ring. Bytes are
-those of the loopback interface (`/proc/net/dev`, Linux), of all ranks together, so let nothing else use it. Times are those of
-the slowest rank, both kinds in turn in each round.
+gloo implements a reduce-scatter as an all-reduce and drops the rest; `PieceTransport` sends chunks around a ring. Bytes are counted on the
+loopback interface (`/proc/net/dev`, Linux) for all ranks together, so nothing else may use it. Times are those of the slowest rank; both
+kinds run in turn in each round.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, Python looks only in its folder
+sys.path.insert(0, str(Path(__file__).parents[1]))  # Python adds only the script's own folder
 
 from benchmarks.torchrun import start_ranks
 from hf_osdp.distributed.collectives import FlatReduceScatter, PieceTransport
@@ -35,9 +35,9 @@ CPU = torch.device("cpu")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world-sizes", default="2,4", help="ranks to start, with commas")
-    parser.add_argument("--seconds", type=float, default=20.0, help="about how long for each world size")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--world-sizes", default="2,4", help="world sizes, separated by commas")
+    parser.add_argument("--seconds", type=float, default=20.0, help="approximate duration for each world size")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank is not None:
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def run_rank(result: Path, seconds: float) -> int:
-    """One rank: every size, both kinds in turn."""
+    """Run one rank: every size, both kinds in turn."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rows = [row_of(nbytes, seconds / len(SIZES_BYTES)) for nbytes in SIZES_BYTES]
@@ -61,7 +61,7 @@ def run_rank(result: Path, seconds: float) -> int:
 
 
 def row_of(nbytes: int, seconds: float) -> dict:
-    """Seconds and bytes of one reduce-scatter of `nbytes` in each kind."""
+    """Return seconds and bytes of one reduce-scatter of `nbytes` for each kind."""
     kinds = {"gloo": DefaultReduceScatter(), "ring": FlatReduceScatter(PieceTransport())}
     taken: dict[str, list[float]] = {name: [] for name in kinds}
     sent: dict[str, list[int]] = {name: [] for name in kinds}
@@ -78,7 +78,7 @@ def row_of(nbytes: int, seconds: float) -> dict:
 
 
 def timed(scatter: Callable, nbytes: int) -> tuple[float, int]:
-    """Seconds on the slowest rank, and bytes that crossed the interface meanwhile."""
+    """Return the seconds on the slowest rank, and the bytes that crossed the interface during this time."""
     world = dist.get_world_size()
     whole = torch.zeros(nbytes // 4 // world * world)
     part = torch.empty(whole.numel() // world)
@@ -91,13 +91,13 @@ def timed(scatter: Callable, nbytes: int) -> tuple[float, int]:
 
 
 def loopback_bytes() -> int:
-    """Bytes that the loopback interface has sent."""
+    """Return the bytes that the loopback interface has sent."""
     (line,) = [line for line in Path("/proc/net/dev").read_text(encoding="ascii").splitlines() if line.strip().startswith("lo:")]
     return int(line.split(":")[1].split()[8])
 
 
 def show(rows: list[dict]) -> None:
-    """A table; bytes are those sent by all ranks over the size of the tensor."""
+    """Print a table; bytes are those sent by all ranks, divided by the size of the tensor."""
     table = Table(title="Reduce-scatter over gloo: its own against the ring")
     for name in ("ranks", "tensor", "gloo", "ring", "gloo / ring", "gloo sends", "ring sends", "bytes gloo / ring"):
         table.add_column(name, justify="right")

@@ -1,12 +1,11 @@
-"""Recipes under a mixed plan on two processes against one process without hf_osdp: the same scores?
+"""Compare the scores of recipes under a mixed plan on two processes with those of one process without hf_osdp.
 
     python benchmarks/same_result.py --data DIR [--seeds 1 2 3] [--only NAME ...] [--output DIR] [--markdown FILE]
 
 DIR has WikiText-2 (`wikitext-2/*.txt`), GLUE's SST-2 (`glue/sst2/*.jsonl`), the vocabularies of GPT-2 and BERT
 (`tokenizers/gpt2`, `tokenizers/bert-base-uncased`), Shakespeare (`tinyshakespeare/input.txt`) and a trained Llama
-(`models/stories260K`). Each recipe runs twice for each seed, with the same samples in each optimizer step: as its file of arguments
-says, with two processes, and by the stock Trainer in one process with twice the batch. Runs that are there already are read, not
-repeated.
+(`models/stories260K`). Each recipe runs twice for each seed, with the same samples in each optimizer step: with its file of arguments on
+two processes, and by the stock Trainer in one process with twice the batch. Results of earlier runs are reused.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ COLUMNS = ("what", "seed", "score", "two processes, mixed plan", "one process", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A recipe with its file of arguments, and what the data adds to them."""
+    """A recipe, its file of arguments, and the flags for the data."""
 
     script: str
     arguments: str
     metric: str
-    """Of `eval_results.json`."""
+    """Name of the metric in `eval_results.json`."""
     batch: tuple[int, int]
-    """`per_device_train_batch_size` and `per_device_eval_batch_size` of the file."""
+    """Batch sizes of the file: `per_device_train_batch_size` and `per_device_eval_batch_size`."""
     extra: tuple[str, ...]
-    """Flags, with `{data}` for the folder of the data, `{runs}` for that of the results and `{seed}`."""
+    """Flags, in which `{data}` is the folder of the data, `{runs}` that of the results, and `{seed}` the seed."""
     seeds: int | None = None
-    """So many of the seeds; None for all."""
+    """Number of seeds to run; None for all."""
 
 
 RECIPES = {
@@ -73,7 +72,7 @@ RECIPES = {
         ),
     ),
 }  # fmt: skip
-"""In the order in which they run: the last one begins with the model of the one before."""
+"""Recipes in the order in which they run; the last one starts from the model of the one before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,23 +85,23 @@ class Row:
     planned: float
     alone: float
     layouts: int
-    """How many layouts the units of the plan have."""
+    """Number of distinct layouts in the plan."""
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """What the table says."""
+        """Return the cells of the table row."""
         digits = 4 if self.metric == "accuracy" else 2
         return self.name, str(self.seed), self.metric, f"{self.planned:.{digits}f}", f"{self.alone:.{digits}f}", str(self.layouts)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run what is missing and print the table."""
+    """Run the missing trainings and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder of texts, tokenizers and models")
+    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder with texts, tokenizers and models")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N")
     parser.add_argument("--only", nargs="+", choices=RECIPES, metavar="NAME", help=f"of {', '.join(RECIPES)}")
-    parser.add_argument("--output", type=Path, default=Path("runs/same_result"), metavar="DIR", help="where runs are written")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table there")
+    parser.add_argument("--output", type=Path, default=Path("runs/same_result"), metavar="DIR", help="folder for the runs")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table to this file")
     options = parser.parse_args(arguments)
     cases = [(name, seed) for name in options.only or RECIPES for seed in options.seeds[: RECIPES[name].seeds]]
     places = {"data": options.data.resolve(), "runs": options.output.resolve(), "first": options.seeds[0]}
@@ -117,7 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def row_of(name: str, seed: int, places: dict[str, object]) -> Row:
-    """Both runs of a recipe with a seed."""
+    """Return the row of both runs of a recipe with a seed."""
     recipe = RECIPES[name]
     planned, alone = (run(name, seed, places, processes) for processes in (2, 1))
     report = json.loads((planned / "osdp_report.json").read_text(encoding="utf-8"))
@@ -130,7 +129,7 @@ def row_of(name: str, seed: int, places: dict[str, object]) -> Row:
 
 
 def run(name: str, seed: int, places: dict[str, object], processes: int, *more: str) -> Path:
-    """Train, unless that was done, with `more` flags; the folder with the results."""
+    """Train with the flags `more` unless results exist; return the folder with the results."""
     recipe = RECIPES[name]
     folder = Path(str(places["runs"])) / ", ".join(
         [name, f"seed {seed}", "planned" if processes == 2 else "alone", *(Path(value).name for value in more[1::2])]
@@ -156,7 +155,7 @@ def run(name: str, seed: int, places: dict[str, object], processes: int, *more: 
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """Means over the seeds, with the largest difference of a seed."""
+    """Return lines with the means over seeds and the largest difference of one seed."""
     lines = []
     for name in dict.fromkeys(row.name for row in rows):
         own = [row for row in rows if row.name == name]
@@ -167,7 +166,7 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """For the terminal."""
+    """Return the table for the terminal."""
     made = Table(*COLUMNS)
     for row in rows:
         made.add_row(*row.cells)
@@ -175,7 +174,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """For a document."""
+    """Return the tables as Markdown."""
     lines = [COLUMNS, ("---",) * len(COLUMNS), *(row.cells for row in rows)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n\n" + "\n".join(f"- {line}" for line in summary(rows)) + "\n"
 

@@ -1,10 +1,10 @@
-"""Time to the proven optimum for models of 12 to 128 layers.
+"""Measure the time to the proven optimum for models of 12 to 128 layers.
 
     python benchmarks/search.py [--quick] [--json FILE]
 
-Each model is described once from its configuration (the trace is timed apart) and searched for under memory limits from
-just above the least that any plan needs up to more than replication needs. The aim is under one second for each search,
-on one core. Exit code 1 where it is missed.
+Each model is described once from its configuration (the trace is timed separately). The search runs under memory limits from just above
+the least that any plan needs to more than replication needs. The aim is under one second per search on one core. The exit code is 1 if
+it is missed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FACTORS = (1.001, 1.01, 1.02, 1.05, 1.1, 1.2, 1.5, 2, 3, 5, 10, 100)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model on devices."""
+    """A model and the devices it is planned for."""
 
     name: str
     layers: int
@@ -63,7 +63,7 @@ CASES = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one repetition instead of three")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
     logging.set_verbosity_error()
     rows = [row for case in CASES for row in measure(case, repetitions=1 if options.quick else 3)]
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def measure(case: Case, *, repetitions: int) -> list[dict]:
-    """One row for each memory limit; the time is the median of the repetitions."""
+    """Return one row per memory limit; the time is the median of the repetitions."""
     started = time.perf_counter()
     description = describe(
         GPT2Config(n_layer=case.layers, n_embd=case.hidden, n_head=case.heads, n_positions=case.sequence_length),
@@ -102,16 +102,16 @@ def measure(case: Case, *, repetitions: int) -> list[dict]:
 
 
 def limits(description: ModelDescription, hardware: Hardware, job: TrainingJob) -> dict[str, int]:
-    """Limits in bytes, as multiples of the least that any plan needs."""
+    """Return limits in bytes, as multiples of the least that any plan needs."""
     try:
         search(PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=2**20))
     except InfeasibleError as error:
         return {f"{factor:g} x least": int(error.least_peak_bytes * factor) for factor in FACTORS}
-    raise AssertionError("a MiB is never enough")
+    raise AssertionError("1 MiB cannot be enough")
 
 
 def show(rows: list[dict]) -> None:
-    """The slowest search of each model."""
+    """Print the slowest search of each model."""
     table = Table(title=f"Time to the proven optimum, the slowest of {len(FACTORS)} limits")
     for name in ("model", "devices", "limit", "", "micro-batch", "layouts", "describe", "search"):
         table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)

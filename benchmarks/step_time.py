@@ -1,13 +1,13 @@
-"""Estimated against measured step times on gloo ranks of this machine.
+"""Compare estimated with measured step times on gloo ranks of this machine.
 
     python benchmarks/step_time.py [--quick] [--world-sizes 2,4] [--json FILE]
 
-Starts the ranks itself. In each of many rounds the machine and the model's blocks are profiled for a moment, as
-`hf-osdp profile` does it, then every plan trains one real step under FSDP2, with clipping and AdamW: machines drift, and so both
-sides meet the same conditions. A row sets the mean of the middle half of its estimates beside that of its steps. The aim
-is a mean absolute error of at most 10 %. Exit code 1 where it is missed.
+The program starts the ranks itself. Each of many rounds profiles the machine and the model's blocks for a moment, as `hf-osdp profile`
+does, and then every plan trains one real step under FSDP2, with clipping and AdamW. The speed of a machine drifts, so this gives both
+sides the same conditions. A row compares the mean of the middle half of its estimates with that of its steps. The aim is a mean
+absolute error of at most 10 %. The exit code is 1 if it is missed.
 
-More ranks than cores share them, and each waits for the others: such rows are measured and marked.
+If there are more ranks than cores, ranks wait for each other; such rows are measured and marked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a program, Python looks only in its folder
+sys.path.insert(0, str(Path(__file__).parents[1]))  # Python adds only the script's own folder
 
 from benchmarks.torchrun import start_ranks
 from hf_osdp.distributed.mesh import Meshes
@@ -50,7 +50,7 @@ from hf_osdp.tracing.describe import describe
 
 AIM = 0.10
 BUSY = 1.25
-"""Slowest over fastest round of the same matrix product from which on a machine was not idle."""
+"""Ratio of the slowest to the fastest round of the same matrix product; above it, the machine was not idle."""
 SEQUENCE_LENGTH, MICRO_BATCH_SIZE, VOCABULARY = 128, 4, 4096
 LAYOUTS = ("ddp", "zero2", "zero3", "hsdp", "mixed")
 MODELS = ("gpt2", "bert")
@@ -59,10 +59,10 @@ TERMS = ("compute_s", "exposed_s", "copy_s", "optimizer_s")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How much is measured."""
+    """Amount of measurement."""
 
     rounds: int
-    """In each, a profile and a step of each plan."""
+    """Number of rounds; each has a profile and a step of each plan."""
     profile_s: float
 
 
@@ -72,8 +72,8 @@ FULL, QUICK = Effort(rounds=12, profile_s=3.0), Effort(rounds=5, profile_s=1.5)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--world-sizes", default="2,4", help="ranks to start, with commas")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--world-sizes", default="2,4", help="world sizes, separated by commas")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument("--as-rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank is not None:
@@ -85,7 +85,7 @@ def main() -> int:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     errors = [abs(row["ratio"] - 1) for row in rows]
     mean, worst = statistics.fmean(errors), max(errors)
-    if alone := [row["load_spread"] for row in rows if not row["oversubscribed"]]:  # ranks that share cores disturb each other
+    if alone := [row["load_spread"] for row in rows if not row["oversubscribed"]]:  # ranks that share cores slow each other down
         spread = max(alone)
         print(f"load check: the same product took up to {spread:.2f} times its best{'; the machine was BUSY' if spread > BUSY else ''}")
     print(f"mean error {mean:.1%}, worst {worst:.1%} over {len(rows)} rows (aim: mean at most {AIM:.0%})")
@@ -93,7 +93,7 @@ def main() -> int:
 
 
 def run_rank(result: Path, effort: Effort) -> int:
-    """One rank: all models and plans of its world size."""
+    """Run one rank: all models and plans of its world size."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -108,7 +108,7 @@ def run_rank(result: Path, effort: Effort) -> int:
 
 
 def measure_model(name: str, effort: Effort) -> list[dict]:
-    """Rows of one model: every plan, over all rounds."""
+    """Return the rows of one model: every plan, over all rounds."""
     config, world = config_of(name), dist.get_world_size()
     description = describe(config, sequence_length=SEQUENCE_LENGTH)
     plans = {layout: plan_of(description, world, layout) for layout in LAYOUTS if layout != "hsdp" or world > 3}
@@ -138,7 +138,7 @@ def measure_model(name: str, effort: Effort) -> list[dict]:
 
 
 def row_of(name: str, layout: str, world: int, rounds: list[dict], load_spread: float) -> dict:
-    """One row, with what each round gave."""
+    """Return one row, with the figures of each round."""
     estimated_s, measured_s = (middle_mean([one[name] for one in rounds]) for name in ("estimated_s", "measured_s"))
     return {
         "model": name, "layout": layout, "ranks": world, "oversubscribed": world > (os.cpu_count() or 1),
@@ -148,13 +148,13 @@ def row_of(name: str, layout: str, world: int, rounds: list[dict], load_spread: 
 
 
 def middle_mean(values: Sequence[float]) -> float:
-    """Mean of the middle half."""
+    """Return the mean of the middle half."""
     cut = len(values) // 4
     return statistics.fmean(sorted(values)[cut : len(values) - cut])
 
 
 class Trainer:
-    """A model under a plan, which takes real steps."""
+    """A model under a plan that takes real training steps."""
 
     def __init__(self, model: nn.Module, plan: Plan, description: ModelDescription) -> None:
         self._plan = plan
@@ -166,7 +166,7 @@ class Trainer:
         )
 
     def measure(self) -> dict[str, float]:
-        """Seconds of a step and its parts on the slowest rank."""
+        """Return the seconds of a step and its parts on the slowest rank."""
         dist.barrier()
         times = torch.tensor(self._step(), dtype=torch.float64)
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
@@ -193,7 +193,7 @@ class Trainer:
 
 
 def config_of(name: str):
-    """A model of which a step takes some tenths of a second."""
+    """Return the configuration of a model whose step takes some tenths of a second."""
     from transformers import BertConfig, GPT2Config
 
     if name == "gpt2":
@@ -214,7 +214,7 @@ def build(name: str, config) -> nn.Module:
 
 
 def plan_of(description: ModelDescription, world: int, layout: str) -> Plan:
-    """One layout for all units; `mixed` gives neighbours different ones and accumulates two micro-batches."""
+    """Return a plan with one layout for all units; `mixed` alternates layouts and accumulates two micro-batches."""
     kinds = {
         "ddp": [(1, True)], "zero2": [(world, False)], "zero3": [(world, True)], "hsdp": [(world // 2, True)],
         "mixed": [(world, True), (1, True), (world, False), (max(1, world // 2), True)],
@@ -240,7 +240,7 @@ def plan_of(description: ModelDescription, world: int, layout: str) -> Plan:
 
 
 def load_seconds() -> float:
-    """The same product every time, on the slowest rank, to see whether others use the machine."""
+    """Return the seconds of a fixed matrix product on the slowest rank, to detect other load on the machine."""
     left = torch.ones(512, 512)
     dist.barrier()
     seconds = torch.tensor([median_seconds(lambda: left @ left, torch.device("cpu"), 0.1)], dtype=torch.float64)

@@ -1,10 +1,10 @@
-"""Measure the structure of `hf_osdp/`: lines, files, imports that point up, circles, files on the road to `fully_shard`.
+"""Measure the structure of `hf_osdp/`: lines, files, upward imports, import cycles, and files that run before `fully_shard`.
 
-    python benchmarks/structure.py            # a table for a person
+    python benchmarks/structure.py            # a table
     python benchmarks/structure.py --json     # the same as JSON
 
-Circles and arrows are those of modules, with imports inside functions and without those for type checkers alone. The road is run: a
-`Trainer(osdp=True)` of a tiny model, on two ranks, until the first call of `fully_shard`.
+Cycles and upward imports are those between modules; imports inside functions count, imports for type checkers do not. The files that run
+are found by running `Trainer(osdp=True)` with a tiny model on two ranks until the first call of `fully_shard`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAYERS = (
     ("integrations",),
     ("cli", "run"),
 )
-"""From below to above, as in pyproject.toml's import contract."""
+"""Packages from the lowest to the highest, as in pyproject.toml's import contract."""
 
 
 def modules() -> dict[str, Path]:
@@ -50,7 +50,7 @@ def modules() -> dict[str, Path]:
 def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
     """Return the modules of the package that a module imports when it runs."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    unread = {id(node) for block in ast.walk(tree) if _for_types_alone(block) for node in ast.walk(block)}
+    unread = {id(node) for block in ast.walk(tree) if _is_for_type_checkers(block) for node in ast.walk(block)}
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found: set[str] = set()
     for node in ast.walk(tree):
@@ -68,12 +68,12 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
     return {one for one in found if one in known and one != name}
 
 
-def _for_types_alone(node: ast.AST) -> bool:
+def _is_for_type_checkers(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-def arrows_up(graph: dict[str, set[str]]) -> list[str]:
-    """Return the imports of a package above by one below."""
+def upward_imports(graph: dict[str, set[str]]) -> list[str]:
+    """Return the imports in which a lower package imports a higher one."""
     level = {part: height for height, parts in enumerate(LAYERS) for part in parts}
 
     def height(name: str) -> int | None:
@@ -84,7 +84,7 @@ def arrows_up(graph: dict[str, set[str]]) -> list[str]:
     return [f"{name} -> {other}" for name, other, low, high in known if low is not None and high is not None and high > low]
 
 
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+def import_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     """Return groups of modules that import each other (Tarjan's strongly connected components)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -113,14 +113,14 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def executed_files() -> list[str]:
-    """Return the files of the package in which something runs between `Trainer(osdp=True)` and `fully_shard`, in order."""
+    """Return the files of the package that run between `Trainer(osdp=True)` and `fully_shard`, in order."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     launch = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "HF_HUB_OFFLINE": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, "--road"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, __file__, "--as-rank"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, **launch, "PYTHONPATH": str(ROOT), "RANK": rank, "LOCAL_RANK": rank},
         )
         for rank in ("0", "1")
@@ -133,11 +133,11 @@ def executed_files() -> list[str]:
             process.wait()
     lines = [line for line in said.splitlines() if line.startswith("ROAD ")]
     if not lines:
-        raise RuntimeError(f"The road did not reach fully_shard: {failed[-2000:]}")
+        raise RuntimeError(f"The run did not reach fully_shard: {failed[-2000:]}")
     return json.loads(lines[-1].removeprefix("ROAD "))
 
 
-def _drive() -> None:
+def _train_one_step() -> None:
     """Train a step as one of two ranks, and print which files ran before `fully_shard`."""
     import torch
     from torch.distributed.fsdp import _fully_shard
@@ -170,7 +170,7 @@ def _drive() -> None:
 
 
 def lines_of(paths: Iterator[Path]) -> int:
-    """Return how many lines files have together."""
+    """Return the total number of lines of the files."""
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
 
 
@@ -178,16 +178,16 @@ def measure() -> dict[str, object]:
     """Return all figures."""
     known = modules()
     graph = {name: imports(name, path, known) for name, path in known.items()}
-    road = executed_files()
+    before = executed_files()
     return {
         "lines": lines_of(iter(known.values())),
         "files": len(known),
         "longest_file": max(len(path.read_text(encoding="utf-8").splitlines()) for path in known.values()),
         "lines_of_tests": lines_of((ROOT / "tests").rglob("*.py")),
-        "arrows_up": arrows_up(graph),
-        "circles": circles(graph),
-        "files_executed": len(road),
-        "road": road,
+        "upward_imports": upward_imports(graph),
+        "import_cycles": import_cycles(graph),
+        "files_executed": len(before),
+        "files_before_fully_shard": before,
     }
 
 
@@ -195,16 +195,16 @@ def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description="Measure the structure of hf_osdp.")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--road", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--as-rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.road:
-        return _drive()
+    if options.as_rank:
+        return _train_one_step()
     found = measure()
     if options.json:
         print(json.dumps(found, indent=1))
         return None
     for name, value in found.items():
-        if name == "road":
+        if name == "files_before_fully_shard":
             print("files that run before fully_shard:", *value, sep="\n  ")
         else:
             print(f"{name.replace('_', ' '):18}", len(value) if isinstance(value, list) else value)

@@ -1,9 +1,9 @@
-"""What a user sees, and after how many seconds, when a rank fails: the plain launcher beside hf_osdp.
+"""Measure what a user sees when a rank fails, and after how many seconds: the plain launcher compared with hf_osdp.
 
     python benchmarks/supervision.py [--only CASE ...] [--modes plain,ours] [--limit 60] [--json FILE]
 
-Each case runs a minimal gloo script of 2 ranks (4 on two emulated machines) twice: with torch alone, and with the entry points of hf_osdp.
-Seconds count from the fault to the end of the last process of the launcher; `> 60` means that the limit ended it.
+Each case runs a minimal gloo script of 2 ranks (4 on two emulated machines) twice: with torch only, and with the entry points of hf_osdp.
+Seconds count from the fault to the exit of the launcher's last process; `> 60` means that the benchmark's limit ended it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 GROUP_TIMEOUT_S = 45
-"""Of the process group in the cases of a partition; torch's own are 600 s (NCCL) and 1800 s (gloo)."""
+"""Timeout of the process group in the partition cases; torch's defaults are 600 s (NCCL) and 1800 s (gloo)."""
 STOP_S = 60
 _SIGNS = (
     r"(?m)^error: .*|SIGTERM: .*",
@@ -47,7 +47,7 @@ _SIGNS = (
     r"Signal \d+ \(SIG\w+\) received.*",
     r"Sending process .*",
 )
-"""Lines that name a fault, the most telling first."""
+"""Patterns of lines that name a fault, the most specific first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +56,11 @@ class Case:
 
     title: str
     launcher: str = "torchrun"
-    """`torchrun`, `accelerate`, `none` (as srun starts ranks) or `machines`."""
+    """Launcher: `torchrun`, `accelerate`, `none` (ranks as started by srun) or `machines`."""
     options: tuple[str, ...] = ()
-    """Of the launcher."""
+    """Options of the launcher."""
     ranks: tuple[dict[str, str], ...] = ({}, {})
-    """Without a launcher: what differs in each rank's environment."""
+    """Without a launcher: changes to each rank's environment."""
 
 
 CASES = {
@@ -93,7 +93,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--modes", default="plain,ours", help="plain, ours, or both")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds that a case may take after its fault")
-    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--as-rank", nargs=3, metavar=("CASE", "MODE", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.as_rank:
@@ -117,10 +117,10 @@ def run_case(name: str, mode: str, limit_s: float, *, one_gpu: bool = False) -> 
     """Run one case. Return the message and the seconds since the fault.
 
     Args:
-        name: of `CASES`.
+        name: a key of `CASES`.
         mode: `plain` or `ours`.
-        limit_s: seconds that it may take after its fault.
-        one_gpu: ranks share this machine's GPU, over NCCL; in mode `ours`.
+        limit_s: seconds that the case may take after its fault.
+        one_gpu: ranks share this machine's GPU over NCCL; only in mode `ours`.
     """
     case = CASES[name]
     limit_s += STOP_S if name == "stopped" else 0
@@ -203,7 +203,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 def message(said: str) -> str:
-    """The line that names the fault."""
+    """Return the line that names the fault."""
     for sign in _SIGNS:
         if found := re.search(sign, said):
             return " ".join(found.group().split())[:300]
@@ -214,10 +214,10 @@ def message(said: str) -> str:
 
 
 def run_rank(name: str, mode: str, folder_text: str) -> None:
-    """Form the group, train, and have the case's fault."""
+    """Form the process group, train, and cause the fault of the case."""
     rank, folder, first = int(os.environ["RANK"]), Path(folder_text), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
     odd = rank == 1
-    if "SUPERVISION_ONE_GPU" in os.environ:  # NCCL takes each rank for a machine of its own
+    if "SUPERVISION_ONE_GPU" in os.environ:  # makes NCCL treat each rank as a separate machine
         os.environ.update(LOCAL_RANK="0", NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
 
     def fault() -> None:
@@ -229,7 +229,7 @@ def run_rank(name: str, mode: str, folder_text: str) -> None:
         raise KeyError("the reason")
     if name in ("missing", "world", "twice", "versions", "port", "address", "interface", "models") and rank == 0:
         fault()
-    (form_by_us if mode == "ours" else form_plainly)(name, odd)
+    (form_group_by_hf_osdp if mode == "ours" else form_group_by_torch)(name, odd)
     if mode == "ours":
         from hf_osdp.distributed import restart
         from hf_osdp.distributed.consensus import require_same_run
@@ -242,11 +242,11 @@ def run_rank(name: str, mode: str, folder_text: str) -> None:
         for parameter in torch.nn.parallel.DistributedDataParallel(model).parameters():
             dist.all_reduce(parameter.data)
     faults: dict[str, Callable[[], object]] = {
-        "raises": lambda: raise_(KeyError("the reason")),
+        "raises": lambda: raise_error(KeyError("the reason")),
         "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "restart": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "oom": lambda: out_of_memory(mode),
-        "stopped": stop_for_a_while,
+        "stopped": stop_process,
         "sigterm": lambda: os.kill(os.getpid(), signal.SIGTERM),
         "cut": lambda: subprocess.run(["ip", "link", "set", "veth0", "down"], check=True),
         "partition": lambda: subprocess.run(
@@ -265,24 +265,24 @@ def run_rank(name: str, mode: str, folder_text: str) -> None:
         print(f"hf_osdp: Restarted and trained to the end, limit {limit}" if mode == "ours" else "trained to the end", flush=True)
 
 
-def form_plainly(name: str, odd: bool) -> None:
+def form_group_by_torch(name: str, odd: bool) -> None:
     dist.init_process_group("gloo", **({"timeout": timedelta(seconds=GROUP_TIMEOUT_S)} if name in ("partition", "cut-off") else {}))
 
 
-def form_by_us(name: str, odd: bool) -> None:
+def form_group_by_hf_osdp(name: str, odd: bool) -> None:
     if name == "versions" and odd:
         import transformers
 
         transformers.__version__ = "5.0.0"
     from hf_osdp.sharding.environment import form_process_group
 
-    if name in ("partition", "cut-off"):  # what a script may do itself
+    if name in ("partition", "cut-off"):  # a script may set this itself
         dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT_S))
     form_process_group(needed=True)
 
 
 def train(mode: str, folder: Path, act: Callable[[], object], *, seconds: float) -> None:
-    """Take steps of 50 ms; the fault happens in the tenth."""
+    """Take steps of 50 ms; the fault occurs in the tenth."""
     device = "cuda" if "SUPERVISION_ONE_GPU" in os.environ else "cpu"
     ones, until, step = torch.ones(1, device=device), time.monotonic() + seconds, 0
     stop = None
@@ -311,8 +311,8 @@ def train(mode: str, folder: Path, act: Callable[[], object], *, seconds: float)
         stop.exit()
 
 
-def stop_for_a_while() -> None:
-    """SIGSTOP this process; a helper wakes it."""
+def stop_process() -> None:
+    """Stop this process by SIGSTOP; a helper process continues it later."""
     helper = f"import os, signal, time; time.sleep({STOP_S}); os.kill({os.getpid()}, signal.SIGCONT)"
     subprocess.Popen([sys.executable, "-c", helper])
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -328,7 +328,7 @@ def out_of_memory(mode: str) -> None:
 
 
 def gather_alone(mode: str) -> None:
-    """As `model.state_dict()` on one rank does."""
+    """Gather parameters on one rank only, as `model.state_dict()` called on one rank does."""
     if mode == "ours":
         from hf_osdp.distributed import process_group
 
@@ -337,7 +337,7 @@ def gather_alone(mode: str) -> None:
     dist.all_gather([torch.ones(2), torch.ones(2)], torch.ones(2))
 
 
-def raise_(error: Exception) -> None:
+def raise_error(error: Exception) -> None:
     raise error
 
 

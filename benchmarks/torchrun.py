@@ -1,4 +1,4 @@
-"""Ranks of a benchmark that is a program of its own: it starts itself under torchrun."""
+"""Start a benchmark program again under torchrun, as ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 
 def start_ranks(program: str, world_size: int, *words: str, as_rank: tuple[str, ...] = ("--as-rank",)) -> list[dict[str, Any]]:
-    """Run `program --as-rank RESULT WORDS` on gloo ranks of this machine; `as_rank` are words in the place of the first.
+    """Run `program --as-rank RESULT WORDS` on gloo ranks of this machine; `as_rank` replaces the first word.
 
     Returns:
-        What rank 0 wrote into the file RESULT: rows as JSON.
+        The JSON rows that rank 0 wrote to the file RESULT.
     """
     with tempfile.TemporaryDirectory(prefix="hf_osdp_benchmark_") as folder:
         result = Path(folder) / "rows.json"

@@ -1,12 +1,11 @@
-"""What fewer bits on the wire cost in perplexity: twins of GPT-2 and BERT from scratch on WikiText-2 in full shards, over the same seeds.
+"""Measure what low-bit communication costs in perplexity: small GPT-2 and BERT from scratch on WikiText-2, fully sharded, same seeds.
 
     python benchmarks/wire_loss.py --data DIR [--steps N] [--seeds 1 2 3] [--models gpt2 bert] [--communication NAME ...] [--plot FILE]
 
-DIR holds `wikitext-2/`. Two processes train each twin as `OptimalShardedDataParallel` does, planned for a slow link, so that each
-parameter is gathered twice and each gradient reduced in the coarsest format that is allowed; with `local` each process is a machine of
-its own, and the two synchronise every 50 steps. Runs that stand in --output are read
-from there. BERT's perplexity is that of masked tokens. Exit code 1 where the mean perplexity with int8 lies outside the seeds of
-exact runs, or that with int4 more than 1 % above their mean.
+DIR contains `wikitext-2/`. Two processes train each model as `OptimalShardedDataParallel` does. The plan is for a slow link, so that each
+parameter is gathered twice and each gradient is reduced in the coarsest allowed format. With `local`, each process counts as one machine,
+and the two synchronise every 50 steps. Results that exist in --output are reused. BERT's perplexity is that of masked tokens. The exit
+code is 1 if the mean perplexity with int8 is outside the range of exact runs, or that with int4 more than 1 % above their mean.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # run as a program, Python looks only in its folder
+sys.path.insert(0, str(ROOT))  # Python adds only the script's own folder
 
 from benchmarks.optimizer_seeds import is_outside, show  # noqa: E402
 from hf_osdp import OptimalShardedDataParallel, OSDPConfig  # noqa: E402
@@ -39,16 +38,16 @@ from hf_osdp.planning.config import COMMUNICATIONS, EXACT  # noqa: E402
 
 MODELS = ("gpt2", "bert")
 LOCAL, LOCAL_STEPS = "local", "50,0.7,0.9"
-"""Local steps between the two processes, in place of a communication."""
+"""Name of the runs with local steps; used like the name of a communication format."""
 WORSE = 1.01
-"""Of int4 against exact runs, at most."""
+"""Largest allowed increase of perplexity with int4, relative to exact runs."""
 LINK = Link(latency_s=1e-4, bytes_per_s=1.25e6, source="10 Mbit/s, so that the planner takes the coarsest format")
 VOCABULARY, LENGTH, SAMPLES, WIDTH, LAYERS = 2048, 64, 8, 128, 2
 LEARNING_RATE, WARM_UP = 2e-3, 50
 
 
 def main() -> int:
-    """Run what is missing, print the tables, and return the exit code."""
+    """Run the missing trainings, print the tables, and return the exit code."""
     options = parse()
     run_missing(options)
     found: dict[str, dict[str, list[float]]] = {}
@@ -76,14 +75,14 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder with wikitext-2/")
-    parser.add_argument("--steps", type=int, default=1000, metavar="N", help="of each run (default 1000)")
+    parser.add_argument("--steps", type=int, default=1000, metavar="N", help="steps of each run (default 1000)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, metavar="NAME")
     parser.add_argument("--communication", nargs="+", choices=(*COMMUNICATIONS, LOCAL), default=(*COMMUNICATIONS, LOCAL), metavar="NAME")
-    parser.add_argument("--local", default=LOCAL_STEPS, metavar="H,RATE,MOMENTUM", help=f"of local steps (default {LOCAL_STEPS})")
-    parser.add_argument("--output", type=Path, default=Path("runs/wire_loss"), metavar="DIR", help="where results are kept")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables there, each with its model's name")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw losses in training there, as .png or .svg")
+    parser.add_argument("--local", default=LOCAL_STEPS, metavar="H,RATE,MOMENTUM", help=f"settings of local steps (default {LOCAL_STEPS})")
+    parser.add_argument("--output", type=Path, default=Path("runs/wire_loss"), metavar="DIR", help="folder for the results")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write one table per model, to this name plus the model's")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="also plot the training losses to this .png or .svg file")
     return parser.parse_args()
 
 
@@ -97,7 +96,7 @@ def result(options: argparse.Namespace, model: str, communication: str, seed: in
 
 
 def run_missing(options: argparse.Namespace) -> None:
-    """Train in two processes what was not trained before, one after the other."""
+    """Run the missing trainings one after the other, in two processes."""
     options.output.mkdir(parents=True, exist_ok=True)
     wanted = [(model, name, seed) for model in options.models for seed in options.seeds for name in options.communication]
     missing = [run for run in wanted if not result_file(options, *run).exists()]
@@ -116,7 +115,7 @@ def run_missing(options: argparse.Namespace) -> None:
 
 
 def work(task: dict) -> None:
-    """Train all runs of a task, one after the other."""
+    """Train all runs of a task one after the other."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
     ids = torch.load(task["tokens"], weights_only=True)
@@ -130,7 +129,7 @@ def work(task: dict) -> None:
 
 
 def train(model_name: str, communication: str, seed: int, task: dict, ids: dict[str, torch.Tensor]) -> dict:
-    """Train a twin; its perplexity, and its mean loss in each fiftieth of the way."""
+    """Train a model; return its perplexity, and its mean loss in each fiftieth of the steps."""
     torch.manual_seed(seed)
     rank, steps = int(os.environ["RANK"]), task["steps"]
     config = OSDPConfig(
@@ -139,7 +138,7 @@ def train(model_name: str, communication: str, seed: int, task: dict, ids: dict[
         global_batch_size=SAMPLES, micro_batch_size=SAMPLES // 2, recompute=False,
     )  # fmt: skip
     if communication == LOCAL:
-        model, clip, outer = trains_apart(build(model_name), task["local"])
+        model, clip, outer = with_local_steps(build(model_name), task["local"])
     else:
         model = OptimalShardedDataParallel(build(model_name), config)
         clip, outer = model.clip_grad_norm_, None
@@ -167,8 +166,8 @@ def train(model_name: str, communication: str, seed: int, task: dict, ids: dict[
     return {"perplexity": found, "losses": smooth}
 
 
-def trains_apart(model: torch.nn.Module, options: str):
-    """The model on two machines of one process with local steps; how gradients are clipped, and the outer step."""
+def with_local_steps(model: torch.nn.Module, options: str):
+    """Return the model for local steps on two machines of one process, its clipping function, and its outer step."""
     from hf_osdp.modeling.units import find_units
     from hf_osdp.planner.local_steps import LocalSteps
     from hf_osdp.planner.plan import Plan, UnitDecision
@@ -196,7 +195,7 @@ def slow_link() -> Hardware:
 
 
 def tokens(data: Path) -> dict[str, torch.Tensor]:
-    """Rows of tokens of both texts, by a byte-level BPE of the training text; the last token stands for what is masked."""
+    """Return rows of tokens of both texts, by a byte-level BPE trained on the training text; the last token is the mask."""
     from tokenizers import ByteLevelBPETokenizer
 
     tokenizer, rows = ByteLevelBPETokenizer(), {}
@@ -227,7 +226,7 @@ def build(model_name: str) -> torch.nn.Module:
 
 
 def inputs(model_name: str, rows: torch.Tensor, *, seed: int) -> dict[str, torch.Tensor]:
-    """A batch: all tokens for GPT-2; for BERT 15 % of them masked, which alone have labels."""
+    """Return a batch: all tokens for GPT-2; for BERT 15 % are masked, and only these have labels."""
     if model_name == "gpt2":
         return {"input_ids": rows, "labels": rows}
     masked = torch.rand(rows.shape, generator=torch.Generator().manual_seed(seed)) < 0.15
@@ -235,7 +234,7 @@ def inputs(model_name: str, rows: torch.Tensor, *, seed: int) -> dict[str, torch
 
 
 def epochs(rows: torch.Tensor, order: torch.Generator):
-    """Rows, shuffled anew in each epoch, without end."""
+    """Yield rows without end, shuffled again in each epoch."""
     for _ in count():
         for index in torch.randperm(len(rows), generator=order).tolist():
             yield rows[index]
@@ -243,7 +242,7 @@ def epochs(rows: torch.Tensor, order: torch.Generator):
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, model_name: str, rows: torch.Tensor, rank: int) -> float:
-    """The mean loss of the first 2048 rows of the validation text, of which each process has half."""
+    """Return the mean loss of the first 2048 rows of the validation text; each process computes half."""
     model.eval()
     batches = enumerate(rows[:2048].split(32))
     losses = [model(**inputs(model_name, batch, seed=number)).loss for number, batch in batches if number % 2 == rank]
@@ -253,7 +252,7 @@ def evaluate(model: torch.nn.Module, model_name: str, rows: torch.Tensor, rank: 
 
 
 def plot(found: dict[str, dict[str, list[float]]], options: argparse.Namespace) -> None:
-    """Losses in training, a panel for each model: the mean over seeds, and from the lowest to the highest."""
+    """Plot the training losses, one panel per model: mean over seeds, and range from lowest to highest."""
     import altair as alt
 
     rows = []

@@ -1,4 +1,4 @@
-"""Made film reviews in one sentence, for a run without any data: what counts is an adjective, and whether it is denied."""
+"""Generated one-sentence film reviews, for a run without data: the label depends on an adjective and on whether it is negated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FRAMES = (
     "sadly or not , {} was {}",
 )
 _DEGREES = ("", "very ", "rather ", "so ", "truly ")
-_DENIALS = ("", "not ", "never ", "anything but ")
+_NEGATIONS = ("", "not ", "never ", "anything but ")
 _ADJECTIVES = {
     0: ("dull", "awful", "tedious", "clumsy", "lifeless", "bland"),
     1: ("moving", "brilliant", "clever", "charming", "superb", "fresh"),
@@ -25,15 +25,15 @@ _ADJECTIVES = {
 
 
 def made_reviews(validation_percentage: int) -> DatasetDict:
-    """Every sentence once, always in the same order: "the plot was never very dull" is positive.
+    """Return each sentence once, always in the same order. Example: "the plot was never very dull" is positive.
 
     Args:
-        validation_percentage: part of the sentences that are held out.
+        validation_percentage: percentage of the sentences for validation.
     """
     rows = []
-    for subject, frame, degree, denial, (side, adjectives) in product(_SUBJECTS, _FRAMES, _DEGREES, _DENIALS, _ADJECTIVES.items()):
-        label = 1 - side if denial else side
-        rows += [{"sentence": frame.format(subject, denial + degree + adjective), "label": label} for adjective in adjectives]
+    for subject, frame, degree, negation, (side, adjectives) in product(_SUBJECTS, _FRAMES, _DEGREES, _NEGATIONS, _ADJECTIVES.items()):
+        label = 1 - side if negation else side
+        rows += [{"sentence": frame.format(subject, negation + degree + adjective), "label": label} for adjective in adjectives]
     random.Random(0).shuffle(rows)
     held_out = len(rows) * validation_percentage // 100
     features = Features({"sentence": Value("string"), "label": ClassLabel(names=["negative", "positive"])})

@@ -2,8 +2,8 @@
 
     accelerate launch --config_file accelerate_configs/osdp_cpu.yaml recipes/run_clm.py recipes/gpt2/demo.yaml --output_dir out
 
-A YAML or JSON file of arguments may come first; flags win over it. Arguments are those below, those of `TrainingArguments`, and every
-option of `hf_osdp.OSDPConfig`, such as `--memory_limit 8GiB`. `--osdp false` is the stock Trainer.
+The first argument may be a YAML or JSON file of arguments; flags override it. The arguments are those below, those of `TrainingArguments`,
+and every option of `hf_osdp.OSDPConfig`, such as `--memory_limit 8GiB`. `--osdp false` runs the stock Trainer.
 """
 
 from __future__ import annotations
@@ -34,70 +34,70 @@ from hf_osdp.integrations.arguments import parse_arguments, said_in_one_line
 from hf_osdp.integrations.launch import run_script
 
 Rows = Dataset | IterableDataset
-KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
 
 @dataclass
 class ModelArguments:
-    """Which model: a pretrained one, or one from scratch."""
+    """The model: pretrained, or from scratch."""
 
-    model_name_or_path: str | None = field(default=None, metadata={"help": "Weights to start from: a folder, or a name on the hub."})
+    model_name_or_path: str | None = field(default=None, metadata={"help": "Pretrained weights: a folder, or a name on the hub."})
     model_type: str = field(default="gpt2", metadata={"help": "Architecture to train from scratch."})
     config_name: str | None = field(default=None, metadata={"help": "Configuration to train from scratch: a folder, or a name on the hub."})
-    config_overrides: str | None = field(default=None, metadata={"help": "Changes to the configuration, such as n_layer=4,n_embd=128."})
-    tokenizer_name: str | None = field(default=None, metadata={"help": "A tokenizer; by default the model's, or one trained on the text."})
-    vocab_size: int = field(default=2048, metadata={"help": "Entries of a tokenizer that is trained on the text."})
+    config_overrides: str | None = field(default=None, metadata={"help": "Changes to the configuration, for example n_layer=4,n_embd=128."})
+    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer; default: the model's, or one trained on the text."})
+    vocab_size: int = field(default=2048, metadata={"help": "Vocabulary size of a tokenizer that is trained on the text."})
     lora_rank: int | None = field(default=None, metadata={"help": "Train LoRA adapters of this rank and freeze the rest (needs peft)."})
-    lora_alpha: int | None = field(default=None, metadata={"help": "Their weight, as a multiple of 1 / rank; by default twice the rank."})
-    lora_targets: str | None = field(default=None, metadata={"help": "Projections with an adapter, such as c_attn,c_fc; by default all."})
+    lora_alpha: int | None = field(default=None, metadata={"help": "LoRA updates are scaled by alpha / rank; default: twice the rank."})
+    lora_targets: str | None = field(default=None, metadata={"help": "Projections with an adapter, such as c_attn,c_fc; default: all."})
 
     def __post_init__(self) -> None:
         if self.model_name_or_path and (self.config_name or self.config_overrides):
-            raise ValueError("model_name_or_path brings its own configuration; leave out config_name and config_overrides.")
+            raise ValueError("model_name_or_path has its own configuration; leave out config_name and config_overrides.")
         if self.vocab_size < 257:
             raise ValueError(f"vocab_size={self.vocab_size} is too small for byte-level text; use at least 257.")
         if self.lora_rank is None and (self.lora_alpha or self.lora_targets):
-            raise ValueError("lora_alpha and lora_targets need lora_rank beside them.")
+            raise ValueError("lora_alpha and lora_targets need lora_rank.")
         if self.lora_rank is not None and not self.model_name_or_path:
-            raise ValueError(f"lora_rank={self.lora_rank} trains adapters of a model that was trained; give model_name_or_path.")
+            raise ValueError(f"lora_rank={self.lora_rank} trains adapters of a pretrained model; give model_name_or_path.")
 
 
 @dataclass
 class DataArguments:
-    """Which text; by default the English language reference that every Python carries."""
+    """The text; default: the language reference that is part of every Python installation."""
 
-    dataset_name: str | None = field(default=None, metadata={"help": "Data set on the hub, such as Salesforce/wikitext."})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration, such as wikitext-2-raw-v1."})
+    dataset_name: str | None = field(default=None, metadata={"help": "Dataset on the hub, for example Salesforce/wikitext."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the dataset, for example wikitext-2-raw-v1."})
     train_file: str | None = field(default=None, metadata={"help": "Local text: .txt, or .json/.jsonl/.csv with a column `text`."})
-    validation_file: str | None = field(default=None, metadata={"help": "Local text of the same kind for evaluation."})
-    validation_split_percentage: int = field(default=5, metadata={"help": "Part of the text to evaluate on where there is no other."})
-    block_size: int | None = field(default=None, metadata={"help": "Tokens of a sample; by default what the model takes, at most 1024."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many samples."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first so many samples."})
-    streaming: bool = field(default=False, metadata={"help": "Read the training text while training; needs max_steps."})
-    shuffle_buffer: int = field(default=1000, metadata={"help": "Samples of a stream that are held and drawn from in random order."})
+    validation_file: str | None = field(default=None, metadata={"help": "Local text in the same format, for evaluation."})
+    validation_split_percentage: int = field(default=5, metadata={"help": "Percentage to hold out if there is no validation split."})
+    block_size: int | None = field(default=None, metadata={"help": "Tokens per sample; default: the model's positions, at most 1024."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Number of training samples to use, from the start."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Number of evaluation samples to use, from the start."})
+    streaming: bool = field(default=False, metadata={"help": "Read the text during training instead of before; needs max_steps."})
+    shuffle_buffer: int = field(default=1000, metadata={"help": "Buffer for shuffling a stream, in samples; 0 keeps the order."})
 
     def __post_init__(self) -> None:
         if self.dataset_name and self.train_file:
             raise ValueError("Both dataset_name and train_file were given; choose one.")
         if self.validation_file and not self.train_file:
-            raise ValueError("validation_file needs train_file beside it.")
+            raise ValueError("validation_file needs train_file.")
         if not 0 < self.validation_split_percentage < 100:
             raise ValueError(f"validation_split_percentage={self.validation_split_percentage} must be between 1 and 99.")
         for name in ("block_size", "max_train_samples", "max_eval_samples"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
         if self.shuffle_buffer < 0:
-            raise ValueError(f"shuffle_buffer={self.shuffle_buffer} must be at least 0, which keeps the order of the text.")
+            raise ValueError(f"shuffle_buffer={self.shuffle_buffer} must be at least 0; 0 keeps the order of the text.")
 
 
 def main() -> None:
-    """Text, tokenizer, model, plan, training, evaluation, saved model."""
+    """Load the text, tokenizer and model, train under a plan, evaluate, and save the model."""
     model_args, data_args, args, osdp = parse_arguments((ModelArguments, DataArguments, TrainingArguments), sys.argv[1:])
     check(data_args, args)
-    # GPT-2's class name does not say which loss it has, and transformers' note on that sounds like a fault.
+    # transformers cannot derive the loss from GPT-2's class name and logs a note about it; the note is harmless.
     logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "`loss_type=None`" not in record.getMessage())
-    if args.process_index:  # rank 0 speaks for all
+    if args.process_index:  # only rank 0 logs
         datasets.disable_progress_bars()
         logging.getLogger().setLevel(logging.ERROR)
     transformers.set_seed(args.seed)
@@ -116,12 +116,17 @@ def main() -> None:
         train, validation = make_blocks(text, tokenizer, block_size, data_args, args)
 
     trainer = Trainer(
-        model=load_model(model_args, config, tokenizer), args=args, train_dataset=train if args.do_train else None, eval_dataset=validation,
-        processing_class=tokenizer, data_collator=transformers.default_data_collator, osdp=osdp and {"sequence_length": block_size, **osdp},
-    )  # fmt: skip
+        model=load_model(model_args, config, tokenizer),
+        args=args,
+        train_dataset=train if args.do_train else None,
+        eval_dataset=validation,
+        processing_class=tokenizer,
+        data_collator=transformers.default_data_collator,
+        osdp=osdp and {"sequence_length": block_size, **osdp},  # False is the stock Trainer
+    )
     trainer.add_callback(JSONLog(trainer, block_size))
     if args.do_train and not checkpoint and args.process_index == 0:
-        (Path(args.output_dir) / "log.jsonl").unlink(missing_ok=True)  # of an earlier run
+        (Path(args.output_dir) / "log.jsonl").unlink(missing_ok=True)  # left by an earlier run
     if args.do_eval:
         evaluate(trainer, " before training" if args.do_train else "")
     if args.do_train:
@@ -137,18 +142,18 @@ def main() -> None:
 
 
 def check(data_args: DataArguments, args: TrainingArguments) -> None:
-    """Refuse a run that could not end well."""
+    """Raise ValueError for arguments that would make the run fail later."""
     if not (args.do_train or args.do_eval):
         raise ValueError("Nothing to do; give do_train, do_eval or both.")
     if args.do_train and data_args.streaming and args.max_steps < 1:
-        raise ValueError("streaming=true needs max_steps: where a stream ends is not known before.")
+        raise ValueError("streaming=true needs max_steps, because the length of a stream is not known in advance.")
     known = get_available_reporting_integrations()
     if missing := [name for name in args.report_to if name not in known]:
         raise ValueError(f"report_to={','.join(missing)} is not installed here; install it, or use one of {', '.join([*known, 'none'])}.")
 
 
 def load_text(data: DataArguments) -> dict[str, Rows]:
-    """Splits `train` and, but for some streams, `validation`, with a column `text`."""
+    """Return the splits `train` and `validation` with a column `text`; some streams have no `validation`."""
     if not (source := data.dataset_name or data.train_file):
         return language_reference(data)
     with said_in_one_line(f"Cannot read {source}: ", DatasetGenerationError):
@@ -156,11 +161,11 @@ def load_text(data: DataArguments) -> dict[str, Rows]:
             text = load_dataset(data.dataset_name, data.dataset_config_name, streaming=data.streaming)
         else:
             files = {"train": data.train_file, **({"validation": data.validation_file} if data.validation_file else {})}
-            kinds = {KINDS.get(Path(file).suffix.lower()) for file in files.values()}
-            if None in kinds or len(kinds) > 1:
-                raise ValueError(f"use files of one kind: {', '.join(KINDS)}.")
-            options = {"keep_linebreaks": True} if kinds == {"text"} else {}
-            text = load_dataset(kinds.pop(), data_files=files, streaming=data.streaming, **options)
+            formats = {FORMATS.get(Path(file).suffix.lower()) for file in files.values()}
+            if None in formats or len(formats) > 1:
+                raise ValueError(f"use files of one kind: {', '.join(FORMATS)}.")
+            options = {"keep_linebreaks": True} if formats == {"text"} else {}
+            text = load_dataset(formats.pop(), data_files=files, streaming=data.streaming, **options)
         row = next(iter(text["train"]), {"text": ""})
         if not isinstance(row.get("text"), str):
             raise ValueError(f"it needs a column `text` of text; its first row is {str(row)[:200]}.")
@@ -171,7 +176,7 @@ def load_text(data: DataArguments) -> dict[str, Rows]:
 
 
 def language_reference(data: DataArguments) -> dict[str, Rows]:
-    """The paragraphs of Python's language reference, each once; every n-th is for evaluation."""
+    """Return the distinct paragraphs of Python's language reference; every n-th one is for evaluation."""
     paragraphs = dict.fromkeys(part for _, text in sorted(topics.topics.items()) for part in re.split(r"\n\s*\n", text) if part.strip())
     texts, every = [f"{paragraph}\n\n" for paragraph in paragraphs], max(2, round(100 / data.validation_split_percentage))
     train = [text for index, text in enumerate(texts, start=1) if index % every]
@@ -180,10 +185,10 @@ def language_reference(data: DataArguments) -> dict[str, Rows]:
 
 
 def make_blocks(text: dict[str, Rows], tokenizer, size: int, data: DataArguments, args: TrainingArguments) -> tuple[Rows, Dataset | None]:
-    """Samples of `size` tokens, for training and for evaluation. A stream begins anew where it ends; its evaluation is held in memory."""
+    """Return samples of `size` tokens for training and for evaluation. A stream repeats; its evaluation samples are held in memory."""
 
     def cut(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        """All tokens of a thousand rows joined, then cut; what is left at the end is dropped."""
+        """Join the tokens of a thousand rows and cut them into blocks; the remainder is dropped."""
         tokens = list(chain.from_iterable(tokenizer(rows["text"], verbose=False)["input_ids"]))
         blocks = [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)]
         return {"input_ids": blocks, "labels": blocks}
@@ -193,8 +198,8 @@ def make_blocks(text: dict[str, Rows], tokenizer, size: int, data: DataArguments
     if validation is None and args.do_eval:
         if data.max_eval_samples is None:
             raise ValueError("The stream has no validation text; give validation_file, or max_eval_samples, to hold out its first samples.")
-        validation, train = first(train, data.max_eval_samples), train.skip(data.max_eval_samples)
-    train, validation = first(train, data.max_train_samples), first(validation, data.max_eval_samples)
+        validation, train = take_first(train, data.max_eval_samples), train.skip(data.max_eval_samples)
+    train, validation = take_first(train, data.max_train_samples), take_first(validation, data.max_eval_samples)
     for split, rows in (("train", train), ("validation", validation)):
         if rows is not None and next(iter(rows), None) is None:
             raise ValueError(f"{data.train_file or 'The data set'}: the {split} text has less than one block of {size} tokens; give more.")
@@ -204,25 +209,25 @@ def make_blocks(text: dict[str, Rows], tokenizer, size: int, data: DataArguments
     return train, validation
 
 
-def first(rows: Rows | None, number: int | None) -> Rows | None:
-    """The first so many rows, or all."""
+def take_first(rows: Rows | None, number: int | None) -> Rows | None:
+    """Return the first `number` rows, or all."""
     if rows is None or number is None:
         return rows
     return rows.take(min(number, len(rows)) if isinstance(rows, Dataset) else number)
 
 
 def load_config(model_args: ModelArguments):
-    """The configuration that is named, or transformers' own of the model type."""
+    """Return the named configuration, or the default one of the model type."""
     name = model_args.model_name_or_path or model_args.config_name
     with said_in_one_line(f"Cannot use {name or f'model_type={model_args.model_type!r}'}: "):
         config = AutoConfig.from_pretrained(name) if name else transformers.CONFIG_MAPPING[model_args.model_type]()
         if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise ValueError(f"{config.model_type} is no causal language model; use one such as gpt2 or llama.")
+            raise ValueError(f"{config.model_type} is not a causal language model; use one such as gpt2 or llama.")
     return config
 
 
 def load_tokenizer(model_args: ModelArguments, config, text: Rows):
-    """The tokenizer that is named, or a byte-level BPE as GPT-2 has it, trained on the text. A new model gets its vocabulary."""
+    """Return the named tokenizer, or train a byte-level BPE like GPT-2's. A new model gets the size of its vocabulary."""
     if name := model_args.tokenizer_name or model_args.model_name_or_path:
         with said_in_one_line(f"Cannot load the tokenizer {name}: "):
             tokenizer = AutoTokenizer.from_pretrained(name)
@@ -240,13 +245,13 @@ def load_tokenizer(model_args: ModelArguments, config, text: Rows):
 
 
 def load_model(model_args: ModelArguments, config, tokenizer):
-    """Weights in float32, pretrained or new; with adapters, if wanted."""
+    """Return the model in float32, pretrained or new, with LoRA adapters if `lora_rank` is given."""
     if not model_args.model_name_or_path:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, config=config, dtype=torch.float32)
     if len(tokenizer) > (entries := model.get_input_embeddings().num_embeddings):
         if model_args.lora_rank:
-            raise ValueError(f"The tokenizer has {len(tokenizer)} entries, the model {entries}, and adapters train no embeddings.")
+            raise ValueError(f"The tokenizer has {len(tokenizer)} entries, the model {entries}; adapters cannot train new embeddings.")
         model.resize_token_embeddings(len(tokenizer))
     if rank := model_args.lora_rank:
         from peft import LoraConfig, get_peft_model
@@ -259,7 +264,7 @@ def load_model(model_args: ModelArguments, config, tokenizer):
 
 
 def evaluate(trainer: Trainer, when: str) -> None:
-    """Print the perplexity, exp of the mean loss of a token of the validation text, and save it with the other metrics."""
+    """Print the perplexity, exp(mean loss per token) on the validation text, and save it with the other metrics."""
     metrics = trainer.evaluate()
     metrics["perplexity"] = np.exp(metrics["eval_loss"])
     trainer.save_metrics("eval", metrics)
@@ -268,7 +273,7 @@ def evaluate(trainer: Trainer, when: str) -> None:
 
 
 class JSONLog(TrainerCallback):
-    """Write `log.jsonl`: a line for every `logging_steps` and for each evaluation. Those and checkpoints are no training time."""
+    """Write `log.jsonl`: one line every `logging_steps` and one for each evaluation. Rates exclude evaluations and checkpoints."""
 
     def __init__(self, trainer: Trainer, tokens_per_sample: int):
         self.trainer, self.tokens_per_sample = trainer, tokens_per_sample

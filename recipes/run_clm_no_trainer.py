@@ -1,9 +1,9 @@
-"""Train a causal language model under a memory limit, in a loop of its own on Accelerate: run_clm.py without the Trainer.
+"""Train a causal language model under a memory limit, in a training loop on Accelerate: run_clm.py without the Trainer.
 
     accelerate launch --config_file accelerate_configs/osdp_cpu.yaml recipes/run_clm_no_trainer.py recipes/gpt2/no_trainer.yaml
 
-A YAML or JSON file of arguments may come first; flags win over it. Arguments are those below, and every option of `hf_osdp.OSDPConfig`,
-such as `--memory_limit 8GiB`.
+The first argument may be a YAML or JSON file of arguments; flags override it. The arguments are those below, and every option of
+`hf_osdp.OSDPConfig`, such as `--memory_limit 8GiB`.
 """
 
 from __future__ import annotations
@@ -37,44 +37,44 @@ from hf_osdp import OSDPAccelerator, StopSignal, checkpoint_to_resume
 from hf_osdp.integrations.arguments import parse_arguments, said_in_one_line
 from hf_osdp.integrations.launch import run_script
 
-KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
 
 @dataclass
 class ModelArguments:
-    """Which model: a pretrained one, or one from scratch."""
+    """The model: pretrained, or from scratch."""
 
-    model_name_or_path: str | None = field(default=None, metadata={"help": "Weights to start from: a folder, or a name on the hub."})
+    model_name_or_path: str | None = field(default=None, metadata={"help": "Pretrained weights: a folder, or a name on the hub."})
     model_type: str = field(default="gpt2", metadata={"help": "Architecture to train from scratch."})
     config_name: str | None = field(default=None, metadata={"help": "Configuration to train from scratch: a folder, or a name on the hub."})
-    config_overrides: str | None = field(default=None, metadata={"help": "Changes to the configuration, such as n_layer=4,n_embd=128."})
-    tokenizer_name: str | None = field(default=None, metadata={"help": "A tokenizer; by default the model's, or one trained on the text."})
-    vocab_size: int = field(default=2048, metadata={"help": "Entries of a tokenizer that is trained on the text."})
+    config_overrides: str | None = field(default=None, metadata={"help": "Changes to the configuration, for example n_layer=4,n_embd=128."})
+    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer; default: the model's, or one trained on the text."})
+    vocab_size: int = field(default=2048, metadata={"help": "Vocabulary size of a tokenizer that is trained on the text."})
 
     def __post_init__(self) -> None:
         if self.model_name_or_path and (self.config_name or self.config_overrides):
-            raise ValueError("model_name_or_path brings its own configuration; leave out config_name and config_overrides.")
+            raise ValueError("model_name_or_path has its own configuration; leave out config_name and config_overrides.")
         if self.vocab_size < 257:
             raise ValueError(f"vocab_size={self.vocab_size} is too small for byte-level text; use at least 257.")
 
 
 @dataclass
 class DataArguments:
-    """Which text; by default the English language reference that every Python carries."""
+    """The text; default: the language reference that is part of every Python installation."""
 
-    dataset_name: str | None = field(default=None, metadata={"help": "Data set on the hub, such as Salesforce/wikitext."})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration, such as wikitext-2-raw-v1."})
+    dataset_name: str | None = field(default=None, metadata={"help": "Dataset on the hub, for example Salesforce/wikitext."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the dataset, for example wikitext-2-raw-v1."})
     train_file: str | None = field(default=None, metadata={"help": "Local text: .txt, or .json/.jsonl/.csv with a column `text`."})
-    validation_file: str | None = field(default=None, metadata={"help": "Local text of the same kind for evaluation."})
-    block_size: int | None = field(default=None, metadata={"help": "Tokens of a sample; by default what the model takes, at most 1024."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many samples."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first so many samples."})
+    validation_file: str | None = field(default=None, metadata={"help": "Local text in the same format, for evaluation."})
+    block_size: int | None = field(default=None, metadata={"help": "Tokens per sample; default: the model's positions, at most 1024."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Number of training samples to use, from the start."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Number of evaluation samples to use, from the start."})
 
     def __post_init__(self) -> None:
         if self.dataset_name and self.train_file:
             raise ValueError("Both dataset_name and train_file were given; choose one.")
         if self.validation_file and not self.train_file:
-            raise ValueError("validation_file needs train_file beside it.")
+            raise ValueError("validation_file needs train_file.")
         for name in ("block_size", "max_train_samples", "max_eval_samples"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
@@ -82,28 +82,28 @@ class DataArguments:
 
 @dataclass
 class LoopArguments:
-    """How to train; names are those of `TrainingArguments`."""
+    """The training loop; the names are those of `TrainingArguments`."""
 
-    output_dir: str = field(default="runs/clm-no-trainer", metadata={"help": "Folder of the model, the log and the checkpoints."})
+    output_dir: str = field(default="runs/clm-no-trainer", metadata={"help": "Folder for the model, the log and the checkpoints."})
     per_device_train_batch_size: int = field(
-        default=8, metadata={"help": "Samples of a process; the planner cuts them into micro-batches."}
+        default=8, metadata={"help": "Samples per process; the planner splits them into micro-batches."}
     )
-    gradient_accumulation_steps: int = field(default=1, metadata={"help": "So many times these samples make one optimizer step."})
-    per_device_eval_batch_size: int = field(default=8, metadata={"help": "Samples that a process evaluates at once."})
-    num_train_epochs: int = field(default=3, metadata={"help": "Times through the training text."})
-    max_steps: int | None = field(default=None, metadata={"help": "Optimizer steps, in place of epochs."})
-    learning_rate: float = field(default=5e-5, metadata={"help": "The greatest of the schedule."})
+    gradient_accumulation_steps: int = field(default=1, metadata={"help": "Multiplies the samples of an optimizer step."})
+    per_device_eval_batch_size: int = field(default=8, metadata={"help": "Samples that each process evaluates at once."})
+    num_train_epochs: int = field(default=3, metadata={"help": "Passes over the training text."})
+    max_steps: int | None = field(default=None, metadata={"help": "Number of optimizer steps; overrides num_train_epochs."})
+    learning_rate: float = field(default=5e-5, metadata={"help": "Peak learning rate of the schedule."})
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = field(default="linear")
-    warmup_steps: int = field(default=0, metadata={"help": "Optimizer steps in which the learning rate rises."})
-    weight_decay: float = field(default=0.0, metadata={"help": "AdamW's, of matrices."})
-    max_grad_norm: float = field(default=1.0, metadata={"help": "Gradients are clipped to this norm."})
-    mixed_precision: Literal["no", "bf16", "fp16"] | None = field(default=None, metadata={"help": "By default as in the accelerate file."})
-    logging_steps: int = field(default=10, metadata={"help": "Write a line to log.jsonl every so many optimizer steps."})
-    eval_steps: int | None = field(default=None, metadata={"help": "Evaluate every so many optimizer steps, beside before and after."})
-    save_steps: int | None = field(default=None, metadata={"help": "Write a checkpoint every so many optimizer steps."})
-    resume_from_checkpoint: str | None = field(default=None, metadata={"help": "A checkpoint's folder, or true for the last one."})
-    seed: int = field(default=42, metadata={"help": "Of the weights, the order of samples and dropout."})
-    disable_tqdm: bool = field(default=False, metadata={"help": "No progress bar."})
+    warmup_steps: int = field(default=0, metadata={"help": "Optimizer steps during which the learning rate rises."})
+    weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of AdamW, for matrices only."})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "Maximum norm of the gradients, for clipping."})
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = field(default=None, metadata={"help": "Default: as in the accelerate file."})
+    logging_steps: int = field(default=10, metadata={"help": "Optimizer steps between two lines of log.jsonl."})
+    eval_steps: int | None = field(default=None, metadata={"help": "Optimizer steps between two evaluations during training."})
+    save_steps: int | None = field(default=None, metadata={"help": "Optimizer steps between two checkpoints."})
+    resume_from_checkpoint: str | None = field(default=None, metadata={"help": "Folder of a checkpoint, or true for the last one."})
+    seed: int = field(default=42, metadata={"help": "Seed for the weights, the order of samples and dropout."})
+    disable_tqdm: bool = field(default=False, metadata={"help": "Show no progress bar."})
 
     def __post_init__(self) -> None:
         counts = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "num_train_epochs")
@@ -116,14 +116,16 @@ class LoopArguments:
 
 
 def main() -> None:
-    """Text, tokenizer, model, plan, training, evaluation, saved model."""
+    """Load the text, tokenizer and model, train under a plan, evaluate, and save the model."""
     model_args, data_args, args, osdp = parse_arguments((ModelArguments, DataArguments, LoopArguments), sys.argv[1:])
     config = load_config(model_args)
     accelerator = OSDPAccelerator(
-        osdp=osdp or None, mixed_precision=args.mixed_precision, project_dir=args.output_dir,
+        osdp=osdp or None,
+        mixed_precision=args.mixed_precision,
+        project_dir=args.output_dir,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
-    )  # fmt: skip
-    # GPT-2's class name does not say which loss it has, and transformers' note on that sounds like a fault.
+    )
+    # transformers cannot derive the loss from GPT-2's class name and logs a note about it; the note is harmless.
     logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "`loss_type=None`" not in record.getMessage())
     if not accelerator.is_main_process:
         datasets.disable_progress_bars()
@@ -149,8 +151,8 @@ def main() -> None:
     steps = args.max_steps or steps_per_epoch * args.num_train_epochs
 
     model = load_model(model_args, config, tokenizer)
-    optimizer = torch.optim.AdamW(decayed(model, args.weight_decay), lr=args.learning_rate)
-    # Not prepared: Accelerate would step it once for each process.
+    optimizer = torch.optim.AdamW(parameter_groups(model, args.weight_decay), lr=args.learning_rate)
+    # The scheduler is not prepared, because Accelerate would then step it once for each process.
     scheduler = transformers.get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, steps)
     plan = accelerator.plan(model, sequence_length=block_size, global_batch_size=samples, optimizer=optimizer)
     train_loader = DataLoader(train, plan.micro_batch_size, shuffle=True, collate_fn=default_data_collator)
@@ -163,7 +165,7 @@ def main() -> None:
         accelerator.load_state(str(checkpoint))
         loop.step = int(checkpoint.name.rpartition("-")[2])
     elif accelerator.is_main_process:
-        (Path(args.output_dir) / "log.jsonl").unlink(missing_ok=True)  # of an earlier run
+        (Path(args.output_dir) / "log.jsonl").unlink(missing_ok=True)  # left by an earlier run
     accelerator.print(f"perplexity before training: {loop.evaluate():.2f}", flush=True)
     loop.train()
     accelerator.print(f"perplexity after training: {loop.evaluate():.2f}", flush=True)
@@ -177,7 +179,7 @@ def main() -> None:
 
 @dataclass
 class Loop:
-    """A training, prepared."""
+    """The training loop and its state."""
 
     accelerator: OSDPAccelerator
     model: torch.nn.Module
@@ -190,10 +192,10 @@ class Loop:
     steps_per_epoch: int
     steps: int
     step: int = 0
-    """Optimizer steps that are done."""
+    """Completed optimizer steps."""
 
     def train(self) -> None:
-        """Go on from `step` to the last one; SIGTERM on any rank saves a checkpoint and ends all."""
+        """Train from `step` to the last step. SIGTERM on any rank saves a checkpoint and ends the run on all ranks."""
         micro_steps = self.accelerator.gradient_accumulation_steps
         self.losses, self.since, self.logged = [], time.perf_counter(), self.step
         self.bar = tqdm(total=self.steps, initial=self.step, desc="Training", unit="step", disable=self.args.disable_tqdm)
@@ -202,7 +204,7 @@ class Loop:
                 epoch, done = divmod(self.step, self.steps_per_epoch)
                 self.train_loader.set_epoch(epoch)
                 left = self.accelerator.skip_first_batches(self.train_loader, done * micro_steps) if done else self.train_loader
-                for batch in undisturbed(left):
+                for batch in batches_keeping_rng(left):
                     if self.micro_step(batch) and (stop.agreed() or self.step == self.steps):
                         break
         self.bar.close()
@@ -213,7 +215,7 @@ class Loop:
         stop.exit()
 
     def micro_step(self, batch: dict[str, torch.Tensor]) -> bool:
-        """Forward and backward; whether it was the last of an optimizer step, after which the weights change."""
+        """Run forward and backward, and the optimizer after the last micro-step; return whether it was the last."""
         with self.accelerator.accumulate(self.model):
             loss = self.model(**batch).loss
             self.accelerator.backward(loss)
@@ -227,9 +229,9 @@ class Loop:
         return ends
 
     def after_step(self, norm: torch.Tensor) -> None:
-        """Schedule, log, evaluate and save, as their turn comes."""
+        """Advance the schedule; log, evaluate and save if this step is due."""
         rate, args = self.scheduler.get_last_lr()[0], self.args
-        if not self.accelerator.optimizer_step_was_skipped:  # by the loss scaler
+        if not self.accelerator.optimizer_step_was_skipped:  # by the fp16 loss scaler
             self.scheduler.step()
         self.step += 1
         self.bar.update(1)
@@ -237,11 +239,14 @@ class Loop:
             loss = self.accelerator.reduce(torch.stack(self.losses).mean(), reduction="mean").item()
             scaler, cuda = self.accelerator.scaler, self.accelerator.device.type == "cuda"
             self.log(
-                loss=loss, perplexity=np.exp(loss), learning_rate=rate, grad_norm=float(norm),
+                loss=loss,
+                perplexity=np.exp(loss),
+                learning_rate=rate,
+                grad_norm=float(norm),
                 tokens_per_s=self.tokens_per_step * (self.step - self.logged) / (time.perf_counter() - self.since),
                 loss_scale=scaler.get_scale() if scaler and scaler.is_enabled() else 1.0,
                 free_device_memory_bytes=torch.cuda.mem_get_info()[0] if cuda else psutil.virtual_memory().available,
-            )  # fmt: skip
+            )
             self.losses, self.since, self.logged = [], time.perf_counter(), self.step
         began = time.perf_counter()
         if args.eval_steps and self.step % args.eval_steps == 0:
@@ -249,10 +254,10 @@ class Loop:
             self.log(eval_loss=np.log(score), eval_perplexity=score)
         if args.save_steps and self.step % args.save_steps == 0:
             self.save_checkpoint()
-        self.since += time.perf_counter() - began  # no training time
+        self.since += time.perf_counter() - began  # evaluations and checkpoints are not training time
 
     def log(self, **figures: float) -> None:
-        """A line of `log.jsonl`; what is not finite is null."""
+        """Append a line to `log.jsonl`; values that are not finite become null."""
         if self.accelerator.is_main_process:
             line = {"step": self.step, "epoch": self.step / self.steps_per_epoch, **figures}
             Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
@@ -261,10 +266,10 @@ class Loop:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """The perplexity on the validation text, in which each sample counts once on any number of processes."""
+        """Return the perplexity on the validation text; each sample counts once on any number of processes."""
         self.model.eval()
         losses = []
-        for batch in undisturbed(self.eval_loader):
+        for batch in batches_keeping_rng(self.eval_loader):
             labels = batch.pop("labels")[:, 1:]
             logits = self.model(**batch).logits[:, :-1].float()
             each = cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(dim=1)
@@ -273,12 +278,12 @@ class Loop:
         return float(np.exp(torch.cat(losses).mean().item()))
 
     def save_checkpoint(self) -> None:
-        """All that a run needs to go on."""
+        """Save everything that a run needs to resume."""
         self.accelerator.save_state(str(Path(self.args.output_dir) / f"checkpoint-{self.step}"))
 
 
-def undisturbed(loader: DataLoader) -> Iterator[dict[str, torch.Tensor]]:
-    """Its batches. The start of a loader takes a number from the generator that dropout uses, which would show after resuming."""
+def batches_keeping_rng(loader: DataLoader) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield the batches. Starting a loader draws from the generator that dropout uses, so a resumed run would differ; undo that draw."""
     batches = iter(loader)
     with torch.random.fork_rng(devices=[]):
         first_batch = next(batches, None)
@@ -287,8 +292,8 @@ def undisturbed(loader: DataLoader) -> Iterator[dict[str, torch.Tensor]]:
         yield from batches
 
 
-def decayed(model: torch.nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Matrices decay; biases and the weights of norms do not."""
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Return the parameter groups of the optimizer: weight decay for matrices, none for biases and norms."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
@@ -297,24 +302,24 @@ def decayed(model: torch.nn.Module, weight_decay: float) -> list[dict[str, objec
 
 
 def load_text(data: DataArguments) -> DatasetDict:
-    """Splits `train` and `validation` with a column `text`; where there is no split `validation`, every twentieth row is in it."""
+    """Return the splits `train` and `validation` with a column `text`; without a validation split, every 20th row is held out for it."""
     source = data.dataset_name or data.train_file
     with said_in_one_line(f"Cannot read {source}: ", DatasetGenerationError):
         if data.dataset_name:
             text = load_dataset(data.dataset_name, data.dataset_config_name)
         elif data.train_file:
             files = {"train": data.train_file, **({"validation": data.validation_file} if data.validation_file else {})}
-            kinds = {KINDS.get(Path(file).suffix.lower()) for file in files.values()}
-            if None in kinds or len(kinds) > 1:
-                raise ValueError(f"use files of one kind: {', '.join(KINDS)}.")
-            options = {"keep_linebreaks": True} if kinds == {"text"} else {}
-            text = load_dataset(kinds.pop(), data_files=files, **options)
-        else:  # the paragraphs of Python's language reference, each once
+            formats = {FORMATS.get(Path(file).suffix.lower()) for file in files.values()}
+            if None in formats or len(formats) > 1:
+                raise ValueError(f"use files of one kind: {', '.join(FORMATS)}.")
+            options = {"keep_linebreaks": True} if formats == {"text"} else {}
+            text = load_dataset(formats.pop(), data_files=files, **options)
+        else:  # the distinct paragraphs of Python's language reference
             paragraphs = (part for _, text in sorted(topics.topics.items()) for part in re.split(r"\n\s*\n", text) if part.strip())
             text = DatasetDict(train=Dataset.from_dict({"text": [f"{part}\n\n" for part in dict.fromkeys(paragraphs)]}))
         rows = text["train"]
         if rows.num_rows < 20 or not isinstance(rows[0].get("text"), str):
-            raise ValueError(f"it needs a column `text` of text, of 20 rows or more; it has {rows.num_rows}, first {str(rows[:1])[:200]}.")
+            raise ValueError(f"it needs 20 rows with text in a column `text`; it has {rows.num_rows}, first {str(rows[:1])[:200]}.")
     if "validation" not in text:
         kept = [row for row in range(len(rows)) if row % 20 != 19]
         text = DatasetDict(train=rows.select(kept), validation=rows.select(range(19, len(rows), 20)))
@@ -322,18 +327,16 @@ def load_text(data: DataArguments) -> DatasetDict:
 
 
 def make_blocks(text: DatasetDict, tokenizer, size: int, data: DataArguments) -> tuple[Dataset, Dataset]:
-    """Samples of `size` tokens, for training and for evaluation."""
+    """Return samples of `size` tokens for training and for evaluation."""
 
     def cut(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        """All tokens of a thousand rows joined, then cut; what is left at the end is dropped."""
+        """Join the tokens of a thousand rows and cut them into blocks; the remainder is dropped."""
         tokens = list(chain.from_iterable(tokenizer(rows["text"], verbose=False)["input_ids"]))
         blocks = [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)]
         return {"input_ids": blocks, "labels": blocks}
 
-    blocks, limits = (
-        text.map(cut, batched=True, remove_columns="text"),
-        {"train": data.max_train_samples, "validation": data.max_eval_samples},
-    )
+    blocks = text.map(cut, batched=True, remove_columns="text")
+    limits = {"train": data.max_train_samples, "validation": data.max_eval_samples}
     for split, rows in blocks.items():
         if not rows.num_rows:
             raise ValueError(f"{data.train_file or 'The data set'}: the {split} text has less than one block of {size} tokens; give more.")
@@ -341,17 +344,17 @@ def make_blocks(text: DatasetDict, tokenizer, size: int, data: DataArguments) ->
 
 
 def load_config(model_args: ModelArguments):
-    """The configuration that is named, or transformers' own of the model type."""
+    """Return the named configuration, or the default one of the model type."""
     name = model_args.model_name_or_path or model_args.config_name
     with said_in_one_line(f"Cannot use {name or f'model_type={model_args.model_type!r}'}: "):
         config = AutoConfig.from_pretrained(name) if name else transformers.CONFIG_MAPPING[model_args.model_type]()
         if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise ValueError(f"{config.model_type} is no causal language model; use one such as gpt2 or llama.")
+            raise ValueError(f"{config.model_type} is not a causal language model; use one such as gpt2 or llama.")
     return config
 
 
 def load_tokenizer(model_args: ModelArguments, config, text: Dataset):
-    """The tokenizer that is named, or a byte-level BPE as GPT-2 has it, trained on the text. A new model gets its vocabulary."""
+    """Return the named tokenizer, or train a byte-level BPE like GPT-2's. A new model gets the size of its vocabulary."""
     if name := model_args.tokenizer_name or model_args.model_name_or_path:
         with said_in_one_line(f"Cannot load the tokenizer {name}: "):
             tokenizer = AutoTokenizer.from_pretrained(name)
@@ -368,7 +371,7 @@ def load_tokenizer(model_args: ModelArguments, config, text: Dataset):
 
 
 def load_model(model_args: ModelArguments, config, tokenizer):
-    """Weights in float32, pretrained or new."""
+    """Return the model in float32, pretrained or new."""
     if not model_args.model_name_or_path:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, config=config, dtype=torch.float32)

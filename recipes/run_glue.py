@@ -2,8 +2,8 @@
 
     accelerate launch --config_file accelerate_configs/osdp_cpu.yaml recipes/run_glue.py recipes/glue/demo.yaml --output_dir out
 
-A YAML or JSON file of arguments may come first; flags win over it. Arguments are those below, those of `TrainingArguments`, and every
-option of `hf_osdp.OSDPConfig`, such as `--memory_limit 8GiB`. `--osdp false` is the stock Trainer.
+The first argument may be a YAML or JSON file of arguments; flags override it. The arguments are those below, those of `TrainingArguments`,
+and every option of `hf_osdp.OSDPConfig`, such as `--memory_limit 8GiB`. `--osdp false` runs the stock Trainer.
 """
 
 from __future__ import annotations
@@ -35,64 +35,65 @@ from hf_osdp import Trainer, checkpoint_to_resume
 from hf_osdp.integrations.arguments import parse_arguments, said_in_one_line
 from hf_osdp.integrations.launch import run_script
 
-KINDS = {".json": "json", ".jsonl": "json", ".csv": "csv"}
+FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv"}
 TASKS = {
     "sst2": (("sentence",), "accuracy"),
     "rte": (("sentence1", "sentence2"), "accuracy"),
     "cola": (("sentence",), "matthews_correlation"),
 }
-"""Tasks of GLUE: columns of text, and the metric."""
+"""GLUE tasks: text columns and metric."""
 
 
 @dataclass
 class ModelArguments:
-    """Which model: a pretrained one, or one from scratch."""
+    """The model: pretrained, or from scratch."""
 
-    model_name_or_path: str | None = field(default=None, metadata={"help": "Weights to start from: a folder, or a name on the hub."})
+    model_name_or_path: str | None = field(default=None, metadata={"help": "Pretrained weights: a folder, or a name on the hub."})
     model_type: str = field(default="bert", metadata={"help": "Architecture to train from scratch."})
     config_name: str | None = field(default=None, metadata={"help": "Configuration to train from scratch: a folder, or a name on the hub."})
-    config_overrides: str | None = field(default=None, metadata={"help": "Changes to the configuration, such as num_hidden_layers=4."})
-    tokenizer_name: str | None = field(default=None, metadata={"help": "A tokenizer; by default the model's, or one trained on the text."})
-    vocab_size: int = field(default=2048, metadata={"help": "Entries of a tokenizer that is trained on the text."})
+    config_overrides: str | None = field(default=None, metadata={"help": "Changes to the configuration, for example num_hidden_layers=4."})
+    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer; default: the model's, or one trained on the text."})
+    vocab_size: int = field(default=2048, metadata={"help": "Vocabulary size of a tokenizer that is trained on the text."})
     lora_rank: int | None = field(default=None, metadata={"help": "Train LoRA adapters of this rank and freeze the rest (needs peft)."})
-    lora_alpha: int | None = field(default=None, metadata={"help": "Their weight, as a multiple of 1 / rank; by default twice the rank."})
-    lora_targets: str | None = field(default=None, metadata={"help": "Projections with an adapter, such as query,value; by default all."})
+    lora_alpha: int | None = field(default=None, metadata={"help": "LoRA updates are scaled by alpha / rank; default: twice the rank."})
+    lora_targets: str | None = field(default=None, metadata={"help": "Projections with an adapter, such as query,value; default: all."})
 
     def __post_init__(self) -> None:
         if self.model_name_or_path and (self.config_name or self.config_overrides):
-            raise ValueError("model_name_or_path brings its own configuration; leave out config_name and config_overrides.")
+            raise ValueError("model_name_or_path has its own configuration; leave out config_name and config_overrides.")
         if self.vocab_size < 257:
             raise ValueError(f"vocab_size={self.vocab_size} is too small for byte-level text; use at least 257.")
         if self.lora_rank is None and (self.lora_alpha or self.lora_targets):
-            raise ValueError("lora_alpha and lora_targets need lora_rank beside them.")
+            raise ValueError("lora_alpha and lora_targets need lora_rank.")
         if self.lora_rank is not None and not self.model_name_or_path:
-            raise ValueError(f"lora_rank={self.lora_rank} trains adapters of a model that was trained; give model_name_or_path.")
+            raise ValueError(f"lora_rank={self.lora_rank} trains adapters of a pretrained model; give model_name_or_path.")
 
 
 @dataclass
 class DataArguments:
-    """Which labelled sentences; by default made ones."""
+    """The labelled sentences; default: generated ones."""
 
     task_name: str | None = field(
-        default=None, metadata={"help": "sst2, rte or cola, of GLUE; from the hub, unless there is a train_file."}
+        default=None, metadata={"help": "GLUE task: sst2, rte or cola; from the hub, unless train_file is given."}
     )
     train_file: str | None = field(
-        default=None, metadata={"help": "Local .jsonl, .json or .csv with columns `sentence`, or `sentence1` and `sentence2`, and `label`."}
+        default=None,
+        metadata={"help": "Local .jsonl, .json or .csv file with columns `sentence`, or `sentence1` and `sentence2`, and `label`."},
     )
-    validation_file: str | None = field(default=None, metadata={"help": "The same for evaluation."})
-    validation_split_percentage: int = field(default=5, metadata={"help": "Part of the data to evaluate on where there is no other."})
-    metric: str | None = field(default=None, metadata={"help": "A metric of `evaluate`; by default the task's, else accuracy."})
-    max_seq_length: int | None = field(default=None, metadata={"help": "Tokens of a sample; by default 128, or what the model takes."})
-    pad_to_max_length: bool = field(default=True, metadata={"help": "Pad to what the plan is made for; false: the longest of a batch."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many samples."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first so many samples."})
-    early_stopping_patience: int | None = field(default=None, metadata={"help": "Stop after so many evaluations without a better metric."})
+    validation_file: str | None = field(default=None, metadata={"help": "Local file in the same format, for evaluation."})
+    validation_split_percentage: int = field(default=5, metadata={"help": "Percentage to hold out if there is no validation split."})
+    metric: str | None = field(default=None, metadata={"help": "Metric of `evaluate`; default: the task's, or accuracy."})
+    max_seq_length: int | None = field(default=None, metadata={"help": "Tokens per sample; default: at most 128."})
+    pad_to_max_length: bool = field(default=True, metadata={"help": "Pad to the planned length; false: to the longest of a batch."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Number of training samples to use, from the start."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Number of evaluation samples to use, from the start."})
+    early_stopping_patience: int | None = field(default=None, metadata={"help": "Evaluations without a better metric before stopping."})
 
     def __post_init__(self) -> None:
         if self.task_name is not None and self.task_name not in TASKS:
             raise ValueError(f"task_name={self.task_name!r} is not known; use one of {', '.join(TASKS)}, or train_file.")
         if self.validation_file and not self.train_file:
-            raise ValueError("validation_file needs train_file beside it.")
+            raise ValueError("validation_file needs train_file.")
         if not 0 < self.validation_split_percentage < 100:
             raise ValueError(f"validation_split_percentage={self.validation_split_percentage} must be between 1 and 99.")
         for name in ("max_seq_length", "max_train_samples", "max_eval_samples", "early_stopping_patience"):
@@ -102,10 +103,10 @@ class DataArguments:
 
 
 def main() -> None:
-    """Labelled sentences, tokenizer, model, plan, training, evaluation, saved model."""
+    """Load the sentences, tokenizer and model, train under a plan, evaluate, and save the model."""
     model_args, data_args, args, osdp = parse_arguments((ModelArguments, DataArguments, TrainingArguments), sys.argv[1:])
     check(data_args, args)
-    if args.process_index:  # rank 0 speaks for all
+    if args.process_index:  # only rank 0 logs
         datasets.disable_progress_bars()
         logging.getLogger().setLevel(logging.ERROR)
     transformers.set_seed(args.seed)
@@ -117,27 +118,35 @@ def main() -> None:
         rows, columns = load_sentences(data_args)
         metric = load_metric(data_args.metric)
         tokenizer = load_tokenizer(model_args, config, [text for column in columns for text in rows["train"][column]])
-    name_classes(config, rows)
+    set_class_names(config, rows)
     positions = getattr(config, "max_position_embeddings", None) or 2**30
     length = data_args.max_seq_length or min(positions, 128)
     if length > positions:
         raise ValueError(f"max_seq_length={length} is longer than the model's {positions} positions; use at most {positions}.")
-    with args.main_process_first(desc="tokens"):
-        samples = rows.map(
-            lambda batch: dict(tokenizer(*(batch[column] for column in columns), truncation=True, max_length=length)),
-            batched=True, remove_columns=columns,
-        )  # fmt: skip
 
-    padding, patience = "max_length" if data_args.pad_to_max_length else "longest", data_args.early_stopping_patience
+    def tokenize(batch: dict[str, list]) -> dict[str, list]:
+        return dict(tokenizer(*(batch[column] for column in columns), truncation=True, max_length=length))
+
+    with args.main_process_first(desc="tokens"):
+        samples = rows.map(tokenize, batched=True, remove_columns=columns)
+
+    padding = "max_length" if data_args.pad_to_max_length else "longest"
+    patience = data_args.early_stopping_patience
     trainer = Trainer(
-        model=load_model(model_args, config, tokenizer), args=args, train_dataset=samples["train"] if args.do_train else None,
-        eval_dataset=samples["validation"], processing_class=tokenizer, compute_loss_func=mean_over_samples, compute_metrics=metric,
+        model=load_model(model_args, config, tokenizer),
+        args=args,
+        train_dataset=samples["train"] if args.do_train else None,
+        eval_dataset=samples["validation"],
+        processing_class=tokenizer,
         data_collator=transformers.DataCollatorWithPadding(tokenizer, padding, max_length=length),
-        callbacks=[transformers.EarlyStoppingCallback(patience)] if patience else None, osdp=osdp and {"sequence_length": length, **osdp},
-    )  # fmt: skip
+        compute_loss_func=mean_over_samples,
+        compute_metrics=metric,
+        callbacks=[transformers.EarlyStoppingCallback(patience)] if patience else None,
+        osdp=osdp and {"sequence_length": length, **osdp},  # False is the stock Trainer
+    )
     trainer.add_callback(JSONLog(trainer))
     if args.do_train and not checkpoint and args.process_index == 0:
-        (Path(args.output_dir) / "log.jsonl").unlink(missing_ok=True)  # of an earlier run
+        (Path(args.output_dir) / "log.jsonl").unlink(missing_ok=True)  # left by an earlier run
     if args.do_eval:
         score(trainer, data_args.metric, " before training" if args.do_train else "")
     if args.do_train:
@@ -153,7 +162,7 @@ def main() -> None:
 
 
 def check(data_args: DataArguments, args: TrainingArguments) -> None:
-    """Refuse a run that could not end well."""
+    """Raise ValueError for arguments that would make the run fail later."""
     if not (args.do_train or args.do_eval):
         raise ValueError("Nothing to do; give do_train, do_eval or both.")
     known = get_available_reporting_integrations()
@@ -162,25 +171,25 @@ def check(data_args: DataArguments, args: TrainingArguments) -> None:
     if (patience := data_args.early_stopping_patience) and not args.load_best_model_at_end:
         raise ValueError(f"early_stopping_patience={patience} needs load_best_model_at_end: true, with eval_strategy and save_strategy.")
     if args.load_best_model_at_end and args.save_only_model and args.world_size > 1:
-        raise ValueError("save_only_model cannot stand beside load_best_model_at_end under FSDP; leave one of the two out.")
+        raise ValueError("save_only_model and load_best_model_at_end cannot be combined under FSDP; leave out one of them.")
     if (args.metric_for_best_model or "loss").removeprefix("eval_") not in ("loss", data_args.metric):
         raise ValueError(f"metric_for_best_model={args.metric_for_best_model} is not computed; use {data_args.metric} or loss.")
 
 
 def load_sentences(data: DataArguments) -> tuple[DatasetDict, list[str]]:
-    """Splits `train` and `validation`, from files, from GLUE, or made ones; and their columns of text."""
-    source = data.train_file or (f"nyu-mll/glue, {data.task_name}" if data.task_name else "the made reviews")
+    """Return the splits `train` and `validation`, from files, GLUE or `made_reviews`, and the names of their text columns."""
+    source = data.train_file or (f"nyu-mll/glue, {data.task_name}" if data.task_name else "made_reviews")
     with said_in_one_line(f"Cannot use {source}: ", DatasetGenerationError):
         if data.train_file:
             files = {"train": data.train_file, **({"validation": data.validation_file} if data.validation_file else {})}
-            kinds = {KINDS.get(Path(file).suffix.lower()) for file in files.values()}
-            if None in kinds or len(kinds) > 1:
-                raise ValueError(f"use files of one kind: {', '.join(KINDS)}.")
-            rows = load_dataset(kinds.pop(), data_files=files)
+            formats = {FORMATS.get(Path(file).suffix.lower()) for file in files.values()}
+            if None in formats or len(formats) > 1:
+                raise ValueError(f"use files of one kind: {', '.join(FORMATS)}.")
+            rows = load_dataset(formats.pop(), data_files=files)
         elif data.task_name:
             rows = load_dataset("nyu-mll/glue", data.task_name)
         else:
-            from made_reviews import made_reviews  # lies beside this file; only runs without data of their own need it
+            from made_reviews import made_reviews  # in this folder; needed only without train_file and task_name
 
             rows = made_reviews(data.validation_split_percentage)
         if "validation" not in rows:
@@ -199,33 +208,33 @@ def load_sentences(data: DataArguments) -> tuple[DatasetDict, list[str]]:
 
 
 def check_labels(feature, seen: dict[str, list]) -> None:
-    """Refuse labels from which nothing can be learned."""
+    """Raise ValueError for labels from which nothing can be learned."""
     if not isinstance(feature, ClassLabel) and not feature.dtype.startswith("int"):
-        raise ValueError(f"its labels are {feature.dtype}; they must be whole numbers from 0 on.")
+        raise ValueError(f"its labels are {feature.dtype}; they must be integers from 0 up.")
     if None in (numbers := {number for labels in seen.values() for number in labels}) or min(numbers) < 0:
-        raise ValueError("it has rows without a label; give each a whole number from 0 on.")
+        raise ValueError("it has rows without a label; give each row an integer from 0 up.")
     if len(seen["train"]) < 2:
-        raise ValueError(f"all labels to train on are {seen['train'][0]}; give samples of two classes or more.")
+        raise ValueError(f"all training labels are {seen['train'][0]}; give samples of two classes or more.")
 
 
-def name_classes(config, rows: DatasetDict) -> None:
-    """As many classes as the data has, under its names; a model that is a classifier already must have as many."""
+def set_class_names(config, rows: DatasetDict) -> None:
+    """Set the number and names of the classes from the data; a pretrained classifier must have the same number."""
     feature = rows["train"].features["label"]
     named = isinstance(feature, ClassLabel)
     names = feature.names if named else [f"LABEL_{number}" for number in range(1 + max(max(part["label"]) for part in rows.values()))]
     is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
     if is_classifier and config.num_labels != len(names):
-        raise ValueError(f"The model tells {config.num_labels} classes apart, but the data has {len(names)}; use a model for {len(names)}.")
+        raise ValueError(f"The model has {config.num_labels} classes, but the data has {len(names)}; use a model for {len(names)} classes.")
     config.id2label, config.label2id = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
 
 
 def load_metric(name: str) -> Callable[[transformers.EvalPrediction], dict[str, float]]:
-    """What a Trainer calls: accuracy and Matthews' correlation are computed here, without a network; others come from the hub."""
+    """Return `compute_metrics` for the Trainer. Accuracy and Matthews correlation need no network; others come from the hub."""
     known = {"accuracy": lambda predicted, true: float(np.mean(predicted == true)), "matthews_correlation": matthews_correlation}
     if name not in known:
-        if Path(name).exists():  # `evaluate` would run it
-            raise ValueError(f"metric={name!r} must be the name of a metric, such as accuracy, and no file or folder.")
-        with said_in_one_line(f"Cannot load the metric {name} (known without a network are {', '.join(known)}): "):
+        if Path(name).exists():  # `evaluate` would run it as code
+            raise ValueError(f"metric={name!r} must be the name of a metric, such as accuracy, not a file or folder.")
+        with said_in_one_line(f"Cannot load the metric {name} (available without a network: {', '.join(known)}): "):
             metric = evaluate.load(name)
 
     def compute(prediction: transformers.EvalPrediction) -> dict[str, float]:
@@ -237,7 +246,7 @@ def load_metric(name: str) -> Callable[[transformers.EvalPrediction], dict[str, 
 
 
 def matthews_correlation(predicted: np.ndarray, true: np.ndarray) -> float:
-    """The correlation of one-hot rows: Matthews' for two classes, R_K of Gorodkin (2004) for more; 0 where one class stands alone."""
+    """Return the Matthews correlation, R_K of Gorodkin (2004) for more than two classes; 0 if only one class occurs."""
     x, y = (np.eye(1 + max(predicted.max(), true.max()))[classes] for classes in (predicted, true))
     x, y = x - x.mean(axis=0), y - y.mean(axis=0)
     scale = math.sqrt((x * x).sum() * (y * y).sum())
@@ -245,29 +254,29 @@ def matthews_correlation(predicted: np.ndarray, true: np.ndarray) -> float:
 
 
 def mean_over_samples(outputs, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:
-    """Cross-entropy in which each sample of an optimizer step has the same weight, however the step is cut into micro-batches."""
+    """Return the mean cross-entropy over all samples of an optimizer step, for any number of micro-batches."""
     losses = cross_entropy(outputs.logits, labels, reduction="none")
-    total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))  # in bf16 a sum of thousands has three digits
+    total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))  # bf16 has too few digits for a sum of thousands
     return total / (len(labels) if num_items_in_batch is None else num_items_in_batch)
 
 
 def load_config(model_args: ModelArguments):
-    """The configuration that is named, or transformers' own of the model type."""
+    """Return the named configuration, or the default one of the model type."""
     name = model_args.model_name_or_path or model_args.config_name
     with said_in_one_line(f"Cannot use {name or f'model_type={model_args.model_type!r}'}: "):
         config = AutoConfig.from_pretrained(name) if name else transformers.CONFIG_MAPPING[model_args.model_type]()
         if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-            raise ValueError(f"{config.model_type} is no model for sentence classification; use one such as bert or roberta.")
+            raise ValueError(f"{config.model_type} is not a model for sentence classification; use one such as bert or roberta.")
     return config
 
 
 def load_tokenizer(model_args: ModelArguments, config, texts: list[str]):
-    """The tokenizer that is named, or one trained on the sentences: BERT's WordPiece, or RoBERTa's BPE. A new model gets its vocabulary."""
+    """Return the named tokenizer, or train BERT's WordPiece or RoBERTa's BPE. A new model gets the size of its vocabulary."""
     if name := model_args.tokenizer_name or model_args.model_name_or_path:
         with said_in_one_line(f"Cannot load the tokenizer {name}: "):
             tokenizer = AutoTokenizer.from_pretrained(name)
     elif transformers.TOKENIZER_MAPPING.get(type(config), None) is transformers.BertTokenizer:
-        tokenizer = transformers.BertTokenizer(vocab=word_pieces(texts, model_args.vocab_size))
+        tokenizer = transformers.BertTokenizer(vocab=wordpiece_vocabulary(texts, model_args.vocab_size))
     else:
         tokenizer = transformers.RobertaTokenizer().train_new_from_iterator(texts, model_args.vocab_size, show_progress=False)
     if not model_args.model_name_or_path:
@@ -283,9 +292,11 @@ def load_tokenizer(model_args: ModelArguments, config, texts: list[str]):
     return tokenizer
 
 
-def word_pieces(texts: list[str], size: int) -> dict[str, int]:
-    """A WordPiece vocabulary, the same in each run: the trainer would number pieces inside words in the order of a hash map, so those of
-    one character are given to it in order, as if they were special."""
+def wordpiece_vocabulary(texts: list[str], size: int) -> dict[str, int]:
+    """Train a WordPiece vocabulary that is the same in each run.
+
+    The trainer numbers one-character pieces in the order of a hash map, so they are given to it in a fixed order, as special tokens.
+    """
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
     counts = Counter(char for text in texts for char in tokenizer.normalizer.normalize_str(text) if not char.isspace())
@@ -297,24 +308,24 @@ def word_pieces(texts: list[str], size: int) -> dict[str, int]:
 
 
 def load_model(model_args: ModelArguments, config, tokenizer):
-    """Weights in float32, pretrained or new; with adapters, if wanted: the head, which is new, is trained beside them."""
-    kind = transformers.AutoModelForSequenceClassification
+    """Return the model in float32, pretrained or new, with LoRA adapters if `lora_rank` is given; the new head is trained with them."""
+    auto_class = transformers.AutoModelForSequenceClassification
     if not model_args.model_name_or_path:
-        return kind.from_config(config, dtype=torch.float32)
-    model, info = kind.from_pretrained(model_args.model_name_or_path, config=config, dtype=torch.float32, output_loading_info=True)
+        return auto_class.from_config(config, dtype=torch.float32)
+    model, info = auto_class.from_pretrained(model_args.model_name_or_path, config=config, dtype=torch.float32, output_loading_info=True)
     if len(tokenizer) > (entries := model.get_input_embeddings().num_embeddings):
         if model_args.lora_rank:
-            raise ValueError(f"The tokenizer has {len(tokenizer)} entries, the model {entries}, and adapters train no embeddings.")
+            raise ValueError(f"The tokenizer has {len(tokenizer)} entries, the model {entries}; adapters cannot train new embeddings.")
         model.resize_token_embeddings(len(tokenizer))
     return with_adapters(model, model_args, info["missing_keys"]) if model_args.lora_rank else model
 
 
 def with_adapters(model, model_args: ModelArguments, new: list[str]):
-    """The model with LoRA adapters; modules with new parameters are trained and saved whole."""
+    """Return the model with LoRA adapters; modules with new parameters are trained and saved in full."""
     from peft import LoraConfig, get_peft_model
 
     modules = {key.rpartition(".")[0] for key in new if "." in key}
-    known = {"classifier", "score"}  # peft trains these without being told, and would copy what lies in a module that it copies twice
+    known = {"classifier", "score"}  # peft trains these by default, and would copy modules inside them a second time
     heads = sorted(name for name in modules - known if not any(name.startswith(f"{outer}.") for outer in known | modules))
     targets = model_args.lora_targets.split(",") if model_args.lora_targets else "all-linear"
     options = LoraConfig(
@@ -326,7 +337,7 @@ def with_adapters(model, model_args: ModelArguments, new: list[str]):
 
 
 def score(trainer: Trainer, metric: str, when: str) -> None:
-    """Print the metric on the validation data, and save it with the others."""
+    """Print the metric on the validation data, and save all metrics."""
     metrics = trainer.evaluate()
     trainer.save_metrics("eval", metrics)
     if trainer.is_world_process_zero():
@@ -334,7 +345,7 @@ def score(trainer: Trainer, metric: str, when: str) -> None:
 
 
 class JSONLog(TrainerCallback):
-    """Write `log.jsonl`: a line for every `logging_steps` and for each evaluation. Those and checkpoints are no training time."""
+    """Write `log.jsonl`: one line every `logging_steps` and one for each evaluation. Rates exclude evaluations and checkpoints."""
 
     def __init__(self, trainer: Trainer):
         self.trainer, self.samples, self.seconds, self.last = trainer, 0, 0.0, 0.0

@@ -2,8 +2,8 @@
 
     accelerate launch --config_file accelerate_configs/osdp_cpu.yaml recipes/run_mlm.py recipes/bert_large/demo.yaml --output_dir out
 
-A YAML or JSON file of arguments may come first; flags win over it. Arguments are those below, those of `TrainingArguments`, and every
-option of `hf_osdp.OSDPConfig`, such as `--memory_limit 8GiB`. `--osdp false` is the stock Trainer.
+The first argument may be a YAML or JSON file of arguments; flags override it. The arguments are those below, those of `TrainingArguments`,
+and every option of `hf_osdp.OSDPConfig`, such as `--memory_limit 8GiB`. `--osdp false` runs the stock Trainer.
 """
 
 from __future__ import annotations
@@ -39,70 +39,70 @@ from hf_osdp.integrations.launch import run_script
 
 Rows = Dataset | IterableDataset
 GROUPINGS = {"group_sharding": "hsdp", "communication_with_groups": "two_stage", "none": "fsdp"}
-KINDS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"}
+FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 
 
 @dataclass
 class ModelArguments:
-    """Which model: a pretrained one, or one from scratch."""
+    """The model: pretrained, or from scratch."""
 
-    model_name_or_path: str | None = field(default=None, metadata={"help": "Weights to start from: a folder, or a name on the hub."})
+    model_name_or_path: str | None = field(default=None, metadata={"help": "Pretrained weights: a folder, or a name on the hub."})
     model_type: str = field(default="bert", metadata={"help": "Architecture to train from scratch."})
     config_name: str | None = field(default=None, metadata={"help": "Configuration to train from scratch: a folder, or a name on the hub."})
-    config_overrides: str | None = field(default=None, metadata={"help": "Changes to the configuration, such as num_hidden_layers=4."})
-    tokenizer_name: str | None = field(default=None, metadata={"help": "A tokenizer; by default the model's, or one trained on the text."})
-    vocab_size: int = field(default=2048, metadata={"help": "Entries of a tokenizer that is trained on the text."})
-    mlm_probability: float = field(default=0.15, metadata={"help": "Part of the tokens that the model has to guess."})
-    grouping: str | None = field(default=None, metadata={"help": f"What machines do as groups, for every unit alike: {GROUPINGS}."})
+    config_overrides: str | None = field(default=None, metadata={"help": "Changes to the configuration, for example num_hidden_layers=4."})
+    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer; default: the model's, or one trained on the text."})
+    vocab_size: int = field(default=2048, metadata={"help": "Vocabulary size of a tokenizer that is trained on the text."})
+    mlm_probability: float = field(default=0.15, metadata={"help": "Fraction of the tokens that are masked."})
+    grouping: str | None = field(default=None, metadata={"help": f"How machines form groups, the same for every unit: {GROUPINGS}."})
 
     def __post_init__(self) -> None:
         if self.model_name_or_path and (self.config_name or self.config_overrides):
-            raise ValueError("model_name_or_path brings its own configuration; leave out config_name and config_overrides.")
+            raise ValueError("model_name_or_path has its own configuration; leave out config_name and config_overrides.")
         if self.vocab_size < 257:
             raise ValueError(f"vocab_size={self.vocab_size} is too small for byte-level text; use at least 257.")
         if not 0 < self.mlm_probability < 1:
-            raise ValueError(f"mlm_probability={self.mlm_probability} must lie between 0 and 1; BERT has 0.15.")
+            raise ValueError(f"mlm_probability={self.mlm_probability} must be between 0 and 1; BERT uses 0.15.")
         if self.grouping not in (None, *GROUPINGS):
             raise ValueError(f"grouping={self.grouping!r} is not known; use one of {', '.join(GROUPINGS)}.")
 
 
 @dataclass
 class DataArguments:
-    """Which text; by default the English language reference that every Python carries."""
+    """The text; default: the language reference that is part of every Python installation."""
 
-    dataset_name: str | None = field(default=None, metadata={"help": "Data set on the hub, such as Salesforce/wikitext."})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Its configuration, such as wikitext-2-raw-v1."})
+    dataset_name: str | None = field(default=None, metadata={"help": "Dataset on the hub, for example Salesforce/wikitext."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the dataset, for example wikitext-2-raw-v1."})
     train_file: str | None = field(default=None, metadata={"help": "Local text: .txt, or .json/.jsonl/.csv with a column `text`."})
-    validation_file: str | None = field(default=None, metadata={"help": "Local text of the same kind for evaluation."})
-    validation_split_percentage: int = field(default=5, metadata={"help": "Part of the text to evaluate on where there is no other."})
-    block_size: int | None = field(default=None, metadata={"help": "Tokens of a sample; by default what the model takes, at most 1024."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many samples."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first so many samples."})
-    streaming: bool = field(default=False, metadata={"help": "Read the training text while training; needs max_steps."})
-    shuffle_buffer: int = field(default=1000, metadata={"help": "Samples of a stream that are held and drawn from in random order."})
+    validation_file: str | None = field(default=None, metadata={"help": "Local text in the same format, for evaluation."})
+    validation_split_percentage: int = field(default=5, metadata={"help": "Percentage to hold out if there is no validation split."})
+    block_size: int | None = field(default=None, metadata={"help": "Tokens per sample; default: the model's positions, at most 1024."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Number of training samples to use, from the start."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Number of evaluation samples to use, from the start."})
+    streaming: bool = field(default=False, metadata={"help": "Read the text during training instead of before; needs max_steps."})
+    shuffle_buffer: int = field(default=1000, metadata={"help": "Buffer for shuffling a stream, in samples; 0 keeps the order."})
 
     def __post_init__(self) -> None:
         if self.dataset_name and self.train_file:
             raise ValueError("Both dataset_name and train_file were given; choose one.")
         if self.validation_file and not self.train_file:
-            raise ValueError("validation_file needs train_file beside it.")
+            raise ValueError("validation_file needs train_file.")
         if not 0 < self.validation_split_percentage < 100:
             raise ValueError(f"validation_split_percentage={self.validation_split_percentage} must be between 1 and 99.")
         for name in ("block_size", "max_train_samples", "max_eval_samples"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
         if self.shuffle_buffer < 0:
-            raise ValueError(f"shuffle_buffer={self.shuffle_buffer} must be at least 0, which keeps the order of the text.")
+            raise ValueError(f"shuffle_buffer={self.shuffle_buffer} must be at least 0; 0 keeps the order of the text.")
 
 
 def main() -> None:
-    """Text, tokenizer, model, plan, training, evaluation, saved model."""
+    """Load the text, tokenizer and model, train under a plan, evaluate, and save the model."""
     model_args, data_args, args, osdp = parse_arguments((ModelArguments, DataArguments, TrainingArguments), sys.argv[1:])
     osdp = with_grouping(model_args.grouping, osdp)
     check(data_args, args)
-    # Of BERT's logits, a view; torch warns of operations in place on it, of which there are none.
+    # BERT's logits are a view, and torch warns about in-place operations on it; this recipe has none.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
-    if args.process_index:  # rank 0 speaks for all
+    if args.process_index:  # only rank 0 logs
         datasets.disable_progress_bars()
         logging.getLogger().setLevel(logging.ERROR)
     transformers.set_seed(args.seed)
@@ -119,18 +119,23 @@ def main() -> None:
         raise ValueError(f"block_size={block_size} is longer than the model's {positions} positions; use at most {positions}.")
     with args.main_process_first(desc="tokens"):
         train, validation = make_blocks(text, tokenizer, block_size, data_args, args)
-        validation = validation and masked(validation, tokenizer, model_args.mlm_probability, args.seed)
+        validation = validation and with_fixed_masks(validation, tokenizer, model_args.mlm_probability, args.seed)
 
-    seed = args.seed + 1000 * args.process_index  # each rank draws masks of its own; a data loader's worker adds its number
+    seed = args.seed + 1000 * args.process_index  # a different one for each rank; workers of a data loader add their number
     collator = MaskingCollator(tokenizer, mlm_probability=model_args.mlm_probability, seed=seed)
     trainer = Trainer(
-        model=load_model(model_args, config, tokenizer), args=args, train_dataset=train if args.do_train else None, eval_dataset=validation,
-        processing_class=tokenizer, data_collator=collator, compute_loss_func=mean_over_labels,
-        osdp=osdp and {"sequence_length": block_size, **osdp},
-    )  # fmt: skip
+        model=load_model(model_args, config, tokenizer),
+        args=args,
+        train_dataset=train if args.do_train else None,
+        eval_dataset=validation,
+        processing_class=tokenizer,
+        data_collator=collator,
+        compute_loss_func=mean_over_labels,
+        osdp=osdp and {"sequence_length": block_size, **osdp},  # False is the stock Trainer
+    )
     trainer.add_callback(JSONLog(trainer, block_size))
     if args.do_train and not checkpoint and args.process_index == 0:
-        (Path(args.output_dir) / "log.jsonl").unlink(missing_ok=True)  # of an earlier run
+        (Path(args.output_dir) / "log.jsonl").unlink(missing_ok=True)  # left by an earlier run
     if args.do_eval:
         evaluate(trainer, " before training" if args.do_train else "")
     if args.do_train:
@@ -146,25 +151,25 @@ def main() -> None:
 
 
 def with_grouping(grouping: str | None, osdp: dict | bool) -> dict | bool:
-    """The options of OSDP, with the strategy that the paper's name stands for."""
+    """Return the options of OSDP, with the strategy for the paper's name of the grouping."""
     if grouping and (osdp is False or {"strategy", "plan"} & osdp.keys()):
-        raise ValueError(f"grouping={grouping} is strategy {GROUPINGS[grouping]}; leave out strategy, plan and osdp false beside it.")
+        raise ValueError(f"grouping={grouping} is strategy {GROUPINGS[grouping]}; leave out strategy, plan and osdp false.")
     return {**osdp, "strategy": GROUPINGS[grouping]} if grouping else osdp
 
 
 def check(data_args: DataArguments, args: TrainingArguments) -> None:
-    """Refuse a run that could not end well."""
+    """Raise ValueError for arguments that would make the run fail later."""
     if not (args.do_train or args.do_eval):
         raise ValueError("Nothing to do; give do_train, do_eval or both.")
     if args.do_train and data_args.streaming and args.max_steps < 1:
-        raise ValueError("streaming=true needs max_steps: where a stream ends is not known before.")
+        raise ValueError("streaming=true needs max_steps, because the length of a stream is not known in advance.")
     known = get_available_reporting_integrations()
     if missing := [name for name in args.report_to if name not in known]:
         raise ValueError(f"report_to={','.join(missing)} is not installed here; install it, or use one of {', '.join([*known, 'none'])}.")
 
 
 def load_text(data: DataArguments) -> dict[str, Rows]:
-    """Splits `train` and, but for some streams, `validation`, with a column `text`."""
+    """Return the splits `train` and `validation` with a column `text`; some streams have no `validation`."""
     if not (source := data.dataset_name or data.train_file):
         return language_reference(data)
     with said_in_one_line(f"Cannot read {source}: ", DatasetGenerationError):
@@ -172,11 +177,11 @@ def load_text(data: DataArguments) -> dict[str, Rows]:
             text = load_dataset(data.dataset_name, data.dataset_config_name, streaming=data.streaming)
         else:
             files = {"train": data.train_file, **({"validation": data.validation_file} if data.validation_file else {})}
-            kinds = {KINDS.get(Path(file).suffix.lower()) for file in files.values()}
-            if None in kinds or len(kinds) > 1:
-                raise ValueError(f"use files of one kind: {', '.join(KINDS)}.")
-            options = {"keep_linebreaks": True} if kinds == {"text"} else {}
-            text = load_dataset(kinds.pop(), data_files=files, streaming=data.streaming, **options)
+            formats = {FORMATS.get(Path(file).suffix.lower()) for file in files.values()}
+            if None in formats or len(formats) > 1:
+                raise ValueError(f"use files of one kind: {', '.join(FORMATS)}.")
+            options = {"keep_linebreaks": True} if formats == {"text"} else {}
+            text = load_dataset(formats.pop(), data_files=files, streaming=data.streaming, **options)
         row = next(iter(text["train"]), {"text": ""})
         if not isinstance(row.get("text"), str):
             raise ValueError(f"it needs a column `text` of text; its first row is {str(row)[:200]}.")
@@ -187,7 +192,7 @@ def load_text(data: DataArguments) -> dict[str, Rows]:
 
 
 def language_reference(data: DataArguments) -> dict[str, Rows]:
-    """The paragraphs of Python's language reference, each once; every n-th is for evaluation."""
+    """Return the distinct paragraphs of Python's language reference; every n-th one is for evaluation."""
     paragraphs = dict.fromkeys(part for _, text in sorted(topics.topics.items()) for part in re.split(r"\n\s*\n", text) if part.strip())
     texts, every = [f"{paragraph}\n\n" for paragraph in paragraphs], max(2, round(100 / data.validation_split_percentage))
     train = [text for index, text in enumerate(texts, start=1) if index % every]
@@ -196,10 +201,10 @@ def language_reference(data: DataArguments) -> dict[str, Rows]:
 
 
 def make_blocks(text: dict[str, Rows], tokenizer, size: int, data: DataArguments, args: TrainingArguments) -> tuple[Rows, Dataset | None]:
-    """Samples of `size` tokens, for training and for evaluation. A stream begins anew where it ends; its evaluation is held in memory."""
+    """Return samples of `size` tokens for training and for evaluation. A stream repeats; its evaluation samples are held in memory."""
 
     def cut(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        """All tokens of a thousand rows joined, then cut; what is left at the end is dropped. Special tokens begin and end a block."""
+        """Join the tokens of a thousand rows and cut them into blocks between special tokens; the remainder is dropped."""
         tokens = list(chain.from_iterable(tokenizer(rows["text"], add_special_tokens=False, verbose=False)["input_ids"]))
         parts = [tokens[start : start + size - 2] for start in range(0, len(tokens) - size + 3, size - 2)]
         return {"input_ids": [[tokenizer.cls_token_id, *part, tokenizer.sep_token_id] for part in parts]}
@@ -214,8 +219,8 @@ def make_blocks(text: dict[str, Rows], tokenizer, size: int, data: DataArguments
     if validation is None and args.do_eval:
         if data.max_eval_samples is None:
             raise ValueError("The stream has no validation text; give validation_file, or max_eval_samples, to hold out its first samples.")
-        validation, train = first(train, data.max_eval_samples), train.skip(data.max_eval_samples)
-    train, validation = first(train, data.max_train_samples), first(validation, data.max_eval_samples)
+        validation, train = take_first(train, data.max_eval_samples), train.skip(data.max_eval_samples)
+    train, validation = take_first(train, data.max_train_samples), take_first(validation, data.max_eval_samples)
     for split, rows in (("train", train), ("validation", validation)):
         if rows is not None and next(iter(rows), None) is None:
             raise ValueError(f"{data.train_file or 'The data set'}: the {split} text has less than one block of {size} tokens; give more.")
@@ -225,22 +230,22 @@ def make_blocks(text: dict[str, Rows], tokenizer, size: int, data: DataArguments
     return train, validation
 
 
-def first(rows: Rows | None, number: int | None) -> Rows | None:
-    """The first so many rows, or all."""
+def take_first(rows: Rows | None, number: int | None) -> Rows | None:
+    """Return the first `number` rows, or all."""
     if rows is None or number is None:
         return rows
     return rows.take(min(number, len(rows)) if isinstance(rows, Dataset) else number)
 
 
 class MaskingCollator(transformers.DataCollatorForLanguageModeling):
-    """Batches in which tokens are hidden, anew each time; samples for evaluation have their masks already."""
+    """Mask training samples anew in each batch; evaluation samples have their masks already."""
 
     def torch_call(self, examples: list[dict]) -> dict[str, torch.Tensor]:
         return transformers.default_data_collator(examples) if "labels" in examples[0] else dict(super().torch_call(examples))
 
 
-def masked(rows: Dataset, tokenizer, probability: float, seed: int) -> Dataset:
-    """Samples with masks that stay: what is evaluated before and after training is the same."""
+def with_fixed_masks(rows: Dataset, tokenizer, probability: float, seed: int) -> Dataset:
+    """Return samples with fixed masks, so that evaluations before and after training can be compared."""
     collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=probability, seed=seed)
 
     def mask(rows: dict[str, list[list[int]]]) -> dict[str, np.ndarray]:
@@ -251,30 +256,30 @@ def masked(rows: Dataset, tokenizer, probability: float, seed: int) -> Dataset:
 
 
 def mean_over_labels(outputs, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:
-    """Cross-entropy in which each hidden token of an optimizer step has the same weight, however the step is cut into micro-batches."""
+    """Return the mean cross-entropy over all masked tokens of an optimizer step, for any number of micro-batches."""
     losses = cross_entropy(outputs.logits.flatten(0, -2), labels.flatten(), reduction="none")
-    total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))  # in bf16 a sum of thousands has three digits
+    total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))  # bf16 has too few digits for a sum of thousands
     return total / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
 def load_config(model_args: ModelArguments):
-    """The configuration that is named, or transformers' own of the model type."""
+    """Return the named configuration, or the default one of the model type."""
     name = model_args.model_name_or_path or model_args.config_name
     with said_in_one_line(f"Cannot use {name or f'model_type={model_args.model_type!r}'}: "):
         config = AutoConfig.from_pretrained(name) if name else transformers.CONFIG_MAPPING[model_args.model_type]()
         if type(config) not in transformers.MODEL_FOR_MASKED_LM_MAPPING:
-            raise ValueError(f"{config.model_type} is no masked language model; use one such as bert or roberta.")
+            raise ValueError(f"{config.model_type} is not a masked language model; use one such as bert or roberta.")
     return config
 
 
 def load_tokenizer(model_args: ModelArguments, config, text: Rows):
-    """The tokenizer that is named, or one trained on the text: BERT's WordPiece, or RoBERTa's BPE. A new model gets its vocabulary."""
+    """Return the named tokenizer, or train BERT's WordPiece or RoBERTa's BPE on the text. A new model gets the size of its vocabulary."""
     lines = (row["text"] for row in islice(text, None if isinstance(text, Dataset) else 20_000))
     if name := model_args.tokenizer_name or model_args.model_name_or_path:
         with said_in_one_line(f"Cannot load the tokenizer {name}: "):
             tokenizer = AutoTokenizer.from_pretrained(name)
     elif transformers.TOKENIZER_MAPPING.get(type(config), None) is transformers.BertTokenizer:
-        tokenizer = transformers.BertTokenizer(vocab=word_pieces(list(lines), model_args.vocab_size))
+        tokenizer = transformers.BertTokenizer(vocab=wordpiece_vocabulary(list(lines), model_args.vocab_size))
     else:
         tokenizer = transformers.RobertaTokenizer().train_new_from_iterator(lines, model_args.vocab_size, show_progress=False)
     if not model_args.model_name_or_path:
@@ -288,9 +293,11 @@ def load_tokenizer(model_args: ModelArguments, config, text: Rows):
     return tokenizer
 
 
-def word_pieces(texts: list[str], size: int) -> dict[str, int]:
-    """A WordPiece vocabulary, the same in each run: the trainer would number pieces inside words in the order of a hash map, so those of
-    one character are given to it in order, as if they were special."""
+def wordpiece_vocabulary(texts: list[str], size: int) -> dict[str, int]:
+    """Train a WordPiece vocabulary that is the same in each run.
+
+    The trainer numbers one-character pieces in the order of a hash map, so they are given to it in a fixed order, as special tokens.
+    """
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
     counts = Counter(char for text in texts for char in tokenizer.normalizer.normalize_str(text) if not char.isspace())
@@ -302,7 +309,7 @@ def word_pieces(texts: list[str], size: int) -> dict[str, int]:
 
 
 def load_model(model_args: ModelArguments, config, tokenizer):
-    """Weights in float32, pretrained or new."""
+    """Return the model in float32, pretrained or new."""
     if not model_args.model_name_or_path:
         return AutoModelForMaskedLM.from_config(config, dtype=torch.float32)
     model = AutoModelForMaskedLM.from_pretrained(model_args.model_name_or_path, config=config, dtype=torch.float32)
@@ -312,7 +319,7 @@ def load_model(model_args: ModelArguments, config, tokenizer):
 
 
 def evaluate(trainer: Trainer, when: str) -> None:
-    """Print the perplexity, exp of the mean loss of a hidden token of the validation text, and save it with the other metrics."""
+    """Print the perplexity, exp(mean loss per masked token) on the validation text, and save it with the other metrics."""
     metrics = trainer.evaluate()
     metrics["perplexity"] = np.exp(metrics["eval_loss"])
     trainer.save_metrics("eval", metrics)
@@ -321,7 +328,7 @@ def evaluate(trainer: Trainer, when: str) -> None:
 
 
 class JSONLog(TrainerCallback):
-    """Write `log.jsonl`: a line for every `logging_steps` and for each evaluation. Those and checkpoints are no training time."""
+    """Write `log.jsonl`: one line every `logging_steps` and one for each evaluation. Rates exclude evaluations and checkpoints."""
 
     def __init__(self, trainer: Trainer, tokens_per_sample: int):
         self.trainer, self.tokens_per_sample = trainer, tokens_per_sample

@@ -3,8 +3,8 @@
     accelerate launch --config_file accelerate_configs/osdp.yaml recipes/sft.py --model_name_or_path Qwen/Qwen3-0.6B \
         --dataset_name trl-lib/Capybara --memory_limit 16GiB --output_dir runs/sft
 
-Arguments are TRL's own, such as `--use_peft --lora_r 16`, `--max_length 2048` or `--config FILE.yaml`, and those below. Data of one's own:
-`--train_file my.jsonl`, with a column `messages`, or `prompt` and `completion`, or `text`.
+The arguments are TRL's, such as `--use_peft --lora_r 16`, `--max_length 2048` or `--config FILE.yaml`, and those below. For your own data,
+use `--train_file my.jsonl`, with a column `messages`, or `prompt` and `completion`, or `text`.
 """
 
 from dataclasses import dataclass, field
@@ -18,16 +18,16 @@ from hf_osdp.integrations.launch import run_script
 
 @dataclass
 class SFTArguments(ScriptArguments):
-    """Which data, and how much memory."""
+    """Data and memory limit, in addition to TRL's `ScriptArguments`."""
 
-    train_file: str | None = field(default=None, metadata={"help": "Local .jsonl, in place of dataset_name."})
-    memory_limit: str | None = field(default=None, metadata={"help": "Memory of each device that training may use; by default all of it."})
+    train_file: str | None = field(default=None, metadata={"help": "Local .jsonl file, instead of dataset_name."})
+    memory_limit: str | None = field(default=None, metadata={"help": "Memory that training may use on each device; default: all of it."})
 
 
 def main() -> None:
-    """Data, model, plan, training, saved model."""
+    """Load the data and the model, train under a plan, and save the model."""
     parser = TrlParser((SFTArguments, SFTConfig, ModelConfig))
-    parser.set_defaults(gradient_checkpointing=False)  # the planner decides for each block
+    parser.set_defaults(gradient_checkpointing=False)  # the planner decides which blocks to recompute
     script_args, args, model_args = parser.parse_args_and_config()
     if not model_args.model_name_or_path or bool(script_args.dataset_name) == bool(script_args.train_file):
         raise ValueError("Give model_name_or_path, and one of dataset_name and train_file.")

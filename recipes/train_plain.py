@@ -1,9 +1,9 @@
-"""Train a small GPT-2 under a memory limit in a plain PyTorch loop: what `OptimalShardedDataParallel` needs, and no more.
+"""Train a small GPT-2 under a memory limit in a plain PyTorch loop with `OptimalShardedDataParallel`.
 
     torchrun --nproc-per-node 2 recipes/train_plain.py recipes/gpt2/plain.yaml
 
-A YAML or JSON file of arguments may come first; flags win over it. They are those of `PlainArguments`, and every option of
-`hf_osdp.OSDPConfig`, such as `--memory_limit 8GiB`.
+The first argument may be a YAML or JSON file of arguments; flags override it. The arguments are those of `PlainArguments`, and every option
+of `hf_osdp.OSDPConfig`, such as `--memory_limit 8GiB`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,15 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset, DatasetDict, load_dataset
 from torch.utils.data import DataLoader, DistributedSampler
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Tokenizer, default_data_collator
-
-from transformers import get_scheduler, set_seed  # isort: skip
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPT2Tokenizer,
+    default_data_collator,
+    get_scheduler,
+    set_seed,
+)
 
 from hf_osdp import OptimalShardedDataParallel, OSDPConfig, StopSignal, checkpoint_to_resume
 from hf_osdp.integrations.arguments import parse_arguments
@@ -39,24 +45,24 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass
 class PlainArguments:
-    """What to train, on which text, and how."""
+    """The model, the text and the training loop."""
 
     config_overrides: str | None = field(default=None, metadata={"help": "Changes to GPT-2's configuration, such as n_layer=4,n_embd=128."})
-    tokenizer_name: str | None = field(default=None, metadata={"help": "A tokenizer's folder or name; by default one is trained."})
-    vocab_size: int = field(default=2048, metadata={"help": "Entries of a tokenizer that is trained on the text."})
-    train_file: str | None = field(default=None, metadata={"help": "Local text; by default Python's own language reference."})
-    block_size: int = field(default=128, metadata={"help": "Tokens of one sample."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first so many samples."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first so many samples."})
-    output_dir: str = field(default="runs/plain", metadata={"help": "Folder of the model."})
-    mixed_precision: Literal["no", "bf16", "fp16"] = field(default="no", metadata={"help": "no, bf16 or fp16."})
-    global_batch_size: int = field(default=8, metadata={"help": "Samples of an optimizer step, over all processes."})
-    steps: int = field(default=300, metadata={"help": "Optimizer steps."})
-    learning_rate: float = field(default=2e-3, metadata={"help": "The greatest; it rises for a twentieth of the steps, then falls."})
-    logging_steps: int = field(default=20, metadata={"help": "Print a line every so many steps."})
-    save_steps: int | None = field(default=None, metadata={"help": "Write a checkpoint every so many steps."})
-    resume_from_checkpoint: str | None = field(default=None, metadata={"help": "A checkpoint's folder, or true for the last one."})
-    seed: int = field(default=1, metadata={"help": "Of the weights and the order of samples."})
+    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer to load; default: one is trained on the text."})
+    vocab_size: int = field(default=2048, metadata={"help": "Vocabulary size of a tokenizer that is trained on the text."})
+    train_file: str | None = field(default=None, metadata={"help": "Local text file; default: Python's language reference."})
+    block_size: int = field(default=128, metadata={"help": "Tokens per sample."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Number of training samples to use, from the start."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Number of evaluation samples to use, from the start."})
+    output_dir: str = field(default="runs/plain", metadata={"help": "Folder for the model and the checkpoints."})
+    mixed_precision: Literal["no", "bf16", "fp16"] = field(default="no", metadata={"help": "Precision of compute: no, bf16 or fp16."})
+    global_batch_size: int = field(default=8, metadata={"help": "Samples of an optimizer step, on all processes together."})
+    steps: int = field(default=300, metadata={"help": "Number of optimizer steps."})
+    learning_rate: float = field(default=2e-3, metadata={"help": "Peak learning rate; it rises for a twentieth of the steps, then falls."})
+    logging_steps: int = field(default=20, metadata={"help": "Optimizer steps between two printed lines."})
+    save_steps: int | None = field(default=None, metadata={"help": "Optimizer steps between two checkpoints."})
+    resume_from_checkpoint: str | None = field(default=None, metadata={"help": "Folder of a checkpoint, or true for the last one."})
+    seed: int = field(default=1, metadata={"help": "Seed for the weights and the order of samples."})
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_train_samples", "max_eval_samples", "global_batch_size", "steps", "logging_steps", "save_steps"):
@@ -65,9 +71,9 @@ class PlainArguments:
 
 
 def main() -> None:
-    """Data, model, plan, training, evaluation, saved model."""
+    """Load the data and the model, train under a plan, evaluate, and save the model."""
     args, options = parse_arguments((PlainArguments,), sys.argv[1:])
-    # GPT-2's class name does not say which loss it has, and transformers' note on that sounds like a fault.
+    # transformers cannot derive the loss from GPT-2's class name and logs a note about it; the note is harmless.
     logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "`loss_type=None`" not in record.getMessage())
     if RANK:
         datasets.disable_progress_bars()
@@ -75,7 +81,7 @@ def main() -> None:
     text = load_text(args.train_file)
     if args.tokenizer_name:
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name)
-    else:  # a byte-level BPE, as GPT-2 has it
+    else:  # a byte-level BPE like GPT-2's
         tokenizer = GPT2Tokenizer().train_new_from_iterator(text["train"]["text"], args.vocab_size, show_progress=False)
     blocks = make_blocks(text, tokenizer, args)
     config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
@@ -100,10 +106,10 @@ def main() -> None:
 
 
 def train(model: OptimalShardedDataParallel, blocks: Dataset, args: PlainArguments) -> None:
-    """The loop."""
+    """Train, print a line every `logging_steps`, and save checkpoints. SIGTERM on any rank saves a checkpoint and ends the run."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     schedule = get_scheduler("cosine", optimizer, num_warmup_steps=args.steps // 20, num_training_steps=args.steps)
-    scaler = model.grad_scaler()  # does something in fp16 only
+    scaler = model.grad_scaler()  # has an effect in fp16 only
     states = {"optimizer": optimizer, "scheduler": schedule, "scaler": scaler}
     resume = {"true": True, "false": False}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
     checkpoint = checkpoint_to_resume(args.output_dir, resume)
@@ -111,7 +117,7 @@ def train(model: OptimalShardedDataParallel, blocks: Dataset, args: PlainArgumen
     losses, since = [], time.perf_counter()
     stop = StopSignal()
     stop.start()
-    for step, batches in enumerate(islice(steps_of(blocks, model, args.seed), done, args.steps), start=done + 1):
+    for step, batches in enumerate(islice(micro_batches_of_steps(blocks, model, args.seed), done, args.steps), start=done + 1):
         for number, batch in enumerate(batches, start=1):
             with model.micro_step(is_last=number == len(batches)):
                 loss = model(**batch).loss
@@ -136,35 +142,35 @@ def train(model: OptimalShardedDataParallel, blocks: Dataset, args: PlainArgumen
     stop.exit()
 
 
-def steps_of(blocks: Dataset, model: OptimalShardedDataParallel, seed: int) -> Iterator[list[Batch]]:
-    """This rank's micro-batches of one optimizer step after the other, shuffled anew in each epoch, without end."""
+def micro_batches_of_steps(blocks: Dataset, model: OptimalShardedDataParallel, seed: int) -> Iterator[list[Batch]]:
+    """Yield this rank's micro-batches of each optimizer step, without end and shuffled again in each epoch."""
     sampler = DistributedSampler(blocks, WORLD_SIZE, RANK, seed=seed, drop_last=True)
     for epoch in count():
         sampler.set_epoch(epoch)
-        batches = batches_of(blocks, sampler, model.plan.micro_batch_size)
+        batches = device_batches(blocks, sampler, model.plan.micro_batch_size)
         while len(step := list(islice(batches, model.plan.accumulation_steps))) == model.plan.accumulation_steps:
             yield step
 
 
 @torch.no_grad()
 def evaluate(model: OptimalShardedDataParallel, blocks: Dataset) -> float:
-    """The mean loss; samples that do not divide by the number of ranks are left out at the end."""
+    """Return the mean loss; the last samples are left out if the number of ranks does not divide their number."""
     sampler = DistributedSampler(blocks, WORLD_SIZE, RANK, shuffle=False, drop_last=True)
     model.eval()
-    losses = [model(**batch).loss * len(batch["input_ids"]) for batch in batches_of(blocks, sampler, 8, drop_last=False)]
+    losses = [model(**batch).loss * len(batch["input_ids"]) for batch in device_batches(blocks, sampler, 8, drop_last=False)]
     model.train()
     return average(torch.stack(losses).sum() / len(sampler))
 
 
-def batches_of(blocks: Dataset, sampler: DistributedSampler, size: int, *, drop_last: bool = True) -> Iterator[Batch]:
-    """Batches on this rank's device. The loader draws from a generator of its own, not from that of dropout: a run resumes to the bit."""
+def device_batches(blocks: Dataset, sampler: DistributedSampler, size: int, *, drop_last: bool = True) -> Iterator[Batch]:
+    """Yield batches on this rank's device. The loader's own generator leaves dropout's alone, so a resumed run is bit-identical."""
     device, own = "cuda" if torch.cuda.is_available() else "cpu", torch.Generator()
     for batch in DataLoader(blocks, size, sampler=sampler, collate_fn=default_data_collator, drop_last=drop_last, generator=own):
         yield {name: value.to(device) for name, value in batch.items()}
 
 
 def average(value: torch.Tensor) -> float:
-    """The mean over all ranks. Collective."""
+    """Return the mean over all ranks; all ranks must call it."""
     if dist.is_initialized():
         dist.all_reduce(value)
     return value.item() / WORLD_SIZE
@@ -177,7 +183,7 @@ def say(text: str) -> None:
 
 
 def load_text(train_file: str | None) -> DatasetDict:
-    """Splits `train` and `validation` with a column `text`: a file's lines, or the paragraphs of Python's language reference."""
+    """Return the splits `train` and `validation` with a column `text`: lines of a file, or paragraphs of Python's language reference."""
     if train_file:
         rows = load_dataset("text", data_files=train_file, split="train", keep_linebreaks=True)
     else:
@@ -188,7 +194,7 @@ def load_text(train_file: str | None) -> DatasetDict:
 
 
 def make_blocks(text: DatasetDict, tokenizer, args: PlainArguments) -> DatasetDict:
-    """Samples of `block_size` tokens, as many of them as were asked for."""
+    """Return samples of `block_size` tokens, at most `max_train_samples` and `max_eval_samples` of them."""
 
     def cut(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         tokens = list(chain.from_iterable(tokenizer(rows["text"], verbose=False)["input_ids"]))
@@ -201,11 +207,12 @@ def make_blocks(text: DatasetDict, tokenizer, args: PlainArguments) -> DatasetDi
     for split, needed in (("train", args.global_batch_size), ("validation", WORLD_SIZE)):
         if len(blocks[split]) < needed:
             what = f"The {split} text has {len(blocks[split])} blocks of {args.block_size} tokens"
-            raise ValueError(f"{what}; give text for {needed} or more.")
+            raise ValueError(f"{what}; give text for {needed} or more blocks.")
     return blocks
 
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("hf_osdp").setLevel(logging.INFO if RANK == 0 else logging.ERROR)  # the estimate beside the first steps
+    # INFO shows the estimate next to the measured first steps.
+    logging.getLogger("hf_osdp").setLevel(logging.INFO if RANK == 0 else logging.ERROR)
     run_script(main)

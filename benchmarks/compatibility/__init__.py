@@ -1,1 +1,1 @@
-"""Trains the same thing twice, by the stock stack and by this package, and says whether the figures are equal."""
+"""Train the same thing with the stock stack and with this package, and compare the figures."""

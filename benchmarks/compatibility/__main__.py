@@ -1,10 +1,10 @@
-"""Trains the same thing by the stock stack and by this package, row by row, and compares what they log.
+"""Train the same thing with the stock stack and with this package, row by row, and compare what they log.
 
     python -m benchmarks.compatibility [--only PATTERN] [--write docs/compatibility.md]
 
-Each row runs on two gloo processes of the CPU on this package's side, under a plan in which neighbouring units have different layouts
+On this package's side, each row runs on two gloo processes of the CPU, under a plan in which neighbouring units have different layouts
 (replicated, ZeRO-2, ZeRO-3), with the stock side's micro-batch. Loss, gradient norm, learning rate and metrics of every step are
-compared. Exit code 1 where a row is silently different, crashes or hangs, or is not what it is expected to be.
+compared. The exit code is 1 if a row is silently different, crashes or hangs, or differs from its expected verdict.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .run import PRELOAD, one_line, run
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run rows, print each as it ends, and write the page."""
+    """Run rows, print the verdict of each, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="PATTERN", help="rows whose `group: name` has this in it; with * and ? as a shell has them")
-    parser.add_argument("--daily", action="store_true", help="the rows that the tests run")
+    parser.add_argument("--only", metavar="PATTERN", help="rows whose `group: name` contains this; * and ? as in a shell")
+    parser.add_argument("--daily", action="store_true", help="run only the rows of the daily tests")
     parser.add_argument("--list", action="store_true", help="print the rows and run none")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page there, and its rows to data/ beside it; needs all rows")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page here, and its rows to data/ next to it; needs all rows")
     options = parser.parse_args(arguments)
     if options.write is not None and (options.only or options.daily):
-        parser.error("--write makes the page of all rows; leave --only and --daily out")
+        parser.error("--write needs all rows; leave out --only and --daily")
     from . import catalogue  # noqa: F401
 
     os.environ["OSDP_TEST_PRELOAD"] = PRELOAD
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     results = []
     for number, row in enumerate(chosen, start=1):
         results.append(run(row))
-        _tell(results[-1], f"{number}/{len(chosen)}")
+        _print_result(results[-1], f"{number}/{len(chosen)}")
     bad = [result for result in results if not result.is_good]
     if options.write is not None:
         options.write.write_text(page(results), encoding="utf-8")
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     return bool(bad)
 
 
-def _tell(result: Result, number: str) -> None:
+def _print_result(result: Result, number: str) -> None:
     mark = "" if result.is_good else "  <-- !"
     print(f"{number} {result.row.label}: {result.verdict.value} ({result.seconds:.0f} s) {one_line(result.detail)}{mark}", flush=True)
 

@@ -42,7 +42,7 @@ def _loop(
     side: Side, accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Any, scheduler: Any = None,
     *, clip: Callable[..., float] = _norm, steps: int = STEPS, loss_of: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> Figures:  # fmt: skip
-    """The loop of Accelerate's examples; a figure for each micro-step."""
+    """Run the loop of Accelerate's examples; return figures for each micro-step."""
     figures: Figures = []
     micro = steps * accelerator.gradient_accumulation_steps
     model.train()
@@ -313,7 +313,7 @@ def _no_sync(side: Side) -> Figures:
 
 
 def _head_read(model: Any, batch: Any) -> torch.Tensor:
-    """The loss reads the head's weight."""
+    """Return a loss that reads the head's weight."""
     inner = getattr(model, "module", model)
     hidden = model(input_ids=batch["input_ids"], output_hidden_states=True).hidden_states[-1]
     logits = hidden @ inner.lm_head.weight.T

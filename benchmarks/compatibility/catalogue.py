@@ -1,4 +1,4 @@
-"""Imports every group of rows; their order here is the order of the table."""
+"""Import every group of rows; the order of the imports is that of the table."""
 
 from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""Data made on the spot: the same at each call."""
+"""Generated data, the same at each call."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def _generator(seed: int = 3) -> torch.Generator:
 
 
 def tokens(count: int = COUNT, *, length: int = LENGTH, vocabulary: int = VOCABULARY) -> list[dict[str, torch.Tensor]]:
-    """Samples of one length for a causal model; ids 0 to 2 are left to special tokens."""
+    """Return samples of one length for a causal model; ids 0 to 2 are reserved for special tokens."""
     rows = torch.randint(3, vocabulary, (count, length), generator=_generator())
     return [{"input_ids": row, "labels": row.clone()} for row in rows]
 
 
 def uneven_tokens(count: int = COUNT) -> list[dict[str, list[int]]]:
-    """Samples of many lengths, so that processes hold different numbers of tokens; the longest is the first."""
+    """Return samples of different lengths, so that processes have different numbers of tokens; the longest is first."""
     lengths = torch.randint(4, LENGTH + 1, (count,), generator=_generator(4)).tolist()
     lengths[0] = LENGTH
     return [{"input_ids": sample["input_ids"][:length].tolist()} for sample, length in zip(tokens(count), lengths, strict=True)]
 
 
 def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Collate samples of many lengths, padding to the longest; padding counts in no loss."""
+    """Collate samples of different lengths, padded to the longest; padding does not count in the loss."""
     longest = max(len(sample["input_ids"]) for sample in samples)
     rows = [list(sample["input_ids"]) for sample in samples]
     return {
@@ -47,7 +47,7 @@ def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def masked(count: int = COUNT, *, evenly: bool = False) -> list[dict[str, torch.Tensor]]:
-    """Masked language modelling: some positions count, in each sample equally many or not."""
+    """Return samples for masked language modelling; with `evenly`, each has the same number of masked positions."""
     generator = _generator(5)
     samples = []
     for sample in tokens(count):
@@ -58,20 +58,20 @@ def masked(count: int = COUNT, *, evenly: bool = False) -> list[dict[str, torch.
 
 
 def classes(count: int = COUNT, *, labels: int = 3) -> list[dict[str, torch.Tensor]]:
-    """A sentence and its class."""
+    """Return sentences and their classes."""
     targets = torch.randint(0, labels, (count,), generator=_generator(6))
     return [{"input_ids": s["input_ids"], "labels": t} for s, t in zip(tokens(count), targets, strict=True)]
 
 
 def images(count: int = COUNT, *, labels: int = 5) -> list[dict[str, torch.Tensor]]:
-    """An image and its class."""
+    """Return images and their classes."""
     pixels = torch.randn(count, 3, 32, 32, generator=_generator())
     targets = torch.randint(0, labels, (count,), generator=_generator(6))
     return [{"pixel_values": p, "labels": t} for p, t in zip(pixels, targets, strict=True)]
 
 
 def captions(count: int = COUNT) -> list[dict[str, torch.Tensor]]:
-    """Images and their texts, each of which ends with the end token."""
+    """Return images and their texts, each of which ends with the end token."""
     samples = []
     for image, text in zip(images(count), tokens(count, vocabulary=VOCABULARY - 1), strict=True):
         ids = text["input_ids"].clone()
@@ -81,31 +81,31 @@ def captions(count: int = COUNT) -> list[dict[str, torch.Tensor]]:
 
 
 def with_return_loss(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Collate `captions`: `return_loss` is one word for the whole batch."""
+    """Collate `captions`; `return_loss` is one value for the whole batch."""
     return {"return_loss": True, **{name: torch.stack([s[name] for s in samples]) for name in ("pixel_values", "input_ids")}}
 
 
 def speech(count: int = COUNT) -> list[dict[str, torch.Tensor]]:
-    """Spectrograms and their transcripts, for Whisper."""
+    """Return spectrograms and their transcripts, for Whisper."""
     features = torch.randn(count, 8, 60, generator=_generator())
     return [{"input_features": f, "labels": s["input_ids"]} for f, s in zip(features, tokens(count), strict=True)]
 
 
 def waves(count: int = COUNT) -> list[dict[str, torch.Tensor]]:
-    """Waves and their letters, for CTC."""
+    """Return waveforms and their letters, for CTC."""
     values = torch.randn(count, 2000, generator=_generator())
     return [{"input_values": v, "labels": s["input_ids"]} for v, s in zip(values, tokens(count, length=6, vocabulary=32), strict=True)]
 
 
 class Stream(IterableDataset):
-    """Samples without a length; every pass begins anew."""
+    """A dataset without a length; every pass starts again."""
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return iter(tokens())
 
 
 class OneShotStream(IterableDataset):
-    """Goes on where the last reader stopped, as a queue or a socket does: whoever looks takes."""
+    """A dataset that continues where the last reader stopped, like a queue or a socket."""
 
     def __init__(self) -> None:
         self._rest = iter(tokens(400))
@@ -115,7 +115,7 @@ class OneShotStream(IterableDataset):
 
 
 def sentences(count: int = COUNT, *, words: int = 6, seed: int = 7) -> list[str]:
-    """Sentences of a tiny language."""
+    """Return sentences of a tiny language."""
     picks = torch.randint(0, len(_WORDS), (count, words), generator=_generator(seed)).tolist()
     return [" ".join(_WORDS[p] for p in row) for row in picks]
 
@@ -126,19 +126,19 @@ def text_dataset(count: int = COUNT) -> Dataset:
 
 
 def completion_dataset(count: int = COUNT) -> Dataset:
-    """Prompts and what follows."""
+    """Return prompts and completions."""
     return Dataset.from_dict({"prompt": sentences(count, words=4), "completion": sentences(count, words=4, seed=8)})
 
 
 def preference_dataset(count: int = COUNT) -> Dataset:
-    """Prompts with a better and a worse continuation."""
+    """Return prompts with a better and a worse continuation."""
     return Dataset.from_dict(
         {"prompt": sentences(count, words=4), "chosen": sentences(count, words=4, seed=8), "rejected": sentences(count, words=4, seed=9)}
     )
 
 
 def on_disk(folder: Path, made: Dataset) -> Dataset:
-    """The dataset from a folder that all processes share, and with it a cache: some trainers write what one of them found there."""
+    """Return the dataset loaded from a folder that all processes share, so that trainers can share its cache."""
     if os.environ["RANK"] == "0":
         partial = folder.with_name("partial")
         made.save_to_disk(partial)
@@ -149,12 +149,12 @@ def on_disk(folder: Path, made: Dataset) -> Dataset:
 
 
 def judged_dataset(count: int = COUNT) -> Dataset:
-    """Prompts with one continuation, good or bad in turns."""
+    """Return prompts with one continuation, alternately good and bad."""
     return completion_dataset(count).add_column("label", [number % 2 == 0 for number in range(count)])
 
 
 def tokenizer() -> Any:
-    """A word-level tokenizer of the tiny language."""
+    """Return a word-level tokenizer of the tiny language."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace

@@ -23,10 +23,10 @@ _MASKED = (
     "BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForMaskedLM", "AlbertForMaskedLM", "ElectraForMaskedLM", "DebertaV2ForMaskedLM",
 )  # fmt: skip
 _SPARE = {"ddp_find_unused_parameters": True}
-"""For models some of whose parameters have no gradient, as an expert without tokens: DDP must be told."""
+"""Options for models in which some parameters get no gradient, such as an expert without tokens; DDP needs this option."""
 
 _MEAN = {"average_tokens_across_devices": False}
-"""For models whose loss ignores the count of items: stock DDP multiplies it by the number of processes. A row of the options shows this."""
+"""Options for models whose loss ignores the number of items; stock DDP would multiply it by the number of processes."""
 
 
 def _model(
@@ -76,7 +76,7 @@ def _gpt2_classifier() -> tuple[type[nn.Module], Any]:
 
 
 class _Holding(nn.Module):
-    """A model of transformers as a part, with a head of its own. Batch norm of two samples makes much of rounding: train it in float64."""
+    """A module with a transformers model inside and its own head. Batch norm of two samples amplifies rounding, so train it in float64."""
 
     def __init__(self) -> None:
         super().__init__()

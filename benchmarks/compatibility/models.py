@@ -1,4 +1,4 @@
-"""Tiny models, without dropout unless asked for."""
+"""Tiny models, without dropout by default."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def tiny(name: str, **changes: Any) -> nn.Module:
-    """A tiny model of this class, in float32, with the same weights at each call."""
+    """Return a tiny model of this class in float32, with the same weights at each call."""
     config = tiny_config(name, **changes)
     torch.manual_seed(0)
     return getattr(transformers, name)._from_config(config)
 
 
 def gpt2(**changes: Any) -> nn.Module:
-    """Embedding tied to the head."""
+    """Return a GPT-2, whose embedding is tied to the head."""
     return tiny("GPT2LMHeadModel", **{"initializer_range": 0.1, **changes})
 
 
 def llama(*, tied: bool = False, **changes: Any) -> nn.Module:
-    """A head of its own, unless tied."""
+    """Return a Llama with an untied head, unless `tied`."""
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     return tiny("LlamaForCausalLM", **{**special, "tie_word_embeddings": tied, "initializer_range": 0.1, **changes})
 
 
 def made(cls: type[nn.Module], config: Any) -> nn.Module:
-    """A model of a class that tests have no sizes for."""
+    """Return a model of a class for which tests have no tiny sizes."""
     torch.manual_seed(0)
     return cls(config)
 
 
 def clip() -> nn.Module:
-    """Two towers and a scale without dimensions."""
+    """Return a CLIP model: two towers and a scale without dimensions."""
     tower = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "projection_dim": 16}
     config = transformers.CLIPConfig(
         text_config={**tower, "vocab_size": VOCABULARY, "max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": VOCABULARY - 1},
@@ -51,7 +51,7 @@ def clip() -> nn.Module:
 
 
 def deberta() -> nn.Module:
-    """A classifier whose pooler and loss branch on values."""
+    """Return a DeBERTa classifier, whose pooler and loss branch on values."""
     config = transformers.DebertaV2Config(
         **_TEXT, **_NO_DROPOUT, num_hidden_layers=2, max_position_embeddings=64, num_labels=3, pooler_dropout=0.0, pooler_hidden_size=32
     )
@@ -59,7 +59,7 @@ def deberta() -> nn.Module:
 
 
 def wav2vec2() -> nn.Module:
-    """CTC loss; no time masking, which is random."""
+    """Return a Wav2Vec2 model with CTC loss, without time masking, which is random."""
     config = transformers.Wav2Vec2Config(
         **{**_TEXT, "vocab_size": 32}, num_hidden_layers=2, conv_dim=(16, 16), conv_stride=(5, 4), conv_kernel=(10, 8),
         num_feat_extract_layers=2, num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, hidden_dropout=0.0, activation_dropout=0.0,
@@ -70,13 +70,13 @@ def wav2vec2() -> nn.Module:
 
 
 def mamba() -> nn.Module:
-    """No attention."""
+    """Return a Mamba model, which has no attention."""
     config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=8, use_mambapy=False)
     return made(transformers.MambaForCausalLM, config)
 
 
 def recurrent_gemma() -> nn.Module:
-    """State on its modules."""
+    """Return a RecurrentGemma model, which keeps state on its modules."""
     config = transformers.RecurrentGemmaConfig(
         **_TEXT, num_hidden_layers=3, num_key_value_heads=1, lru_width=32, attention_window_size=16, block_types=["recurrent", "attention"]
     )
@@ -84,7 +84,7 @@ def recurrent_gemma() -> nn.Module:
 
 
 class Plain(nn.Module):
-    """Not from transformers: repeated blocks, a loss of its own."""
+    """A model that is not from transformers, with repeated blocks and its own loss."""
 
     def __init__(self, *, blocks: int = 3, width: int = 16):
         super().__init__()
@@ -94,7 +94,7 @@ class Plain(nn.Module):
         self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """Logits, and the loss where there are labels."""
+        """Return the logits, and the loss if there are labels."""
         hidden = self.embedding(input_ids)
         for block in self.blocks:
             hidden = hidden + block(hidden)

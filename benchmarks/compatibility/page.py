@@ -1,4 +1,4 @@
-"""The page of the documentation: a summary, what is refused, and every row in a table of its own."""
+"""The page of the documentation: a summary, the refused rows, and a table of all rows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ As a file: [compatibility.csv](data/compatibility.csv).
 
 
 def page(results: list[Result]) -> str:
-    """A summary by group, the lines of what is refused, and a table that is read from `table`."""
+    """Return the page: a summary by group, the messages of refused rows, and the table, which is read from a CSV file."""
     counts = Counter(result.verdict for result in results)
     text = f"{len(results)} rows: " + ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict])
     head = _HEAD.format(command="python -m benchmarks.compatibility --write docs/compatibility.md", counts=text, versions=_versions())
@@ -65,7 +65,7 @@ def page(results: list[Result]) -> str:
 
 
 def table(results: list[Result]) -> str:
-    """Every row, as lines of CSV."""
+    """Return every row as lines of CSV."""
     lines = io.StringIO()
     rows = [(result.row.group, result.row.name, result.verdict.value, _oracle(result)) for result in results]
     csv.writer(lines, lineterminator="\n").writerows([("group", "training", "result", "compared with"), *rows])
@@ -73,7 +73,7 @@ def table(results: list[Result]) -> str:
 
 
 def _summary(groups: Mapping[str, list[Result]]) -> list[str]:
-    """Rows of each group by verdict."""
+    """Return the number of rows per group and verdict."""
     verdicts = [verdict for verdict in Verdict if verdict.may_stand]
     lines = [f"| trainings | rows | {' | '.join(verdict.value for verdict in verdicts)} |", "| --- |" + " ---: |" * (1 + len(verdicts))]
     for name, members in groups.items():
@@ -83,7 +83,7 @@ def _summary(groups: Mapping[str, list[Result]]) -> list[str]:
 
 
 def _reasons(groups: Mapping[str, list[Result]]) -> list[str]:
-    """What is not equal, with the line that says why."""
+    """Return the rows that are not equal, with their messages."""
     lines = ["## What is refused", ""]
     for name, members in groups.items():
         others = [result for result in members if result.verdict is not Verdict.EQUAL]
@@ -110,10 +110,10 @@ def _oracle(result: Result) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without what Markdown would read as markup."""
+    """Return the text without characters that Markdown would read as markup."""
     return re.sub(r"(?<!\w)_|_(?!\w)|[*<]", lambda found: "\\" + found[0], " ".join(text.split()))
 
 
 def _wrapped(text: str) -> str:
-    """The last paragraph holds versions, and may be long."""
+    """Wrap the last paragraph, whose list of versions may be long."""
     return "\n".join(part for line in text.splitlines() for part in (textwrap.wrap(line, _WIDTH) or [""])) + "\n"

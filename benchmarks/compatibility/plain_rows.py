@@ -20,7 +20,7 @@ _GROUP = "Plain PyTorch loops"
 
 
 def _batch(number: int) -> dict[str, torch.Tensor]:
-    """This process's samples of micro-batch `number`."""
+    """Return this process's samples of micro-batch `number`."""
     first = (number * 2 + dist.get_rank()) * SAMPLES
     rows = tokens(80)[first : first + SAMPLES]
     return {name: torch.stack([r[name] for r in rows]) for name in rows[0]}
@@ -37,7 +37,7 @@ def _loop(
     inputs: Any = None,
     **options: Any,
 ) -> Figures:
-    """Steps of `micro` micro-batches, clipped."""
+    """Train steps of `micro` micro-batches, with clipping."""
     own = {} if inputs is None else {"inputs": inputs}
     model = side.wrapped(make(), sequence_length=LENGTH, global_batch_size=2 * SAMPLES * micro, **own, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5) if optimizer_of is None else optimizer_of(model.parameters())

@@ -1,4 +1,4 @@
-"""One row of the table: a training that is written once and run twice."""
+"""A row of the table: a training that is written once and run by both sides."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from .side import Side
 
 Figures = list[dict[str, float]]
-"""What a training logged, entry after entry: loss, gradient norm, learning rate, metrics."""
+"""Figures that a training logged, in order: loss, gradient norm, learning rate, metrics."""
 
 
 class Verdict(Enum):
-    """What became of a row."""
+    """Result of a row."""
 
     EQUAL = "equal to stock"
     REFUSED = "refused"
@@ -26,12 +26,12 @@ class Verdict(Enum):
 
     @property
     def may_stand(self) -> bool:
-        """Nobody is left with another training, or without a word."""
+        """Return whether the verdict is acceptable: training is equal, or the user is told."""
         return self in (Verdict.EQUAL, Verdict.REFUSED, Verdict.NOT_APPLICABLE)
 
 
 class Oracle(Enum):
-    """Which stock run gives the figures."""
+    """Stock run that gives the reference figures."""
 
     DDP = "DDP, 2 processes"
     ALONE = "1 process"
@@ -39,23 +39,23 @@ class Oracle(Enum):
 
     @property
     def processes(self) -> int:
-        """How many it takes."""
+        """Return the number of processes."""
         return 1 if self is Oracle.ALONE else 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A training, and what is expected of it.
+    """A training and its expected verdict.
 
     Attributes:
-        train: what both sides run; the `Side` gives it trainer, arguments and accelerator.
-        expected: another verdict is a failure, a refusal where figures were equal before among them.
-        loss_tolerance, norm_tolerance: relative, of losses and metrics, and of gradient norms.
-        shift: which layout of the mixed plan the first unit takes.
-        is_refused_late: what may be refused comes after training.
-        refused_by: the package whose error is the refusal.
+        train: function that both sides run; its `Side` supplies trainer, arguments and accelerator.
+        expected: expected verdict; any other one is a failure, also a refusal instead of equal figures.
+        loss_tolerance, norm_tolerance: relative tolerances of losses and metrics, and of gradient norms.
+        shift: index of the first unit's layout in the mixed plan.
+        is_refused_late: the refusal may come after training.
+        refused_by: package that raises the refusal.
         config: options of OSDP that the row needs.
-        daily: part of the sample that the tests run.
+        daily: whether the daily tests run the row.
     """
 
     name: str
@@ -73,23 +73,23 @@ class Row:
 
     @property
     def label(self) -> str:
-        """Unlike the name alone, no other row's."""
+        """Return a label that is unique among all rows, unlike the name."""
         return f"{self.group}: {self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a row showed."""
+    """Result of a row."""
 
     row: Row
     verdict: Verdict
     detail: str
-    """The largest difference, the line of the refusal, or what stock says."""
+    """Largest difference, message of the refusal, or error of the stock side."""
     seconds: float
 
     @property
     def is_good(self) -> bool:
-        """The verdict is one that may stand, and the expected one."""
+        """Return whether the verdict is acceptable and expected."""
         return self.verdict.may_stand and self.verdict is self.row.expected
 
 
@@ -98,7 +98,7 @@ ROWS: dict[str, Row] = {}
 
 
 def row(name: str, group: str, **options: object) -> Callable[[Callable[[Side], Figures]], Callable[[Side], Figures]]:
-    """Enter the decorated function as a row."""
+    """Register the decorated function as a row."""
 
     def enter(train: Callable[[Side], Figures]) -> Callable[[Side], Figures]:
         made = Row(name=name, group=group, train=train, **options)  # type: ignore[arg-type]
@@ -111,11 +111,11 @@ def row(name: str, group: str, **options: object) -> Callable[[Callable[[Side], 
 
 
 def worst_difference(got: Figures, want: Figures, row: Row) -> tuple[float, str]:
-    """The differences that use most of their tolerances.
+    """Return the differences that are largest relative to their tolerances.
 
     Returns:
-        The part of its tolerance that the worst uses, above 1 where the figures are not equal, and a text with both figures; of further
-        names that differ, up to two.
+        The largest difference as a fraction of its tolerance, above 1 if figures are not equal, and a text with both figures and up to
+        two further names that differ.
     """
     if len(got) != len(want):
         return float("inf"), f"{len(got)} entries logged, stock logs {len(want)}"
@@ -124,7 +124,7 @@ def worst_difference(got: Figures, want: Figures, row: Row) -> tuple[float, str]
         if mine.keys() != theirs.keys():
             return float("inf"), f"entry {number} has {_keys(mine, theirs)}"
         for name, figure in theirs.items():
-            part = _part_of_tolerance(name, mine[name], figure, row)
+            part = _fraction_of_tolerance(name, mine[name], figure, row)
             if part > worst.get(name, (-1.0, ""))[0]:
                 worst[name] = part, f"{name} {mine[name]:.6g}, stock {figure:.6g} (entry {number})"
     if not worst:
@@ -140,8 +140,8 @@ def _keys(mine: Mapping[str, float], theirs: Mapping[str, float]) -> str:
     )
 
 
-def _part_of_tolerance(name: str, mine: float, theirs: float, row: Row) -> float:
-    """Above 1 where two figures differ; infinite where one is NaN, and the other not."""
+def _fraction_of_tolerance(name: str, mine: float, theirs: float, row: Row) -> float:
+    """Return the difference as a fraction of the tolerance: above 1 if figures differ, infinite if only one is NaN."""
     if mine == theirs or (mine != mine and theirs != theirs):
         return 0.0
     tolerance = row.norm_tolerance if "norm" in name else 1e-9 if name == "learning_rate" else row.loss_tolerance

@@ -1,4 +1,4 @@
-"""Runs a row on both sides, each in fresh processes, and gives the verdict."""
+"""Run a row on both sides, each in new processes, and return the verdict."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from tests.helpers.distributed import RankFailure, run_ranks
 from .row import ROWS, Figures, Oracle, Result, Row, Verdict, worst_difference
 
 PRELOAD = "transformers.trainer,trl,sentence_transformers,peft,benchmarks.compatibility.catalogue"
-"""What every row needs, for OSDP_TEST_PRELOAD."""
+"""Modules that every row needs, for OSDP_TEST_PRELOAD."""
 LIMIT_S = 150.0
-"""Of one side of a row."""
+"""Time limit of one side of a row."""
 _PATIENCE_S = 20.0
-"""How long a rank that failed waits for the others to say what became of them."""
+"""Seconds that a failed rank waits for the outcomes of the others."""
 _ENV = {
     Oracle.FSDP2: {"ACCELERATE_USE_FSDP": "true"},
-    Oracle.ALONE: {"LOCAL_RANK": "-1"},  # else Accelerate wraps one process in DDP
+    Oracle.ALONE: {"LOCAL_RANK": "-1"},  # otherwise Accelerate uses DDP in one process
 }
 _LINE = 400
-"""Characters of a refusal at most."""
+"""Largest number of characters of a refusal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one rank has to say."""
+    """Outcome of one rank."""
 
     figures: Figures | None = None
     layouts: int = 0
-    """How many layouts the plan that ran had; 0 without a plan."""
+    """Number of layouts of the plan that ran; 0 without a plan."""
     error: str = ""
     error_type: str = ""
     is_refusal: bool = False
-    """Raised on purpose, by the package that the row names, in one line, in time."""
+    """Whether the error is a refusal: raised by the row's package, in one line, before training."""
     trace: str = ""
     at_s: float = field(default_factory=time.time)
-    """When it was said: the ranks that lose the one that failed say so later."""
+    """Time of the outcome; ranks that only lost the failed one report later."""
 
 
 def run(row: Row) -> Result:
-    """Both sides of a row, and what follows."""
+    """Run both sides of a row and return the result."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="compatibility_") as folder:
         ours, failure = _side(row, Path(folder, "osdp"), is_stock=False)
@@ -57,7 +57,7 @@ def run(row: Row) -> Result:
 
 
 def _side(row: Row, folder: Path, *, is_stock: bool) -> tuple[list[Outcome], str]:
-    """What each rank said, and what went wrong with the processes, if anything did."""
+    """Return the outcome of each rank, and the failure of the processes, if any."""
     folder.mkdir()
     world, failure = (row.oracle.processes if is_stock else 2), ""
     env = _ENV.get(row.oracle, {}) if is_stock else {}
@@ -70,7 +70,7 @@ def _side(row: Row, folder: Path, *, is_stock: bool) -> tuple[list[Outcome], str
 
 
 def train_row(label: str, folder: str, is_stock: bool) -> None:
-    """One rank of one side. What becomes of it is written beside the folder's other files."""
+    """Run one rank of one side, and write its outcome to the folder."""
     import warnings
 
     from transformers.utils import logging
@@ -83,19 +83,19 @@ def train_row(label: str, folder: str, is_stock: bool) -> None:
     row, rank = ROWS[label], int(os.environ["RANK"])
     work = Path(folder, "work")
     side = Side(folder=work, oracle=row.oracle) if is_stock else Ours(folder=work, shift=row.shift, changes=row.config)
-    steps, layouts = _watched()
+    steps, layouts = _record_plans_and_steps()
     try:
         with side.prepared():
             figures = row.train(side)
     except BaseException as error:
         _write(folder, rank, _failed(error, row, in_time=row.is_refused_late or not steps))
-        _await_others(folder)
+        _wait_for_others(folder)
         raise
     _write(folder, rank, Outcome(figures=figures, layouts=len(set().union(*layouts)) if layouts else 0))
 
 
-def _watched() -> tuple[list[int], list[set[Any]]]:
-    """Lists that fill with optimizer steps, and with the layouts of plans that are applied."""
+def _record_plans_and_steps() -> tuple[list[int], list[set[Any]]]:
+    """Return two lists that receive the optimizer steps and the layouts of applied plans."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from hf_osdp.sharding import apply
@@ -115,7 +115,7 @@ def _watched() -> tuple[list[int], list[set[Any]]]:
 
 
 def _failed(error: BaseException, row: Row, *, in_time: bool) -> Outcome:
-    """An outcome that tells a refusal from a crash."""
+    """Return an outcome that distinguishes a refusal from a crash."""
     from hf_osdp.errors import OSDPError
 
     frames = traceback.extract_tb(error.__traceback__)
@@ -131,12 +131,12 @@ def _failed(error: BaseException, row: Row, *, in_time: bool) -> Outcome:
 
 
 def judged(row: Row, stock: list[Outcome], stock_failure: str, ours: list[Outcome], failure: str) -> tuple[Verdict, str]:
-    """The verdict and its detail.
+    """Return the verdict and its detail.
 
     Args:
-        row: what was run.
-        stock, ours: what each rank said; empty where not all did.
-        stock_failure, failure: what went wrong with the processes; empty where nothing did, `hung` for those without an end.
+        row: the row that ran.
+        stock, ours: outcome of each rank; empty if one is missing.
+        stock_failure, failure: failure of the processes; empty if none, `hung` if they did not end.
     """
     if _is_refused(row, ours):
         return Verdict.REFUSED, ours[0].error
@@ -159,7 +159,7 @@ def judged(row: Row, stock: list[Outcome], stock_failure: str, ours: list[Outcom
 
 
 def _is_refused(row: Row, ours: list[Outcome]) -> bool:
-    """Every rank has refused; what stock does is then of interest only where stock is expected to fail."""
+    """Return whether every rank refused; the stock side then counts only if it is expected to fail."""
     return bool(ours) and all(outcome.is_refusal for outcome in ours) and row.expected is not Verdict.NOT_APPLICABLE
 
 
@@ -168,7 +168,7 @@ def _first_error(outcomes: list[Outcome]) -> Outcome | None:
 
 
 def one_line(text: str) -> str:
-    """The first 300 characters, without line breaks."""
+    """Return the first 300 characters, without line breaks."""
     return " ".join(text.split())[:300]
 
 
@@ -182,8 +182,8 @@ def _write(folder: str, rank: int, outcome: Outcome) -> None:
     partial.replace(_path(folder, rank))
 
 
-def _await_others(folder: str) -> None:
-    """The first rank to fail ends all of them soon; the others shall say first whether they failed alike."""
+def _wait_for_others(folder: str) -> None:
+    """Wait for the other ranks to write whether they failed too, because the first failed rank soon ends all."""
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline and not all(_path(folder, rank).exists() for rank in range(int(os.environ["WORLD_SIZE"]))):
         time.sleep(0.05)

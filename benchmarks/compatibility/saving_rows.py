@@ -1,4 +1,4 @@
-"""Rows: what people do with the model after training."""
+"""Rows: saving and using the model after training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _is_first() -> bool:
 
 
 def _pretrained(side: Side, trainer: Any) -> dict[str, float]:
-    """Every process calls it."""
+    """Call `save_pretrained` on every process."""
     folder = Path(side.folder, "out")
     trainer.accelerator.unwrap_model(trainer.model).save_pretrained(folder, is_main_process=_is_first())
     dist.barrier()
@@ -43,14 +43,14 @@ def _saved_state(side: Side, trainer: Any) -> dict[str, float]:
 
 
 def _saved_module(side: Side, trainer: Any) -> dict[str, float]:
-    """The whole module by pickle."""
+    """Save the whole module with pickle."""
     path = Path(side.folder, f"module{dist.get_rank()}.pt")
     torch.save(trainer.accelerator.unwrap_model(trainer.model), path)
     return _sums(torch.load(path, weights_only=False).state_dict())
 
 
 def _called(side: Side, trainer: Any) -> dict[str, float]:
-    """The model is called after training, on every process."""
+    """Call the model after training, on every process."""
     trainer.model.eval()
     with torch.no_grad():
         logits = trainer.model(input_ids=torch.tensor([[5, 6, 7]])).logits
@@ -58,7 +58,7 @@ def _called(side: Side, trainer: Any) -> dict[str, float]:
 
 
 def _read(side: Side, trainer: Any) -> dict[str, float]:
-    """A weight is read after training."""
+    """Read a weight after training."""
     weight = trainer.accelerator.unwrap_model(trainer.model).get_input_embeddings().weight
     return {"sum": float(weight.detach().abs().sum())}
 

@@ -24,7 +24,7 @@ _GROUP = "sentence-transformers"
 
 
 def _encoder(side: Side) -> SentenceTransformer:
-    """A tiny BERT with mean pooling, from a folder, as sentence-transformers loads it."""
+    """Return a tiny BERT with mean pooling, loaded from a folder as sentence-transformers does."""
     folder = side.folder / "encoder"
     if not dist.is_initialized() or dist.get_rank() == 0:
         tiny("BertForMaskedLM").bert.save_pretrained(folder)
@@ -40,7 +40,7 @@ def _pairs(scores: bool) -> Dataset:
 
 
 def _train(side: Side, *, loss: Any, data: Any, saves: bool = False, adapters: bool = False, **options: Any) -> Figures:
-    arguments = side.arguments(SentenceTransformerTrainingArguments, **options)  # forms the process group
+    arguments = side.arguments(SentenceTransformerTrainingArguments, **options)  # creates the process group
     model = _encoder(side)
     if adapters:
         from peft import LoraConfig

@@ -1,4 +1,4 @@
-"""What differs between the two sides of a row: trainer, arguments, accelerator, and how a plain model is wrapped."""
+"""The two sides of a row: their trainer, arguments, accelerator, and wrapper of a plain model."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from hf_osdp.planning import problem as planning_problem
 from .row import Figures, Oracle
 
 STEPS, SAMPLES = 4, 2
-"""Optimizer steps of a row, and samples that one of two processes runs at once."""
+"""Optimizer steps of a row, and micro-batch size of each of two processes."""
 _LAYOUTS = ((2, False), (1, True), (2, True), (1, False))
-"""(shard size, freed after forward): ZeRO-2, replicated, ZeRO-3, replicated and kept."""
+"""Layouts as (shard size, freed after forward): ZeRO-2, replicated, ZeRO-3, replicated and kept."""
 _TIMES = ("runtime", "per_second", "_time")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Side:
-    """The stock side. `Ours` is the other.
+    """The stock side; `Ours` is the other one.
 
     Attributes:
-        folder: for what the training writes; the same on every rank.
+        folder: folder for the training's files; the same on every rank.
     """
 
     folder: Path
@@ -46,20 +46,20 @@ class Side:
 
     @property
     def is_stock(self) -> bool:
-        """For the rare row that has to write something in another way."""
+        """Return True on the stock side, for the few rows that need different code."""
         return True
 
     @property
     def samples(self) -> int:
-        """Samples that this process runs at once."""
+        """Return the micro-batch size of this process."""
         return SAMPLES * 2 // self.oracle.processes
 
     def trainer(self, base: type = transformers.Trainer) -> type:
-        """The trainer class."""
+        """Return the trainer class."""
         return base
 
     def arguments(self, cls: type = TrainingArguments, **changes: Any) -> Any:
-        """Training arguments that log every step."""
+        """Return training arguments that log every step."""
         options: dict[str, Any] = {
             "output_dir": str(self.folder), "max_steps": STEPS, "logging_steps": 1, "learning_rate": 1e-2, "use_cpu": True,
             "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "seed": 5, "per_device_train_batch_size": self.samples,
@@ -74,18 +74,18 @@ class Side:
         return {}
 
     def accelerator(self, **options: Any) -> Accelerator:
-        """An accelerator on the CPU."""
+        """Return an accelerator on the CPU."""
         return Accelerator(cpu=True, **options)
 
     def wrapped(self, model: nn.Module, **options: Any) -> nn.Module:
-        """A model for a plain loop."""
+        """Return the model wrapped for a plain loop."""
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         return nn.parallel.DistributedDataParallel(model)
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """What must be in place before a training begins."""
+        """Set up what a training needs, as a context."""
         if self.oracle is not Oracle.FSDP2:
             yield
             return
@@ -123,7 +123,7 @@ class Ours(Side):
         return {"fsdp_config": {"osdp": self.config()}}
 
     def config(self, **changes: Any) -> dict[str, Any]:
-        """Options of OSDP that keep the stock side's micro-batch."""
+        """Return the options of OSDP that keep the stock side's micro-batch."""
         return {
             "hardware": "cpu",
             "micro_batch_size": SAMPLES,
@@ -142,7 +142,7 @@ class Ours(Side):
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Every plan that a search finds gets several layouts, replicated ones alone where the optimizer needs them."""
+        """Give every plan that a search finds several layouts; only replicated ones if the optimizer needs whole parameters."""
         stock = planning_problem.search
 
         def mixed(problem: PlanningProblem) -> SearchResult:
@@ -157,7 +157,7 @@ class Ours(Side):
 
 
 def with_mixed_layouts(plan: Plan, shift: int, *, whole: bool = False) -> Plan:
-    """The plan with layouts in turn, the first unit's being number `shift`; none is sharded where parameters stay `whole`."""
+    """Return the plan with layouts in turn, starting from number `shift`; no unit is sharded if parameters stay `whole`."""
     layouts = islice(cycle(_LAYOUTS), shift, None)
     units = [
         replace(unit, shard_size=1 if whole else size, reshard_after_forward=frees, stage_size=1)
@@ -167,7 +167,7 @@ def with_mixed_layouts(plan: Plan, shift: int, *, whole: bool = False) -> Plan:
 
 
 class _ShardedOnCpu(Accelerator):
-    """Accelerate's own, told that CPU processes are FSDP's to shard: left alone it takes them for plain copies."""
+    """Accelerate's `Accelerator`, made to use FSDP on CPU processes; by default it replicates the model there."""
 
     def __init__(self, *args: Any, fsdp_plugin: Any = None, **kwargs: Any):
         super().__init__(*args, fsdp_plugin=fsdp_plugin, **kwargs)
@@ -190,11 +190,11 @@ def trained(
     """Train under a Trainer.
 
     Args:
-        model: what it trains; None where `given` has a `model_init`.
-        base: the stock trainer's class.
-        arguments: its arguments' class.
+        model: the model to train; None if `given` has a `model_init`.
+        base: class of the stock trainer.
+        arguments: class of its arguments.
         given: further arguments of the trainer.
-        then: called with the trainer after training; what it returns is compared too.
+        then: called with the trainer after training; its result is compared too.
         **options: training arguments.
     """
     if model is not None:
@@ -206,7 +206,7 @@ def trained(
 
 
 def logged(trainer: Any) -> Figures:
-    """The figures of a trainer's log, without times."""
+    """Return the figures of a trainer's log, without times."""
     return [
         {name: float(value) for name, value in entry.items() if isinstance(value, (int, float)) and not any(t in name for t in _TIMES)}
         for entry in trainer.state.log_history
@@ -214,7 +214,7 @@ def logged(trainer: Any) -> Figures:
 
 
 def mean_over_ranks(value: torch.Tensor | float) -> float:
-    """The mean of a scalar over all processes."""
+    """Return the mean of a scalar over all processes."""
     total = torch.as_tensor(value, dtype=torch.float64).detach().clone()
     if dist.is_initialized():
         dist.all_reduce(total)

@@ -19,7 +19,7 @@ _GROUP = "Losses, and weights read without a call"
 
 
 def _lost(name: str, loss: Any, make: Any = llama, **about: Any) -> None:
-    """A row whose Trainer computes its loss by `loss(model, inputs)`, with the model as the user made it."""
+    """Register a row whose Trainer computes its loss by `loss`, which also receives the model as the user made it."""
     row(name, _GROUP, **about)(partial(_train, loss=loss, make=make))
 
 
@@ -41,19 +41,19 @@ def _usual(model: Any, inner: Any, inputs: Any) -> torch.Tensor:
 
 
 def _head_read(model: Any, inner: Any, inputs: Any) -> torch.Tensor:
-    """The head's weight is read in the loss, and the head called too."""
+    """Return a loss that reads the head's weight and also calls the head."""
     hidden = model(input_ids=inputs["input_ids"], output_hidden_states=True).hidden_states[-1]
     return _shifted(hidden @ inner.get_output_embeddings().weight.T, inputs["labels"])
 
 
 def _backbone_then_head_read(model: Any, inner: Any, inputs: Any) -> torch.Tensor:
-    """The whole model is never called: its backbone is, and the head's weight is read."""
+    """Return a loss that calls only the backbone and reads the head's weight."""
     hidden = inner.base_model(input_ids=inputs["input_ids"]).last_hidden_state
     return _shifted(linear(hidden, inner.get_output_embeddings().weight), inputs["labels"])
 
 
 def _fused(model: Any, inner: Any, inputs: Any) -> torch.Tensor:
-    """Logits are never whole."""
+    """Return a fused loss, which never has all logits in memory."""
     hidden = model(input_ids=inputs["input_ids"], output_hidden_states=True, logits_to_keep=1).hidden_states[-1]
     flat, labels = hidden[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
     return nn.functional.linear_cross_entropy(flat, inner.get_output_embeddings().weight, labels)
@@ -68,7 +68,7 @@ def _all_penalised(model: Any, inner: Any, inputs: Any) -> torch.Tensor:
 
 
 def _embedded_outside(model: Any, inner: Any, inputs: Any) -> torch.Tensor:
-    """The embedding is called by the loss, before the model."""
+    """Return a loss that calls the embedding before the model."""
     embedded = inner.get_input_embeddings()(inputs["input_ids"])
     return _shifted(model(inputs_embeds=embedded).logits, inputs["labels"])
 
@@ -85,7 +85,7 @@ def _model_called_twice(model: Any, inner: Any, inputs: Any) -> torch.Tensor:
 
 
 def _distilled(model: Any, inner: Any, inputs: Any) -> torch.Tensor:
-    """The model teaches itself: a pass without gradients in evaluation, then one with."""
+    """Return a self-distillation loss: one pass in evaluation mode without gradients, then one with gradients."""
     model.eval()
     with torch.no_grad():
         teacher = model(input_ids=inputs["input_ids"]).logits
@@ -95,7 +95,7 @@ def _distilled(model: Any, inner: Any, inputs: Any) -> torch.Tensor:
 
 
 def _gradient_penalty(model: Any, inner: Any, inputs: Any) -> torch.Tensor:
-    """Gradients of gradients."""
+    """Return a loss that needs gradients of gradients."""
     embedded = inner.get_input_embeddings()(inputs["input_ids"])
     loss = _shifted(model(inputs_embeds=embedded).logits, inputs["labels"])
     (slope,) = torch.autograd.grad(loss, embedded, create_graph=True)
@@ -147,7 +147,7 @@ def _held(side: Side) -> Figures:
 
 
 class _WithOwnParameters(nn.Module):
-    """A model around a model, with a temperature beside every forward, a projection that is read, and a layer that is not used."""
+    """A module around a model, with a temperature parameter, a projection whose weight is read, and optionally an unused layer."""
 
     def __init__(self, *, unused: bool):
         super().__init__()
@@ -187,7 +187,7 @@ def _loss_parameter(side: Side) -> Figures:
 
 @row("only some blocks trained by a loss of the middle", _GROUP)
 def _middle(side: Side) -> Figures:
-    """Blocks after the first get no gradient."""
+    """Train by a loss in which blocks after the first get no gradient."""
 
     def loss(model: Any, inner: Any, inputs: Any) -> torch.Tensor:
         hidden = model(input_ids=inputs["input_ids"], output_hidden_states=True).hidden_states[1]

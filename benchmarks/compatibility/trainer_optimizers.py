@@ -101,7 +101,7 @@ def _overridden(side: Side) -> Figures:
 
 
 class Muon(torch.optim.Optimizer):
-    """Not element-wise: needs whole matrices."""
+    """An optimizer that is not element-wise and needs whole matrices."""
 
     def __init__(self, parameters: Any, lr: float = 1e-2):
         super().__init__(parameters, {"lr": lr})

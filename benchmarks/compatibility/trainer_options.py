@@ -14,7 +14,7 @@ from .side import Side, trained
 
 _GROUP = "Trainer: options"
 _ROUNDED = {"oracle": Oracle.FSDP2, "loss_tolerance": 5e-3, "norm_tolerance": 3e-2}
-"""Of low precision: DDP rounds elsewhere (autocast), so FSDP2 is stock."""
+"""Options of rows in low precision; DDP rounds elsewhere (autocast), so FSDP2 is the stock side."""
 _REFUSED = {"expected": Verdict.REFUSED}
 
 
@@ -88,13 +88,13 @@ _option("deepspeed", about={"expected": Verdict.NOT_APPLICABLE}, deepspeed={"zer
 
 @row("average_tokens_across_devices, a model that ignores the count", _GROUP, oracle=Oracle.ALONE)
 def _ignored_count(side: Side) -> Figures:
-    """Stock DDP multiplies such a model's loss and gradients by the number of processes; one process has them right."""
+    """Compare with one process, because stock DDP multiplies such a model's loss and gradients by the number of processes."""
     return trained(side, tiny("BertForMaskedLM"), masked(evenly=True))
 
 
 @row("dropout", _GROUP)
 def _dropout(side: Side) -> Figures:
-    """Equal only where nothing else has drawn from the random state."""
+    """Train with dropout; figures are equal only if nothing else draws from the random state."""
     return trained(side, gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1), tokens())
 
 
@@ -119,7 +119,7 @@ for _kind in ("eager", "sdpa"):
 
 
 def _with_rows(side: Side, *, packed: bool) -> Figures:
-    """Two texts in one row, by position ids that begin anew."""
+    """Train on rows with two texts each, separated by position ids that start again."""
     samples = tokens()
     if packed:
         positions = [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]

@@ -1,4 +1,4 @@
-"""Rows: what a user does with a Trainer beside training: evaluation, checkpoints, callbacks, subclasses."""
+"""Rows: other uses of a Trainer: evaluation, checkpoints, callbacks, subclasses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .side import Side, logged, mean_over_ranks, trained
 
 _GROUP = "Trainer: evaluation, checkpoints, subclasses"
 _MEAN = {"average_tokens_across_devices": False}
-"""For models that do not average so; see the row about them among the options."""
+"""Options for models whose loss ignores the number of items; see the row about them in the options."""
 _EVALUATION = {"eval_strategy": "steps", "eval_steps": 2}
 
 
@@ -69,7 +69,7 @@ def _on_start(side: Side) -> Figures:
 
 @row("evaluate before and after training", _GROUP, oracle=Oracle.ALONE)
 def _around(side: Side) -> Figures:
-    """Two stock processes evaluate first and then train without reducing gradients; one process shows what is right."""
+    """Compare with one process, because two stock processes that evaluate first then train without reducing gradients."""
     trainer = side.trainer()(model=gpt2(), args=side.arguments(), train_dataset=tokens(), eval_dataset=tokens(8))
     trainer.evaluate()
     trainer.train()
@@ -185,10 +185,10 @@ def _twice(side: Side) -> Figures:
 
 
 class _Evaluating(TrainerCallback):
-    """Asks for an evaluation and a log after each step."""
+    """Request an evaluation and a log after each step."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set the switches."""
+        """Request them."""
         control.should_evaluate = control.should_log = True
 
 
@@ -198,7 +198,7 @@ def _callback(side: Side) -> Figures:
 
 
 class _Freezing(TrainerCallback):
-    """Changes the learning rate by hand."""
+    """Change the learning rate directly."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Halve it."""
@@ -234,7 +234,7 @@ def _own_step(side: Side) -> Figures:
 
 @row("DataCollatorForLanguageModeling, random masks", _GROUP, daily=True)
 def _random_masks(side: Side) -> Figures:
-    """Equal only where nothing else has drawn from the random state, or through the collator."""
+    """Train with random masks; figures are equal only if nothing else draws from the random state or uses the collator."""
     words = tokenizer()
     words.add_special_tokens({"mask_token": "<mask>"})
     samples = [dict(words(text)) for text in sentences(words=10)]

@@ -34,7 +34,7 @@ _QUIET = {"max_length": 32}
 
 
 def lora(task: str = "CAUSAL_LM") -> dict[str, Any]:
-    """The trainer's argument."""
+    """Return the trainer's LoRA argument."""
     return {"peft_config": LoraConfig(**_LORA, task_type=task, target_modules=["q_proj", "v_proj"])}
 
 
@@ -79,7 +79,7 @@ _entered("DPO, loss_type=ipo", _dpo, reference=True, with_lora=False, loss_type=
 
 
 def _dpo_without(side: Side) -> Figures:
-    """TRL loads the reference again, from where the model came from."""
+    """Train without a given reference model; TRL loads it again from the model's source."""
     folder = side.folder / "base"
     llama().save_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -114,7 +114,7 @@ _entered("Reward", _reward)
 
 
 def _rewards(completions: list[str], **kwargs: Any) -> list[float]:
-    """More for more words that are not equal."""
+    """Return rewards that increase with the number of distinct words."""
     return [float(len(set(text.split()))) for text in completions]
 
 

@@ -1,1 +1,1 @@
-"""Everything that only a GPU can tell, in order of worth: `python -m benchmarks.gpu_suite --minutes 25 --out DIR`."""
+"""Tests and measurements that need a GPU, the most informative first: `python -m benchmarks.gpu_suite --minutes 25 --out DIR`."""

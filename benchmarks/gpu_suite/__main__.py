@@ -1,28 +1,27 @@
-"""What only a GPU can tell, in order of worth, for a machine with one GPU and no network.
+"""Tests and measurements that need a GPU, the most informative first, for a machine with one GPU and no network.
 
-    python -m benchmarks.gpu_suite --minutes 25 --out DIR              # all, most telling first
-    python -m benchmarks.gpu_suite --minutes 9 --out DIR --from NAME   # in pieces: DIR keeps the results of earlier calls
-    python -m benchmarks.gpu_suite --out DIR --merge DIR1 DIR2         # one page of results that lie in several folders
-    python -m benchmarks.gpu_suite --rehearse --minutes 10 --out DIR   # on the CPU with gloo, small: is the suite itself sound?
+    python -m benchmarks.gpu_suite --minutes 25 --out DIR              # all, the most informative first
+    python -m benchmarks.gpu_suite --minutes 9 --out DIR --from NAME   # in parts: DIR keeps the results of earlier calls
+    python -m benchmarks.gpu_suite --out DIR --merge DIR1 DIR2         # one page of the results in several folders
+    python -m benchmarks.gpu_suite --rehearse --minutes 10 --out DIR   # on the CPU with gloo, small: checks the suite itself
     python -m benchmarks.gpu_suite --list
 
-Each step runs in a process of its own, with a time limit of its own. After each one its record is appended to
-DIR/results.jsonl, its output to DIR/output.txt, and the page DIR/results.md is written anew. A step that fails or runs out of its time
-does not stop the others; one that no longer fits into the minutes, or that they end, is listed as not run. Of a step that ran more than
-once the last run counts.
+Each step runs in its own process, with its own time limit. After each step, its record is appended to DIR/results.jsonl, its output to
+DIR/output.txt, and the page DIR/results.md is rewritten. A step that fails or times out does not stop the others. A step that does not fit
+into the remaining minutes, or is still running at their end, is listed as not run. If a step ran more than once, its last run counts.
 
-Exit code 1 where a step of this call failed, ran out of its time or missed an aim; else 0, also where steps were not run, or need a
-GPU that a rehearsal does not have: the page says so. 77 where there is no CUDA device and no --rehearse.
+The exit code is 1 if a step of this call failed, timed out or missed an aim, and 77 without a CUDA device and without --rehearse. It is 0
+otherwise, also if steps were not run or need a GPU that a rehearsal does not have; the page lists them.
 
-Needed beside Python 3.12, torch, transformers, accelerate, numpy, pandas, psutil, rich, typer, PyYAML and pytest: these packages, 32 MiB of
-wheels in all, brought along where there is no network:
+The suite needs Python 3.12, torch, transformers, accelerate, numpy, pandas, psutil, rich, typer, PyYAML and pytest, and the following
+packages (wheels of 32 MiB in total), which must be copied to a machine without a network:
 
     pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 \\
         --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d wheels \\
         ortools immutabledict "protobuf>=6.33.1,<6.34" pydantic pydantic-core annotated-types typing-inspection typing-extensions
     pip install --no-index --no-deps --upgrade --target site wheels/*.whl && export PYTHONPATH=$PWD/site
 
-datasets and evaluate are not needed: steps make their text on the spot, and their models from configurations.
+datasets and evaluate are not needed, because steps generate their text and create their models from configurations.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not (options.rehearse or torch.cuda.is_available()):
         print("gpu_suite: no CUDA device here, nothing was measured; --rehearse runs the steps on the CPU.", file=sys.stderr)
         return NOTHING_MEASURED
-    say_machine(options, arguments)
+    save_machine(options, arguments)
     bad = [step.name for step, status in run_all(options) if status.is_bad]
     print(f"{len(bad)} steps went wrong: {', '.join(bad)}" if bad else "No step went wrong.", f"Page: {options.out / _PAGE}")
     return 1 if bad else 0
@@ -73,13 +72,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu_suite", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=25.0, help="what the call may take (default 25)")
-    parser.add_argument("--out", type=Path, help="folder of the results; those of earlier calls in it are kept")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU with gloo, in small sizes")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=STEPS, help="these steps alone")
-    parser.add_argument("--from", dest="first", metavar="NAME", choices=STEPS, help="this step and those after it")
-    parser.add_argument("--merge", nargs="+", type=Path, metavar="DIR", help="run nothing; one page of these folders and --out")
-    parser.add_argument("--list", action="store_true", help="the steps, with the seconds they are expected to take")
+    parser.add_argument("--minutes", type=float, default=25.0, help="time limit of the call in minutes (default 25)")
+    parser.add_argument("--out", type=Path, help="folder of the results; it keeps those of earlier calls")
+    parser.add_argument("--rehearse", action="store_true", help="run on the CPU with gloo, in small sizes")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=STEPS, help="run only these steps")
+    parser.add_argument("--from", dest="first", metavar="NAME", choices=STEPS, help="run this step and those after it")
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="DIR", help="run nothing; write one page for these folders and --out")
+    parser.add_argument("--list", action="store_true", help="list the steps and their expected seconds")
     parser.add_argument("--as-step", nargs=3, metavar=("NAME", "FOLDER", "SECONDS"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.out is None and not options.list:
@@ -90,12 +89,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--minutes {options.minutes:g} must be above 0")
     for folder in options.merge or ():
         if not folder.is_dir():
-            parser.error(f"--merge: {folder} is no folder")
+            parser.error(f"--merge: {folder} is not a folder")
     return options
 
 
 def run_all(options: argparse.Namespace) -> list[tuple[Step, Status]]:
-    """The chosen steps, one after the other, as far as the minutes go."""
+    """Run the chosen steps one after the other until the time is used up."""
     ends = time.monotonic() + 60 * options.minutes
     found = []
     for step in chosen(options):
@@ -116,14 +115,14 @@ def run_all(options: argparse.Namespace) -> list[tuple[Step, Status]]:
 
 
 def chosen(options: argparse.Namespace) -> list[Step]:
-    """In order of worth."""
+    """Return the chosen steps, the most informative first."""
     names = list(STEPS)
     names = names[names.index(options.first) :] if options.first else names
     return [STEPS[name] for name in names if not options.only or name in options.only]
 
 
-def say_machine(options: argparse.Namespace, arguments: list[str] | None) -> None:
-    """Keep what the results are made on, and by which command."""
+def save_machine(options: argparse.Namespace, arguments: list[str] | None) -> None:
+    """Save the machine and the command of the results."""
     from benchmarks.headline import commit
 
     given = shlex.join(sys.argv[1:] if arguments is None else arguments)
@@ -133,7 +132,7 @@ def say_machine(options: argparse.Namespace, arguments: list[str] | None) -> Non
 
 
 def write_page(out: Path, folders: list[Path]) -> None:
-    """The page of all results that lie in the folders."""
+    """Write the page of all results in the folders."""
     heads = [json.loads(line) for folder in folders for line in _lines(folder / _HEAD)]
     (out / _PAGE).write_text(page(records_of(folders), heads), encoding="utf-8")
 

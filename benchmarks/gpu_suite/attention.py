@@ -1,4 +1,4 @@
-"""What attention saves for backward, by kernel: real tensors against the trace."""
+"""Bytes that attention saves for backward, by kernel: real tensors compared with the trace."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from hf_osdp.tracing.memory_tracker import MemoryTracker
 from .step import Bench, step
 
 AIM = 0.03
-"""Of saved bytes, over or under."""
+"""Largest allowed relative error of saved bytes."""
 HEADS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What decides the kernel."""
+    """The properties that decide the kernel."""
 
     dtype: torch.dtype
     shared: int
-    """Query heads to one of keys and values; more than 1 is grouped-query attention."""
+    """Query heads per key-value head; more than 1 is grouped-query attention."""
     mask: str
-    """`causal`, or a mask of `bool` or of the queries' dtype (`bias`)."""
+    """Kind of mask: `causal`, `bool`, or a mask of the queries' dtype (`bias`)."""
     dropout: float
     head_size: int
 
@@ -39,7 +39,7 @@ class Case:
 
 
 class AttentionBlock(nn.Module):
-    """Projections around torch's attention: a block of the planner's."""
+    """Projections around torch's attention; a block for the planner."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class AttentionBlock(nn.Module):
 
 
 class Attends(nn.Module):
-    """Two such blocks."""
+    """A model of two such blocks."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def attention(bench: Bench) -> None:
     for case in cases(bench):
         try:
             kernel, measured = measured_bytes(case, samples, length, bench.device)
-        except RuntimeError as error:  # no kernel takes it
+        except RuntimeError as error:  # no kernel supports it
             bench.row(attention=case.text, kernel="none", measured=str(error).splitlines()[0], traced="", error="")
             continue
         traced = traced_bytes(case, samples, length, bench.device)
@@ -96,19 +96,19 @@ def attention(bench: Bench) -> None:
 
 
 def cases(bench: Bench) -> list[Case]:
-    """On the CPU no dropout: there it is drawn for a whole matrix of scores, which the trace raises for single samples."""
+    """Return the cases, without dropout on the CPU: there it draws a whole matrix of scores, which the trace raises for single samples."""
     dtypes = (torch.float32, torch.bfloat16) if bench.rehearses else (torch.float32, torch.bfloat16, torch.float16)
     dropouts = (0.0,) if bench.rehearses else (0.0, 0.1)
     sizes = (64,) if bench.rehearses else (64, 80, 128, 256)
     masks = ("causal", "bool", "bias")
     every = itertools.product(dtypes, (1, 4), masks, dropouts, sizes)
     found = [Case(dtype=d, shared=s, mask=m, dropout=p, head_size=h) for d, s, m, p, h in every]
-    # Head sizes beyond 64 only without a mask of its own and dropout: they decide by themselves.
+    # Head sizes above 64 only without an explicit mask and without dropout, because these decide the kernel alone.
     return [case for case in found if case.head_size == 64 or (case.mask == "causal" and not case.dropout)]
 
 
 def batch_of(case: Case, samples: int, length: int, device: torch.device) -> dict[str, torch.Tensor | None]:
-    """Hidden states, and the mask of a batch without padding."""
+    """Return hidden states, and the mask of a batch without padding."""
     hidden = torch.randn(samples, length, HEADS * case.head_size, dtype=case.dtype, device=device)
     seen = torch.ones(samples, 1, length, length, dtype=torch.bool, device=device).tril()
     masks = {"causal": None, "bool": seen, "bias": torch.zeros(seen.shape, dtype=case.dtype, device=device)}
@@ -116,7 +116,7 @@ def batch_of(case: Case, samples: int, length: int, device: torch.device) -> dic
 
 
 def measured_bytes(case: Case, samples: int, length: int, device: torch.device) -> tuple[str, int]:
-    """The kernel that torch chooses, and what the second block's forward leaves in memory."""
+    """Return the kernel that torch chooses, and the bytes that the second block's forward leaves in memory."""
     block, batch = Attends(case).to(device).blocks[1], batch_of(case, samples, length, device)
     hidden = batch["hidden"].requires_grad_()
     heads = [torch.empty(samples, n, length, case.head_size, dtype=case.dtype, device=device, requires_grad=True)
@@ -129,7 +129,7 @@ def measured_bytes(case: Case, samples: int, length: int, device: torch.device) 
             left = live.current_bytes
         del output
         return kernel, left
-    block(hidden, batch["mask"]).sum().backward()  # workspaces
+    block(hidden, batch["mask"]).sum().backward()  # allocates the workspaces
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     output = block(hidden, batch["mask"])
@@ -140,7 +140,7 @@ def measured_bytes(case: Case, samples: int, length: int, device: torch.device) 
 
 
 def traced_bytes(case: Case, samples: int, length: int, device: torch.device) -> int:
-    """The same by the description."""
+    """Return the same bytes as in the description."""
     with torch.device("meta"):
         model = Attends(case)
     description = describe(

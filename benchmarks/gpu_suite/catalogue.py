@@ -1,4 +1,4 @@
-"""All steps, in order of worth: importing them enters them."""
+"""Import all steps, the most informative first; importing a module registers its steps."""
 
 from . import one_rank  # noqa: F401, I001
 from . import attention  # noqa: F401

@@ -1,4 +1,4 @@
-"""What goes wrong on ranks that share a GPU: one is killed, one runs out of memory."""
+"""Faults on ranks that share a GPU: one is killed, or one runs out of memory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ SCRIPT = Path(__file__).parent / "scripts" / "runs_out.py"
 LEFT_BYTES = 4 * 2**20
 _SMALLEST_BYTES = 2 * 2**20
 _NO_PAGES = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:False")
-"""Segments that expand grow by whole pages of 20 MiB."""
+"""Expandable segments grow in pages of 20 MiB."""
 ENDS_WITHIN_S = 45.0
-"""The launcher leaves ranks that wait on the GPU 30 s after SIGTERM, before it kills them; and ranks share cores."""
+"""Time limit: the launcher waits 30 s after SIGTERM before it kills ranks that wait on the GPU, and ranks share cores."""
 SAID = re.compile(r"Out of memory on .+? in .+?: the plan was estimated to need [^\n]+")
 
 
@@ -65,7 +65,7 @@ def out_of_memory(bench: Bench) -> None:
 
 
 def runs_out(ranks: int, on_oom: str, device: str, *, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """The script under torchrun."""
+    """Run the script under torchrun."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--max-restarts=2"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launch, str(SCRIPT), on_oom, device]
@@ -73,7 +73,7 @@ def runs_out(ranks: int, on_oom: str, device: str, *, timeout_s: float) -> subpr
 
 
 def problem_of(done: subprocess.CompletedProcess[str], ranks: int, on_oom: str) -> str:
-    """What is not as it should be after `runs_out`; empty where all is."""
+    """Return what is wrong after `runs_out`; empty if nothing is."""
     plans, ends = re.findall(r"PLAN (\w+)", done.stdout), done.stdout.count("END\n")
     if not SAID.search(done.stderr):
         return "no line says where memory ran out and what the plan needs"
@@ -95,7 +95,7 @@ def full_device(bench: Bench) -> None:
 
 
 def library_error(name: str) -> tuple[str, str]:
-    """Type and first line of what a call raises where the device has next to no memory left; in a process of its own."""
+    """Return type and first line of the error of a call on an almost full device; run this in a separate process."""
     form_process_group(needed=True)
     small = torch.ones(8, 8, device="cuda")
     held = fill_device()
@@ -110,7 +110,7 @@ def library_error(name: str) -> tuple[str, str]:
 
 
 def fill_device() -> list[torch.Tensor]:
-    """Tensors that take all but about `LEFT_BYTES` of the device, in halves where the allocator refuses the whole."""
+    """Return tensors that occupy all but about `LEFT_BYTES` of the device, in halves if the allocator refuses one tensor."""
     held, chunk = [], torch.cuda.mem_get_info()[0]
     while min(chunk, left := torch.cuda.mem_get_info()[0] - LEFT_BYTES) >= _SMALLEST_BYTES:
         try:

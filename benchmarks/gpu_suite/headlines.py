@@ -1,4 +1,4 @@
-"""The headline experiments, one a step: `benchmarks/headline.py`."""
+"""The headline experiments of `benchmarks/headline.py`, one per step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPECTED_S = {1: 150.0, 2: 120.0, 3: 300.0, 4: 180.0}
 
 
 def experiment(bench: Bench, number: int) -> None:
-    """Measured on the GPU; a rehearsal plans it."""
+    """Run an experiment on the GPU; a rehearsal only plans it."""
     result = bench.folder / "headline.json"
     how = ["--plan-only"] if bench.rehearses else ["--device", "cuda", "--quick"]
     command = [sys.executable, "benchmarks/headline.py", *how, "--experiments", str(number), "--json", str(result)]

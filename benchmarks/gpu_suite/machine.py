@@ -1,4 +1,4 @@
-"""What the results were made on."""
+"""The machine on which results were made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "ortools", "pydantic")
 
 
 def machine(*, rehearses: bool) -> dict[str, Any]:
-    """Versions and hardware; no CUDA context is made for it."""
+    """Return versions and hardware without creating a CUDA context."""
     import psutil
 
     versions = {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES}
@@ -26,7 +26,7 @@ def machine(*, rehearses: bool) -> dict[str, Any]:
 
 
 def _gpu() -> str:
-    """Name, memory and driver."""
+    """Return name, memory and driver."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader", "--id=0"]
     try:
         return subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.strip()

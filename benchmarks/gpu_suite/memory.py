@@ -1,4 +1,4 @@
-"""Memory: what a step allocates and reserves against the estimate, and limits that are enforced. Rank 0 of 8 on one GPU."""
+"""Memory as rank 0 of 8 on one GPU: allocated and reserved bytes against the estimate, and enforced limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TINY = Model(
 )  # fmt: skip
 LIMITS = (("GPT-2 small", "bf16"), ("Llama 1B", "bf16"), ("BERT large", "no"), ("GPT-2 medium", "bf16"))
 BETWEEN = (0.0, 0.15, 0.35, 0.6, 0.9)
-"""With four models, 20 limits: parts of the way from the least that the planner calls feasible to what DDP needs."""
+"""Fractions of the way from the least feasible limit to what DDP needs; 20 limits with four models."""
 WALKED = (("GPT-2 small", "bf16", (0.0, 0.5)), ("Llama 1B", "bf16", (0.3,)))
 
 
@@ -84,7 +84,7 @@ def walk(bench: Bench) -> None:
 
 
 def show_limits(bench: Bench, rows: Sequence[LimitRow]) -> None:
-    """A plan that runs out of memory under its limit is a missed aim."""
+    """Write rows; a plan that runs out of memory under its limit is a missed aim."""
     for row in rows:
         bench.row(
             model=row.model, dtype=row.precision, limit=size(row.limit_bytes), planned=size(row.planned_bytes),
@@ -95,7 +95,7 @@ def show_limits(bench: Bench, rows: Sequence[LimitRow]) -> None:
 
 
 def measured(bench: Bench, name: str, *args: Any, walks: bool) -> tuple[list[LayoutRow], list[LimitRow]]:
-    """Rows on the GPU, or of a tiny model in counted CPU memory."""
+    """Return rows measured on the GPU, or of a tiny model in counted CPU memory."""
     if not bench.rehearses:
         return apart(gpu_memory.measure_on_cuda, name, *args, walks)
     from tests.helpers.counted_memory import CountedMemory

@@ -1,4 +1,4 @@
-"""States and activations on the host: the tests of tests/gpu, each a row."""
+"""States and activations on the host: the tests of tests/gpu, one row each."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def unit_steps(bench: Bench) -> None:
 
 
 def run_tests(bench: Bench, *arguments: str) -> None:
-    """pytest, with a row for each test function."""
+    """Run pytest, with a row for each test function."""
     report = bench.folder / "report.xml"
     marks = "not slow and not gpu" if bench.rehearses else "gpu"
     command = [sys.executable, "-m", "pytest", "-q", "--maxfail=5", "-m", marks, f"--junitxml={report}", *arguments]

@@ -1,4 +1,4 @@
-"""A process group of one rank: collectives under the clock, the machine, a profile."""
+"""A process group of one rank: timed collectives, the machine, and a profile."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _CALLS = {
 
 
 def _two_steps(bench: Bench) -> None:
-    """FSDP2's own calls."""
+    """Check FSDP2's own calls."""
     from hf_osdp.measurement.step_meter import StepMeter
     from hf_osdp.modeling.units import find_units
     from hf_osdp.sharding.apply import apply_plan

@@ -1,4 +1,4 @@
-"""One page of results, in Markdown."""
+"""The page of results, in Markdown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TAIL_LINES = 15
 
 
 def records_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """The last record of each step in the order of the steps. A step that was not run leaves an earlier record standing."""
+    """Return the last record of each step, in order. If a step was not run, its earlier record is used."""
     found: dict[str, dict[str, Any]] = {}
     lines = [line for folder in folders if (folder / RESULTS).exists() for line in (folder / RESULTS).read_text("utf-8").splitlines()]
     for record in sorted(map(json.loads, lines), key=lambda record: record["date"]):
@@ -28,10 +28,10 @@ def records_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def page(records: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]]) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
-        records: one a step, see `records_of`.
+        records: one per step, see `records_of`.
         heads: of each call: `versions`, `hardware`, `commit`, `command`.
     """
     rehearsed = all(record["rehearsal"] for record in records)
@@ -64,7 +64,7 @@ def _head(records: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]]) ->
 
 
 def _section(record: dict[str, Any]) -> list[str]:
-    """A step's table, remarks and missed aims; of one that failed its last lines."""
+    """Return a step's table, remarks and missed aims; if it failed, also its last lines."""
     if record["status"] in (Status.NEEDS_GPU.value, Status.NOT_RUN.value) and not record["rows"]:
         reason = "".join(f" ({note})" for note in record["notes"])
         return ["", *_wrapped(f"**{record['step']}**: {record['status']}{reason}. {STEPS[record['step']].proves}")]
@@ -81,7 +81,7 @@ def _section(record: dict[str, Any]) -> list[str]:
 
 
 def _table(rows: Sequence[dict[str, str]]) -> list[str]:
-    """Rows of the same columns; a change of columns begins another table."""
+    """Return tables of the rows; a new table begins when the columns change."""
     lines: list[str] = []
     for names, members in groupby(rows, key=lambda row: tuple(row)):
         lines += [_row(names), "| " + " | ".join("---" for _ in names) + " |", *(_row(tuple(row.values())) for row in members), ""]
@@ -89,7 +89,7 @@ def _table(rows: Sequence[dict[str, str]]) -> list[str]:
 
 
 def _row(cells: Sequence[str]) -> str:
-    """A line of at most `WIDTH` columns: the longest cell is cut where it is longer."""
+    """Return a line of at most `WIDTH` columns; if it is longer, its longest cell is shortened."""
     texts = [_plain(cell).replace("|", "/") for cell in cells]
     while (over := sum(map(len, texts)) + 3 * len(texts) + 1 - WIDTH) > 0:
         longest = max(range(len(texts)), key=lambda index: len(texts[index]))
@@ -106,7 +106,7 @@ def _text(value: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    """One line, without what Markdown would read as HTML."""
+    """Return the text as one line, without characters that Markdown would read as HTML."""
     return " ".join(str(text).split()).replace("<", "&lt;")
 
 

@@ -1,4 +1,4 @@
-"""Parts of a step that need a process of their own."""
+"""Run a part of a step in a separate process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def apart(fn: Callable[..., Any], *args: Any, **env: str) -> Any:
-    """The function's result from a process of its own, with these variables: what a failed step leaves in the allocator dies with it."""
+    """Return the function's result from a separate process with these variables, whose allocator is freed at its end."""
     kept = {name: os.environ.get(name) for name in env}
     os.environ.update(env)
     try:

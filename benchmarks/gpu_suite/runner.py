@@ -1,4 +1,4 @@
-"""Runs a step in a process of its own, within its time, and keeps what it found."""
+"""Run a step in a separate process, within its time limit, and save its findings."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS, OUTPUT = "results.jsonl", "output.txt"
 _TAIL_LINES = 40
 _KEPT_CHARACTERS = 60_000
-"""Of a step's output in `output.txt`."""
+"""Number of characters of a step's output in `output.txt`."""
 _STACKS_S = 3.0
-"""So long before its end a step that takes too long prints where it is."""
+"""Seconds before its time limit at which a step prints its stack."""
 
 
 def run_step(step: Step, out: Path, *, rehearses: bool, limit_s: float | None = None) -> dict[str, Any]:
     """Run one step and append its record to the results.
 
     Args:
-        step: of `STEPS`.
+        step: a value of `STEPS`.
         out: folder of the results.
-        rehearses: on the CPU, in small sizes.
-        limit_s: what is left of the suite's minutes; None for no end. A step that they end is not run, whatever it has found; one
+        rehearses: whether to run on the CPU, in small sizes.
+        limit_s: remaining seconds of the suite; None for no limit. A step that this ends counts as not run, with any findings; a step
             that its own limit ends has timed out.
 
     Returns:
@@ -70,7 +70,7 @@ def keep(out: Path, step: Step, status: Status, *, rehearses: bool, **found: Any
 
 
 def run_here(step: Step, folder: Path, out: Path, *, rehearses: bool, limit_s: float) -> None:
-    """The step's function, in this process."""
+    """Run the step's function in this process."""
     import faulthandler
     import warnings
 
@@ -88,7 +88,7 @@ def run_here(step: Step, folder: Path, out: Path, *, rehearses: bool, limit_s: f
 
 
 def _child(name: str, folder: Path, out: Path, *, rehearses: bool, limit_s: float) -> tuple[int | None, str]:
-    """Exit code (None where time ran out), and what it wrote."""
+    """Return the exit code (None if time ran out) and the output."""
     command = [sys.executable, "-m", "benchmarks.gpu_suite", "--out", str(out), "--as-step", name, str(folder), str(limit_s)]
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))), "PYTHONUNBUFFERED": "1",
@@ -111,7 +111,7 @@ def _child(name: str, folder: Path, out: Path, *, rehearses: bool, limit_s: floa
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of the step's session; ranks in sessions of their own end when their parent does."""
+    """Kill the remaining processes of the step's session; ranks in other sessions end with their parent."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Several ranks on one GPU, over real NCCL: whether it is right, not how fast."""
+"""Several ranks on one GPU over real NCCL, to test correctness, not speed."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tests.helpers.training import Trained, train_alone
 from .step import Bench, step
 
 TOLERANCE = 1e-11
-"""Of losses, norms and weights in float64. Products are summed in another order than in one process."""
+"""Tolerance of losses, norms and weights in float64; sums are in another order than in one process."""
 
 
 def on_ranks(bench: Bench, fn: Any, world: int, *args: Any, nodes: int = 1) -> list[Any]:
-    """Call a function that forms the process group itself on each rank: NCCL on the one GPU, gloo in a rehearsal."""
+    """Call a function on each rank, with NCCL on the one GPU or gloo in a rehearsal; the function forms the process group."""
     limit_s = max(10.0, bench.left_s - 5.0)
     return run_ranks(fn, world, *args, init=False, nodes=nodes, timeout_s=limit_s, one_gpu=not bench.rehearses)
 
 
 def ranks_train(names: tuple[str, ...]) -> tuple[dict[str, Trained], str, int]:
-    """On a rank: every case, the backends, and how many collectives of the first case the clock saw."""
+    """Return, on a rank, the results of every case, the backends, and how many collectives of the first case were timed."""
     from hf_osdp.distributed.mesh import Meshes
 
     form_process_group(needed=True)
@@ -56,7 +56,7 @@ def equals_one_process(bench: Bench, world: int, names: tuple[str, ...]) -> None
 
 
 def everyday(world: int, bench: Bench) -> tuple[str, ...]:
-    """Every layout, model and option once; in a rehearsal the layouts alone, which tests/distributed has anyway."""
+    """Return every layout, model and option once; in a rehearsal only the layouts, because tests/distributed covers the rest."""
     names = tuple(name for name in exactness.NAMES[world] if name in exactness.EVERYDAY)
     return names[:3] if bench.rehearses else names
 
@@ -75,13 +75,13 @@ def two_ranks(bench: Bench) -> None:
 )  # fmt: skip
 def four_ranks(bench: Bench) -> None:
     layouts = tuple(f"gpt2-{layout}" for layout in exactness.LAYOUTS)
-    equals_one_process(bench, 4, layouts)  # their rows are written before the others begin
+    equals_one_process(bench, 4, layouts)  # writes these rows before the others begin
     if not bench.rehearses:
         equals_one_process(bench, 4, tuple(name for name in everyday(4, bench) if name not in layouts))
 
 
 def rank_of_trainer(folder: str, use_cpu: bool) -> tuple[dict[str, list[float]], dict[str, torch.Tensor]]:
-    """On a rank: the Trainer under a mixed plan in float64."""
+    """Run the Trainer on a rank under a mixed plan in float64."""
     from hf_osdp import OSDPConfig
     from hf_osdp.distributed.launcher import launched_rank, launched_world_size
     from tests.distributed import test_integration_trainer as there
@@ -119,7 +119,7 @@ def ranks_trainer(bench: Bench) -> None:
 
 
 def rank_of_recalibration(hardware: str) -> dict[str, Any]:
-    """On a rank: plans that are tried before training, then steps."""
+    """Try plans on a rank before training, then train."""
     from hf_osdp import OptimalShardedDataParallel, OSDPConfig, preset
     from hf_osdp.sharding.environment import training_device
     from tests.distributed.test_recalibrate import LENGTH, tiny_model, tokens

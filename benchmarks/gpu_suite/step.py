@@ -1,4 +1,4 @@
-"""One step of the suite, and what it reports while it runs."""
+"""A step of the suite, and its reports while it runs."""
 
 from __future__ import annotations
 
@@ -24,67 +24,67 @@ PARTS = {
 
 
 class Status(str, Enum):
-    """What became of a step."""
+    """Result of a step."""
 
     DONE = "done"
     MISSED = "missed"
-    """It ran to its end; an aim was missed."""
+    """The step completed but missed an aim."""
     FAILED = "failed"
     TIMED_OUT = "timed out"
     NEEDS_GPU = "needs a GPU"
-    """In a rehearsal, of a step that has nothing to show on the CPU."""
+    """The step has nothing to test on the CPU, in a rehearsal."""
     NOT_RUN = "not run"
-    """The minutes were spent."""
+    """The time of the suite was used up."""
 
     @property
     def is_bad(self) -> bool:
-        """Whether the suite's exit code is 1 for it."""
+        """Return whether this status makes the suite's exit code 1."""
         return self in (Status.MISSED, Status.FAILED, Status.TIMED_OUT)
 
 
 @dataclass(slots=True, kw_only=True)
 class Bench:
-    """What a step is given: where it runs, how long it may take, and where it reports to.
+    """Context of a step: its device, time limit, and reports.
 
-    Rows, remarks and missed aims are written as they come, so that a step that fails or is ended keeps what it has found.
+    Rows, remarks and missed aims are written immediately, so that a step that fails or is ended keeps its findings.
     """
 
     device: torch.device
     rehearses: bool
-    """On the CPU, in small sizes."""
+    """Whether the step runs on the CPU, in small sizes."""
     folder: Path
-    """For whatever the step writes; it is gone afterwards."""
+    """Folder for the step's files; it is deleted afterwards."""
     out: Path
-    """For what is to be kept, beside the results."""
+    """Folder for files to keep, next to the results."""
     found: Path
-    """File of findings, one JSON object a line."""
+    """File of findings, one JSON object per line."""
     limit_s: float
     began: float = field(default_factory=time.monotonic)
 
     @property
     def left_s(self) -> float:
-        """Seconds until the step is ended."""
+        """Return the seconds until the step is ended."""
         return self.limit_s - (time.monotonic() - self.began)
 
     def row(self, **cells: Any) -> None:
-        """One row of the step's table; every row has the same columns, with `_` for blanks in their names."""
+        """Add a row to the step's table; every row has the same columns, with `_` for blanks in their names."""
         self._write({"row": {name.replace("_", " "): str(cell) for name, cell in cells.items()}})
 
     def note(self, text: str) -> None:
-        """A remark below the table."""
+        """Add a remark below the table."""
         self._write({"note": text})
 
     def miss(self, text: str) -> None:
-        """An aim that was missed. The step goes on."""
+        """Report a missed aim; the step continues."""
         self._write({"miss": text})
 
     def aim(self, met: bool, text: str) -> None:
-        """A missed aim, unless it is met."""
+        """Report a missed aim unless `met`."""
         if not met:
             self.miss(text)
 
     def _write(self, finding: dict[str, Any]) -> None:
-        """Pages name no hosts."""
+        """Write a finding, without the name of the host."""
         text = json.dumps(finding).replace(f" on {socket.gethostname()} ", " on this host ")
         print(text, flush=True)
         with self.found.open("a", encoding="utf-8") as file:
@@ -93,36 +93,36 @@ class Bench:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A function, run in a process of its own."""
+    """A function that runs in a separate process."""
 
     name: str
     part: int
     run: Callable[[Bench], None]
     proves: str
-    """In one line, for the page."""
+    """What the step proves, in one line for the page."""
     expected_s: float
-    """On a GPU; with less left of the suite's minutes it is not begun."""
+    """Expected seconds on a GPU; the step does not start if less time is left."""
     limit_s: float
     rehearsal_s: float | None
-    """The same on two idle CPU cores; None where there is nothing to rehearse."""
+    """Expected seconds on two idle CPU cores; None if there is nothing to rehearse."""
 
     def expected(self, *, rehearses: bool) -> float:
-        """Seconds it takes."""
+        """Return the expected seconds."""
         return (self.rehearsal_s or 0.0) if rehearses else self.expected_s
 
     def limit(self, *, rehearses: bool) -> float:
-        """Seconds after which it is ended; a rehearsal's cores may be shared."""
+        """Return the seconds after which the step is ended; more in a rehearsal, whose cores may be shared."""
         return 30.0 + 6 * (self.rehearsal_s or 0.0) if rehearses else self.limit_s
 
 
 STEPS: dict[str, Step] = {}
-"""All steps by name, in order of worth; `catalogue` fills it."""
+"""All steps by name, the most informative first; `catalogue` fills it."""
 
 
 def step(
     *, part: int, proves: str, expected_s: float, limit_s: float, rehearsal_s: float | None, name: str | None = None
 ) -> Callable[[Callable[[Bench], None]], Callable[[Bench], None]]:
-    """Enter the decorated function as a step, under its own name unless another is given."""
+    """Register the decorated function as a step, under its own name unless another is given."""
 
     def enter(run: Callable[[Bench], None]) -> Callable[[Bench], None]:
         made = Step(

@@ -1,4 +1,4 @@
-"""Step times: estimates from a profile of this machine against real steps, on one rank."""
+"""Step times on one rank: estimates from a profile of this machine compared with real steps."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from hf_osdp.tracing.describe import describe
 from .step import Bench, step
 
 TIME_AIM = 0.10
-"""Mean error of a step's estimate."""
+"""Largest allowed mean error of the step estimates."""
 MEMORY_AIM = 0.03
-"""Error of a peak's estimate, of compiled blocks."""
+"""Largest allowed error of the estimated peak with compiled blocks."""
 CHOICE_AIM = 1.05
-"""How many times the fastest measured step the chosen one may take."""
+"""Largest allowed ratio of the chosen plan's measured step to the fastest."""
 UNTIMED, TIMED = 3, 8
 BLOCKS = {
     "GPT-2": MODELS["GPT-2 medium"],
@@ -75,7 +75,7 @@ SMALL = Model(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """A model with its blocks' times on this device, ready to train on one rank."""
+    """A model with block times measured on this device, ready to train on one rank."""
 
     description: ModelDescription
     hardware: Hardware
@@ -86,7 +86,7 @@ class Timed:
     def of(
         cls, bench: Bench, model: Model, job: TrainingJob, micro_batch_sizes: tuple[int, ...], seconds: float, *, compiled: bool = False
     ) -> Timed:
-        """Profile and describe a model, with its blocks compiled if so."""
+        """Profile and describe a model, with compiled blocks if `compiles`."""
         import transformers
 
         sizes = dict(model.sizes)
@@ -109,7 +109,7 @@ class Timed:
         return cls(description=description, hardware=found.hardware, trial=trial, meshes=Meshes(bench.device.type))
 
     def plan(self, micro_batch_size: int, accumulation_steps: int = 1, *, recomputation: Recomputation | None = None) -> Plan:
-        """All units whole, as one rank has them; blocks that can be recomputed so are."""
+        """Return a plan for one rank, with no unit sharded; blocks are recomputed as `recomputation` says."""
         batch = Batch(micro_batch_size=micro_batch_size, accumulation_steps=accumulation_steps)
         choices = [
             UnitLayout(
@@ -126,7 +126,7 @@ class Timed:
         return time_of.step_s
 
     def measured_s(self, plan: Plan, *, timed: int = TIMED) -> float:
-        """Median seconds of a step; everything dies with this frame."""
+        """Return the median seconds of a step; all tensors are freed on return."""
         model = sharded_copy(plan, self.trial, self.meshes)
         optimizer = make_optimizer(model, self.trial.job.optimizer, plan, self.trial.units)
         batch, taken = batch_on(self.trial.inputs, plan.micro_batch_size, self.trial.device), []
@@ -163,8 +163,8 @@ def blocks(bench: Bench) -> None:
             bench.note(f"No time was left for {name} and what follows.")
             break
         try:
-            errors[name] = of_kind(bench, name, model)
-        except Exception as error:  # one kind that does not run says nothing of the others
+            errors[name] = measure_kind(bench, name, model)
+        except Exception as error:  # an error of one kind does not affect the others
             bench.row(blocks=name, samples=model.samples, estimated="-", measured="-", error=f"{type(error).__name__}: {error}")
             bench.miss(f"{name}: {type(error).__name__}: {error}")
     mean = statistics.fmean(map(abs, errors.values())) if errors else float("inf")
@@ -172,8 +172,8 @@ def blocks(bench: Bench) -> None:
     bench.aim(bench.rehearses or mean <= TIME_AIM, f"estimates are {mean:.1%} off on average (aim {TIME_AIM:.0%})")
 
 
-def of_kind(bench: Bench, name: str, model: Model) -> float:
-    """A row; gives the relative error."""
+def measure_kind(bench: Bench, name: str, model: Model) -> float:
+    """Write a row and return the relative error."""
     sizes = (max(1, model.samples // 2), model.samples)
     timed = Timed.of(bench, model, job_of(bench, model.samples), sizes, seconds=2.0 if bench.rehearses else 8.0)
     plan = timed.plan(model.samples)
@@ -209,14 +209,14 @@ def compiled(bench: Bench) -> None:
                 seconds=1.0 if bench.rehearses else 6.0, compiled=compiles,
             )  # fmt: skip
             ways = dict.fromkeys(way for ways in timed.description.recomputations for way in ways)
-            taken[compiles] = min(with_way(bench, name, timed, model.samples, way) for way in (None, *ways))
+            taken[compiles] = min(measure_recomputation(bench, name, timed, model.samples, way) for way in (None, *ways))
         gain = taken[False] / taken[True]
         bench.note(f"{name}: the fastest compiled step is {gain:.2f} times as fast as the fastest eager one.")
         bench.aim(bench.rehearses or gain > 1, f"{name}: compiled blocks are {gain:.2f} times as fast")
 
 
-def with_way(bench: Bench, name: str, timed: Timed, samples: int, way: Recomputation | None) -> float:
-    """A row of one way to recompute the blocks; gives the measured seconds of a step."""
+def measure_recomputation(bench: Bench, name: str, timed: Timed, samples: int, way: Recomputation | None) -> float:
+    """Write a row for one way to recompute the blocks, and return the measured seconds of a step."""
     plan, on_cuda = timed.plan(samples, recomputation=way), bench.device.type == "cuda"
     estimate = estimate_plan(plan, timed.description, timed.trial.job, timed.hardware)
     if on_cuda:

@@ -1,4 +1,4 @@
-"""The Trainer, an Accelerate loop and checkpoints, in one process: the stock stack beside them."""
+"""The Trainer, an Accelerate loop and checkpoints in one process, compared with the stock stack."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .step import Bench, step
 
 STEPS, BATCH = 6, 8
 TOLERANCES = {"no": 1e-4, "bf16": 0.02, "fp16": 0.02}
-"""Of losses, relative: FSDP2 rounds in other places than autocast does."""
+"""Relative tolerances of losses; FSDP2 rounds in other places than autocast."""
 MEMORY_AIM = 0.03
 APART = 0.02
-"""Most by which losses and weights of a training that went on differ on CUDA."""
+"""Largest allowed difference of losses and weights of a resumed training on CUDA."""
 
 
 def model_of(bench: Bench, seed: int = 0) -> GPT2LMHeadModel:
-    """Without dropout, so that two trainings can be compared."""
+    """Return a model without dropout, so that two trainings can be compared."""
     set_seed(seed)
     sizes = (
         {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256} if bench.rehearses else {"n_layer": 12, "n_embd": 768, "n_head": 12}
@@ -42,13 +42,13 @@ def length_of(bench: Bench) -> int:
 
 
 def tokens(bench: Bench, count: int = STEPS * BATCH) -> list[dict[str, torch.Tensor]]:
-    """Text made on the spot: few different tokens, so that there is something to learn."""
+    """Return generated text with few distinct tokens, so that a model can learn it."""
     rows = torch.randint(0, 61, (count, length_of(bench)), generator=torch.Generator().manual_seed(3))
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
 def trained(bench: Bench, precision: str, name: str, *, osdp: OSDPConfig | None, resume: str | None = None, **changes: Any) -> Any:
-    """A Trainer after its training; the stock one without `osdp`."""
+    """Return a Trainer after training; the stock Trainer if `osdp` is None."""
     folder = bench.folder / name
     options = {
         "output_dir": str(folder), "max_steps": STEPS, "logging_steps": 1, "learning_rate": 1e-3, "per_device_train_batch_size": BATCH,
@@ -67,7 +67,7 @@ def losses(trainer: Any) -> list[float]:
 
 
 def compare(bench: Bench, name: str, precision: str, ours: list[float], stock: list[float], folder: Path | None) -> None:
-    """A row of losses, and of memory where there is a report."""
+    """Write a row of losses, and of memory if there is a report."""
     worst = max((abs(a - b) / abs(b) for a, b in zip(ours, stock, strict=False)), default=float("inf"))
     estimated, measured = memory_of(folder) if folder is not None else (None, None)
     error = "" if not (estimated and measured) else f"{estimated / measured - 1:+.1%}"
@@ -83,7 +83,7 @@ def compare(bench: Bench, name: str, precision: str, ours: list[float], stock: l
 
 
 def memory_of(folder: Path) -> tuple[int | None, int | None]:
-    """Estimated and measured peak of a report."""
+    """Return the estimated and measured peak of a report."""
     report = json.loads((folder / "osdp_report.json").read_text(encoding="utf-8"))
     return report["estimated"]["peak_bytes"], (report.get("measured") or {}).get("peak_bytes")
 
@@ -118,13 +118,13 @@ def accelerator(bench: Bench) -> None:
         found = {}
         for name in ("ours", "stock"):
             AcceleratorState._reset_state(reset_partial_state=True)
-            forget_memory(bench)
+            reset_memory(bench)
             found[name] = accelerated(bench, precision, ours=name == "ours")
         compare(bench, "Accelerator", precision, found["ours"], found["stock"], bench.folder / f"loop-{precision}")
 
 
-def forget_memory(bench: Bench) -> None:
-    """Peaks of what comes now must not hold what was before."""
+def reset_memory(bench: Bench) -> None:
+    """Free memory and reset peaks, so that earlier tensors do not count."""
     gc.collect()
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -132,7 +132,7 @@ def forget_memory(bench: Bench) -> None:
 
 
 def accelerated(bench: Bench, precision: str, *, ours: bool) -> list[float]:
-    """Losses of a loop of one process."""
+    """Return the losses of a loop in one process."""
     if ours:
         made = OSDPAccelerator(
             mixed_precision=precision, cpu=bench.rehearses, osdp=OSDPConfig(compare=False, micro_batch_size=BATCH),
@@ -147,7 +147,7 @@ def accelerated(bench: Bench, precision: str, *, ours: bool) -> list[float]:
     seen = []
     for batch in loader:
         with made.accumulate(model):
-            output = model(input_ids=batch, labels=batch)  # kept through backward, as the estimate has it
+            output = model(input_ids=batch, labels=batch)  # kept through backward, as in the estimate
             loss = output.loss
             made.backward(loss)
             del output
@@ -179,7 +179,7 @@ def checkpoint(bench: Bench) -> None:
         worst = max((state[name].double() - value.double()).abs().max().item() for name, value in weights.items())
         off = max(abs(a - b) for a, b in zip(losses(whole)[-2:], losses(again)[-2:], strict=True))
         bench.row(layout=layout, steps_again=STEPS - STEPS // 2, loss_differs_by=f"{off:.1e}", weights_differ_by=f"{worst:.1e}")
-        most = 1e-6 if bench.rehearses else APART  # some of CUDA's kernels add up in any order
+        most = 1e-6 if bench.rehearses else APART  # some CUDA kernels sum in no fixed order
         bench.aim(
             off <= most and worst <= most, f"{layout}: a training that went on differs by {off:.1e} in its loss, {worst:.1e} in weights"
         )

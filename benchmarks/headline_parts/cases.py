@@ -1,4 +1,4 @@
-"""What is compared: the four experiments at their real sizes, and small twins of the first three for the CPU."""
+"""Cases of the four experiments at their real sizes, and small versions (twins) of the first three for the CPU."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class Case:
     experiment: int
     name: str
     config_class: str
-    """Of transformers, with `sizes` as its arguments."""
+    """Name of the configuration class in transformers; `sizes` are its arguments."""
     architecture: str
     sizes: Mapping[str, Any] = field(default_factory=dict)
     block_classes: tuple[str, ...] | None = None
     sequence_length: int
-    """Of one sample; images have one."""
+    """Tokens per sample; 1 for images."""
     limit_bytes: int | None
-    """Of one device; None puts it half way between what full sharding and DDP need of this model at one sample."""
+    """Limit per device; None takes the middle between what full sharding and DDP need for this model at one sample."""
     devices: int = 8
     equal_batch_size: int | None = None
-    """The global batch of the comparison at one batch; None takes the baseline's own best."""
+    """Global batch of the comparison at an equal batch; None takes the baseline's best."""
     precision: str = "no"
     tokens: bool = False
-    """Rates are told in tokens a second, else in samples."""
+    """Whether rates are in tokens per second, not in samples."""
     rates: bool = True
-    """Samples a second are told; not where the machine is too busy for more than ratios."""
+    """Whether rates are shown; False if the machine is so busy that only ratios are meaningful."""
     remark: str = ""
 
     @property
@@ -42,7 +42,7 @@ class Case:
         return Precision.named(self.precision)
 
     def config(self) -> Any:
-        """The model's configuration."""
+        """Return the model's configuration."""
         import transformers
 
         return getattr(transformers, self.config_class)(**self.sizes, architectures=[self.architecture])
@@ -63,7 +63,7 @@ def _opt(layers: int, width: int, heads: int, vocabulary: int = 50272) -> dict[s
 
 
 def _swin(width: int, depths: tuple[int, ...], heads: int, *, image: int, window: int, patch: int = 4) -> dict[str, Any]:
-    """Blocks whose width doubles from stage to stage."""
+    """Return the arguments of a Swin case, whose width doubles in each stage."""
     sizes = {
         "embed_dim": width, "depths": list(depths), "num_heads": [heads * 2**stage for stage in range(len(depths))],
         "image_size": image, "window_size": window, "patch_size": patch, "drop_path_rate": 0.0,
@@ -116,5 +116,5 @@ TWINS = (
 
 
 def chosen(cases: tuple[Case, ...], experiments: tuple[int, ...]) -> tuple[Case, ...]:
-    """Those of the experiments."""
+    """Return the cases of the experiments."""
     return tuple(case for case in cases if case.experiment in experiments)

@@ -1,5 +1,6 @@
-"""A link that is not there: collectives that send nothing and keep FSDP2's own communication streams busy for as long as the link
-would take. What overlaps with compute, and what waits, is then FSDP2's and the device's own doing.
+"""An emulated link: collectives send nothing, and keep FSDP2's communication streams busy for as long as the link would take.
+
+FSDP2 and the device then decide what overlaps with compute and what waits.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ _CALIBRATION_CYCLES, _CALIBRATIONS = 20_000_000, 7
 
 
 class Hold(Protocol):
-    """The link, as what keeps it busy."""
+    """Callable that keeps the emulated link busy."""
 
     def __call__(self, collective: Collective, seconds: float) -> None:
-        """Keep the current stream busy for so long, on account of a collective."""
+        """Keep the current stream busy for `seconds`, as the collective would."""
         ...
 
     def settle(self) -> None:
-        """The device has warmed up: from here on steps count."""
+        """Calibrate after the warm-up; later steps count."""
         ...
 
 
 class CudaHold:
-    """Spins one thread on the current stream. There is one link: what is sent while it is busy waits for its turn, on whichever
-    stream, as collectives of several streams share a real one.
+    """Keep the current stream busy with one spinning thread. There is one link, so collectives of several streams wait for each other,
+    as on a real link.
 
-    `torch.cuda._sleep` counts the device's clock, which slows down under load, so that every hold is measured by events.
+    `torch.cuda._sleep` counts clock cycles of the device, whose clock slows down under load, so every hold is measured by events.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,12 +62,12 @@ class CudaHold:
         self._holds.append((seconds, began, ended))
 
     def settle(self) -> None:
-        """Go by the clock that the device had so far."""
+        """Calibrate with the clock rate measured so far."""
         if self._holds:
             self._cycles_per_s /= 1 + self.error()
 
     def error(self) -> float:
-        """By how much holds since the last call were too long, as a part; negative where they were too short."""
+        """Return the relative error of the holds since the last call; positive if they were too long."""
         torch.cuda.synchronize(self._device)
         asked = sum(seconds for seconds, _, _ in self._holds)
         taken = sum(began.elapsed_time(ended) / 1e3 for _, began, ended in self._holds)
@@ -74,7 +75,7 @@ class CudaHold:
         return taken / asked - 1 if asked else 0.0
 
     def _calibrated(self) -> float:
-        """Cycles in a second: the median of a few holds on the device at rest."""
+        """Return the cycles per second: the median of a few holds on the idle device."""
         rates = []
         for _ in range(_CALIBRATIONS):
             began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -87,27 +88,27 @@ class CudaHold:
 
 
 class _Allocating:
-    """Buffers from torch's allocator, as FSDP2's own collectives take them."""
+    """Allocate buffers from torch's allocator, as FSDP2's own collectives do."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class HeldAllGather(_Allocating, AllGather):
-    """Every rank's shard is this rank's: the output is written, as a real one writes it, and holds finite numbers."""
+    """All-gather in which every rank's shard is this rank's; the output is written, and is finite."""
 
     def __init__(self, hardware: Hardware, hold: Hold) -> None:
         self._hardware, self._hold = hardware, hold
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
-        """Done on the current stream when it returns, so that there is no work to wait for."""
+        """Run on the current stream; there is no work to wait for."""
         size = group.size()
-        output_tensor.view(size, -1)[1:] = input_tensor.view(1, -1)  # the first is the input itself, rank 0's place
+        output_tensor.view(size, -1)[1:] = input_tensor.view(1, -1)  # the first row, rank 0's, is the input itself
         self._hold(Collective.ALL_GATHER, sharded_seconds(self._hardware, Collective.ALL_GATHER, size, 1, output_tensor.nbytes))
 
 
 class HeldReduceScatter(_Allocating, ReduceScatter):
-    """This rank's own part, as if all others' were the same."""
+    """Reduce-scatter that returns this rank's part, as if the other ranks had the same values."""
 
     def __init__(self, hardware: Hardware, hold: Hold) -> None:
         self._hardware, self._hold = hardware, hold
@@ -115,20 +116,20 @@ class HeldReduceScatter(_Allocating, ReduceScatter):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Done on the current stream when it returns."""
+        """Run on the current stream."""
         output_tensor.copy_(input_tensor.view(-1)[: output_tensor.numel()].view_as(output_tensor))
         seconds = sharded_seconds(self._hardware, Collective.REDUCE_SCATTER, group.size(), 1, input_tensor.nbytes)
         self._hold(Collective.REDUCE_SCATTER, seconds)
 
 
 def hold_link(model: nn.Module, plan: Plan, hardware: Hardware, hold: Hold) -> None:
-    """Put the emulated link under a sharded model; its process group must be one that sends nothing (`fake`), seen as rank 0.
+    """Install the emulated link in a sharded model, whose process group must send nothing (`fake`) and be that of rank 0.
 
     Args:
-        model: laid out by `apply_plan`; plans of several nodes are not emulated.
-        plan: what it is laid out by.
-        hardware: whose links are emulated.
-        hold: what keeps streams busy.
+        model: sharded by `apply_plan`; plans for several nodes are not emulated.
+        plan: the plan of the model.
+        hardware: its links are emulated.
+        hold: keeps the streams busy.
 
     Raises:
         ValueError: the plan has collectives in two stages.
@@ -148,6 +149,6 @@ def hold_link(model: nn.Module, plan: Plan, hardware: Hardware, hold: Hold) -> N
 
 
 def _all_reduce(hardware: Hardware, shard_size: int, hold: Hold) -> Callable[[torch.Tensor], None]:
-    """FSDP2 calls it on its stream for all-reduces, after its own that sends nothing."""
+    """Return the hook that FSDP2 calls on its all-reduce stream, after its own all-reduce, which sends nothing."""
     ring = replicate_ring(hardware, shard_size)
     return lambda reduced: hold(Collective.ALL_REDUCE, collective_seconds(hardware, Collective.ALL_REDUCE, ring, reduced.nbytes))

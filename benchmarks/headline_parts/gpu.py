@@ -1,4 +1,4 @@
-"""The real sizes on one GPU as rank 0 of as many as a case has, its memory limit enforced by torch's allocator, the link emulated."""
+"""The real sizes on one GPU as rank 0 of the case's devices, with a limit enforced by torch's allocator and an emulated link."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from hf_osdp.tracing.describe import describe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuEffort:
-    """How much is measured."""
+    """Amount of measurement."""
 
     profile_s: float = 20.0
     samples: tuple[int, ...] = (1, 2, 4)
-    """Of a device, at which blocks are timed."""
+    """Micro-batch sizes at which blocks are timed."""
     untimed_steps: int = 2
-    """The first makes the optimizer's states."""
+    """Warm-up steps; the first creates the optimizer's states."""
     steps: int = 5
 
 
@@ -46,16 +46,16 @@ QUICK = GpuEffort(profile_s=6.0, steps=3)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFound:
-    """What one case gave."""
+    """The results of one case."""
 
     rows: tuple[Row, ...]
     machine: str
     worst_hold_error: float
-    """By how much a plan's holds were too long, together, as a part; the worst of the plans."""
+    """Relative error of the total hold time of a plan; the worst of the plans."""
 
 
 def measure_on_cuda(case: Case, effort: GpuEffort) -> GpuFound:
-    """All entries of a case on this machine's first GPU; run it in a process of its own."""
+    """Measure all entries of a case on the first GPU; run this in a separate process."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -72,7 +72,7 @@ def measure_on_cuda(case: Case, effort: GpuEffort) -> GpuFound:
 
 
 def measured_machine(case: Case, effort: GpuEffort, memory: CudaMemory) -> tuple[ModelDescription, Hardware]:
-    """The model with its blocks' times on this device, and the machine of several such devices."""
+    """Return the model with block times measured on this device, and the hardware of several such devices."""
     config, options = case.config(), {"sequence_length": case.sequence_length, "block_classes": case.block_classes}
     profile = measure_profile(
         device_type="cuda", seconds=effort.profile_s,
@@ -84,19 +84,19 @@ def measured_machine(case: Case, effort: GpuEffort, memory: CudaMemory) -> tuple
 
 
 class Runner:
-    """Runs plans of one case, one after the other: two models would not fit."""
+    """Run the plans of one case one after the other, because two models would not fit."""
 
     def __init__(
         self, lineup: Lineup, description: ModelDescription, hardware: Hardware, memory: Memory, hold: Hold, effort: GpuEffort
     ) -> None:
         """
         Args:
-            lineup: the plans, and the limit.
-            description: of the model.
-            hardware: whose links are emulated.
-            memory: that it trains in.
-            hold: what keeps streams busy.
-            effort: steps.
+            lineup: the plans and the limit.
+            description: description of the model.
+            hardware: its links are emulated.
+            memory: the device memory.
+            hold: keeps the streams busy.
+            effort: number of steps.
         """
         self._lineup, self._hardware, self._memory, self._hold, self._effort = lineup, hardware, memory, hold, effort
         case = lineup.case
@@ -108,18 +108,18 @@ class Runner:
         self._meshes = Meshes(memory.device.type)
 
     def run(self, plan: Plan) -> Measured:
-        """A plan's steps under the limit; without any where memory did not suffice. Nothing is left behind."""
+        """Run a plan's steps under the limit and free everything; the result has no steps if memory did not suffice."""
         measured = Measured()
         try:
             with self._memory.limited(self._lineup.limit_bytes):
                 measured = self._steps(plan)
         except torch.OutOfMemoryError:
-            pass  # cleaned up below, when the traceback no longer keeps the tensors
+            pass  # memory is freed below, because the traceback still holds the tensors here
         gc.collect()
         return measured
 
     def _steps(self, plan: Plan) -> Measured:
-        """Everything dies with this frame."""
+        """Build and train; all tensors are freed on return."""
         trial, effort = self._trial, self._effort
         model = sharded_copy(plan, trial, self._meshes)
         hold_link(model, plan, self._hardware, self._hold)

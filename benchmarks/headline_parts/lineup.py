@@ -1,4 +1,4 @@
-"""Who is compared: each contender's best plan under the limit, at one batch for all and at its own best batch."""
+"""Each contender's best plan under the limit, at an equal batch and at its own best batch."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from hf_osdp.planner.problem import PlanningProblem, Strategy
 from hf_osdp.planner.search.search import SearchResult, least_memory, search
 
 SAMPLES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Samples of one device that are tried for the own best batch, and between the last that fits and the next the largest that does."""
+"""Samples per device to try for the own best batch; the largest that fits is then searched between the last that fits and the next."""
 
 
 class BatchRule(str, Enum):
-    """At which batch contenders are compared."""
+    """Batch at which contenders are compared."""
 
     EQUAL = "equal batch"
-    """The same global batch for all: the case's, or the baseline's own best."""
+    """The same global batch for all: that of the case, or the baseline's best."""
     OWN = "own best batch"
-    """Each at the samples a device with which it does most samples a second, in one micro-step."""
+    """Each at the samples per device with the most samples per second, in one micro-step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contender:
-    """A strategy, with what is fixed for it."""
+    """A strategy and its fixed options."""
 
     name: str
     strategy: Strategy
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the job."""
+    """Fields of the job that are fixed."""
     splits: bool = False
-    """Cut models are searched, too, where they are described."""
+    """Whether split models are searched too, if they are described."""
     baseline: bool = False
-    """Others' rates are told as multiples of this one's."""
+    """Whether the rates of the others are relative to this one."""
     compiles: bool = False
-    """Blocks are compiled; only where they are described so."""
+    """Whether blocks are compiled; needs a description of the compiled blocks."""
 
 
 _ALL_SAVED = {"recompute": False, "offload_activations": False}
@@ -58,26 +58,26 @@ CONTENDERS = (
     Contender(name="full shard, compiled", strategy=Strategy.FSDP, compiles=True),
     Contender(name="OSDP, compiled", strategy=Strategy.OSDP, compiles=True),
 )
-"""On several devices. "All saved" recomputes nothing; the others recompute where it pays, single strategies all blocks in one way or none.
-Contenders that compile are planned only."""
+"""Contenders on several devices. "All saved" recomputes nothing; the others recompute if it is faster, single strategies all blocks in one
+way or none. Contenders with compiled blocks are planned only."""
 OFFLOADERS = (
     Contender(name="all on the host", strategy=Strategy.FSDP, fixed={"host_offload": True}, baseline=True),
     Contender(name="none on the host", strategy=Strategy.FSDP, fixed={"host_offload": False}),
     Contender(name="OSDP", strategy=Strategy.OSDP),
 )
-"""On one device with a host."""
+"""Contenders on one device with a host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A contender at a batch."""
+    """A contender at one batch."""
 
     contender: Contender
     rule: BatchRule
     plan: Plan | None
-    """None where nothing fits."""
+    """The plan; None if none fits."""
     needs_bytes: int | None = None
-    """Where nothing fits: the least that one sample a device needs."""
+    """If nothing fits: the least memory that one sample per device needs."""
     host_bytes: int = 0
 
 
@@ -90,12 +90,12 @@ class Lineup:
     entries: tuple[Entry, ...]
 
     def distinct_plans(self) -> dict[str, Plan]:
-        """Each plan that runs differently, by a name of its own: two entries may have one."""
+        """Return each distinct plan by name; several entries may share one plan."""
         return {run_name(entry.plan): entry.plan for entry in self.entries if entry.plan is not None}
 
 
 def run_name(plan: Plan) -> str:
-    """The same for plans that run the same, whatever strategy they are called by."""
+    """Return a name that is equal for equal plans, whatever their strategy is called."""
     return replace(plan, strategy="osdp").fingerprint
 
 
@@ -112,15 +112,15 @@ def line_up(
     split: Sequence[ModelDescription] = (),
     compiled: Callable[[int], ModelDescription] | None = None,
 ) -> Lineup:
-    """Every contender's plans.
+    """Return every contender's plans.
 
     Args:
         case: model and limit.
-        description: of the model.
-        hardware: of `case.devices` devices; what they reserve counts to the limit.
-        samples: of one device, tried in this order until they no longer fit; None takes `SAMPLES` and what lies between.
-        split: the same model in operator units or in slices, for those who may choose it.
-        compiled: describes it with compiled blocks near a micro-batch size, that of OSDP's own best batch; None leaves them out.
+        description: description of the model.
+        hardware: `case.devices` devices; their reserved memory counts towards the limit.
+        samples: samples per device, tried in this order until they no longer fit; None takes `SAMPLES` and values between.
+        split: the same model in operator units or slices, for contenders that may choose it.
+        compiled: returns the description with compiled blocks for a micro-batch size, that of OSDP's best batch; None omits them.
     """
     limit = limit_of(case, description, hardware)
     eager, compilers = ([c for c in contenders_of(case) if c.compiles is compiles] for compiles in (False, True))
@@ -139,7 +139,7 @@ def line_up(
 
 
 def limit_of(case: Case, description: ModelDescription, hardware: Hardware) -> int:
-    """The case's limit in bytes of one device."""
+    """Return the case's limit in bytes per device."""
     if case.limit_bytes is not None:
         return case.limit_bytes
     job = job_of(case, case.devices, micro_batch_size=1, **_ALL_SAVED)
@@ -160,7 +160,7 @@ def job_of(case: Case, global_batch_size: int, **fixed: Any) -> TrainingJob:
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """One contender's question to the planner."""
+    """Search of one contender."""
 
     case: Case
     contender: Contender
@@ -169,7 +169,7 @@ class _Search:
     limit_bytes: int
 
     def __call__(self, global_batch_size: int, **fixed: Any) -> SearchResult | InfeasibleError:
-        """The fastest plan over all descriptions, or the error of what needs least."""
+        """Return the fastest plan over all descriptions, or the error of the description that needs the least memory."""
         job = job_of(self.case, global_batch_size, **fixed, **self.contender.fixed)
         found, errors = [], []
         for description in self.descriptions:
@@ -211,7 +211,7 @@ def _at_own_best(search_for: _Search, samples: tuple[int, ...] | None) -> Entry:
 
 
 def _by_samples(search_for: _Search, samples: tuple[int, ...] | None) -> Iterator[SearchResult | InfeasibleError]:
-    """Plans of rising samples a device until they fit no more, with the error of the first that did not."""
+    """Yield plans for rising samples per device, then the error of the first that does not fit."""
     fits, more = 0, None
     for count in samples or SAMPLES:
         result = search_for(search_for.case.devices * count, micro_batch_size=count)
@@ -235,7 +235,7 @@ def _entry(contender: Contender, rule: BatchRule, result: SearchResult) -> Entry
 
 
 def layout_text(plan: Plan) -> str:
-    """How many units are laid out how: `40 shard 8; 8 replicate, keep`."""
+    """Return the number of units per layout: `40 shard 8; 8 replicate, keep`."""
     kinds: dict[str, int] = {}
     for unit in plan.units:
         text = unit.describe(plan.world_size)
@@ -245,7 +245,7 @@ def layout_text(plan: Plan) -> str:
 
 
 def split_text(plan: Plan) -> str:
-    """How the model is cut: `operator units, 8 operators in 4 slices`."""
+    """Return how the model is split: `operator units, 8 operators in 4 slices`."""
     slices: dict[int, int] = {}
     for split in plan.split.sliced:
         slices[split.slices] = slices.get(split.slices, 0) + 1
@@ -254,5 +254,5 @@ def split_text(plan: Plan) -> str:
 
 
 def recomputed(plan: Plan) -> int:
-    """Units whose activations are recomputed."""
+    """Return the number of units whose activations are recomputed."""
     return sum(unit.activations.recomputes for unit in plan.units)

@@ -1,4 +1,4 @@
-"""What was planned and measured of one entry."""
+"""Rows with the estimates and measurements of entries."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from benchmarks.headline_parts.lineup import Entry, Lineup, layout_text, recompu
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Steps of one plan that really ran."""
+    """Measured steps of one plan."""
 
     steps_s: tuple[float, ...] = ()
-    """Timed steps; of rounds in which every plan took one, where they were interleaved. Empty where memory did not suffice."""
+    """Seconds of the timed steps; the n-th is of round n if plans were interleaved. Empty if memory did not suffice."""
     peak_bytes: int | None = None
-    """Most bytes that tensors had at once, on the fullest rank."""
+    """Peak bytes of tensors, on the rank with the most."""
     estimated_s: tuple[float, ...] = ()
-    """Estimates from profiles that were taken between the rounds; empty where the plan's own stands."""
+    """Estimates from profiles taken between the rounds; empty to use the plan's estimate."""
 
     @property
     def out_of_memory(self) -> bool:
@@ -37,7 +37,7 @@ class Row:
     baseline: bool
     limit_bytes: int
     run: str | None
-    """Names the plan: equal ones are one run. None where nothing fits."""
+    """Name of the plan; equal plans share a run. None if nothing fits."""
     layout: str = ""
     micro_batch_size: int | None = None
     accumulation_steps: int | None = None
@@ -47,32 +47,32 @@ class Row:
     needs_bytes: int | None = None
     estimated_peak_bytes: int | None = None
     estimated_step_s: float | None = None
-    """As the plan was chosen by; what stands beside a measurement is `measured_estimate_s`."""
+    """Estimate by which the plan was chosen; measurements are compared with `measured_estimate_s`."""
     estimated_gain: float | None = None
-    """Samples a second over the baseline's at the same rule, by estimate."""
+    """Estimated samples per second divided by the baseline's at the same rule."""
     measured_peak_bytes: int | None = None
     steps_s: tuple[float, ...] = ()
-    """Timed steps; where plans took turns, the n-th of each is of the same round."""
+    """Seconds of the timed steps; the n-th is of round n if plans were interleaved."""
     measured_step_s: float | None = None
-    """Their median."""
+    """Median of `steps_s`."""
     fastest_step_s: float | None = None
     slowest_step_s: float | None = None
     measured_estimate_s: float | None = None
     measured_gain: float | None = None
-    """As measured: the median over rounds in which both took a step."""
+    """Measured gain: the median over rounds in which both took a step."""
     out_of_memory: bool = False
 
     def rate(self, seconds: float | None) -> float | None:
-        """Samples a second."""
+        """Return the samples per second."""
         return None if seconds is None or self.global_batch_size is None else self.global_batch_size / seconds
 
 
 def rows_of(lineup: Lineup, measured: Mapping[str, Measured] | None = None) -> tuple[Row, ...]:
-    """A row an entry, in its order.
+    """Return one row per entry, in order.
 
     Args:
         lineup: the plans.
-        measured: of each distinct plan by `run_name`; None where nothing was.
+        measured: results of each distinct plan by `run_name`; None if nothing was measured.
     """
     rows = []
     for entry in lineup.entries:
@@ -118,7 +118,7 @@ def _seen(found: Measured, plan: Any, other: Any, measured: Mapping[str, Measure
 
 
 def ratios(base: Sequence[float], own: Sequence[float]) -> list[float]:
-    """Round by round where there are as many, else of the medians."""
+    """Return ratios per round if both have the same number of rounds, else the ratio of medians."""
     if len(base) != len(own):
         return [statistics.median(base) / statistics.median(own)]
     return [one / other for one, other in zip(base, own, strict=True)]

@@ -1,4 +1,4 @@
-"""Rows as tables of 100 columns, verdicts, and the two files that keep them."""
+"""Tables of 100 columns, verdicts, and the JSON and Markdown files of results."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from hf_osdp.report.tables import make_table
 
 WIDTH = 100
 NEAR_FASTEST = 1.05
-"""OSDP's measured step may take so many times that of the fastest other that fits."""
+"""Largest allowed ratio of OSDP's measured step to that of the fastest other contender that fits."""
 OURS, COMPILED = "OSDP", ", compiled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One aim, and whether it was met."""
+    """An aim, and whether it was met."""
 
     text: str
     met: bool
 
 
 def groups(rows: Iterable[Row]) -> Iterator[tuple[str, str, list[Row]]]:
-    """Case, batch rule and rows, in their order."""
+    """Yield case, batch rule and rows, in order."""
     for (case, rule), members in itertools.groupby(rows, key=lambda row: (row.case, row.rule)):
         yield case, rule, list(members)
 
@@ -42,7 +42,7 @@ def was_measured(rows: Iterable[Row]) -> bool:
 
 
 def table_of(case: Case, rule: str, rows: Sequence[Row], link: str) -> Table:
-    """One line a contender; estimates beside measurements where there are any."""
+    """Return a table with one line per contender: estimates, and measurements if there are any."""
     unit = "tokens/s" if case.tokens else "samples/s"
     measured = was_measured(rows)
     table = make_table(f"{case.name}; {format_bytes(rows[0].limit_bytes)} on each of {case.devices}; {rule}. {link}")
@@ -91,14 +91,14 @@ def _times(gain: float | None) -> str:
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
-    """Layouts, and what lies on the host; lines that may be long."""
+    """Return lines with the layouts and the bytes on the host; they may be long."""
     lines = [f"{row.contender}: {row.layout}" for row in rows if row.contender.startswith(OURS) and row.layout]
     lines += [f"{row.contender}: {format_bytes(row.host_bytes)} on the host" for row in rows if row.host_bytes]
     return lines
 
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
-    """Every aim over all rows."""
+    """Return a verdict on every aim over all rows."""
     eager, compiled = ([row for row in rows if row.contender.endswith(COMPILED) is compiles] for compiles in (False, True))
     found = [_by_estimate(eager), *([_by_estimate(compiled, OURS + COMPILED)] if compiled else [])]
     if was_measured(rows):
@@ -130,12 +130,12 @@ def _by_measurement(rows: Sequence[Row]) -> Verdict:
 
 
 def _step_over(own: Row, other: Row) -> float:
-    """Time a sample takes under one plan over that under another, from steps of the same round where there are any."""
+    """Return the time per sample under one plan divided by that under another, from steps of the same rounds if there are any."""
     return other.global_batch_size / own.global_batch_size * statistics.median(ratios(own.steps_s, other.steps_s))
 
 
 def _behind(rows: Sequence[Row], over: Callable[[Row, Row], float], ours: str = OURS) -> tuple[float, str]:
-    """How many times as long OSDP takes as the best other, at its worst, and where; 0 where there is no rival."""
+    """Return the worst ratio of OSDP's time to the best other's, and where it occurs; 0 without another contender."""
     worst, where = 0.0, ""
     for case, rule, members in groups(rows):
         own = next((row for row in members if row.contender == ours and row.run), None)
@@ -147,12 +147,12 @@ def _behind(rows: Sequence[Row], over: Callable[[Row, Row], float], ours: str = 
 
 
 def markdown(sections: Sequence[tuple[Case, Sequence[Row]]], head: dict[str, Any], link: str) -> str:
-    """All tables with what made them.
+    """Return all tables as Markdown, with the command and versions that made them.
 
     Args:
         sections: rows by case.
         head: `title`, `command`, `date`, `commit`, `versions`, `hardware`, `remarks`.
-        link: what the link is, as in the tables' titles.
+        link: kind of link, as in the tables' titles.
     """
     versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
     made = f"`{head['command']}` on {head['hardware']}, {head['date']}; commit {head['commit']}; {versions}."

@@ -1,4 +1,4 @@
-"""Small twins on gloo ranks of this machine's CPU: real collectives, every plan kept alive, one step of each a round."""
+"""Small versions (twins) of the cases on gloo ranks of this machine's CPU: real collectives, one step of every plan per round."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TwinEffort:
-    """How much is measured."""
+    """Amount of measurement."""
 
     rounds: int = 9
-    """In each, one step of every plan."""
+    """Number of rounds; each has one step of every plan."""
     profile_s: float | None = 6.0
-    """None measures nothing before plans are made: estimates are then those of the preset `cpu`, for another machine."""
+    """Seconds to measure before planning; None measures nothing and takes the preset `cpu`, which describes another machine."""
     rounds_a_profile: int = 3
-    """The machine is measured again after so many rounds, for it drifts."""
+    """Rounds between measurements of the machine, whose speed drifts."""
     samples: tuple[int, ...] = (1, 2, 4, 8)
-    """Of a device, tried for the own best batch and timed; a step of more takes long."""
+    """Samples per device to try for the own best batch; steps with more samples take long."""
 
 
 QUICK = TwinEffort(rounds=3, profile_s=2.0, samples=(1, 2, 4))
 
 
 def measure_twin(case: Case, effort: TwinEffort) -> list[dict]:
-    """All rows of a twin, as plain values. Collective over gloo ranks, as many as the case has devices."""
+    """Return all rows of a twin as plain values. Collective over as many gloo ranks as the case has devices."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -69,7 +69,7 @@ def measure_twin(case: Case, effort: TwinEffort) -> list[dict]:
     for number in range(effort.rounds):
         if number and number % effort.rounds_a_profile == 0:
             description, hardware = measured_machine(case, effort)
-        for name in names[number % len(names) :] + names[: number % len(names)]:  # each takes its turn at being first
+        for name in names[number % len(names) :] + names[: number % len(names)]:  # a different plan is first in each round
             steps[name].append(contestants[name].step_s())
             job = job_of(case, plans[name].global_batch_size)
             estimates[name].append(estimate_plan(plans[name], description, job, hardware).time.step_s)
@@ -81,7 +81,7 @@ def measure_twin(case: Case, effort: TwinEffort) -> list[dict]:
 
 
 def measured_machine(case: Case, effort: TwinEffort) -> tuple[ModelDescription, Hardware]:
-    """The model with its blocks' times on these ranks, and the ranks. Collective."""
+    """Return the model with block times measured on these ranks, and their hardware. Collective."""
     config, options = case.config(), {"sequence_length": case.sequence_length, "block_classes": case.block_classes}
     if effort.profile_s is None:
         return describe(config, **options), preset("cpu", devices_per_node=dist.get_world_size())
@@ -92,7 +92,7 @@ def measured_machine(case: Case, effort: TwinEffort) -> tuple[ModelDescription, 
 
 
 def _contestants(lineup: Lineup, description: ModelDescription) -> dict[str, Contestant]:
-    """A model of its own for each plan. Collective."""
+    """Return one model per plan. Collective."""
     case, meshes = lineup.case, Meshes("cpu")
     model = build_on_meta(case.config())
     trial = Trial(
@@ -104,12 +104,12 @@ def _contestants(lineup: Lineup, description: ModelDescription) -> dict[str, Con
 
 
 class Contestant:
-    """A model that takes a plan's steps."""
+    """A model that takes the steps of a plan."""
 
     def __init__(
         self, plan: Plan, trial: Trial, meshes: Meshes, *, make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
     ) -> None:
-        """`make` makes another optimizer than the job says, one whose step is its own."""
+        """Build the model; `make` creates an optimizer other than the job's."""
         self._plan, self._job = plan, trial.job
         self._model = sharded_copy(plan, trial, meshes)
         if make is None:
@@ -121,18 +121,18 @@ class Contestant:
         self._batch = batch_on(trial.inputs, plan.micro_batch_size, CPU)
 
     def peak_bytes(self) -> int:
-        """Most bytes of live tensors in the second step, on the fullest rank. Collective."""
+        """Return the peak bytes of live tensors in the second step, on the rank with the most. Collective."""
         inputs = [value for value in self._batch.values() if isinstance(value, torch.Tensor)]
         meter = StepMeter(CPU, lambda: [*training_tensors(self._model, self._optimizer), *inputs], clocked_steps=0)
         for _ in range(meter.untimed):
-            gc.collect()  # what earlier steps left in cycles is not this one's
+            gc.collect()  # free the reference cycles of earlier steps first
             meter.step_begins()
             self._step()
             meter.step_ends()
         return meter.summary().peak_bytes
 
     def step_s(self) -> float:
-        """Seconds of one step on the slowest rank. Collective."""
+        """Return the seconds of one step on the slowest rank. Collective."""
         dist.barrier()
         began = time.perf_counter()
         self._step()

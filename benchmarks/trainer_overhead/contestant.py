@@ -1,4 +1,4 @@
-"""One rank of one contestant: trains, and writes the seconds of its steps, or until the first."""
+"""One rank of one contestant: train, and write the seconds of each step, or until the first step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RANKS = 2
 
 
 class Turns(TrainerCallback):
-    """Takes a step when it is this contestant's turn, and lets the next one go."""
+    """Take a step when it is this contestant's turn, then signal the next one."""
 
     def __init__(self, store: TCPStore | None, index: int, contestants: int):
         self.seconds: list[float] = []
@@ -37,7 +37,7 @@ class Turns(TrainerCallback):
         self._began: float | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The step before ends here, with all that the Trainer does around it."""
+        """End the previous step, which includes the Trainer's work around it, and wait for the next turn."""
         if self._store is None:
             self.seconds.append(time.time() - psutil.Process().create_time())
             return
@@ -46,7 +46,7 @@ class Turns(TrainerCallback):
         self._began = time.perf_counter()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The last step ends."""
+        """End the last step."""
         self._leave()
 
     def _leave(self) -> None:
@@ -59,10 +59,10 @@ class Turns(TrainerCallback):
 
 
 class TorchsCollectives(TrainerCallback):
-    """Gives units the collectives that FSDP2 has by itself, once the plan is laid out and checked."""
+    """Restore FSDP2's own collectives after the plan has been applied and checked."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """The model is sharded by now."""
+        """Restore the collectives; the model is sharded at this point."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(DefaultAllGather())
@@ -70,7 +70,7 @@ class TorchsCollectives(TrainerCallback):
 
 
 class StockOnCpu(Accelerator):
-    """Accelerate's own, told that several CPU processes are FSDP's to shard as well: left alone it takes them for plain copies."""
+    """Accelerate's `Accelerator`, made to use FSDP on several CPU processes; by default it replicates the model there."""
 
     def __init__(self, *args: Any, fsdp_plugin: Any = None, **kwargs: Any):
         super().__init__(*args, fsdp_plugin=fsdp_plugin, **kwargs)
@@ -80,7 +80,7 @@ class StockOnCpu(Accelerator):
 
 
 def main() -> None:
-    """Train as the arguments say."""
+    """Train with the arguments of the command line."""
     parser = argparse.ArgumentParser()
     for name in ("--name", "--output", "--folder"):
         parser.add_argument(name, required=True)
@@ -92,11 +92,11 @@ def main() -> None:
     trainer = make_trainer(options.name, options.folder, options.steps, turns)
     trainer.train()
     Path(options.output).write_text("\n".join(map(str, turns.seconds)))
-    torch.distributed.destroy_process_group()  # a thread of it may else end the process by a signal
+    torch.distributed.destroy_process_group()  # otherwise one of its threads may end the process by a signal
 
 
 def make_trainer(name: str, folder: str, steps: int, turns: Turns) -> transformers.Trainer:
-    """The contestant's Trainer."""
+    """Return the contestant's Trainer."""
     torch.manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (SAMPLES * RANKS * steps, TOKENS)).tolist()
     common = {

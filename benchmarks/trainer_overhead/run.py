@@ -1,17 +1,17 @@
-"""What `Trainer(osdp=...)` costs beside the stock Trainer: time of a step, and time until the first.
+"""Compare `Trainer(osdp=...)` with the stock Trainer: time of a step, and time until the first step.
 
     python -m benchmarks.trainer_overhead.run [--steps N] [--starts N] [--markdown FILE]
 
-The same GPT-2 on two CPU processes with gloo, sharded over both and freed after forward, by
+The same GPT-2 is trained on two CPU processes with gloo, sharded over both and freed after forward, by
 
 - `stock`: transformers' Trainer with Accelerate's FSDP2;
-- `osdp, torch's collectives`: this package's with `strategy="fsdp"`, its reduce-scatter for gloo replaced by the one that FSDP2
-  calls by itself, so that what is compared is the package and not how bytes are sent;
-- `osdp`: as it is.
+- `osdp, torch's collectives`: this package's Trainer with `strategy="fsdp"` and FSDP2's own reduce-scatter for gloo, so that the comparison
+  is of the package, not of how bytes are sent;
+- `osdp`: this package's Trainer, unchanged.
 
-Steps are taken in turns: every process is alive all the time, and each contestant runs one step while the others wait, so that the
-machine's moods hit all alike. A step is all that the Trainer does from one step's beginning to the next one's, its data and
-callbacks among it. Starts are separate runs, one after the other: from the start of Python to the beginning of the first step.
+Steps are taken in turns: all processes stay alive, and each contestant runs one step while the others wait, so that changes in the
+machine's speed affect all alike. A step is everything that the Trainer does from the beginning of one step to that of the next, including
+data and callbacks. Starts are separate runs, one after the other: from the start of Python to the beginning of the first step.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ ROOT = Path(__file__).resolve().parents[2]
 CONTESTANTS = ("stock", "osdp, torch's collectives", "osdp")
 RANKS = 2
 WARM_UP = 5
-"""Steps of each contestant that do not count."""
+"""Warm-up steps of each contestant, which do not count."""
 STEP_AIM, START_AIM_S = 1.02, 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One contestant. Seconds."""
+    """One contestant; times are in seconds."""
 
     name: str
     steps: Sequence[float]
-    """Of the slower rank, in the order in which they were taken."""
+    """Seconds of the steps on the slower rank, in order."""
     starts: Sequence[float]
 
     def against(self, other: Row) -> float:
-        """Median ratio of neighbouring steps."""
+        """Return the median ratio of neighbouring steps."""
         return statistics.median(own / its for own, its in zip(self.steps, other.steps, strict=True))
 
     def later_than(self, other: Row) -> float:
-        """Seconds, by medians."""
+        """Return the difference of the median start times, in seconds."""
         return statistics.median(self.starts) - statistics.median(other.starts)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure and print."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60, help="of each contestant, taken in turns")
-    parser.add_argument("--starts", type=int, default=3, help="of each contestant, one after the other")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table there")
+    parser.add_argument("--steps", type=int, default=60, help="steps of each contestant, taken in turns")
+    parser.add_argument("--starts", type=int, default=3, help="starts of each contestant, one after the other")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table to this file")
     options = parser.parse_args(arguments)
     steps = together(options.steps)
     starts: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def together(steps: int) -> dict[str, list[float]]:
-    """Seconds of each step of the contestants, taken in turns."""
+    """Return the seconds of each contestant's steps, taken in turns."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10))
     store.set("go/0", "")
     total = WARM_UP + steps
@@ -86,12 +86,12 @@ def together(steps: int) -> dict[str, list[float]]:
 
 
 def alone(name: str) -> float:
-    """Seconds from the start of Python to the first step, on the slower rank."""
+    """Return the seconds from the start of Python to the first step, on the slower rank."""
     return max(times[0] for times in _launch((name,), 1, None)[name])
 
 
 def _launch(names: Sequence[str], steps: int, turns_port: int | None) -> dict[str, list[list[float]]]:
-    """Run contestants side by side; what each rank of each measured."""
+    """Run contestants at the same time; return what each of their ranks measured."""
     with tempfile.TemporaryDirectory(prefix="trainer_overhead_") as folder:
         stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in names]
         processes = [
@@ -112,7 +112,7 @@ def _launch(names: Sequence[str], steps: int, turns_port: int | None) -> dict[st
 
 
 def _wait(processes: Sequence[subprocess.Popen]) -> list[int | None]:
-    """Exit codes; where one fails the others are ended, for they would wait for it."""
+    """Return the exit codes; if one contestant fails, end the others, which would wait for it."""
     while any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):
             for process in processes:
@@ -156,7 +156,7 @@ COLUMNS = ("", "step, median", f"of stock (aim {STEP_AIM})", "first step after",
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """For the terminal."""
+    """Return the table for the terminal."""
     made = Table(*COLUMNS)
     for cells in _cells(rows):
         made.add_row(*cells)
@@ -164,7 +164,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """For a document."""
+    """Return the tables as Markdown."""
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (COLUMNS, ("---",) * len(COLUMNS), *_cells(rows))) + "\n"
 
 

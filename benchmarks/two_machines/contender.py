@@ -1,4 +1,4 @@
-"""An entrant's model, which takes real steps and is measured."""
+"""The model of an entrant, which takes real steps and is measured."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ from hf_osdp.sharding.local_steps import OuterOptimizer
 from hf_osdp.sharding.steps import make_optimizer, train_step
 
 SETTLED_S = 0.2
-"""So long after a barrier nothing is on its way any more."""
+"""Seconds after a barrier until no data is in transit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMeasured:
-    """One optimizer step."""
+    """Measurements of one optimizer step."""
 
     step_s: float
-    """On the slowest rank."""
+    """Seconds on the slowest rank."""
     sent_bytes: tuple[int, ...]
-    """What left each node by its interface, headers included."""
+    """Bytes that left each node through its interface, including headers."""
     collectives: Mapping[str, float] | None = None
-    """Seconds in each kind, each call on the rank that came to it last; None where they were not timed."""
+    """Seconds per kind of collective, on the rank that entered each call last; None if they were not timed."""
 
 
 class Contender:
-    """A model laid out as an entrant's plan says."""
+    """A model sharded by an entrant's plan."""
 
     def __init__(self, model: nn.Module, entrant: Entrant, description: ModelDescription, job: TrainingJob, meshes: Meshes) -> None:
-        """Collective.
+        """Shard the model. Collective.
 
         Args:
-            model: unsharded, with the same weights on every rank; it is changed.
-            entrant: its plan, and what it sends.
-            description: of the model.
-            job: optimizer.
-            meshes: of the process group.
+            model: unsharded, with the same weights on every rank; it is modified.
+            entrant: the plan, and what it sends.
+            description: description of the model.
+            job: has the optimizer.
+            meshes: meshes of the process group.
         """
         self._plan, self._job = entrant.plan, job
         self._batch = training_batch(model, self._plan.sequence_length)(self._plan.micro_batch_size)
@@ -62,12 +62,12 @@ class Contender:
             apply_plan(model, self._plan, description.units, meshes=meshes, mp_policy=policy, broadcast=False)
         self._model = model
         if entrant.sends in (Sends.STOCK, Sends.STOCK_BF16):
-            put_stock_collectives_back(self._model)
+            restore_stock_collectives(self._model)
         self._optimizer = make_optimizer(self._model, job.optimizer, self._plan, description.units)
         self._outer = None if self._plan.local_steps is None else OuterOptimizer(model, self._plan.local_steps)
 
     def measure(self, ranks_per_node: int, *, clocked: bool = False) -> StepMeasured:
-        """Take one step, and time its collectives where `clocked`; of local steps with a part of a synchronisation. Collective."""
+        """Take one step and time its collectives if `clocked`; local steps include their share of a synchronisation. Collective."""
         clock = CollectiveClock(torch.device("cpu")) if clocked else None
         with clock or nullcontext():
             step = self._measured(self._step, ranks_per_node)
@@ -75,16 +75,16 @@ class Contender:
             synchronised, part = self._measured(self._outer.step, ranks_per_node), 1 / self._outer.steps.steps
             sent = (round(a + part * b) for a, b in zip(step.sent_bytes, synchronised.sent_bytes, strict=True))
             step = StepMeasured(step_s=step.step_s + part * synchronised.step_s, sent_bytes=tuple(sent))
-        return replace(step, collectives=None if clock is None else seconds_of(clock))
+        return replace(step, collectives=None if clock is None else collective_seconds(clock))
 
     def _measured(self, act: Callable[[], None], ranks_per_node: int) -> StepMeasured:
-        before = counted()
+        before = count_sent_bytes()
         dist.barrier()
         began = time.perf_counter()
         act()
         seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
         sent = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-        sent[dist.get_rank()] = counted() - before
+        sent[dist.get_rank()] = count_sent_bytes() - before
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         dist.all_reduce(sent)
         return StepMeasured(step_s=seconds.item(), sent_bytes=tuple(sent.tolist()[::ranks_per_node]))
@@ -93,24 +93,24 @@ class Contender:
         train_step(self._model, self._optimizer, self._batch, self._plan, self._job)
 
 
-def seconds_of(clock: CollectiveClock) -> dict[str, float]:
-    """What the clock saw, by collective. Collective."""
+def collective_seconds(clock: CollectiveClock) -> dict[str, float]:
+    """Return the seconds that the clock measured, by collective. Collective."""
     taken: Counter[str] = Counter()
     for call in of_last_rank(clock.calls()):
         taken[call.collective.value] += call.seconds
     return dict(taken)
 
 
-def put_stock_collectives_back(model: nn.Module) -> None:
-    """Undo what `apply_plan` changed of torch's own full shard."""
+def restore_stock_collectives(model: nn.Module) -> None:
+    """Restore FSDP2's own collectives, which `apply_plan` replaced."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(DefaultAllGather())
             module.set_custom_reduce_scatter(DefaultReduceScatter())
 
 
-def counted() -> int:
-    """This node's count, when all ranks are here and all is quiet. Collective."""
+def count_sent_bytes() -> int:
+    """Return this node's byte count when all ranks are here and no data is in transit. Collective."""
     dist.barrier()
     time.sleep(SETTLED_S)
     return sent_bytes(INTERFACE)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 
 def sent_bytes(interface: str, table: str | None = None) -> int:
-    """Bytes that left through an interface of this network namespace since it was made, headers included.
+    """Return the bytes, including headers, that left through an interface of this network namespace since its creation.
 
     Args:
         interface: its name.
-        table: the text of /proc/net/dev; None reads this process's.
+        table: the text of /proc/net/dev; None reads the file of this process.
 
     Raises:
         ValueError: there is no such interface.

@@ -1,18 +1,18 @@
-"""Several machines on one Linux box: `torchrun` in every one of N network namespaces, joined by rate-limited links.
+"""Emulate several machines on one Linux machine: `torchrun` in each of N network namespaces, connected by rate-limited links.
 
     python benchmarks/two_machines/emulate.py [--nodes 2] [--ranks 2] [--rate 100mbit] -- script.py arguments
     python benchmarks/two_machines/emulate.py --nodes 3 --rate 50mbit/100mbit/200mbit -- script.py arguments
 
-What follows `--` goes to torchrun on every node. A node is a network and a UTS namespace: host `node0`, address 10.77.0.1 on
-`veth0`, a loopback of its own. Ranks of a node talk over its loopback, at the speed of memory; what leaves the node goes
-through `veth0`, whose byte counters (/proc/net/dev) therefore count the link between machines. Two nodes of one rate are joined
-by one pair, others by a bridge: what one sends to another passes its own rate, then the other's.
+The arguments after `--` are those of torchrun on every node. A node is a network namespace and a UTS namespace: host `node0`, address
+10.77.0.1 on `veth0`, its own loopback. Ranks of a node communicate over the loopback, at the speed of memory. Data for other nodes goes
+through `veth0`, so its byte counters (/proc/net/dev) count the link between machines. Two nodes with the same rate are connected by one
+veth pair; otherwise by a bridge, and data between two nodes passes the sender's rate limit and then the receiver's.
 
-Nothing is left behind, however it ends. All of it runs in private pid, mount, network and UTS namespaces, which the kernel
-takes down with their first process; and each process dies with the one that started it: the caller's death (SIGKILL too) ends
-this program, whose death ends `unshare`, whose death ends the namespaces. No root is needed where users may make namespaces.
+Nothing remains after the run, however it ends. Everything runs in private pid, mount, network and UTS namespaces, which the kernel removes
+with their first process. Each process dies with its parent: when the caller dies (also by SIGKILL), this program ends, then `unshare`, then
+the namespaces. Root is not needed if users may create namespaces.
 
-Exit code: 0, or that of the first node that failed; 77 where this machine does not permit it (stderr says what is missing);
+Exit code: 0, or that of the first node that failed; 77 if this machine does not permit the emulation (stderr says what is missing);
 124 after `--timeout`; 128 + n after signal n.
 """
 
@@ -37,10 +37,10 @@ TOOLS = {
     **dict.fromkeys(("unshare", "nsenter", "setpriv", "taskset"), "util-linux"),
     "mount": "mount", "hostname": "hostname", "ip": "iproute2", "tc": "iproute2",
 }  # fmt: skip
-"""What is run, and the package that has it."""
+"""Required tools, and the packages that contain them."""
 MTU = 1500
 GSO_BYTES = 16384
-"""Largest packet that TCP hands to the link whole. Where it passes the burst, tbf cuts it into frames of the MTU, each with headers."""
+"""Largest packet that TCP passes to the link whole. Above the burst, tbf splits it into frames of the MTU, each with headers."""
 SHAPING = ("burst", "32kb", "limit", "4mb")
 PRIVATE = ("--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
 AS_ROOT_OF_ITS_OWN = ("unshare", "--user", "--map-root-user")
@@ -48,7 +48,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 class NotPermitted(Exception):
-    """This machine cannot emulate others; the message says what is missing."""
+    """Raised if this machine cannot emulate others; the message says what is missing."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,14 +65,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Options, and what torchrun is given as `command`."""
+    """Return the options; `command` has the arguments of torchrun."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=count, default=2, help="machines (default 2, at most 200)")
-    parser.add_argument("--ranks", type=count, default=2, help="processes on each (default 2)")
-    parser.add_argument("--rate", type=link_rate, default=UNLIMITED, help="of links: 100mbit, 1gbit, of each a/b/c (default unlimited)")
-    parser.add_argument("--timeout", type=float, help="seconds after which it is ended")
+    parser.add_argument("--ranks", type=count, default=2, help="processes per machine (default 2)")
+    parser.add_argument("--rate", type=link_rate, default=UNLIMITED, help="link rate: 100mbit, 1gbit, a/b/c for each (default unlimited)")
+    parser.add_argument("--timeout", type=float, help="seconds after which the run is ended")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("command", nargs="+", help="after --: what torchrun runs, with its arguments")
+    parser.add_argument("command", nargs="+", help="after --: program for torchrun, with its arguments")
     options = parser.parse_args(arguments)
     try:
         options.rates = rates_of(options.rate, options.nodes)
@@ -82,7 +82,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def rates_of(text: str, nodes: int) -> tuple[str, ...]:
-    """Each machine's rate, of one for all or `a/b/c`; ValueError where these are not as many."""
+    """Return each machine's rate, from one for all or `a/b/c`; raise ValueError if their number differs from `nodes`."""
     rates = tuple(text.split("/"))
     if len(rates) not in (1, nodes):
         raise ValueError(f"{text} has {len(rates)} rates for {nodes} machines; give one, or one for each (--nodes)")
@@ -103,7 +103,7 @@ def link_rate(text: str) -> str:
 
 
 def ways_in(rate: str) -> tuple[str, ...]:
-    """What must stand before `unshare` here: nothing for root, a user namespace for others.
+    """Return the command prefix for `unshare`: none for root, a user namespace for others.
 
     Raises:
         NotPermitted: tools, permissions or kernel modules are missing.
@@ -111,7 +111,7 @@ def ways_in(rate: str) -> tuple[str, ...]:
     if absent := [f"{tool} ({package})" for tool, package in TOOLS.items() if shutil.which(tool) is None]:
         raise NotPermitted(f"{', '.join(absent)} not found; install it.")
     if not Path("/dev/shm").is_dir():
-        raise NotPermitted("/dev/shm does not exist; it is where the machines' files would lie.")
+        raise NotPermitted("/dev/shm does not exist; the machines' files are stored there.")
     ways = [(), AS_ROOT_OF_ITS_OWN] if os.geteuid() == 0 else [AS_ROOT_OF_ITS_OWN]
     tries = [subprocess.run([*way, "unshare", *PRIVATE, "true"], capture_output=True, text=True) for way in ways]
     permitted = [way for way, tried in zip(ways, tries, strict=True) if tried.returncode == 0]
@@ -135,15 +135,15 @@ def last_line(text: str) -> str:
 
 
 def run_outside(private: list[str], arguments: list[str], timeout_s: float | None) -> int:
-    """Start this program again in the namespaces; return only when all that ran there is gone."""
+    """Start this program again in the namespaces; return only when all their processes have ended."""
     prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # where the caller dies, so does this
-    prctl(PR_SET_CHILD_SUBREAPER, 1)  # the namespaces' first process becomes a child when unshare is killed, and can be waited for
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # this process dies with its parent
+    prctl(PR_SET_CHILD_SUBREAPER, 1)  # if unshare is killed, the namespaces' first process becomes a child to wait for
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     child = subprocess.Popen(
         [*private, sys.executable, __file__, "--inside", *arguments],
-        stdin=subprocess.DEVNULL, start_new_session=True,  # an interrupt from the terminal reaches this process alone
+        stdin=subprocess.DEVNULL, start_new_session=True,  # an interrupt from the terminal reaches only this process
     )  # fmt: skip
     try:
         return child.wait(timeout_s)
@@ -157,7 +157,7 @@ def run_outside(private: list[str], arguments: list[str], timeout_s: float | Non
 
 
 def wait_for_orphans() -> None:
-    """A pid namespace's first process is gone only when all in it are."""
+    """Wait for the first process of the pid namespace, which ends after all others in it."""
     try:
         while True:
             os.wait()
@@ -166,15 +166,15 @@ def wait_for_orphans() -> None:
 
 
 def run_nodes(options: argparse.Namespace) -> int:
-    """In the private namespaces: make the nodes, run torchrun on each. Ending ends them all, for this is the first process."""
-    give_names(options.nodes)
+    """Create the nodes in the private namespaces and run torchrun on each. This is the first process, so its end ends all."""
+    write_host_names(options.nodes)
     nodes = [Node(index) for index in range(options.nodes)]
     join(nodes, options.rates)
     for node, rate in zip(nodes, options.rates, strict=True):
         node.bring_up(rate)
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // len(nodes)
-    shares = [cores[node.index * each :][:each] or cores for node in nodes]  # as many for each machine; all, where there are too few
+    shares = [cores[node.index * each :][:each] or cores for node in nodes]  # equal numbers; all cores if there are too few
     running = [node.torchrun(len(nodes), options.ranks, share, options.command) for node, share in zip(nodes, shares, strict=True)]
     while True:
         codes = [process.poll() for process in running]
@@ -185,13 +185,13 @@ def run_nodes(options: argparse.Namespace) -> int:
         time.sleep(0.05)
 
 
-def give_names(nodes: int) -> None:
-    """Names of the nodes, and no DNS: look-ups of others fail at once. Files lie in a /dev/shm of its own, and go with it."""
+def write_host_names(nodes: int) -> None:
+    """Write host names of the nodes and disable DNS, so that other look-ups fail at once. The files are in a private /dev/shm."""
     shell("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
     os.environ["TMPDIR"] = "/dev/shm"
     lines = ["127.0.0.1 localhost"]
     for index in range(nodes):
-        lines += [f"{address(index)} node{index}", f"::ffff:{address(index)} node{index}"]  # torch's store asks for IPv6, too
+        lines += [f"{address(index)} node{index}", f"::ffff:{address(index)} node{index}"]  # torch's store also looks up IPv6
     hosts = Path("/dev/shm/hosts")
     hosts.write_text("\n".join(lines) + "\n", encoding="ascii")
     shell("mount", "--bind", str(hosts), "/etc/hosts")
@@ -200,7 +200,7 @@ def give_names(nodes: int) -> None:
 
 
 def join(nodes: list[Node], rates: Sequence[str]) -> None:
-    """One pair between two nodes of one rate; a bridge, in this namespace, between others."""
+    """Connect two nodes with the same rate by a veth pair, and others by a bridge in this namespace."""
     far_ends = [("name", INTERFACE, "mtu", str(MTU), "netns", str(node.pid)) for node in nodes]
     if len(nodes) == 2 and len({*rates}) == 1:
         shell("ip", "link", "add", *far_ends[0], "type", "veth", "peer", *far_ends[1])
@@ -211,22 +211,22 @@ def join(nodes: list[Node], rates: Sequence[str]) -> None:
         port = f"port{index}"
         shell("ip", "link", "add", "name", port, "mtu", str(MTU), "type", "veth", "peer", *far_end)
         shell("ip", "link", "set", port, "gso_max_size", str(GSO_BYTES), "master", "bridge0", "up")
-        if rate != UNLIMITED:  # what comes to a node from several others
+        if rate != UNLIMITED:  # limits what a node receives from several others
             shell("tc", "qdisc", "add", "dev", port, "root", "tbf", "rate", rate, *SHAPING)
 
 
 class Node:
-    """One machine: a process that holds its namespaces open."""
+    """An emulated machine; a process holds its namespaces open."""
 
     def __init__(self, index: int) -> None:
         self.index = index
         self._holder = subprocess.Popen(["unshare", "--net", "--uts", "sh", "-c", "echo; exec sleep infinity"], stdout=subprocess.PIPE)
         assert self._holder.stdout is not None
-        self._holder.stdout.readline()  # its namespaces are there
+        self._holder.stdout.readline()  # its namespaces exist now
         self.pid = self._holder.pid
 
     def bring_up(self, rate: str) -> None:
-        """Host name, addresses, TCP as between real machines, rate."""
+        """Set host name, addresses, TCP settings as between real machines, and rate."""
         self._run("hostname", f"node{self.index}")
         self._run("ip", "link", "set", "lo", "up")
         settings = {f"ipv6/conf/{INTERFACE}/disable_ipv6": 1, "ipv4/tcp_slow_start_after_idle": 0, "ipv4/tcp_no_metrics_save": 1}
@@ -239,7 +239,7 @@ class Node:
             self._run("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", rate, *SHAPING)
 
     def torchrun(self, nodes: int, ranks: int, cores: list[int], command: list[str]) -> subprocess.Popen:
-        """Start torchrun here, on these cores."""
+        """Start torchrun on this node, on these cores."""
         keep = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}  # large buffers stay mapped between steps
         return subprocess.Popen(
             [
@@ -259,7 +259,7 @@ class Node:
 
 
 def congestion_control() -> tuple[str, ...]:
-    """For a route. bbr, where it is the default, takes 63-90 % of the rate with so small a queue, cubic 92-98 %."""
+    """Return the options of a route. With so small a queue, bbr reaches 63-90 % of the rate, and cubic 92-98 %."""
     if "cubic" in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text(encoding="ascii"):
         return ("congctl", "cubic")
     print("emulate: this kernel has no cubic; its own congestion control may not fill the link.", file=sys.stderr)
@@ -271,7 +271,7 @@ def address(index: int) -> str:
 
 
 def shell(*command: str) -> None:
-    """Run a command that must work: `ways_in` tried what may be refused."""
+    """Run a command that must succeed, because `ways_in` has tested the permissions."""
     subprocess.run(command, check=True)
 
 

@@ -1,4 +1,4 @@
-"""What one emulation measures: the values that `run.py` hands its ranks."""
+"""Parameters of one emulation, which `run.py` passes to its ranks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from hf_osdp.planning.config import EXACT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """A GPT-2 in float32, the memory limits that it is planned for, and how much is measured."""
+    """A GPT-2 in float32, its memory limits, and the amount of measurement."""
 
     rate: str
     limits: tuple[int, ...]
-    """Bytes a rank, each of them a cell of the results."""
+    """Limits in bytes per rank; each is a cell of the results."""
     rounds: int
-    """In each, one step of every strategy."""
+    """Number of rounds; each has one step of every strategy."""
     links_s: float
-    """Seconds for the links, once; plans are made from it. A slow link takes long, for only messages of some megabytes tell
-    how fast it passes fifty."""
+    """Seconds to measure the links, once, before planning. A slow link takes long, because only messages of some megabytes show
+    how fast it sends fifty."""
     profile_s: float
-    """Seconds for all else, before plans are made and again in the rounds: cores drift, links do not."""
+    """Seconds to measure everything else, before planning and again in the rounds, because the speed of cores drifts."""
     layers: int = 8
     width: int = 256
     heads: int = 4
@@ -30,12 +30,12 @@ class Experiment:
     sequence_length: int = 128
     micro_batch_size: int = 4
     communication: str = EXACT
-    """The coarsest form in which the planner may send, as `OSDPConfig` has it."""
+    """Coarsest format that the planner may send, as in `OSDPConfig.communication`."""
     local_steps: int | None = None
-    """A plan with so many local steps between the machines takes part, too."""
+    """Number of local steps of an additional plan; None for no such plan."""
 
     def config(self) -> Any:
-        """The model's configuration."""
+        """Return the model's configuration."""
         from transformers import GPT2Config
 
         return GPT2Config(

@@ -1,4 +1,4 @@
-"""Who takes steps: the best plan of each strategy under each limit, each distinct plan once."""
+"""The entrants: the best plan of each strategy under each limit, each distinct plan once."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ class Sends(str, Enum):
     """What an entrant sends."""
 
     PLANNED = "planned"
-    """What `apply_plan` makes it send."""
+    """The collectives that `apply_plan` installs."""
     STOCK = "stock"
-    """The same with FSDP2's own reduce-scatter."""
+    """The same, with FSDP2's own reduce-scatter."""
     STOCK_BF16 = "stock, bf16"
-    """The same with gradients in bf16, as Accelerate has FSDP2 reduce them."""
+    """The same, with gradients reduced in bf16, as under Accelerate."""
     NOTHING = "nothing"
-    """Nothing: each rank trains the plain model by itself, to see what the machine does meanwhile."""
+    """Nothing; each rank trains the plain model alone, to detect other load on the machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entrant:
-    """A plan that takes steps."""
+    """A plan that takes measured steps."""
 
     plan: Plan
     sends: Sends = Sends.PLANNED
 
     def estimate(self, description: ModelDescription, job: TrainingJob, hardware: Hardware) -> dict:
-        """Seconds of a step, their terms, and those of each collective; plain values.
+        """Return the estimated seconds of a step, their terms, and those of each collective, as plain values.
 
         Args:
             description: the model with measured times of blocks.
             job: batch and optimizer.
-            hardware: measured; gloo's own reduce-scatter takes an all-reduce's time, which is what it sends.
+            hardware: measured hardware; gloo's own reduce-scatter takes the time of an all-reduce, because it sends one.
         """
         if self.sends in (Sends.STOCK, Sends.STOCK_BF16):
             hardware = with_stock_reduce_scatter(hardware)
@@ -65,18 +65,18 @@ class Entrant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lineup:
-    """Entrants by name, and who runs for which strategy under each limit."""
+    """Entrants by name, and the entrant of each strategy under each limit."""
 
     entrants: Mapping[str, Entrant]
     cells: tuple[Mapping[str, dict], ...]
-    """One a limit: strategy → `{"entrant": name}`, or `{"needs": bytes}` where it does not fit."""
+    """One mapping per limit: strategy → `{"entrant": name}`, or `{"needs": bytes}` if it does not fit."""
 
 
 def line_up(results: Sequence[Sequence[StrategyResult]], limits: Sequence[int]) -> Lineup:
-    """Everybody who fits somewhere, torch's own full shard, and the plain model.
+    """Return all plans that fit under a limit, torch's own full shard, and the plain model.
 
     Args:
-        results: of each limit, `compare_strategies`.
+        results: the result of `compare_strategies` for each limit.
         limits: in bytes.
 
     Raises:
@@ -87,7 +87,7 @@ def line_up(results: Sequence[Sequence[StrategyResult]], limits: Sequence[int]) 
     for limit, rows in zip(limits, results, strict=True):
         cell: dict[str, dict] = {}
         shown = [row for row in rows if not row.variant or row.label in (EXACT_PLAN, APART)]
-        for row in sorted(shown, key=lambda row: row.strategy is Strategy.OSDP):  # last, so that an equal plan has its usual name
+        for row in sorted(shown, key=lambda row: row.strategy is Strategy.OSDP):  # OSDP last: an equal plan keeps its strategy's name
             if row.result is None:
                 cell[row.label] = {"needs": row.least_peak_bytes, "reason": row.reason}
             else:
@@ -109,7 +109,7 @@ def line_up(results: Sequence[Sequence[StrategyResult]], limits: Sequence[int]) 
 
 
 def _entered(entrants: dict[str, Entrant], label: str, plan: Plan, limit: int) -> str:
-    """The name of the entrant that runs as this plan does; a new one where there is none."""
+    """Return the name of the entrant that runs like this plan; enter a new one if there is none."""
     for name, other in entrants.items():
         if _runs(plan) == _runs(other.plan):
             return name
@@ -123,12 +123,12 @@ def _runs(plan: Plan) -> tuple[object, ...]:
 
 
 def replicated(plan: Plan) -> Plan:
-    """The plan with every unit whole on each rank."""
+    """Return the plan with every unit replicated."""
     return replace(plan, units=tuple(UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=True) for unit in plan.units))
 
 
 def with_stock_reduce_scatter(hardware: Hardware) -> Hardware:
-    """The hardware with gloo's own reduce-scatter: timed as the all-reduce of the same ranks."""
+    """Return the hardware with gloo's own reduce-scatter, timed as the all-reduce of the same ranks."""
     world = hardware.world_size
     whole = hardware.timing(Collective.ALL_REDUCE, world, crosses_nodes=hardware.nodes > 1)
     if whole is None:
@@ -138,7 +138,7 @@ def with_stock_reduce_scatter(hardware: Hardware) -> Hardware:
 
 
 def layout(plan: Plan) -> str:
-    """How units lie, with how many of each: `8 shard 4, keep; 2 shard 4`."""
+    """Return the number of units per layout: `8 shard 4, keep; 2 shard 4`."""
     kinds: dict[str, int] = {}
     for unit in plan.units:
         text = unit.describe(plan.world_size)

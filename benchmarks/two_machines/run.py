@@ -1,24 +1,24 @@
-"""Training across two emulated machines: bytes over the slow link, step times, and whether the planner chose well.
+"""Train across two emulated machines, and measure bytes over the slow link, step times, and whether the planner chose well.
 
     python benchmarks/two_machines/run.py [--quick] [--communication bf16|int8|int4] [--local-steps H] [--json FILE]
 
-At each rate of the link between two machines of two gloo ranks each (network namespaces, `emulate.py`), rank by rank as on real
-machines, every strategy trains a GPT-2 under FSDP2: torch's own full shard, ours with a ring for gloo's reduce-scatter,
-communication with groups (two stages), HSDP, DDP-like, ZeRO-2, and what the planner chooses, under each memory limit. One that
-does not fit a limit is marked so and beats nobody. Rounds are interleaved, one step of each, so that all meet the same machine;
-a step without communication stands beside them as a load check. With `--communication` the planner may send fewer bits; its exact
-plan and torch's full shard with gradients reduced in bf16 stand beside. With `--local-steps` so does a plan of local steps, another
-algorithm: a synchronisation follows each of its steps, is measured by itself, and counts with its H-th part, bytes and seconds.
+The two machines are network namespaces (`emulate.py`) with two gloo ranks each. At each rate of the link between them, every strategy
+trains a GPT-2 under FSDP2: torch's own full shard, ours with a ring for gloo's reduce-scatter, communication with groups (two stages),
+HSDP, DDP, ZeRO-2, and the planner's choice under each memory limit. A strategy that does not fit a limit is marked and not ranked. Rounds
+are interleaved, one step of each, so that all run under the same conditions; a step without communication is included as a load check.
+With `--communication`, the planner may send fewer bits; its exact plan, and torch's full shard with gradients reduced in bf16, are added.
+With `--local-steps`, a plan of local steps, which is another algorithm, is added: a synchronisation after each of its steps is measured
+separately and counts with one H-th of its bytes and seconds.
 
-Machines may have links of their own rates: `--nodes 3 --rates 50mbit/100mbit/200mbit` is one emulation of three. A link between two
-runs at the lower of both. hf_osdp measures the links between machines as one, and so the slowest of a ring.
+Machines may have links with different rates: `--nodes 3 --rates 50mbit/100mbit/200mbit` is one emulation of three. A link between two
+machines has the lower of their rates. hf_osdp measures the links between machines as one link, so it sees the slowest of a ring.
 
-Bytes are those that the kernel counts on the interface between the machines, theory those of `theory.py`. Estimates come from
-`hf-osdp profile`'s measurements in the emulated cluster: links once, before anything is planned, blocks again in the rounds.
+Bytes are those that the kernel counts on the interface between the machines; theoretical bytes are those of `theory.py`. Estimates come
+from the measurements of `hf-osdp profile` in the emulated cluster: links once, before planning, and blocks again in the rounds.
 
-The aims: the planner's choice is the fastest that fits, or within 5 %, in every cell; at 100 Mbit/s it trains twice as many tokens a
-second as torch's own full shard (bf16: 3 times, int8: 4, int4: 4.8); bytes are within 1.5 % of theory; estimates within 10 % on
-average. Exit code 1 where one is missed, 77 where namespaces are not permitted (nothing was measured then).
+The aims: in every cell, the planner's choice is the fastest that fits, or within 5 % of it; at 100 Mbit/s it trains twice as many tokens
+per second as torch's own full shard (bf16: 3 times, int8: 4, int4: 4.8); bytes are within 1.5 % of theory, and estimates within 10 % on
+average. The exit code is 1 if an aim is missed, and 77 if namespaces are not permitted (then nothing was measured).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # run as a program, Python looks only in its folder
+sys.path.insert(0, str(ROOT))  # Python adds only the script's own folder
 
 from rich.console import Console  # noqa: E402
 
@@ -44,14 +44,14 @@ from hf_osdp.quantities import parse_bytes  # noqa: E402
 
 RATES = ("100mbit", "250mbit", UNLIMITED)
 LIMITS = ("600MiB", "1GiB")
-"""The model below needs 677 MiB replicated, 567 MiB as HSDP and 512 MiB in full shards."""
+"""Memory limits; the model below needs 677 MiB replicated, 567 MiB under HSDP and 512 MiB fully sharded."""
 ROUNDS, QUICK_ROUNDS = 5, 3
 LINKS_S, PROFILE_S = 25.0, 3.0
 LONGEST_S = 3600.0
 
 
 class NotMeasured(Exception):
-    """An emulation ended without results; the message says why, `code` is its exit code."""
+    """Raised if an emulation ended without results; the message says why, and `code` is its exit code."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
@@ -91,14 +91,14 @@ def main() -> int:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"only {RATES[0]}, {QUICK_ROUNDS} rounds")
-    parser.add_argument("--rates", type=listed(link_rate), help=f"with commas, a/b/c for --nodes 3 (default {','.join(RATES)})")
-    parser.add_argument("--limits", type=listed(limit), default=tuple(map(limit, LIMITS)), help=f"a rank (default {','.join(LIMITS)})")
+    parser.add_argument("--rates", type=listed(link_rate), help=f"separated by commas; a/b/c for --nodes 3 (default {','.join(RATES)})")
+    parser.add_argument("--limits", type=listed(limit), default=tuple(map(limit, LIMITS)), help=f"per rank (default {','.join(LIMITS)})")
     parser.add_argument("--rounds", type=positive, help=f"steps of each strategy (default {ROUNDS})")
-    parser.add_argument("--communication", choices=COMMUNICATIONS, default=EXACT, help="coarsest form that may be sent (default exact)")
-    parser.add_argument("--local-steps", type=positive, metavar="H", help="also a plan whose machines synchronise every H steps")
-    parser.add_argument("--json", type=Path, help="also write all that was measured here")
+    parser.add_argument("--communication", choices=COMMUNICATIONS, default=EXACT, help="coarsest format that may be sent (default exact)")
+    parser.add_argument("--local-steps", type=positive, metavar="H", help="also measure a plan whose machines synchronise every H steps")
+    parser.add_argument("--json", type=Path, help="also write all measurements to this file")
     parser.add_argument("--nodes", type=positive, default=2)
-    parser.add_argument("--ranks", type=positive, default=2, help="on each node (default 2)")
+    parser.add_argument("--ranks", type=positive, default=2, help="ranks on each node (default 2)")
     defaults = {"layers": 8, "width": 256, "heads": 4, "vocabulary": 50257, "sequence-length": 128, "micro-batch-size": 4}
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=positive, default=value, help=f"of the model (default {value})")
@@ -118,7 +118,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def listed(kind):
-    """Values of a kind, with commas between."""
+    """Return a parser for values separated by commas."""
     return lambda text: tuple(kind(part) for part in text.split(","))
 
 
@@ -136,10 +136,10 @@ def positive(text: str) -> int:
 
 
 def emulated(experiment: Experiment, *, nodes: int, ranks: int) -> dict:
-    """What the ranks find in one emulation.
+    """Return the measurements of the ranks in one emulation.
 
     Raises:
-        NotMeasured: it is not permitted here, or failed.
+        NotMeasured: the emulation is not permitted here, or failed.
     """
     command = [sys.executable, str(ROOT / "benchmarks/two_machines/emulate.py"), f"--nodes={nodes}", f"--ranks={ranks}"]
     command += [f"--rate={experiment.rate}", f"--timeout={LONGEST_S}", "--", "-m", "benchmarks.two_machines.worker", experiment.to_json()]
@@ -155,4 +155,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit(130)  # the emulation has ended itself
+        sys.exit(130)  # the emulation ends by itself

@@ -1,4 +1,4 @@
-"""What the emulations found, as rows, verdicts and tables."""
+"""Rows, verdicts and tables of the emulations."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ NAMES = {
     APART: "planner, local steps",
     ALONE: "(no communication)",
 }
-"""Strategies as tables call them, in their order."""
+"""Names of the strategies in tables, in order."""
 BYTES_AIM, TIME_AIM = 0.015, 0.10
 NEAR_FASTEST = 1.05
-"""The planner's choice may take so many times the fastest strategy's step."""
+"""Largest allowed ratio of the step of the planner's choice to the fastest strategy's."""
 GAINS, GAIN_RATE = {"exact": 2.0, "bf16": 3.0, "int8": 4.0, "int4": 4.8}, "100mbit"
-"""Tokens a second of the planner's choice over torch's own full shard, at this rate, by what it may send."""
+"""Required gain of the planner's choice over torch's own full shard in tokens per second at this rate, by communication format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,18 +40,18 @@ class Row:
 
     strategy: str
     entrant: str
-    """Whose steps these are: another strategy's where the plans are equal."""
+    """Entrant that took the steps; another strategy's if the plans are equal."""
     layout: str
     sent_bytes: float
-    """Of the node that sends most, a step, with headers; mean of the rounds."""
+    """Bytes per step of the node that sends most, including headers; mean of the rounds."""
     theory_bytes: float
     step_s: float
-    """Median; also `estimated_s` and `gain`."""
+    """Median over the rounds, as are `estimated_s` and `gain`."""
     fastest_s: float
     slowest_s: float
     estimated_s: float
     gain: float
-    """Tokens a second over those of torch's own full shard in the same round."""
+    """Tokens per second divided by those of torch's own full shard in the same round."""
     gain_range: tuple[float, float]
 
     @property
@@ -70,18 +70,18 @@ class Cell:
     rate: str
     limit_bytes: int
     rows: tuple[Row, ...]
-    """Of those that fit, the plain model left out."""
+    """Rows of the strategies that fit, without the plain model."""
     alone: Row
     communication: str
     needs: Mapping[str, int | None]
-    """Of those that do not fit: bytes that they would need, None where they cannot run here at all."""
+    """Bytes needed by strategies that do not fit; None if they cannot run here at all."""
 
     def row(self, strategy: str) -> Row | None:
         return next((row for row in self.rows if row.strategy == strategy), None)
 
     @property
     def behind(self) -> float | None:
-        """The step of the planner's choice over the fastest of the same algorithm; None where nothing was planned."""
+        """Step of the planner's choice divided by the fastest of the same algorithm; None if nothing was planned."""
         choice = self.row("osdp")
         return None if choice is None else choice.step_s / min(row.step_s for row in self.rows if row.strategy != APART)
 
@@ -92,14 +92,14 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One aim, and whether it was met."""
+    """An aim, and whether it was met."""
 
     text: str
     met: bool
 
 
 def cells_of(found: Mapping[str, Any]) -> Iterator[Cell]:
-    """The cells of one emulation, from what `worker.measure` gave."""
+    """Yield the cells of one emulation, from the result of `worker.measure`."""
     experiment, rows = found["experiment"], found["rows"]
     for limit, cell in zip(experiment["limits"], found["cells"], strict=True):
         fits = [name for name in NAMES if "entrant" in cell.get(name, {})]
@@ -127,7 +127,7 @@ def _row(strategy: str, entrant: str, rows: Mapping[str, Any]) -> Row:
 
 
 def verdicts(cells: Sequence[Cell]) -> list[Verdict]:
-    """Every aim over all cells."""
+    """Return a verdict on every aim over all cells."""
     rows = [row for cell in cells for row in cell.rows]
     behind = [(cell.behind or 1.0, cell) for cell in cells]
     worst, where = max(behind, key=lambda pair: pair[0])
@@ -155,7 +155,7 @@ def verdicts(cells: Sequence[Cell]) -> list[Verdict]:
 
 
 def cell_table(cell: Cell) -> Table:
-    """One line a strategy; bytes in millions, times in seconds."""
+    """Return a table with one line per strategy; bytes in millions, times in seconds."""
     table = make_table(f"{title(cell)}. A step: MB from one machine, seconds, speed over torch's full shard")
     table.add_column("strategy", no_wrap=True)
     for name in ("MB", "theory", "off", "step", "min", "max", "tokens/s", "estimate", "off"):
@@ -178,7 +178,7 @@ def _figures(row: Row) -> list[str]:
 
 
 def remarks(cell: Cell) -> str:
-    """What the planner chose, and whether the machine was idle."""
+    """Return the planner's choice, and whether the machine was idle."""
     lines = []
     if choice := cell.row("osdp"):
         same = f" (= {NAMES[choice.entrant]})" if choice.entrant in NAMES and choice.entrant != "osdp" else ""
@@ -193,5 +193,5 @@ def title(cell: Cell) -> str:
 
 
 def rate_name(rate: str) -> str:
-    """`100mbit` → `100 Mbit/s`, `50mbit/1gbit` → `50 Mbit/s, 1 Gbit/s`."""
+    """Return the rate for people: `100mbit` → `100 Mbit/s`, `50mbit/1gbit` → `50 Mbit/s, 1 Gbit/s`."""
     return ", ".join(f"{one[:-4]} {one[-4].upper()}bit/s" if one.endswith("bit") else one for one in rate.split("/"))

@@ -1,18 +1,18 @@
-"""Bytes that one optimizer step of a plan sends from a node to others, from the plan alone.
+"""Bytes that one optimizer step of a plan sends from a node to others, computed from the plan.
 
-A ring over g ranks passes (g - 1)/g of a tensor's B bytes over each of its hops; a hop counts for the node that it leaves.
-One unit sends, with its G gathers, S reduce-scatters and, where it is replicated, one all-reduce,
+A ring over g ranks sends (g - 1)/g of a tensor's B bytes over each of its hops; a hop counts for the node that it leaves.
+One unit with G gathers, S reduce-scatters and, if it is replicated, one all-reduce sends
 
     G · gather + S · reduce-scatter + all-reduce
     flat:        gather = reduce-scatter = (g - 1)/g · B a hop, in rings of g neighbouring ranks
-    two stages:  the same in rings of the same place in each node, of B / L bytes; the stages inside nodes send none
+    two stages:  the same with B / L bytes, in rings of ranks with the same place in each node; stages inside nodes send none
     all-reduce:  2 (r - 1)/r · B / g a hop, in rings of the r ranks that hold the same shard
 
-A plan of local steps sends 2 (M - 1)/M · B a machine in each synchronisation of M machines, and of that the H-th part a step.
+A plan of H local steps sends 2 (M - 1)/M · B per machine in each synchronisation of M machines, and one H-th of that per step.
 
-What is sent in fewer bits has the bytes of its codes and scales in place of B. G is 2 a micro-step where parameters are freed after
-forward, else 1: FSDP2 keeps what the root holds until backward. gloo's own reduce-scatter is an all-reduce of which it drops the rest:
-2 (g - 1)/g · B a hop.
+With low-bit communication, B is the bytes of codes and scales. G is 2 per micro-step if parameters are freed after forward, else 1; FSDP2
+keeps the root's parameters until backward. gloo's own reduce-scatter is an all-reduce whose other parts are dropped:
+2 (g - 1)/g · B per hop.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.wire import WireFormat
 
 ETHERNET_HEADER, IP_HEADER, TCP_HEADER = 14, 20, 32
-"""Bytes before each packet's data; TCP's with its timestamps (RFC 791, 9293, 7323)."""
+"""Header bytes of each packet; TCP's include timestamps (RFC 791, 9293, 7323)."""
 
 
 def bytes_sent(
     plan: Plan, description: ModelDescription, ranks_per_node: int, *, stock_reduce_scatter: bool = False, reduced_itemsize: int = 4
 ) -> int:
-    """Bytes of parameters and gradients that the node which sends most sends in one optimizer step, without headers.
+    """Return the bytes that the node with the most traffic sends for parameters and gradients in one optimizer step, without headers.
 
     Args:
-        plan: what runs, in the parameters' own dtype.
-        description: its model.
+        plan: the plan that runs, in the parameters' own dtype.
+        description: the plan's model.
         ranks_per_node: ranks are numbered node by node.
         stock_reduce_scatter: gradients are reduced by gloo's own reduce-scatter.
-        reduced_itemsize: bytes of an element of a gradient that is sent as it is.
+        reduced_itemsize: bytes per element of a gradient that is sent unencoded.
     """
-    if (local := plan.local_steps) is not None:  # each machine has the whole model, and sends it in a ring's two laps
+    if (local := plan.local_steps) is not None:  # each machine has the whole model and sends it in the two laps of a ring
         elements = sum(p.numel for unit in description.units for p in unit.trainable)
         nbytes = _sent(local.wire, elements // plan.world_size, local.machines, 4) * plan.world_size
         return round(2 * (local.machines - 1) / local.machines * nbytes / local.steps)
@@ -54,10 +54,10 @@ def bytes_sent(
 
 
 def with_headers(payload: int, *, mtu: int, packet_bytes: int) -> float:
-    """Bytes that the interface counts for so much data, sent and received alike.
+    """Return the bytes that the interface counts for `payload` bytes that are both sent and received.
 
-    A packet is handed to the interface whole, up to `packet_bytes` in full segments of the MTU, and counts with one header;
-    the node that receives as much acknowledges each packet with another. At 1500 and 16384 that is 0.83 %.
+    TCP passes packets of up to `packet_bytes`, in full segments of the MTU, to the interface; each counts with one header.
+    Each received packet is acknowledged with another header. With 1500 and 16384 bytes this adds 0.83 %.
     """
     headers = ETHERNET_HEADER + IP_HEADER + TCP_HEADER
     segment = mtu - IP_HEADER - TCP_HEADER
@@ -66,7 +66,7 @@ def with_headers(payload: int, *, mtu: int, packet_bytes: int) -> float:
 
 
 def _unit_bytes(unit: UnitDescription, decision: UnitDecision, batch: Batch, world: int, per_node: int, itemsize: int) -> dict[int, float]:
-    """What one unit makes each node send; a reduce-scatter sends `itemsize` bytes an element, laps included."""
+    """Return the bytes that each node sends for one unit; a reduce-scatter sends `itemsize` bytes per element, including laps."""
     g, places = decision.shard_size, decision.stage_size
     whole = sum(g * p.sharded_numel(g) for p in unit.parameters)
     reduced = sum(g * p.sharded_numel(g) for p in unit.parameters if p.requires_grad)
@@ -83,12 +83,12 @@ def _unit_bytes(unit: UnitDescription, decision: UnitDecision, batch: Batch, wor
 
 
 def _sent(wire: WireFormat | None, elements: int, ranks: int, itemsize: int) -> int:
-    """Bytes of a tensor in a group, encoded where it has a format."""
+    """Return the bytes of a tensor in a group, encoded if it has a wire format."""
     return wire.gathered_bytes(elements, ranks) if wire else elements * itemsize
 
 
 def _ring_bytes(groups: Iterable[range], per_node: int, nbytes: float) -> dict[int, float]:
-    """One lap of `nbytes` in each group at once, by the node that sends."""
+    """Return the bytes that each node sends for one lap of `nbytes` in every group."""
     sent: Counter[int] = Counter()
     for ranks in groups:
         nodes = [rank // per_node for rank in ranks]

@@ -1,8 +1,8 @@
-"""One rank of an emulation: profile, plan, then rounds with one step of every entrant. Rank 0 prints what was found as JSON.
+"""One rank of an emulation: profile, plan, then rounds with one step of every entrant. Rank 0 prints the results as JSON.
 
     python benchmarks/two_machines/emulate.py --rate 100mbit -- -m benchmarks.two_machines.worker EXPERIMENT
 
-EXPERIMENT is what `Experiment.to_json` gives. `run.py` starts this.
+EXPERIMENT is the text of `Experiment.to_json`. `run.py` starts this program.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from hf_osdp.planning.local_steps import of_one_machine
 from hf_osdp.tracing.describe import describe
 
 ROUNDS_A_PROFILE = 2
-"""Blocks are timed again after so many rounds: that takes as long as a step or two."""
+"""Rounds between timings of the blocks, which take as long as a step or two."""
 
 
 def main() -> int:
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def measure(experiment: Experiment) -> dict:
-    """All that is found at one rate, as plain values. Collective."""
+    """Return all results at one rate as plain values. Collective."""
     description = describe(experiment.config(), sequence_length=experiment.sequence_length)
     samples = experiment.micro_batch_size
     wire = OSDPConfig(communication=experiment.communication).wire
@@ -86,7 +86,7 @@ def measure(experiment: Experiment) -> dict:
 
 
 def planned(experiment: Experiment, timed: ModelDescription, profile: Profile, job: TrainingJob) -> Lineup:
-    """Every strategy's best plan under every limit, from the profile."""
+    """Return every strategy's best plan under every limit, from the profile."""
     rows = []
     for limit in experiment.limits:
         problem = PlanningProblem(description=timed, hardware=profile.hardware, job=job, memory_limit_bytes=limit)
@@ -99,7 +99,7 @@ def planned(experiment: Experiment, timed: ModelDescription, profile: Profile, j
 
 
 def built(experiment: Experiment, lineup: Lineup, description: ModelDescription, job: TrainingJob) -> dict[str, Contender]:
-    """A model of its own for each entrant. Collective."""
+    """Return one model per entrant. Collective."""
     from transformers import GPT2LMHeadModel
 
     meshes, contenders = Meshes("cpu"), {}
@@ -110,7 +110,7 @@ def built(experiment: Experiment, lineup: Lineup, description: ModelDescription,
 
 
 def about(entrant: Entrant, description: ModelDescription) -> dict:
-    """What is known of an entrant before it takes steps."""
+    """Return what is known about an entrant before it takes steps."""
     sent = 0
     if entrant.sends is not Sends.NOTHING:
         stock = entrant.sends in (Sends.STOCK, Sends.STOCK_BF16)
@@ -123,7 +123,7 @@ def about(entrant: Entrant, description: ModelDescription) -> dict:
 
 
 def profiled(experiment: Experiment) -> Profile:
-    """As `hf-osdp profile` measures it. Collective."""
+    """Return a profile measured as by `hf-osdp profile`. Collective."""
     samples = experiment.micro_batch_size
     return measure_profile(
         device_type="cpu", seconds=experiment.profile_s,
@@ -134,12 +134,12 @@ def profiled(experiment: Experiment) -> Profile:
 
 
 def with_timings(profile: Profile, timings: tuple[CollectiveTiming, ...]) -> Profile:
-    """The profile with links that were measured for longer."""
+    """Return the profile with the link timings of a longer measurement."""
     return replace(profile, hardware=replace(profile.hardware, timings=timings))
 
 
 def ranks_per_node() -> int:
-    """As torchrun says it."""
+    """Return the ranks per node, as set by torchrun."""
     return int(os.environ["LOCAL_WORLD_SIZE"])
 
 

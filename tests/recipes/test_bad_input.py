@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, tuple[dict[str, object], str]]] = {
         ),
         "unknown model type": (dict(model_type="gpt9", config_overrides=None), "model_type='gpt9'"),
         "no checkpoint": (dict(resume_from_checkpoint="nowhere"), "There is no checkpoint nowhere; give the path of one"),
-        "adapters of nothing": (dict(lora_rank=2), "lora_rank=2 trains adapters of a model that was trained; give model_name_or_path"),
+        "adapters of nothing": (dict(lora_rank=2), "lora_rank=2 trains adapters of a pretrained model; give model_name_or_path"),
         "nothing to do": (dict(do_train=None, do_eval=None), "Nothing to do"),
         "fp16 on one CPU process": (dict(fp16=True), "use bf16"),
         "tracker that is not there": (dict(report_to="wandb"), "report_to=wandb is not installed here; install it, or use one of"),
@@ -76,7 +76,7 @@ CASES: dict[str, dict[str, tuple[dict[str, object], str]]] = {
         "stages on one machine": (dict(grouping="communication_with_groups"), "strategy=two_stage needs several nodes"),
         "causal model": (
             dict(model_type="gpt2"),
-            "Cannot use model_type='gpt2': gpt2 is no masked language model; use one such as bert or roberta",
+            "Cannot use model_type='gpt2': gpt2 is not a masked language model; use one such as bert or roberta",
         ),
         "unknown model": (dict(model_type="bert9"), "Cannot use model_type='bert9': "),
         "no room for text": (dict(block_size=2), "block_size=2 leaves no room"),
@@ -110,9 +110,9 @@ CASES: dict[str, dict[str, tuple[dict[str, object], str]]] = {
         "unknown task": (dict(task_name="mnli"), "task_name='mnli' is not known; use one of sst2, rte, cola, or train_file"),
         "no labels": (dict(train_file="plain.jsonl"), "it needs sentence, label or sentence1, sentence2, label"),
         "columns of another task": (dict(train_file="pairs.jsonl", task_name="sst2"), "it needs sentence, label, and text in all but"),
-        "labels of text": (dict(train_file="words.jsonl"), "Cannot use words.jsonl: its labels are string; they must be whole numbers"),
+        "labels of text": (dict(train_file="words.jsonl"), "Cannot use words.jsonl: its labels are string; they must be integers"),
         "negative labels": (dict(train_file="hidden.jsonl"), "hidden.jsonl: it has rows without a label"),
-        "one label only": (dict(train_file="same.jsonl"), "same.jsonl: all labels to train on are 1"),
+        "one label only": (dict(train_file="same.jsonl"), "same.jsonl: all training labels are 1"),
         "numbers for text": (
             dict(train_file="sentences.jsonl"),
             "sentences.jsonl: it needs sentence, label or sentence1, sentence2, label, and text in all but `label`",
@@ -125,7 +125,7 @@ CASES: dict[str, dict[str, tuple[dict[str, object], str]]] = {
             dict(metric_for_best_model="f1"),
             "metric_for_best_model=f1 is not computed; use accuracy or loss",
         ),
-        "no classifier": (dict(model_type="whisper", config_overrides=None), "is no model for sentence classification"),
+        "no classifier": (dict(model_type="whisper", config_overrides=None), "is not a model for sentence classification"),
         "hub without a network": (dict(task_name="rte"), "Cannot use nyu-mll/glue, rte: "),
     },
 }

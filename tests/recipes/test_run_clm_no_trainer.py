@@ -109,7 +109,7 @@ def test_file_of_arguments_is_that_of_the_trainer():
 
 
 def test_only_matrices_decay():
-    from run_clm_no_trainer import decayed
+    from run_clm_no_trainer import parameter_groups
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
-    assert [(len(group["params"]), group["weight_decay"]) for group in decayed(model, 0.1)] == [(1, 0.1), (3, 0.0)]
+    assert [(len(group["params"]), group["weight_decay"]) for group in parameter_groups(model, 0.1)] == [(1, 0.1), (3, 0.0)]

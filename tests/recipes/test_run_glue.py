@@ -109,13 +109,13 @@ def test_adapters_save_heads_of_several_layers_whole(tmp_path):
 
 def save_classifier(folder: Path) -> None:
     """A model with its tokenizer, without dropout."""
-    from run_glue import word_pieces
+    from run_glue import wordpiece_vocabulary
 
     config = BertConfig(
         num_hidden_layers=2, num_attention_heads=2, hidden_size=32, intermediate_size=64, max_position_embeddings=32,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    tokenizer = BertTokenizer(vocab=word_pieces([part for pair in PAIRS for part in pair[:2]], 300))
+    tokenizer = BertTokenizer(vocab=wordpiece_vocabulary([part for pair in PAIRS for part in pair[:2]], 300))
     config.vocab_size = len(tokenizer)
     torch.manual_seed(0)
     BertForSequenceClassification(config).save_pretrained(folder)
@@ -199,15 +199,15 @@ def test_made_reviews_agree_with_their_labels():
 @pytest.mark.parametrize(
     ("architecture", "classes", "refused"), [("BertForSequenceClassification", 3, True), ("BertForMaskedLM", 3, False)]
 )
-def test_name_classes_keeps_the_classes_of_a_trained_head(architecture, classes, refused):
-    from run_glue import name_classes
+def test_set_class_names_keeps_the_classes_of_a_trained_head(architecture, classes, refused):
+    from run_glue import set_class_names
 
     config = BertConfig(num_labels=classes, architectures=[architecture])
     features = Features({"label": ClassLabel(names=["negative", "positive"])})
     rows = DatasetDict(train=Dataset.from_dict({"label": [0, 1]}, features=features))
     if refused:
-        with pytest.raises(ValueError, match="tells 3 classes apart, but the data has 2"):
-            name_classes(config, rows)
+        with pytest.raises(ValueError, match="model has 3 classes, but the data has 2"):
+            set_class_names(config, rows)
     else:
-        name_classes(config, rows)
+        set_class_names(config, rows)
         assert config.num_labels == 2 and config.label2id == {"negative": 0, "positive": 1}

@@ -137,9 +137,9 @@ def test_trained_tokenizer_fits_the_model_and_is_reproducible(config):
 
 @pytest.fixture
 def tokenizer():
-    from run_mlm import word_pieces
+    from run_mlm import wordpiece_vocabulary
 
-    return BertTokenizer(vocab=word_pieces(TEXTS, 290))
+    return BertTokenizer(vocab=wordpiece_vocabulary(TEXTS, 290))
 
 
 def blocks_of(tokenizer, rows: int = 16, length: int = 32) -> Dataset:
@@ -149,11 +149,11 @@ def blocks_of(tokenizer, rows: int = 16, length: int = 32) -> Dataset:
 
 
 def test_masks_for_evaluation_stay_and_those_for_training_change(tokenizer):
-    from run_mlm import MaskingCollator, masked
+    from run_mlm import MaskingCollator, with_fixed_masks
 
     blocks = blocks_of(tokenizer)
-    once = masked(blocks, tokenizer, 0.3, 1)
-    assert once[:] == masked(blocks, tokenizer, 0.3, 1)[:]
+    once = with_fixed_masks(blocks, tokenizer, 0.3, 1)
+    assert once[:] == with_fixed_masks(blocks, tokenizer, 0.3, 1)[:]
     hidden = torch.tensor(once["labels"][:]) != -100
     assert 0.2 < hidden.float().mean() < 0.4 and not hidden[:, [0, -1]].any()
     assert torch.equal(torch.tensor(once["labels"][:])[hidden], torch.tensor(blocks["input_ids"][:])[hidden])

@@ -1,12 +1,12 @@
 """A plain loop whose last rank finds less memory than its plan needs: `runs_out.py raise|replan cuda|cpu`.
 
-On CUDA torch's allocator gets a limit below what training takes, in the first start only; on the CPU a block raises what it would.
+On CUDA, torch's allocator gets a limit below the need of training, in the first start only. On the CPU, a block raises the same error.
 """
 
 import os
 import sys
 
-if "RANK" in os.environ:  # ranks of one machine that share its GPU
+if "RANK" in os.environ:  # ranks that share the GPU of a machine
     own = {"LOCAL_RANK": "0", "NCCL_HOSTID": f"rank-{os.environ['RANK']}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     os.environ.update(own)
 
@@ -22,14 +22,14 @@ SIZES = {
 }
 LIMITS = {"cuda": "6GiB", "cpu": "6MiB"}
 SHORT = 1.5
-"""Times the weights' bytes that are left beside them: gradients and AdamW's states alone are three times as much."""
+"""Memory left in addition to the weights, in multiples of their bytes; gradients and AdamW's states need three."""
 
 
 def main(on_oom: str, device: str) -> None:
-    """Train three steps; prints `PLAN fingerprint` in each start and `END`."""
+    """Train three steps; print `PLAN fingerprint` at each start, and `END`."""
     sizes, world = SIZES[device], int(os.environ.get("WORLD_SIZE", 1))
     length, vocabulary = sizes["n_positions"], sizes["vocab_size"]
-    # Of ranks that share a GPU each would measure the other's context as its own.
+    # Ranks that share a GPU would each measure the other's context as their own.
     hardware = "cpu" if device == "cpu" else "h100" if world > 1 else None
     config = OSDPConfig(
         sequence_length=length, global_batch_size=32, memory_limit=LIMITS[device], on_oom=on_oom, hardware=hardware
@@ -51,12 +51,12 @@ def main(on_oom: str, device: str) -> None:
 
 
 def say(text: str) -> None:
-    """In one write: ranks share a pipe."""
+    """Print in one write, because ranks share a pipe."""
     os.write(1, f"{text}\n".encode())
 
 
 def take_memory(model: torch.nn.Module, device: str) -> None:
-    """As another program does that takes what the plan needs."""
+    """Take memory away, as another program on the device would."""
     if device == "cuda":
         torch.cuda.empty_cache()
         weights = sum(getattr(p, "_local_tensor", p).nbytes for p in model.parameters())

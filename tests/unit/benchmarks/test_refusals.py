@@ -11,12 +11,12 @@ from benchmarks.two_machines import emulate, run
 
 WRONG = [
     (headline.parse, ["--plan-only", "--device", "cpu"], "give --device cuda, --device cpu or --plan-only"),
-    (headline.parse, ["--plan-only", "--experiments", "7"], "'7' is no experiment; there are 1, 2, 3, 4"),
+    (headline.parse, ["--plan-only", "--experiments", "7"], "'7' is not an experiment; use one of 1, 2, 3, 4"),
     (headline.parse, ["--plan-only", "--json", "/nowhere/at/all.json"], "the folder /nowhere/at does not exist"),
     (suite.parse, [], "give --out"),
     (suite.parse, ["--out", "x", "--only", "clock", "--from", "walk"], "not both"),
     (suite.parse, ["--out", "x", "--minutes", "0"], "must be above 0"),
-    (suite.parse, ["--out", "x", "--merge", "/no/such"], "is no folder"),
+    (suite.parse, ["--out", "x", "--merge", "/no/such"], "is not a folder"),
     (run.parse, ["--rates", "100mbit,fast"], "'fast' is not a rate"),
     (run.parse, ["--limits", "600 elephants"], "is not a number of bytes"),
     (run.parse, ["--rounds", "0"], "at least 1"),
@@ -40,7 +40,7 @@ def test_nothing_claimed_without_a_device(tmp_path, monkeypatch, capsys):
     assert headline.main(["--device", "cuda"]) == headline.NOTHING_MEASURED
     assert capsys.readouterr().err.count("nothing was measured") == 2
     monkeypatch.setattr("sys.argv", ["gpu_memory.py", "--quick"])
-    assert gpu_memory.main() == 0 and "nothing is claimed" in capsys.readouterr().out
+    assert gpu_memory.main() == 0 and "nothing was measured" in capsys.readouterr().out
 
 
 def test_emulation_names_the_tool_that_is_missing(monkeypatch, capsys):
