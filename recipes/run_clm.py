@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traine
 from transformers.integrations import get_available_reporting_integrations
 
 from hf_osdp import Trainer, checkpoint_to_resume
-from hf_osdp.integrations.arguments import parse_arguments, said_in_one_line
+from hf_osdp.integrations.arguments import parse_arguments, one_line_errors
 from hf_osdp.integrations.launch import run_script
 
 Rows = Dataset | IterableDataset
@@ -156,7 +156,7 @@ def load_text(data: DataArguments) -> dict[str, Rows]:
     """Return the splits `train` and `validation` with a column `text`; some streams have no `validation`."""
     if not (source := data.dataset_name or data.train_file):
         return language_reference(data)
-    with said_in_one_line(f"Cannot read {source}: ", DatasetGenerationError):
+    with one_line_errors(f"Cannot read {source}: ", DatasetGenerationError):
         if data.dataset_name:
             text = load_dataset(data.dataset_name, data.dataset_config_name, streaming=data.streaming)
         else:
@@ -219,7 +219,7 @@ def take_first(rows: Rows | None, number: int | None) -> Rows | None:
 def load_config(model_args: ModelArguments):
     """Return the named configuration, or the default one of the model type."""
     name = model_args.model_name_or_path or model_args.config_name
-    with said_in_one_line(f"Cannot use {name or f'model_type={model_args.model_type!r}'}: "):
+    with one_line_errors(f"Cannot use {name or f'model_type={model_args.model_type!r}'}: "):
         config = AutoConfig.from_pretrained(name) if name else transformers.CONFIG_MAPPING[model_args.model_type]()
         if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(f"{config.model_type} is not a causal language model; use one such as gpt2 or llama.")
@@ -229,7 +229,7 @@ def load_config(model_args: ModelArguments):
 def load_tokenizer(model_args: ModelArguments, config, text: Rows):
     """Return the named tokenizer, or train a byte-level BPE like GPT-2's. A new model gets the size of its vocabulary."""
     if name := model_args.tokenizer_name or model_args.model_name_or_path:
-        with said_in_one_line(f"Cannot load the tokenizer {name}: "):
+        with one_line_errors(f"Cannot load the tokenizer {name}: "):
             tokenizer = AutoTokenizer.from_pretrained(name)
     else:
         lines = (row["text"] for row in islice(text, None if isinstance(text, Dataset) else 20_000))
@@ -237,7 +237,7 @@ def load_tokenizer(model_args: ModelArguments, config, text: Rows):
     if not model_args.model_name_or_path:
         config.vocab_size, config.bos_token_id, config.eos_token_id = len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id
     if model_args.config_overrides:
-        with said_in_one_line(f"Cannot use config_overrides={model_args.config_overrides}: "):
+        with one_line_errors(f"Cannot use config_overrides={model_args.config_overrides}: "):
             config.update_from_string(model_args.config_overrides)
             if config.vocab_size < len(tokenizer):
                 raise ValueError(f"vocab_size={config.vocab_size} is less than the {len(tokenizer)} entries of the tokenizer.")
@@ -257,7 +257,7 @@ def load_model(model_args: ModelArguments, config, tokenizer):
         from peft import LoraConfig, get_peft_model
 
         targets = model_args.lora_targets.split(",") if model_args.lora_targets else "all-linear"
-        with said_in_one_line(f"Cannot use lora_targets={model_args.lora_targets}: "):
+        with one_line_errors(f"Cannot use lora_targets={model_args.lora_targets}: "):
             alpha = model_args.lora_alpha or 2 * rank
             model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM"))
     return model

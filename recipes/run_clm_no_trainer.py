@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, default_data_collator
 
 from hf_osdp import OSDPAccelerator, StopSignal, checkpoint_to_resume
-from hf_osdp.integrations.arguments import parse_arguments, said_in_one_line
+from hf_osdp.integrations.arguments import parse_arguments, one_line_errors
 from hf_osdp.integrations.launch import run_script
 
 FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"}
@@ -304,7 +304,7 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 def load_text(data: DataArguments) -> DatasetDict:
     """Return the splits `train` and `validation` with a column `text`; without a validation split, every 20th row is held out for it."""
     source = data.dataset_name or data.train_file
-    with said_in_one_line(f"Cannot read {source}: ", DatasetGenerationError):
+    with one_line_errors(f"Cannot read {source}: ", DatasetGenerationError):
         if data.dataset_name:
             text = load_dataset(data.dataset_name, data.dataset_config_name)
         elif data.train_file:
@@ -346,7 +346,7 @@ def make_blocks(text: DatasetDict, tokenizer, size: int, data: DataArguments) ->
 def load_config(model_args: ModelArguments):
     """Return the named configuration, or the default one of the model type."""
     name = model_args.model_name_or_path or model_args.config_name
-    with said_in_one_line(f"Cannot use {name or f'model_type={model_args.model_type!r}'}: "):
+    with one_line_errors(f"Cannot use {name or f'model_type={model_args.model_type!r}'}: "):
         config = AutoConfig.from_pretrained(name) if name else transformers.CONFIG_MAPPING[model_args.model_type]()
         if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
             raise ValueError(f"{config.model_type} is not a causal language model; use one such as gpt2 or llama.")
@@ -356,14 +356,14 @@ def load_config(model_args: ModelArguments):
 def load_tokenizer(model_args: ModelArguments, config, text: Dataset):
     """Return the named tokenizer, or train a byte-level BPE like GPT-2's. A new model gets the size of its vocabulary."""
     if name := model_args.tokenizer_name or model_args.model_name_or_path:
-        with said_in_one_line(f"Cannot load the tokenizer {name}: "):
+        with one_line_errors(f"Cannot load the tokenizer {name}: "):
             tokenizer = AutoTokenizer.from_pretrained(name)
     else:
         tokenizer = transformers.GPT2Tokenizer().train_new_from_iterator(text["text"], model_args.vocab_size, show_progress=False)
     if not model_args.model_name_or_path:
         config.vocab_size, config.bos_token_id, config.eos_token_id = len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id
     if model_args.config_overrides:
-        with said_in_one_line(f"Cannot use config_overrides={model_args.config_overrides}: "):
+        with one_line_errors(f"Cannot use config_overrides={model_args.config_overrides}: "):
             config.update_from_string(model_args.config_overrides)
             if config.vocab_size < len(tokenizer):
                 raise ValueError(f"vocab_size={config.vocab_size} is less than the {len(tokenizer)} entries of the tokenizer.")

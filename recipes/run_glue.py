@@ -32,7 +32,7 @@ from transformers import AutoConfig, AutoTokenizer, TrainerCallback, TrainingArg
 from transformers.integrations import get_available_reporting_integrations
 
 from hf_osdp import Trainer, checkpoint_to_resume
-from hf_osdp.integrations.arguments import parse_arguments, said_in_one_line
+from hf_osdp.integrations.arguments import parse_arguments, one_line_errors
 from hf_osdp.integrations.launch import run_script
 
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv"}
@@ -179,7 +179,7 @@ def check(data_args: DataArguments, args: TrainingArguments) -> None:
 def load_sentences(data: DataArguments) -> tuple[DatasetDict, list[str]]:
     """Return the splits `train` and `validation`, from files, GLUE or `made_reviews`, and the names of their text columns."""
     source = data.train_file or (f"nyu-mll/glue, {data.task_name}" if data.task_name else "made_reviews")
-    with said_in_one_line(f"Cannot use {source}: ", DatasetGenerationError):
+    with one_line_errors(f"Cannot use {source}: ", DatasetGenerationError):
         if data.train_file:
             files = {"train": data.train_file, **({"validation": data.validation_file} if data.validation_file else {})}
             formats = {FORMATS.get(Path(file).suffix.lower()) for file in files.values()}
@@ -234,7 +234,7 @@ def load_metric(name: str) -> Callable[[transformers.EvalPrediction], dict[str, 
     if name not in known:
         if Path(name).exists():  # `evaluate` would run it as code
             raise ValueError(f"metric={name!r} must be the name of a metric, such as accuracy, not a file or folder.")
-        with said_in_one_line(f"Cannot load the metric {name} (available without a network: {', '.join(known)}): "):
+        with one_line_errors(f"Cannot load the metric {name} (available without a network: {', '.join(known)}): "):
             metric = evaluate.load(name)
 
     def compute(prediction: transformers.EvalPrediction) -> dict[str, float]:
@@ -263,7 +263,7 @@ def mean_over_samples(outputs, labels: torch.Tensor, num_items_in_batch: torch.T
 def load_config(model_args: ModelArguments):
     """Return the named configuration, or the default one of the model type."""
     name = model_args.model_name_or_path or model_args.config_name
-    with said_in_one_line(f"Cannot use {name or f'model_type={model_args.model_type!r}'}: "):
+    with one_line_errors(f"Cannot use {name or f'model_type={model_args.model_type!r}'}: "):
         config = AutoConfig.from_pretrained(name) if name else transformers.CONFIG_MAPPING[model_args.model_type]()
         if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             raise ValueError(f"{config.model_type} is not a model for sentence classification; use one such as bert or roberta.")
@@ -273,7 +273,7 @@ def load_config(model_args: ModelArguments):
 def load_tokenizer(model_args: ModelArguments, config, texts: list[str]):
     """Return the named tokenizer, or train BERT's WordPiece or RoBERTa's BPE. A new model gets the size of its vocabulary."""
     if name := model_args.tokenizer_name or model_args.model_name_or_path:
-        with said_in_one_line(f"Cannot load the tokenizer {name}: "):
+        with one_line_errors(f"Cannot load the tokenizer {name}: "):
             tokenizer = AutoTokenizer.from_pretrained(name)
     elif transformers.TOKENIZER_MAPPING.get(type(config), None) is transformers.BertTokenizer:
         tokenizer = transformers.BertTokenizer(vocab=wordpiece_vocabulary(texts, model_args.vocab_size))
@@ -283,7 +283,7 @@ def load_tokenizer(model_args: ModelArguments, config, texts: list[str]):
         numbers = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "cls", "sep")}
         config.update({"vocab_size": len(tokenizer), **{name: n for name, n in numbers.items() if hasattr(config, name)}})
     if model_args.config_overrides:
-        with said_in_one_line(f"Cannot use config_overrides={model_args.config_overrides}: "):
+        with one_line_errors(f"Cannot use config_overrides={model_args.config_overrides}: "):
             config.update_from_string(model_args.config_overrides)
             if config.vocab_size < len(tokenizer):
                 raise ValueError(f"vocab_size={config.vocab_size} is less than the {len(tokenizer)} entries of the tokenizer.")
@@ -332,7 +332,7 @@ def with_adapters(model, model_args: ModelArguments, new: list[str]):
         r=model_args.lora_rank, lora_alpha=model_args.lora_alpha or 2 * model_args.lora_rank, target_modules=targets,
         task_type="SEQ_CLS", modules_to_save=heads or None,
     )  # fmt: skip
-    with said_in_one_line(f"Cannot use lora_targets={model_args.lora_targets}: "):
+    with one_line_errors(f"Cannot use lora_targets={model_args.lora_targets}: "):
         return get_peft_model(model, options)
 
 

@@ -34,7 +34,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoTokenizer, Traine
 from transformers.integrations import get_available_reporting_integrations
 
 from hf_osdp import Trainer, checkpoint_to_resume
-from hf_osdp.integrations.arguments import parse_arguments, said_in_one_line
+from hf_osdp.integrations.arguments import parse_arguments, one_line_errors
 from hf_osdp.integrations.launch import run_script
 
 Rows = Dataset | IterableDataset
@@ -172,7 +172,7 @@ def load_text(data: DataArguments) -> dict[str, Rows]:
     """Return the splits `train` and `validation` with a column `text`; some streams have no `validation`."""
     if not (source := data.dataset_name or data.train_file):
         return language_reference(data)
-    with said_in_one_line(f"Cannot read {source}: ", DatasetGenerationError):
+    with one_line_errors(f"Cannot read {source}: ", DatasetGenerationError):
         if data.dataset_name:
             text = load_dataset(data.dataset_name, data.dataset_config_name, streaming=data.streaming)
         else:
@@ -265,7 +265,7 @@ def mean_over_labels(outputs, labels: torch.Tensor, num_items_in_batch: torch.Te
 def load_config(model_args: ModelArguments):
     """Return the named configuration, or the default one of the model type."""
     name = model_args.model_name_or_path or model_args.config_name
-    with said_in_one_line(f"Cannot use {name or f'model_type={model_args.model_type!r}'}: "):
+    with one_line_errors(f"Cannot use {name or f'model_type={model_args.model_type!r}'}: "):
         config = AutoConfig.from_pretrained(name) if name else transformers.CONFIG_MAPPING[model_args.model_type]()
         if type(config) not in transformers.MODEL_FOR_MASKED_LM_MAPPING:
             raise ValueError(f"{config.model_type} is not a masked language model; use one such as bert or roberta.")
@@ -276,7 +276,7 @@ def load_tokenizer(model_args: ModelArguments, config, text: Rows):
     """Return the named tokenizer, or train BERT's WordPiece or RoBERTa's BPE on the text. A new model gets the size of its vocabulary."""
     lines = (row["text"] for row in islice(text, None if isinstance(text, Dataset) else 20_000))
     if name := model_args.tokenizer_name or model_args.model_name_or_path:
-        with said_in_one_line(f"Cannot load the tokenizer {name}: "):
+        with one_line_errors(f"Cannot load the tokenizer {name}: "):
             tokenizer = AutoTokenizer.from_pretrained(name)
     elif transformers.TOKENIZER_MAPPING.get(type(config), None) is transformers.BertTokenizer:
         tokenizer = transformers.BertTokenizer(vocab=wordpiece_vocabulary(list(lines), model_args.vocab_size))
@@ -286,7 +286,7 @@ def load_tokenizer(model_args: ModelArguments, config, text: Rows):
         numbers = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "cls", "sep")}
         config.update({"vocab_size": len(tokenizer), **{name: n for name, n in numbers.items() if hasattr(config, name)}})
     if model_args.config_overrides:
-        with said_in_one_line(f"Cannot use config_overrides={model_args.config_overrides}: "):
+        with one_line_errors(f"Cannot use config_overrides={model_args.config_overrides}: "):
             config.update_from_string(model_args.config_overrides)
             if config.vocab_size < len(tokenizer):
                 raise ValueError(f"vocab_size={config.vocab_size} is less than the {len(tokenizer)} entries of the tokenizer.")

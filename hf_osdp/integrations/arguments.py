@@ -33,7 +33,7 @@ def parse_arguments(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ..
     """
     own = {option.name for cls in types for option in fields(cls)}
     has_trainer = any(issubclass(cls, TrainingArguments) for cls in types)
-    with said_in_one_line():
+    with one_line_errors():
         parser = HfArgumentParser(types, allow_abbrev=False, exit_on_error=False)  # type: ignore[arg-type]
         if has_trainer:
             parser.set_defaults(use_cpu=launch_request().use_cpu or not torch.accelerator.is_available())
@@ -50,7 +50,7 @@ def parse_arguments(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ..
 
 
 @contextmanager
-def said_in_one_line(what: str = "", also: type[Exception] = ValueError) -> Iterator[None]:
+def one_line_errors(what: str = "", also: type[Exception] = ValueError) -> Iterator[None]:
     """Turn a library's errors, and those of type `also`, into input errors, which `run_script` prints in one line."""
     try:
         yield
