@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Traine
 from transformers.integrations import get_available_reporting_integrations
 
 from hf_osdp import Trainer, checkpoint_to_resume
-from hf_osdp.integrations.arguments import parse_arguments, one_line_errors
+from hf_osdp.integrations.arguments import one_line_errors, parse_arguments
 from hf_osdp.integrations.launch import run_script
 
 Rows = Dataset | IterableDataset

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, default_data_collator
 
 from hf_osdp import OSDPAccelerator, StopSignal, checkpoint_to_resume
-from hf_osdp.integrations.arguments import parse_arguments, one_line_errors
+from hf_osdp.integrations.arguments import one_line_errors, parse_arguments
 from hf_osdp.integrations.launch import run_script
 
 FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"}
