@@ -124,6 +124,10 @@ def bytes_of_other_models(trainer: StockTrainer) -> dict[str, int]:
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
+def has_forward_of_transformers(model: nn.Module) -> bool:
+    return inspect.unwrap(type(model).forward).__module__.startswith("transformers.")
+
+
 def ignores_item_count(model: nn.Module) -> bool:
     """Return whether a model's forward accepts `num_items_in_batch` and yet gives the mean of its micro-batch as the loss.
 
@@ -131,10 +135,9 @@ def ignores_item_count(model: nn.Module) -> bool:
     the gradient then grows with their number, which is the planner's to choose.
     """
     model = without_adapters(model)
-    cls = type(model)
-    if hasattr(model, "accepts_loss_kwargs") or not cls.__module__.startswith("transformers."):
+    if hasattr(model, "accepts_loss_kwargs") or not has_forward_of_transformers(model):
         return False
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
         return False
     names = {*code.co_names, *code.co_varnames, *(text for text in code.co_consts if isinstance(text, str))}

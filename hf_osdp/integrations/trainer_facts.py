@@ -32,7 +32,7 @@ from ..sharding.unit_steps import reason_against_unit_steps
 from .launch import launch_request
 from .plugin import offloads, refuse_decided, with_block_classes
 from .samples import find_batches, row_tokens, tokens_of
-from .subclasses import bytes_of_other_models, traced_loss
+from .subclasses import bytes_of_other_models, has_forward_of_transformers, ignores_item_count, traced_loss
 
 _log = logging.getLogger(__name__)
 _SINGLE_SAMPLE_LOSSES = ("SFTTrainer", "RewardTrainer")
@@ -120,7 +120,7 @@ def _global_batch_size(args: TrainingArguments, begun: int | None) -> int:
 
 def _coupled_batch_size(trainer: Trainer) -> int | None:
     """Return the samples of a micro-batch where the loss may depend on which samples share one; None leaves them to the planner."""
-    args, reason = trainer.args, batch_coupling(trainer)
+    args, reason = trainer.args, batch_coupling(trainer) or _count_of_batches(trainer)
     if reason is None:
         return None
     size: int = samples_of_step(args) // (args.gradient_accumulation_steps * args.world_size)
@@ -145,6 +145,26 @@ def batch_coupling(trainer: Trainer) -> str | None:
         return f"{cls.__name__} computes its own loss, which may depend on the samples that share a batch"
     if cls.get_train_dataloader is not Trainer.get_train_dataloader:
         return f"{cls.__name__} makes its own batches"
+    return None
+
+
+def _count_of_batches(trainer: Trainer) -> str | None:
+    """Return why it may matter how many micro-batches make up a step; None where its samples alone do."""
+    assert isinstance(trainer.model, nn.Module)
+    args, dataset, model = trainer.args, trainer.train_dataset, without_adapters(trainer.model)
+    if callable(trainer.compute_loss_func):
+        return "compute_loss_func may not divide the loss by num_items_in_batch"
+    if trainer.model_accepts_loss_kwargs and not hasattr(model, "accepts_loss_kwargs") and not has_forward_of_transformers(model):
+        return f"{type(model).__name__} may not divide its loss by num_items_in_batch"
+    if not args.average_tokens_across_devices and trainer.model_accepts_loss_kwargs and not ignores_item_count(model):
+        return "average_tokens_across_devices=False weighs samples by those that share a process"
+    is_whole = isinstance(dataset, Sized) and len(dataset) % samples_of_step(args) == 0
+    for name, ends in (
+        ("dataloader_drop_last=True", args.dataloader_drop_last),
+        ("even_batches=False", not _accelerator_config(args).even_batches),
+    ):
+        if ends and not is_whole:
+            return f"{name} ends an epoch by whole micro-batches"
     return None
 
 

@@ -122,6 +122,38 @@ def test_batch_coupling_sees_own_loss_of_a_subclass_of_sft_and_experts():
     assert reasons[0] is None and "Mine computes its own loss" in reasons[1] and "balances its experts" in reasons[2]
 
 
+class Mean(LlamaForCausalLM):
+    """Takes the number of items, and gives the mean of its micro-batch."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        return super().forward(input_ids=input_ids, labels=labels)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "given", "reason"),
+    [
+        (LlamaForCausalLM, {}, {}, None),
+        (type("Named", (LlamaForCausalLM,), {}), {}, {}, None),
+        (Mean, {}, {}, "Mean may not divide its loss"),
+        (
+            LlamaForCausalLM,
+            {},
+            {"compute_loss_func": lambda outputs, labels, num_items_in_batch: outputs.logits.mean()},
+            "compute_loss_func",
+        ),
+        (LlamaForCausalLM, {"average_tokens_across_devices": False}, {}, "average_tokens_across_devices=False"),
+        (LlamaForCausalLM, {"dataloader_drop_last": True}, {}, "dataloader_drop_last=True"),
+        (LlamaForCausalLM, {"accelerator_config": {"even_batches": False}}, {}, "even_batches=False"),
+        (LlamaForCausalLM, {"dataloader_drop_last": True}, {"train_dataset": [{"input_ids": [1] * 8, "labels": [1] * 8}] * 8}, None),
+    ],
+)
+def test_micro_batches_stay_where_their_number_counts(tmp_path, caplog, cls, options, given, reason):
+    args = arguments(tmp_path, gradient_accumulation_steps=2, **options)
+    trainer = hf_osdp.Trainer(model=cls(model().config), args=args, osdp=CONFIG, **{"train_dataset": rows(), **given})
+    assert (trainer.plan.accumulation_steps == 2) is (reason is not None)
+    assert reason is None or reason in caplog.text
+
+
 def test_loss_that_cannot_be_traced_falls_back_with_a_warning(tmp_path, caplog):
     class Odd(transformers.Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
