@@ -381,6 +381,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             getattr(gradient, "_local_tensor", gradient).clamp_(-clip_value, clip_value)
 
     def _check_gradients(self) -> None:
+        if self.is_fsdp2 and not self.sync_gradients:
+            raise OSDPError("Gradients cannot be clipped before the last micro-step reduces them; do so where accelerator.sync_gradients.")
         if self._backward_steps is not None:
             raise OSDPError(
                 "The plan steps in backward, so that no gradients are left to clip; set step_in_backward=False, or do not clip."

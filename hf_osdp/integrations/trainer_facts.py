@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 from collections.abc import Mapping, Sized
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import torch
@@ -71,7 +71,7 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> RunFacts:
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),
         other_models=bytes_of_other_models(trainer),
         clips_gradients=bool(args.max_grad_norm and args.max_grad_norm > 0),
-        against_backward_step=_reader_of_gradients(trainer),
+        against_backward_step=reader_of_gradients(trainer),
         against_unit_steps=_against_unit_steps(trainer),
         activation_checkpointing=bool(args.gradient_checkpointing) or checkpointing,
         checkpoint_wrapper=checkpointing,
@@ -255,11 +255,12 @@ def _optimizer_choices(
     return tuple((kept or choices).items())
 
 
-def _reader_of_gradients(trainer: Trainer) -> str | None:
-    """Return what may read gradients between backward and the optimizer's step; None where nothing does."""
+def reader_of_gradients(trainer: Trainer) -> str | None:
+    """Return what may read gradients between backward and the end of the optimizer's step; None where nothing does."""
     for callback in trainer.callback_handler.callbacks:
-        if type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
-            return f"{type(callback).__name__}.on_pre_optimizer_step may read gradients"
+        for event in ("on_pre_optimizer_step", "on_optimizer_step"):
+            if getattr(type(callback), event) is not getattr(TrainerCallback, event):
+                return f"{type(callback).__name__}.{event} may read gradients"
     if type(trainer).training_step is not Trainer.training_step:
         return f"{type(trainer).__name__}.training_step may read gradients"
     return None
@@ -374,6 +375,27 @@ def refuse_unplanned(given: Mapping[str, Any]) -> None:
             f"{full}=True converts the weights for evaluation, which FSDP2's shards do not allow; leave it out:"
             f" {full.partition('_')[0]}=True computes evaluations in that precision too."
         )
+
+
+def take_changes(own: TrainingArguments, given: TrainingArguments, before: dict[str, Any]) -> None:
+    """Write into the Trainer's copy of the arguments what was set in those that were given, where it is not as `before`."""
+    for field in fields(given):
+        value = getattr(given, field.name)
+        if value != before.get(field.name, value):
+            setattr(own, field.name, value)
+            before[field.name] = value
+
+
+def refuse_changes(trainer: Trainer, config: OSDPConfig, plan: Plan) -> None:
+    """Refuse another number of samples than the plan's, and callbacks that came after it and would find no gradients."""
+    if (samples := samples_of_step(trainer.args)) != plan.global_batch_size:
+        raise ValueError(
+            f"The Trainer's arguments make {samples} samples of a step, the plan has {plan.global_batch_size}; set batch sizes before the"
+            " Trainer is made."
+        )
+    in_backward = config.step_in_backward is None and any(unit.step_in_backward for unit in plan.units)
+    if in_backward and (reason := reader_of_gradients(trainer)):
+        raise ValueError(f"{reason}, but the plan steps in backward; give it when the Trainer is made, or set step_in_backward=False.")
 
 
 def _accelerator_config(args: TrainingArguments) -> AcceleratorConfig:
