@@ -395,7 +395,7 @@ def refuse_changes(trainer: Trainer, config: OSDPConfig, plan: Plan) -> None:
         )
     in_backward = config.step_in_backward is None and any(unit.step_in_backward for unit in plan.units)
     if in_backward and (reason := reader_of_gradients(trainer)):
-        raise ValueError(f"{reason}, but the plan steps in backward; give it when the Trainer is made, or set step_in_backward=False.")
+        raise ValueError(f"The plan steps in backward, but {reason}; give it when the Trainer is made, or set step_in_backward=False.")
 
 
 def _accelerator_config(args: TrainingArguments) -> AcceleratorConfig:
