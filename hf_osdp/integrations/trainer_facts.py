@@ -65,7 +65,7 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> RunFacts:
         sequence_length=sequence_length,
         global_batch_size=samples,
         steps=_steps(trainer, samples),
-        micro_batch_size=config.micro_batch_size or _coupled_batch_size(trainer),
+        micro_batch_size=_micro_batch_size(trainer, config.micro_batch_size),
         reduce_every_micro_step=config.reduce_every_micro_step,
         inputs=batches,
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),
@@ -118,14 +118,17 @@ def _global_batch_size(args: TrainingArguments, begun: int | None) -> int:
     return begun
 
 
-def _coupled_batch_size(trainer: Trainer) -> int | None:
-    """Return the samples of a micro-batch where the loss may depend on which samples share one; None leaves them to the planner."""
+def _micro_batch_size(trainer: Trainer, asked: int | None) -> int | None:
+    """Return the samples of a micro-batch, where they were `asked` for or the loss may depend on them; None leaves them to the planner."""
     args, reason = trainer.args, batch_coupling(trainer) or _count_of_batches(trainer)
     if reason is None:
-        return None
+        return asked
     size: int = samples_of_step(args) // (args.gradient_accumulation_steps * args.world_size)
-    _warn(args, "%s, so micro-batches stay at %d samples; OSDPConfig(micro_batch_size=...) sets another size.", reason, size)
-    return size
+    if asked is None:
+        _warn(args, "%s, so micro-batches stay at %d samples; OSDPConfig(micro_batch_size=...) sets another size.", reason, size)
+    elif asked != size:
+        _warn(args, "%s: with micro_batch_size=%d it may be another training than with the %d of the arguments.", reason, asked, size)
+    return asked or size
 
 
 def batch_coupling(trainer: Trainer) -> str | None:

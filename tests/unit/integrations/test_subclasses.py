@@ -111,6 +111,7 @@ def test_micro_batches_stay_where_a_loss_may_couple_samples(tmp_path, caplog):
         model(), arguments(tmp_path), 1.0, train_dataset=rows(), osdp=OSDPConfig(hardware=preset("cpu"), micro_batch_size=1, compare=False)
     )
     assert asked.plan.micro_batch_size == 1
+    assert "with micro_batch_size=1 it may be another training than with the 2 of the arguments." in caplog.text
     assert batch_coupling(hf_osdp.Trainer(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)) is None
 
 
