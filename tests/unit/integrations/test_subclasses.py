@@ -188,6 +188,42 @@ def test_traced_loss_runs_on_fake_copies_of_the_modules_that_it_holds(tmp_path):
     assert trainer.holder.inner is inner and trainer.holder.own.grad is None
 
 
+class Anneals:
+    """Weighs the loss by how often it was called."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, outputs, labels, num_items_in_batch=None):
+        self.calls += 1
+        return outputs.logits.mean() / self.calls
+
+
+def test_tracing_does_not_advance_what_a_loss_counts(tmp_path):
+    class Counts(transformers.Trainer):
+        def __init__(self, *args, weigh, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.weigh = weigh
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return self.weigh(model(**inputs), None)
+
+    anneals = [Anneals() for _ in range(4)]
+    about = {"args": arguments(tmp_path), "train_dataset": rows(), "osdp": CONFIG}
+    trainers = [
+        with_osdp(Counts)(model=model(), weigh=anneals[0], **about),
+        hf_osdp.Trainer(model=model(), compute_loss_func=anneals[1], **about),
+        hf_osdp.Trainer(model=model(), compute_loss_func=enclosing(anneals[2]), **about),
+        hf_osdp.Trainer(model=model(), compute_loss_func=anneals[3].__call__, **about),
+    ]
+    assert all(trainer._run.inputs.description.trace.startswith("fake tensors") for trainer in trainers)
+    assert [each.calls for each in anneals] == [0, 0, 0, 0]
+
+
+def enclosing(loss):
+    return lambda outputs, labels, num_items_in_batch=None: loss(outputs, labels)
+
+
 def test_whole_weights_are_shown_while_a_trainer_saves():
     inner = model()
     before = inner.lm_head.weight
