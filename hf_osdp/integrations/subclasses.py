@@ -8,24 +8,21 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.data import Dataset
 from transformers import Trainer as StockTrainer
 
 from ..modeling.batch import Loss, without_adapters
 from ..modeling.units import canonical_name
 from ..sharding.environment import parameter_groups
+from ..tracing.fake_model import rebound
 from ..tracing.tensors import DEVICE, fake_like
 
 _CONTAINERS = (dict, list, set, deque)
-_LIBRARIES = ("accelerate", "datasets", "hf_osdp", "peft", "sentence_transformers", "tokenizers", "torch", "transformers", "trl")
-_LARGE = (nn.Module, torch.Tensor, Dataset, torch.optim.Optimizer)
 _DATA = ("train_dataset", "eval_dataset")
 _MEANS = frozenset({"CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "L1Loss", "NLLLoss", "cross_entropy", "mse_loss"})
 
@@ -180,28 +177,9 @@ def _copied(trainer: StockTrainer, fake_model: nn.Module, last: list[Any]) -> St
             sharded = any(isinstance(child, FSDPModule) for child in value.modules())
             setattr(copied, name, last_output if sharded else _fake_beside(value, trainer.model, fake_model))
         elif name not in _DATA and not any(_modules_in(value)):
-            setattr(copied, name, _own_state(value, {id(trainer): copied, id(trainer.model): fake_model}))
+            setattr(copied, name, rebound(value, {id(trainer): copied, id(trainer.model): fake_model}))
     copied.accelerator = _LocalAccelerator(trainer.accelerator)
     return copied
-
-
-def _own_state(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401  of any library
-    """Copy a container, an object of a class of the user's, or what a function encloses, since a loss may count in it; no large parts."""
-    of_library = str(getattr(value, "__module__", "")).partition(".")[0] in _LIBRARIES or isinstance(value, _LARGE)
-    if of_library and not isinstance(value, _CONTAINERS):
-        return value
-    enclosed = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
-    parts = [*enclosed, *getattr(getattr(value, "__self__", value), "__dict__", {}).values()]
-    memo |= {id(part): part for part in parts if isinstance(part, _LARGE) and id(part) not in memo}
-    try:
-        if not isinstance(value, FunctionType):
-            return copy.deepcopy(value, memo)
-        cells = tuple(CellType(copy.deepcopy(part, memo)) for part in enclosed)
-        made = FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
-        made.__kwdefaults__ = value.__kwdefaults__
-        return made
-    except Exception:  # it holds a file, say
-        return value
 
 
 def _fake_beside(module: nn.Module, model: nn.Module, fake_model: nn.Module) -> nn.Module:
