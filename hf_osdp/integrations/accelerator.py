@@ -357,6 +357,12 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             return super().no_sync(model)
         return micro_step(model, is_last=False, plan=None if self.planned_run is None else self.planned_run.plan)
 
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> AbstractContextManager[None]:
+        """As stock, which joins nothing under FSDP: a rank without a batch would have the others wait for ever."""
+        if self.is_fsdp2 and not (self.even_batches if even_batches is None else even_batches):
+            raise ValueError("join_uneven_inputs cannot join ranks that share a model; leave it out, with even_batches=True.")
+        return super().join_uneven_inputs(joinables, even_batches)
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Return whole weights under their Hugging Face names, as copies; empty on ranks other than 0."""
         self._synchronise("A save")
@@ -381,6 +387,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             getattr(gradient, "_local_tensor", gradient).clamp_(-clip_value, clip_value)
 
     def _check_gradients(self) -> None:
+        if self.is_fsdp2 and not self.sync_gradients:
+            raise OSDPError("Gradients cannot be clipped before the last micro-step reduces them; do so where accelerator.sync_gradients.")
         if self._backward_steps is not None:
             raise OSDPError(
                 "The plan steps in backward, so that no gradients are left to clip; set step_in_backward=False, or do not clip."

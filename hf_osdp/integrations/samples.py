@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -24,6 +25,7 @@ _MOST_OF_A_STREAM = 256
 """Samples of a stream that are read at most."""
 _MOST_S = 2.0
 """Seconds for reading samples one by one."""
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _TOKEN_FIELDS = ("input_ids", "inputs_embeds", "decoder_input_ids")
 
 Collate = Callable[[list[Any]], Any]
@@ -73,7 +75,7 @@ def find_batches(dataset: Any, collate: Collate) -> Batches | None:  # noqa: ANN
     None where there is no dataset, or it is empty, or is a stream that cannot be copied, so that reading would take from it.
     """
     collate = _copied(collate)
-    with _all_random_states_kept():
+    with _all_random_states_kept(), _generators_kept(dataset):
         samples, seen, is_whole = ([], 0, False) if dataset is None else _longest_samples(dataset)
         if not samples:
             return None
@@ -129,6 +131,25 @@ def batches_of_loader(loader: DataLoader[Any], model: nn.Module, sequence_length
 
 def _all_random_states_kept() -> AbstractContextManager[None]:
     return random_states_kept(range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0))
+
+
+@contextmanager
+def _generators_kept(dataset: object) -> Iterator[None]:
+    """Have a dataset, and those inside it, draw from copies of the random number generators that they hold."""
+    holders, held = [dataset], []
+    for holder in holders:
+        for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
+            if isinstance(value, _GENERATORS):
+                held.append((vars(holder), name, value))
+            elif hasattr(value, "__dict__") and len(holders) < 8:
+                holders.append(value)
+    for attributes, name, value in held:
+        attributes[name] = copy.deepcopy(value)
+    try:
+        yield
+    finally:
+        for attributes, name, value in held:
+            attributes[name] = value
 
 
 def _copied(collate: Collate) -> Collate:

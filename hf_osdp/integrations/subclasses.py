@@ -19,6 +19,7 @@ from transformers import Trainer as StockTrainer
 from ..modeling.batch import Loss, without_adapters
 from ..modeling.units import canonical_name
 from ..sharding.environment import parameter_groups
+from ..tracing.fake_model import rebound
 from ..tracing.tensors import DEVICE, fake_like
 
 _CONTAINERS = (dict, list, set, deque)
@@ -124,6 +125,10 @@ def bytes_of_other_models(trainer: StockTrainer) -> dict[str, int]:
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
+def has_forward_of_transformers(model: nn.Module) -> bool:
+    return inspect.unwrap(type(model).forward).__module__.startswith("transformers.")
+
+
 def ignores_item_count(model: nn.Module) -> bool:
     """Return whether a model's forward accepts `num_items_in_batch` and yet gives the mean of its micro-batch as the loss.
 
@@ -131,10 +136,9 @@ def ignores_item_count(model: nn.Module) -> bool:
     the gradient then grows with their number, which is the planner's to choose.
     """
     model = without_adapters(model)
-    cls = type(model)
-    if hasattr(model, "accepts_loss_kwargs") or not cls.__module__.startswith("transformers."):
+    if hasattr(model, "accepts_loss_kwargs") or not has_forward_of_transformers(model):
         return False
-    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
     if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
         return False
     names = {*code.co_names, *code.co_varnames, *(text for text in code.co_consts if isinstance(text, str))}
@@ -172,8 +176,8 @@ def _copied(trainer: StockTrainer, fake_model: nn.Module, last: list[Any]) -> St
         elif isinstance(value, nn.Module):
             sharded = any(isinstance(child, FSDPModule) for child in value.modules())
             setattr(copied, name, last_output if sharded else _fake_beside(value, trainer.model, fake_model))
-        elif isinstance(value, _CONTAINERS) and name not in _DATA and not any(_modules_in(value)):
-            setattr(copied, name, copy.deepcopy(value))
+        elif name not in _DATA and not any(_modules_in(value)):
+            setattr(copied, name, rebound(value, {id(trainer): copied, id(trainer.model): fake_model}))
     copied.accelerator = _LocalAccelerator(trainer.accelerator)
     return copied
 

@@ -32,7 +32,16 @@ from .local_steps import LocalStepsCallback, check_arguments, check_plugin
 from .plugin import OSDPPlugin
 from .subclasses import check_order, ignores_item_count, planning_at_the_end, with_whole_weights
 from .trainer_checkpoints import StopCallback, TrainerCheckpoints
-from .trainer_facts import copied_arguments, facts_of_trainer, plugin_options, refuse_unplanned, requested_config, set_batch
+from .trainer_facts import (
+    copied_arguments,
+    facts_of_trainer,
+    plugin_options,
+    refuse_changes,
+    refuse_unplanned,
+    requested_config,
+    set_batch,
+    take_changes,
+)
 
 
 class Trainer(TrainerCheckpoints):
@@ -74,6 +83,7 @@ class Trainer(TrainerCheckpoints):
             refuse_unplanned(given)
             arguments = given.get("args") or TrainingArguments(output_dir="tmp_trainer")
             given["args"] = copied_arguments(arguments)
+            self._given_args = arguments, dict(vars(arguments))
             assert arguments.output_dir is not None
             self._asked_batch = arguments.per_device_train_batch_size
             if given.get("train_dataset") is not None:
@@ -86,6 +96,7 @@ class Trainer(TrainerCheckpoints):
         if self._osdp is None:
             return
         args = self.args
+        take_changes(args, *self._given_args)
         assert isinstance(self.accelerator.plugin.osdp, OSDPConfig)
         self._osdp = replace(self._osdp, compile=self._osdp.compile or self.accelerator.plugin.osdp.compile)  # the launcher's dynamo
         try:
@@ -181,13 +192,15 @@ class Trainer(TrainerCheckpoints):
         """
         if self._osdp is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
+        assert self._run is not None
+        take_changes(self.args, *self._given_args)
+        refuse_changes(self, self._osdp, self._run.plan)
         try:
             with self.accelerator.out_of_memory_explained(), mixing_explained():
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
         finally:
             self._stop.abandon()  # where an error ended training
         self._finish_checkpoints()
-        assert self._run is not None
         if self._meter.steps:
             announce_result(self._run, self._meter.summary(), self.args.output_dir)
         self._stop.exit()

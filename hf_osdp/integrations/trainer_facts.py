@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 from collections.abc import Mapping, Sized
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import torch
@@ -32,7 +32,7 @@ from ..sharding.unit_steps import reason_against_unit_steps
 from .launch import launch_request
 from .plugin import offloads, refuse_decided, with_block_classes
 from .samples import find_batches, row_tokens, tokens_of
-from .subclasses import bytes_of_other_models, traced_loss
+from .subclasses import bytes_of_other_models, has_forward_of_transformers, ignores_item_count, traced_loss
 
 _log = logging.getLogger(__name__)
 _SINGLE_SAMPLE_LOSSES = ("SFTTrainer", "RewardTrainer")
@@ -65,13 +65,13 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> RunFacts:
         sequence_length=sequence_length,
         global_batch_size=samples,
         steps=_steps(trainer, samples),
-        micro_batch_size=config.micro_batch_size or _coupled_batch_size(trainer),
+        micro_batch_size=_micro_batch_size(trainer, config.micro_batch_size),
         reduce_every_micro_step=config.reduce_every_micro_step,
         inputs=batches,
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),
         other_models=bytes_of_other_models(trainer),
         clips_gradients=bool(args.max_grad_norm and args.max_grad_norm > 0),
-        against_backward_step=_reader_of_gradients(trainer),
+        against_backward_step=reader_of_gradients(trainer),
         against_unit_steps=_against_unit_steps(trainer),
         activation_checkpointing=bool(args.gradient_checkpointing) or checkpointing,
         checkpoint_wrapper=checkpointing,
@@ -118,14 +118,17 @@ def _global_batch_size(args: TrainingArguments, begun: int | None) -> int:
     return begun
 
 
-def _coupled_batch_size(trainer: Trainer) -> int | None:
-    """Return the samples of a micro-batch where the loss may depend on which samples share one; None leaves them to the planner."""
-    args, reason = trainer.args, batch_coupling(trainer)
+def _micro_batch_size(trainer: Trainer, asked: int | None) -> int | None:
+    """Return the samples of a micro-batch, where they were `asked` for or the loss may depend on them; None leaves them to the planner."""
+    args, reason = trainer.args, batch_coupling(trainer) or _count_of_batches(trainer)
     if reason is None:
-        return None
+        return asked
     size: int = samples_of_step(args) // (args.gradient_accumulation_steps * args.world_size)
-    _warn(args, "%s, so micro-batches stay at %d samples; OSDPConfig(micro_batch_size=...) sets another size.", reason, size)
-    return size
+    if asked is None:
+        _warn(args, "%s, so micro-batches stay at %d samples; OSDPConfig(micro_batch_size=...) sets another size.", reason, size)
+    elif asked != size:
+        _warn(args, "%s: with micro_batch_size=%d it may be another training than with the %d of the arguments.", reason, asked, size)
+    return asked or size
 
 
 def batch_coupling(trainer: Trainer) -> str | None:
@@ -145,6 +148,26 @@ def batch_coupling(trainer: Trainer) -> str | None:
         return f"{cls.__name__} computes its own loss, which may depend on the samples that share a batch"
     if cls.get_train_dataloader is not Trainer.get_train_dataloader:
         return f"{cls.__name__} makes its own batches"
+    return None
+
+
+def _count_of_batches(trainer: Trainer) -> str | None:
+    """Return why it may matter how many micro-batches make up a step; None where its samples alone do."""
+    assert isinstance(trainer.model, nn.Module)
+    args, dataset, model = trainer.args, trainer.train_dataset, without_adapters(trainer.model)
+    if callable(trainer.compute_loss_func):
+        return "compute_loss_func may not divide the loss by num_items_in_batch"
+    if trainer.model_accepts_loss_kwargs and not hasattr(model, "accepts_loss_kwargs") and not has_forward_of_transformers(model):
+        return f"{type(model).__name__} may not divide its loss by num_items_in_batch"
+    if not args.average_tokens_across_devices and trainer.model_accepts_loss_kwargs and not ignores_item_count(model):
+        return "average_tokens_across_devices=False weighs samples by those that share a process"
+    is_whole = isinstance(dataset, Sized) and len(dataset) % samples_of_step(args) == 0
+    for name, ends in (
+        ("dataloader_drop_last=True", args.dataloader_drop_last),
+        ("even_batches=False", not _accelerator_config(args).even_batches),
+    ):
+        if ends and not is_whole:
+            return f"{name} ends an epoch by whole micro-batches"
     return None
 
 
@@ -235,11 +258,12 @@ def _optimizer_choices(
     return tuple((kept or choices).items())
 
 
-def _reader_of_gradients(trainer: Trainer) -> str | None:
-    """Return what may read gradients between backward and the optimizer's step; None where nothing does."""
+def reader_of_gradients(trainer: Trainer) -> str | None:
+    """Return what may read gradients between backward and the end of the optimizer's step; None where nothing does."""
     for callback in trainer.callback_handler.callbacks:
-        if type(callback).on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step:
-            return f"{type(callback).__name__}.on_pre_optimizer_step may read gradients"
+        for event in ("on_pre_optimizer_step", "on_optimizer_step"):
+            if getattr(type(callback), event) is not getattr(TrainerCallback, event):
+                return f"{type(callback).__name__}.{event} may read gradients"
     if type(trainer).training_step is not Trainer.training_step:
         return f"{type(trainer).__name__}.training_step may read gradients"
     return None
@@ -354,6 +378,27 @@ def refuse_unplanned(given: Mapping[str, Any]) -> None:
             f"{full}=True converts the weights for evaluation, which FSDP2's shards do not allow; leave it out:"
             f" {full.partition('_')[0]}=True computes evaluations in that precision too."
         )
+
+
+def take_changes(own: TrainingArguments, given: TrainingArguments, before: dict[str, Any]) -> None:
+    """Write into the Trainer's copy of the arguments what was set in those that were given, where it is not as `before`."""
+    for field in fields(given):
+        value = getattr(given, field.name)
+        if value != before.get(field.name, value):
+            setattr(own, field.name, value)
+            before[field.name] = value
+
+
+def refuse_changes(trainer: Trainer, config: OSDPConfig, plan: Plan) -> None:
+    """Refuse another number of samples than the plan's, and callbacks that came after it and would find no gradients."""
+    if (samples := samples_of_step(trainer.args)) != plan.global_batch_size:
+        raise ValueError(
+            f"The Trainer's arguments make {samples} samples of a step, the plan has {plan.global_batch_size}; set batch sizes before the"
+            " Trainer is made."
+        )
+    in_backward = config.step_in_backward is None and any(unit.step_in_backward for unit in plan.units)
+    if in_backward and (reason := reader_of_gradients(trainer)):
+        raise ValueError(f"The plan steps in backward, but {reason}; give it when the Trainer is made, or set step_in_backward=False.")
 
 
 def _accelerator_config(args: TrainingArguments) -> AcceleratorConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from ..modeling.units import unwrapped
 from ..modeling.wrapping import batch_norm_parameters
 from ..planner.description import GatherSpan, UnitDescription
 from .tensors import fake_like, tensors_in
+
+_LIBRARIES = ("accelerate", "datasets", "hf_osdp", "peft", "sentence_transformers", "tokenizers", "torch", "transformers", "trl")
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype | None = None, *, untie: bool = False) -> nn.Module:
@@ -39,7 +42,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype
         for functions in hooked:
             for name, value in functions.items():
                 if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-                    functions[name] = _rebound(value, memo)
+                    functions[name] = rebound(value, memo)
     seen: set[int] = set()
     for module in fakes.modules() if untie else ():
         for name, tied in module._parameters.items():
@@ -49,16 +52,18 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype
     return fakes
 
 
-def _rebound(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401
+def rebound(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401
     """Return a function, such as a forward replaced on the instance, that uses copies: `copy.deepcopy` keeps its closure as it is."""
     if isinstance(value, (nn.Module, torch.Tensor)):
         return memo.get(id(value), value)
     if isinstance(value, types.MethodType):
-        return types.MethodType(_rebound(value.__func__, memo), _rebound(value.__self__, memo))
+        return types.MethodType(rebound(value.__func__, memo), rebound(value.__self__, memo))
     if isinstance(value, functools.partial):
-        keywords = {name: _rebound(argument, memo) for name, argument in value.keywords.items()}
-        return functools.partial(_rebound(value.func, memo), *(_rebound(argument, memo) for argument in value.args), **keywords)
-    if not isinstance(value, types.FunctionType) or not value.__closure__:
+        keywords = {name: rebound(argument, memo) for name, argument in value.keywords.items()}
+        return functools.partial(rebound(value.func, memo), *(rebound(argument, memo) for argument in value.args), **keywords)
+    if not isinstance(value, types.FunctionType):
+        return _own_state(value, memo)
+    if not value.__closure__:
         return value
     if id(value) not in memo:
         cells = tuple(types.CellType() for _ in value.__closure__)
@@ -68,8 +73,25 @@ def _rebound(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401
         memo[id(value)] = made  # before its closure, in which it may be itself
         for new, old in zip(cells, value.__closure__, strict=True):
             if old != types.CellType():  # a cell may be empty still
-                new.cell_contents = _rebound(old.cell_contents, memo)
+                new.cell_contents = rebound(old.cell_contents, memo)
     return memo[id(value)]
+
+
+def _own_state(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401
+    """Return a copy of a container, or of an object of the user's, in which a hook or a loss may count; libraries' objects stay."""
+    if _is_of_library(value) and not isinstance(value, (dict, list, set, deque)):
+        return memo.get(id(value), value)
+    parts = getattr(value, "__dict__", {}).values()
+    memo |= {id(part): part for part in parts if id(part) not in memo and _is_of_library(part)}
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # it holds a file, say
+        return value
+
+
+def _is_of_library(value: object) -> bool:
+    """Return whether a value's class, or one that it is made from, such as `Dataset` or `Trainer`, is of a library."""
+    return any(cls.__module__.partition(".")[0] in _LIBRARIES for cls in type(value).__mro__)
 
 
 def release_of_stored(module: nn.Module) -> Callable[[], None]:

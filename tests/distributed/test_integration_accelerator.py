@@ -93,6 +93,23 @@ def planned(kind: str, micro: int, reduce: bool, checkpointing: bool = False, fr
     return losses, norms, accelerator.get_state_dict(model)
 
 
+@pytest.mark.on_ranks(2, init=False)
+def test_what_would_wait_or_clip_before_gradients_are_reduced_is_refused():
+    model = tiny_model()
+    plan = mixed_plan(model, 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
+    accelerator = OSDPAccelerator(osdp=OSDPConfig(plan=plan), gradient_accumulation_steps=2)
+    model, _, loader = accelerator.prepare(model, new_optimizer(model), DataLoader(tokens()[:8], batch_size=2))
+    with accelerator.accumulate(model):
+        accelerator.backward(exact_loss(model, next(iter(loader))))
+        for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
+            with pytest.raises(OSDPError, match=r"^Gradients cannot be clipped before the last micro-step reduces them"):
+                clip(model.parameters(), 1.0)
+    with pytest.raises(ValueError, match=r"^join_uneven_inputs cannot join ranks that share a model"):
+        accelerator.join_uneven_inputs([model], even_batches=False)
+    with accelerator.join_uneven_inputs([model]):
+        pass
+
+
 # kind, micro-batch, reduce in each micro-step, activation checkpointing, weights on rank 0 only
 CASES = {
     1: [("gpt2", 4, False, False, False)],

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from transformers import TrainerCallback
 
 from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.planner.presets import preset
@@ -64,3 +65,32 @@ def test_warning_at_resume_compares_what_the_user_set(tmp_path, batch):
     lines = [line for line in said if "per_device_train_batch_size" in line]
     assert bool(lines) == (batch != 4)
     assert not lines or "per_device_train_batch_size: 2 (from args) != 4 (from trainer_state.json)" in lines[0]
+
+
+class Reads(TrainerCallback):
+    def on_optimizer_step(self, *args: object, **kwargs: object) -> None: ...
+
+
+@pytest.mark.on_ranks(2, init=False)
+def test_what_changes_after_the_trainer_was_made_counts_or_is_refused(tmp_path):
+    config = OSDPConfig(strategy="fsdp", micro_batch_size=2, hardware=preset("cpu", devices_per_node=2))
+    options = {"per_device_train_batch_size": 2, "max_grad_norm": 0.0, "max_steps": 2, "lr_scheduler_type": "constant"}
+
+    def made(**more: Any) -> tuple[Any, Trainer]:
+        args = arguments(str(tmp_path), **options)
+        return args, Trainer(model=tiny_model(), args=args, train_dataset=tokens(), osdp=config, **more)
+
+    args, changed = made()
+    args.learning_rate = 0.25
+    changed.train()
+    assert changed.state.log_history[0]["learning_rate"] == 0.25
+    args, larger = made()
+    args.per_device_train_batch_size = 4
+    with pytest.raises(ValueError, match=r"^The Trainer's arguments make 8 samples of a step, the plan has 4; set batch sizes before"):
+        larger.train()
+    _, late = made()
+    assert any(unit.step_in_backward for unit in late.plan.units)
+    assert not any(unit.step_in_backward for unit in made(callbacks=[Reads()])[1].plan.units)
+    late.add_callback(Reads())
+    with pytest.raises(ValueError, match=r"^The plan steps in backward, but Reads.on_optimizer_step may read gradients; give it when"):
+        late.train()

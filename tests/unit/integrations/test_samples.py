@@ -124,3 +124,31 @@ def test_batches_that_a_model_does_not_take_have_no_length_on_any_rank(monkeypat
     rows = [{"pixels": torch.ones(3)}] * 4
     monkeypatch.setattr(found_in, "all_gather_objects", lambda own: [own, 0])  # a rank without data beside this one
     assert found_in.batches_of_loader(DataLoader(rows, batch_size=2), torch.nn.Linear(3, 3), None) == (None, None)
+
+
+class Draws:
+    """Cuts its samples by a random number generator of its own."""
+
+    def __init__(self, generator):
+        self.generator = generator
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return {"input_ids": [0] * (1 + draw(self.generator))}
+
+
+def draw(generator) -> int:
+    if isinstance(generator, torch.Generator):
+        return int(torch.randint(9, (1,), generator=generator))
+    return int(generator.integers(9)) if isinstance(generator, np.random.Generator) else int(generator.randint(0, 8))
+
+
+@pytest.mark.parametrize(
+    "make", [random.Random, np.random.default_rng, np.random.RandomState, lambda seed: torch.Generator().manual_seed(seed)]
+)
+def test_generators_of_datasets_are_not_advanced(make):
+    dataset, untouched = Draws(make(3)), make(3)
+    assert find_batches(torch.utils.data.Subset(dataset, range(4)), pad) is not None
+    assert [draw(dataset.generator) for _ in range(9)] == [draw(untouched) for _ in range(9)]

@@ -111,6 +111,7 @@ def test_micro_batches_stay_where_a_loss_may_couple_samples(tmp_path, caplog):
         model(), arguments(tmp_path), 1.0, train_dataset=rows(), osdp=OSDPConfig(hardware=preset("cpu"), micro_batch_size=1, compare=False)
     )
     assert asked.plan.micro_batch_size == 1
+    assert "with micro_batch_size=1 it may be another training than with the 2 of the arguments." in caplog.text
     assert batch_coupling(hf_osdp.Trainer(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)) is None
 
 
@@ -120,6 +121,38 @@ def test_batch_coupling_sees_own_loss_of_a_subclass_of_sft_and_experts():
     experts = type("Experts", (sft,), {"aux_loss_enabled": True})
     reasons = [batch_coupling(object.__new__(cls)) for cls in (sft, mine, experts)]
     assert reasons[0] is None and "Mine computes its own loss" in reasons[1] and "balances its experts" in reasons[2]
+
+
+class Mean(LlamaForCausalLM):
+    """Takes the number of items, and gives the mean of its micro-batch."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        return super().forward(input_ids=input_ids, labels=labels)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "given", "reason"),
+    [
+        (LlamaForCausalLM, {}, {}, None),
+        (type("Named", (LlamaForCausalLM,), {}), {}, {}, None),
+        (Mean, {}, {}, "Mean may not divide its loss"),
+        (
+            LlamaForCausalLM,
+            {},
+            {"compute_loss_func": lambda outputs, labels, num_items_in_batch: outputs.logits.mean()},
+            "compute_loss_func",
+        ),
+        (LlamaForCausalLM, {"average_tokens_across_devices": False}, {}, "average_tokens_across_devices=False"),
+        (LlamaForCausalLM, {"dataloader_drop_last": True}, {}, "dataloader_drop_last=True"),
+        (LlamaForCausalLM, {"accelerator_config": {"even_batches": False}}, {}, "even_batches=False"),
+        (LlamaForCausalLM, {"dataloader_drop_last": True}, {"train_dataset": [{"input_ids": [1] * 8, "labels": [1] * 8}] * 8}, None),
+    ],
+)
+def test_micro_batches_stay_where_their_number_counts(tmp_path, caplog, cls, options, given, reason):
+    args = arguments(tmp_path, gradient_accumulation_steps=2, **options)
+    trainer = hf_osdp.Trainer(model=cls(model().config), args=args, osdp=CONFIG, **{"train_dataset": rows(), **given})
+    assert (trainer.plan.accumulation_steps == 2) is (reason is not None)
+    assert reason is None or reason in caplog.text
 
 
 def test_loss_that_cannot_be_traced_falls_back_with_a_warning(tmp_path, caplog):
@@ -153,6 +186,42 @@ def test_traced_loss_runs_on_fake_copies_of_the_modules_that_it_holds(tmp_path):
     trainer = with_osdp(Held)(model=inner, args=arguments(tmp_path), train_dataset=rows(), holder=Holder(inner), osdp=CONFIG)
     assert trainer._run.inputs.description.trace.startswith("fake tensors")
     assert trainer.holder.inner is inner and trainer.holder.own.grad is None
+
+
+class Anneals:
+    """Weighs the loss by how often it was called."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, outputs, labels, num_items_in_batch=None):
+        self.calls += 1
+        return outputs.logits.mean() / self.calls
+
+
+def test_tracing_does_not_advance_what_a_loss_counts(tmp_path):
+    class Counts(transformers.Trainer):
+        def __init__(self, *args, weigh, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.weigh = weigh
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return self.weigh(model(**inputs), None)
+
+    anneals = [Anneals() for _ in range(4)]
+    about = {"args": arguments(tmp_path), "train_dataset": rows(), "osdp": CONFIG}
+    trainers = [
+        with_osdp(Counts)(model=model(), weigh=anneals[0], **about),
+        hf_osdp.Trainer(model=model(), compute_loss_func=anneals[1], **about),
+        hf_osdp.Trainer(model=model(), compute_loss_func=enclosing(anneals[2]), **about),
+        hf_osdp.Trainer(model=model(), compute_loss_func=anneals[3].__call__, **about),
+    ]
+    assert all(trainer._run.inputs.description.trace.startswith("fake tensors") for trainer in trainers)
+    assert [each.calls for each in anneals] == [0, 0, 0, 0]
+
+
+def enclosing(loss):
+    return lambda outputs, labels, num_items_in_batch=None: loss(outputs, labels)
 
 
 def test_whole_weights_are_shown_while_a_trainer_saves():

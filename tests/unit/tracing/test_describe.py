@@ -237,6 +237,27 @@ def test_forward_that_was_replaced_on_the_instance_runs_on_the_copy(gpt2, replac
     assert all(parameter.grad is None for parameter in gpt2.parameters())
 
 
+def test_hooks_count_in_copies(gpt2):
+    calls, counter = [0], Counter()
+
+    def hook(module, args, output):
+        calls[0] += 1
+        counter.calls += 1
+        return output * calls[0]
+
+    gpt2.transformer.ln_f.register_forward_hook(hook)
+    gpt2.transformer.ln_f.register_forward_hook(counter.count)
+    assert described(gpt2).trace.startswith("fake tensors")
+    assert (calls, counter.calls) == ([0], 0)
+
+
+class Counter:
+    calls = 0
+
+    def count(self, module, args, output):
+        self.calls += 1
+
+
 def test_forward_that_was_replaced_inside_adapters_runs_on_the_copy(gpt2):
     peft = pytest.importorskip("peft")
     by_method(gpt2)
