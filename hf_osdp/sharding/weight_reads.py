@@ -6,10 +6,12 @@ gathers the unit here; it stays gathered and is reduced at the end of backward, 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -19,14 +21,18 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..distributed.mesh import apart, collective_device, sharing_ranks
-from ..distributed.process_group import require_all
+from ..distributed.process_group import gloo_group, require_all
 from ..distributed.replicas import Background
 from ..errors import OSDPError, UnreducedGradientError
+from ..modeling.step_hooks import before_step
 from ..modeling.units import modules_by_name
 from ..planner.description import UnitDescription
 from .environment import parameter_groups
+from .gradients import local
 
 _IN_CALL = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
 """States of a unit whose module runs forward, or is recomputed in backward: its own reads."""
@@ -45,12 +51,20 @@ class WeightReads:
     """
 
     def __init__(
-        self, root: nn.Module, units: Sequence[UnitDescription], scalars: Iterable[nn.Parameter], background: Background | None = None
+        self,
+        root: nn.Module,
+        units: Sequence[UnitDescription],
+        scalars: Iterable[nn.Parameter],
+        replaced: Iterable[nn.Parameter],
+        background: Background | None = None,
     ) -> None:
-        """Watch a model after `fully_shard`, and average the gradients of `scalars`, parameters without dimensions that it ignores."""
+        """Watch a model after `fully_shard`, which has `replaced` parameters by shards and ignores `scalars`, those without dimensions.
+
+        Gradients of scalars are averaged here.
+        """
         self.active = False
         """Between the first forward of the root or a unit and the end of backward."""
-        self._after_evaluation = False
+        self.after_evaluation = False
         """The root's forward without gradients has ended; a loss may follow."""
         self._scalars, self._background = tuple(scalars), background
         modules = modules_by_name(root)
@@ -58,7 +72,16 @@ class WeightReads:
         self._pinned: list[FSDPParamGroup] = []
         self._gathered: list[FSDPParamGroup] = []
         self._hooked: dict[tuple[int, str], torch.Tensor] = {}
+        self._memory: dict[int, tuple[torch.Tensor, torch.UntypedStorage]] = {}
+        """Each shard's local tensor, and the storage that `.data = ...` replaces in its place."""
+        self._replaced = WeakIdKeyDictionary(dict.fromkeys(replaced))
+        self._reduced: list[tuple[str | None, ...]] = []
+        """Of each unit that this backward has reduced, parameters without a gradient."""
+        self._without: dict[FSDPParamGroup, tuple[str | None, ...]] = {}
+        self._compared: tuple[torch.Tensor, dist.Work] | None = None
+        self._host = gloo_group() if apart() is None else None
         for group in self._labels:
+            group.post_backward = partial(self._reduce, group)  # type: ignore[method-assign]
             for info in (parameter._module_info for parameter in group.fsdp_params):
                 for owner in (info.module, *info.shared_modules):
                     if not isinstance(owner._parameters, _WatchedParameters):
@@ -75,20 +98,21 @@ class WeightReads:
         root.register_forward_pre_hook(self._forward_begins)  # after FSDP2's, which reads shards to set itself up
         root.register_forward_hook(self._forward_ends)
         root._apply = partial(self._end_step_before, root._apply)  # type: ignore[method-assign]  # `model.to(...)` and its like
+        weakref.finalize(root, before_step.add(partial(_step_begins, weakref.ref(self))))
 
     def read(self, group: FSDPParamGroup) -> None:
         """Prepare a unit for a read of one of its parameters. Collective where the unit shows shards."""
         if not self.active or group._training_state in _IN_CALL:
             return
         if not group.is_unsharded:
-            if self._after_evaluation:  # where one rank alone may look at a weight
+            if self.after_evaluation:  # where one rank alone may look at a weight
                 require_all(f"Reading a weight of {self._labels[group]} after forward")
             group.unshard()
             group.wait_for_unshard()
             self._gathered.append(group)
         if torch.is_grad_enabled() and group not in self._pinned:
             # Until all gradients are there: reductions of calls in the same step would miss that of the read.
-            group.post_backward, group.reshard = _wait, _wait  # type: ignore[method-assign]
+            group.reshard = _wait  # type: ignore[method-assign]
             self._pinned.append(group)
             self._hook(group, "_unsharded_param", self._end_is_due)
 
@@ -103,7 +127,7 @@ class WeightReads:
 
     def _unit_begins(self, module: nn.Module, args: object) -> None:
         """Begin a step where a unit is called without the root, as `model.base_model(...)` or `model.get_input_embeddings()(ids)` do."""
-        if not self.active or self._after_evaluation:
+        if not self.active or self.after_evaluation:
             self._root_state._lazy_init()
             self._forward_begins(module, args)
 
@@ -112,14 +136,15 @@ class WeightReads:
             return
         if not self._pinned:  # else an earlier forward of the same step has read them
             self.end_step()
-        self.active, self._after_evaluation = True, False
+        self.active, self.after_evaluation = True, False
         for group, label in self._labels.items():  # loading may have put new parameters in the place of others
             self._hook(group, "sharded_param", partial(_refuse, label))
+            self._check_shards(group, label)
 
     def _forward_ends(self, module: nn.Module, args: object, output: object) -> None:
         if not torch.is_grad_enabled() and not self._pinned:
             self.end_step()
-            self.active = self._after_evaluation = True
+            self.active = self.after_evaluation = True
 
     def _end_is_due(self, parameter: FSDPParam, gradient: torch.Tensor) -> None:
         """Have FSDP2 call its end of backward, also where no module was called; refuse backward that is to run again."""
@@ -138,10 +163,46 @@ class WeightReads:
             self._background.wait()
         self._gathered.clear()
         self.active = False
+        self._compare(self._reduced)
         ended = [group for one in state._state_ctx.all_states for group in parameter_groups(one._modules[0])]
         if state._state_ctx is self._root_state._state_ctx:
             self._average_scalars()
         self._check(ended)
+
+    def _reduce(self, group: FSDPParamGroup, *unused: object) -> None:
+        """Reduce a unit's gradients unless it is pinned, and note which: FSDP2 takes for granted that they are those of all ranks."""
+        if group in self._pinned:
+            return
+        without = tuple(parameter._param_fqn for parameter in group.fsdp_params if not _has_whole_gradient(parameter))
+        if group.reduce_grads and len(without) < len(group.fsdp_params):
+            if group._partial_reduce_output is not None and without != self._without[group]:
+                raise OSDPError(
+                    f"Micro-steps have gradients of different parameters of unit {self._labels[group]!r}, which FSDP2 cannot add up before"
+                    " replicas are averaged; plan with reduce_every_micro_step=False."
+                )
+            self._without[group] = without
+            self._reduced.append(without)
+        type(group).post_backward(group)
+
+    def _compare(self, reduced: list[tuple[str | None, ...]]) -> None:
+        """Compare what ranks have reduced, beside what comes next; raise where they differed before. Collective."""
+        if self._compared is not None:
+            extremes, work = self._compared
+            work.wait()
+            self._compared = None
+            if extremes[0] != -extremes[1]:
+                trained = [p._param_fqn for group in self._without for p in group.fsdp_params if p.sharded_param.requires_grad]
+                names = [name for without in self._without.values() for name in without if name in trained]
+                raise OSDPError(
+                    "Ranks have gradients of different parameters, which FSDP2 averages with one another (here"
+                    f" {len(names)} have none, such as {', '.join(map(str, names[:1]))!r}); call every module on every rank, with an empty"
+                    " batch where it has nothing to do."
+                )
+        if reduced and self._host is not None:
+            number = crc32(repr(reduced).encode())
+            extremes = torch.tensor([number, -number])
+            self._compared = extremes, dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._host, async_op=True)
+        reduced.clear()
 
     def _end_step_before(self, apply: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
         self.end_step()
@@ -149,7 +210,7 @@ class WeightReads:
 
     def _unpin(self) -> None:
         for group in self._pinned:
-            del group.post_backward, group.reshard
+            del group.reshard
         self._pinned.clear()
 
     @torch.no_grad()
@@ -168,13 +229,50 @@ class WeightReads:
     def _check(self, ended: Iterable[FSDPParamGroup]) -> None:
         for group in ended:
             for parameter in group.fsdp_params if group.reduce_grads else ():
-                whole = getattr(parameter, "_unsharded_param", None)
-                if (whole is not None and whole.grad is not None) or parameter.unsharded_accumulated_grad is not None:
+                if _has_whole_gradient(parameter):
                     label, name = self._labels.get(group, "?"), parameter._module_info.param_name
                     raise UnreducedGradientError(
                         f"Unit {label!r} got a gradient for its {name} that was not reduced over the ranks, because it came after the"
                         f" unit's own backward; {_REMEDY}."
                     )
+
+    def _check_shards(self, group: FSDPParamGroup, label: str) -> None:
+        """Refuse what a user did to shards and FSDP2 does not take over."""
+        for parameter in group.fsdp_params:
+            shard, name = parameter.sharded_param, parameter._module_info.param_name
+            now = local(shard), shard.untyped_storage()
+            memory, storage = self._memory.get(id(parameter), now)
+            if memory is now[0] and storage._cdata != now[1]._cdata:
+                raise OSDPError(f"Unit {label!r}: .data of its {name} was assigned, which changes no shard; use {name}.data.copy_(...).")
+            self._memory[id(parameter)] = now
+            if len(shard._backward_hooks or ()) > 1:  # one is that of `_refuse`
+                raise OSDPError(
+                    f"Unit {label!r}: register_hook on its {name} has no effect on a shard; use register_post_accumulate_grad_hook, or"
+                    " change gradients before optimizer.step()."
+                )
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Free weights that are kept since a forward and about to be old; refuse a step without its gradients. In backward both wait."""
+        self._compare([])
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        ids = {id(parameter) for parameter in stepped}
+        if any(parameter in self._replaced for parameter in stepped):
+            raise OSDPError(f"{type(optimizer).__name__} has parameters from before the plan was applied; make it again after that.")
+        ours = [group for group in self._labels if any(id(parameter.sharded_param) in ids for parameter in group.fsdp_params)]
+        for group in ours if torch._C._current_graph_task_id() == -1 else ():
+            group.reshard()
+            if group._partial_reduce_output is not None or any(map(_has_whole_gradient, group.fsdp_params)):
+                raise OSDPError(
+                    f"optimizer.step() came after a micro-step that was not the last, so that gradients of unit {self._labels[group]!r} are"
+                    " not reduced; pass is_last=True in the last one (under Accelerate, step where sync_gradients is True)."
+                )
+        known = {id(parameter) for parameter in self._scalars}
+        strange = [p for p in stepped if p.grad is not None and not isinstance(p, DTensor) and id(p) not in known]
+        if ours and strange and sharing_ranks() > 1:
+            raise OSDPError(
+                f"{type(optimizer).__name__} has a parameter of shape {tuple(strange[0].shape)} that the plan does not have, whose"
+                " gradients are not averaged over ranks; make it a part of the model before planning."
+            )
 
     def _hook(self, group: FSDPParamGroup, attribute: str, hook: Callable[[FSDPParam, torch.Tensor], None]) -> None:
         for parameter in group.fsdp_params:
@@ -198,8 +296,24 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
             self.reads.read(self.group)
         return super().__getitem__(name)
 
+    def items(self) -> Any:  # noqa: ANN401
+        """Show shards to who goes through all parameters after an evaluation: they have the gradients, and writes last."""
+        if self.reads.after_evaluation:
+            self.group.reshard()
+        return super().items()
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self.items()),)
+        return dict, (dict(super().items()),)
+
+
+def _has_whole_gradient(parameter: FSDPParam) -> bool:
+    whole = getattr(parameter, "_unsharded_param", None)
+    return (whole is not None and whole.grad is not None) or parameter.unsharded_accumulated_grad is not None
+
+
+def _step_begins(reads: weakref.ref[WeightReads], optimizer: torch.optim.Optimizer) -> None:
+    if (found := reads()) is not None:
+        found.step_begins(optimizer)
 
 
 def end_step(model: nn.Module) -> None:
