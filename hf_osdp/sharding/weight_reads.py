@@ -75,6 +75,7 @@ class WeightReads:
         self._memory: dict[int, tuple[torch.Tensor, torch.UntypedStorage]] = {}
         """Each shard's local tensor, and the storage that `.data = ...` replaces in its place."""
         self._replaced = WeakIdKeyDictionary(dict.fromkeys(replaced))
+        self._marks: dict[FSDPParamGroup, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self._reduced: list[tuple[str | None, ...]] = []
         """Of each unit that this backward has reduced, parameters without a gradient."""
         self._without: dict[FSDPParamGroup, tuple[str | None, ...]] = {}
@@ -90,7 +91,7 @@ class WeightReads:
             if isinstance(module, FSDPModule):
                 state = module._get_fsdp_state()
                 state._root_post_backward_final_callback = partial(self._backward_ends, state)  # type: ignore[method-assign]
-                state._pre_backward = partial(_refuse_second_gradients, state._pre_backward)  # type: ignore[method-assign]
+                state._pre_backward = partial(self._backward_begins, state._pre_backward)  # type: ignore[method-assign]
                 if module is root:
                     self._root_state = state
                 else:
@@ -153,6 +154,7 @@ class WeightReads:
                 "retain_graph=True lets backward run again through a weight that the loss reads, but it is freed after the first; add the"
                 " losses up and call backward once."
             )
+        self._drop_zeroed()
         self._root_state._register_root_post_backward_final_callback()
 
     def _backward_ends(self, state: FSDPState) -> None:
@@ -168,6 +170,27 @@ class WeightReads:
         if state._state_ctx is self._root_state._state_ctx:
             self._average_scalars()
         self._check(ended)
+        for group in filter(_holds, ended):
+            shard = min((p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad), key=torch.Tensor.numel)
+            if shard.grad is None:  # zeros, which `zero_grad` takes away or writes to, as it cannot what FSDP2 holds
+                shard.grad = torch.zeros_like(shard)
+                self._marks[group] = shard, shard.grad, shard.grad._version
+
+    def _backward_begins(self, pre_backward: Callable[[torch.Tensor], torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:
+        self._drop_zeroed()
+        return _refuse_second_gradients(pre_backward, gradient)
+
+    def _drop_zeroed(self) -> None:
+        """Drop what earlier micro-steps left with FSDP2 where `zero_grad` was called since."""
+        for group, (shard, mark, version) in self._marks.items():
+            if shard.grad is not mark or mark._version != version:
+                group._partial_reduce_output = None
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
+            shard.grad = None
+        self._marks.clear()
 
     def _reduce(self, group: FSDPParamGroup, *unused: object) -> None:
         """Reduce a unit's gradients unless it is pinned, and note which: FSDP2 takes for granted that they are those of all ranks."""
@@ -261,7 +284,7 @@ class WeightReads:
         ours = [group for group in self._labels if any(id(parameter.sharded_param) in ids for parameter in group.fsdp_params)]
         for group in ours if torch._C._current_graph_task_id() == -1 else ():
             group.reshard()
-            if group._partial_reduce_output is not None or any(map(_has_whole_gradient, group.fsdp_params)):
+            if _holds(group):
                 raise OSDPError(
                     f"optimizer.step() came after a micro-step that was not the last, so that gradients of unit {self._labels[group]!r} are"
                     " not reduced; pass is_last=True in the last one (under Accelerate, step where sync_gradients is True)."
@@ -309,6 +332,11 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
 def _has_whole_gradient(parameter: FSDPParam) -> bool:
     whole = getattr(parameter, "_unsharded_param", None)
     return (whole is not None and whole.grad is not None) or parameter.unsharded_accumulated_grad is not None
+
+
+def _holds(group: FSDPParamGroup) -> bool:
+    """Return whether gradients of a micro-step wait for those of the next."""
+    return group._partial_reduce_output is not None or any(map(_has_whole_gradient, group.fsdp_params))
 
 
 def _step_begins(reads: weakref.ref[WeightReads], optimizer: torch.optim.Optimizer) -> None:
