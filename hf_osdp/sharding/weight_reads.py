@@ -98,6 +98,7 @@ class WeightReads:
                     module.register_forward_pre_hook(self._unit_begins, prepend=True)
         root.register_forward_pre_hook(self._forward_begins)  # after FSDP2's, which reads shards to set itself up
         root.register_forward_hook(self._forward_ends)
+        root.register_load_state_dict_pre_hook(lambda *unused: self.end_step())  # after an evaluation, FSDP2 would read whole weights
         root._apply = partial(self._end_step_before, root._apply)  # type: ignore[method-assign]  # `model.to(...)` and its like
         weakref.finalize(root, before_step.add(partial(_step_begins, weakref.ref(self))))
 
@@ -171,8 +172,10 @@ class WeightReads:
             self._average_scalars()
         self._check(ended)
         for group in filter(_holds, ended):
-            shard = min((p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad), key=torch.Tensor.numel)
-            if shard.grad is None:  # zeros, which `zero_grad` takes away or writes to, as it cannot what FSDP2 holds
+            shard = min((p.sharded_param for p in group.fsdp_params), key=lambda shard: (not shard.requires_grad, shard.numel()))
+            if (
+                shard.requires_grad and shard.grad is None
+            ):  # zeros, which `zero_grad` takes away or writes to, as it cannot what FSDP2 holds
                 shard.grad = torch.zeros_like(shard)
                 self._marks[group] = shard, shard.grad, shard.grad._version
 

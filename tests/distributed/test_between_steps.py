@@ -109,6 +109,14 @@ def writes_after_an_evaluation(model, optimizer, loss, number) -> None:
             parameter.mul_(0.9)
 
 
+def loads_after_an_evaluation(model, optimizer, loss, number) -> None:
+    before = {name: value * 0.9 for name, value in model.state_dict().items()}
+    usual(model, optimizer, loss, number)
+    with torch.no_grad():
+        tiny_loss(model, tiny_batch(number))
+    model.load_state_dict(before if number == 1 else model.state_dict())
+
+
 def leaves_freeing_to_the_optimizer(model, optimizer, loss, number) -> None:
     loss(number).backward()
     optimizer.step()
@@ -145,6 +153,7 @@ EQUAL = [
     (measures_before_the_step, SGD, "mixed", None),
     (measures_before_the_step, SGD, "zero2", None),
     (writes_after_an_evaluation, SGD, "mixed", None),
+    (loads_after_an_evaluation, SGD, "mixed", None),
     (leaves_freeing_to_the_optimizer, AssignsData, "mixed", None),
     (scales_in_a_hook, SGD, "mixed", "states_on_host"),
     (gives_up_a_group_of_micro_steps, SGD, "mixed", None),
