@@ -289,8 +289,8 @@ class WeightReads:
             group.reshard()
             if _holds(group):
                 raise OSDPError(
-                    f"optimizer.step() came after a micro-step that was not the last, so that gradients of unit {self._labels[group]!r} are"
-                    " not reduced; pass is_last=True in the last one (under Accelerate, step where sync_gradients is True)."
+                    f"optimizer.step() came while gradients of unit {self._labels[group]!r} wait for the last micro-step; pass is_last=True"
+                    " in it (under Accelerate, step by sync_gradients), or plan with reduce_every_micro_step=False where it has none."
                 )
         known = {id(parameter) for parameter in self._scalars}
         strange = [p for p in stepped if p.grad is not None and not isinstance(p, DTensor) and id(p) not in known]

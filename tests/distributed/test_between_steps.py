@@ -223,7 +223,9 @@ def test_a_step_without_the_last_micro_step_is_refused():
             plan = replace(plan, units=tuple(replace(unit, reduce_every_micro_step=True) for unit in plan.units))
         with micro_step(model, is_last=False, plan=plan):
             tiny_loss(model, tiny_batch(0)).backward()
-        with pytest.raises(OSDPError, match=r"came after a micro-step that was not the last, so that gradients of unit .* are not reduced"):
+        with pytest.raises(
+            OSDPError, match=r"came while gradients of unit .* wait for the last micro-step; pass is_last=True in it \(under"
+        ):
             SGD(model.parameters(), lr=0.1).step()
 
 
