@@ -10,7 +10,7 @@ from torch import nn
 
 from ..distributed.mesh import world_size
 from ..planning.plan_run import PlannedRun
-from ..sharding.apply import apply_plan, verify_applied
+from ..sharding.apply import apply_plan, refuse_hooks, verify_applied
 from ..sharding.environment import move_to_device
 from ..sharding.optimizer import needs_whole, unwrapped
 from ..sharding.optimizer_steps import parameter_names, rebind_parameters, release_parameters, step_by_device, step_on_shards, steps_shards
@@ -24,6 +24,7 @@ def shard_model(
     """Apply the plan to the model, whose weights rank 0 has, and give the optimizers its sharded parameters, or refuse them. Collective."""
     for optimizer in optimizers:
         needs_whole(unwrapped(optimizer))
+    refuse_hooks(model)
     names = parameter_names(model)
     for optimizer in optimizers:
         release_parameters(optimizer, names)

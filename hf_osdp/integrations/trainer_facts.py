@@ -266,6 +266,8 @@ def reader_of_gradients(trainer: Trainer) -> str | None:
                 return f"{type(callback).__name__}.{event} may read gradients"
     if type(trainer).training_step is not Trainer.training_step:
         return f"{type(trainer).__name__}.training_step may read gradients"
+    if trainer.optimizer is not None and trainer.optimizer._optimizer_step_pre_hooks:
+        return f"a hook of {type(trainer.optimizer).__name__}.step may read gradients"
     return None
 
 

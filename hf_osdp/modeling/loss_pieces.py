@@ -104,6 +104,7 @@ class DeferredLogits:
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         if name.startswith("__"):
             raise AttributeError(name)
+        _refuse_in_place(name)
         return getattr(self.whole(), name)
 
     @classmethod
@@ -117,6 +118,7 @@ class DeferredLogits:
                 return found
         if func is torch.tanh and len(args) == 1 and not given:
             return args[0].tanh()
+        _refuse_in_place(getattr(func, "__name__", ""))
         return func(*(_whole(arg) for arg in args), **{name: _whole(value) for name, value in given.items()})
 
     def whole(self) -> torch.Tensor:
@@ -149,6 +151,15 @@ def _of_whole(name: str) -> Callable[..., Any]:
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 for _name in "add radd sub rsub rtruediv matmul rmatmul pow neg abs lt le gt ge eq ne len iter".split():
     setattr(DeferredLogits, f"__{_name}__", _of_whole(f"__{_name}__"))
+
+
+def _refuse_in_place(name: str) -> None:
+    """Refuse what would change, or watch, a tensor of all logits that the loss does not use."""
+    if (name.endswith("_") and not name.endswith("__")) or name in ("register_hook", "retain_grad"):
+        raise OSDPError(
+            f"{name} of the logits has no effect on a loss in pieces; write logits = logits.{name.rstrip('_')}(...), or plan with"
+            " split_vocabulary=False."
+        )
 
 
 def _whole(value: Any) -> Any:  # noqa: ANN401

@@ -107,9 +107,21 @@ def apply_plan(
     # Copies that overlap computation need page-locked memory; on the CPU FSDP2 fails with it.
     pin_memory = meshes.device_type != "cpu" if pin_memory is None else pin_memory
     background = Background() if meshes.reduces_beside else None
+    refuse_hooks(model)
+    replaced = [parameter for parameter in model.parameters() if parameter not in ignored]
     _fully_shard(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pin_memory, background)
-    WeightReads(model, units, scalars, background)
+    WeightReads(model, units, scalars, replaced, background)
     return model
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Refuse hooks of parameters, which shards would not have."""
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise OSDPError(
+                f"Parameter {name!r} has a hook on its gradient, which its shards would lose; remove it, and use"
+                " register_post_accumulate_grad_hook once the model is sharded."
+            )
 
 
 def _change_forwards(units: list[_Unit], compiled_classes: Collection[str]) -> None:

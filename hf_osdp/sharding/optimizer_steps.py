@@ -111,10 +111,9 @@ def step_by_device(optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter
 def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.optim.Optimizer], object]) -> None:
     """Prepare every optimizer of this model when it first steps, and `bind` it: in a plain loop no call tells of them.
 
-    Among several ranks it is checked (`check_optimizer`); where parameters lie on two devices or have no dimensions, it steps by device.
+    Among several ranks it is checked (`check_optimizer`).
     """
     host, apart, of = host_parameters(model), _apart(model), weakref.ref(model)
-    mixed = bool(host) or any(not parameter.dim() for parameter in model.parameters())
     ids = {id(parameter) for parameter in model.parameters()}
     prepared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -125,7 +124,7 @@ def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.op
             check_optimizer(optimizer, apart)
         elif is_bitsandbytes(optimizer):
             spec_of_bitsandbytes(optimizer)  # refuses what a step of ours leaves out
-        if (mixed or steps_shards(optimizer)) and _stepper(optimizer) is None:
+        if _stepper(optimizer) is None:
             step_by_device(optimizer, host)
         if (owner := of()) is not None:
             bind(owner, optimizer)
@@ -154,24 +153,23 @@ class _StepByDevice:
         vars(self._of()).pop("register_step_pre_hook", None)
 
     def _register_before(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register a hook that runs before `begin`, so that it finds the optimizer's own groups, and may change gradients."""
+        """Register a hook that runs before ours, so that it finds the optimizer's own groups, and may change gradients."""
         optimizer = self._of()
         assert optimizer is not None, "it is called on the optimizer"
         handle = torch.optim.Optimizer.register_step_pre_hook(optimizer, hook)
-        optimizer._optimizer_step_pre_hooks.move_to_end(self._handles[0].id)  # type: ignore[attr-defined]  # an OrderedDict
+        hooks: Any = optimizer._optimizer_step_pre_hooks
+        for key in [key for key in hooks if key != handle.id and is_ours(hooks[key])]:
+            hooks.move_to_end(key)
+        hooks.move_to_end(self._handles[0].id)
         return handle
 
     def begin(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.restore(optimizer)  # a step that raised left its parts behind
         whole = optimizer.param_groups
         self._parts = [self._split(optimizer, group) for group in whole]
+        if self._stand_ins or self._gathered:
+            refuse_closure(optimizer, args, kwargs)
         self._whole = whole
-        if (self._stand_ins or self._gathered) and any(map(callable, (*args[1:], kwargs.get("closure")))):
-            self.restore(optimizer)
-            raise OSDPError(
-                f"{type(optimizer).__name__}.step(closure) would step shards by the gradients of before the closure; run the forward and"
-                " backward first, and call step() without it."
-            )
         optimizer.param_groups = [part for parts in self._parts for part in parts]
         for parameter, shard in self._stand_ins:
             if parameter in optimizer.state:
@@ -185,6 +183,9 @@ class _StepByDevice:
     def end(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         for group, parameters in self._gathered:
             step_sharded(optimizer, group, parameters)
+        for parameter, shard in self._stand_ins:
+            if shard.grad is None:
+                parameter.grad = None
         self.restore(optimizer)
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
@@ -200,6 +201,8 @@ class _StepByDevice:
         for parameter, shard in self._stand_ins:
             if shard in optimizer.state:
                 optimizer.state[parameter] = optimizer.state.pop(shard)
+            if shard.data_ptr() != (memory := local(parameter).detach()).data_ptr():  # the step has assigned `shard.data`
+                memory.copy_(shard.detach())
         optimizer.param_groups, self._whole, self._parts, self._stand_ins = self._whole, None, [], []
 
     def _split(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dict[str, Any]]:
@@ -259,6 +262,20 @@ def step_parts(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Paramet
 def steps_shards(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer steps local shards as plain tensors, and holds its states so: all but torch's element-wise ones."""
     return type(unwrapped(optimizer)) not in ELEMENT_WISE
+
+
+def refuse_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a step with a closure, which makes the gradients only after a hook before the step has taken them."""
+    if any(map(callable, (*args[1:], kwargs.get("closure")))):
+        raise OSDPError(
+            f"{type(optimizer).__name__}.step(closure) would step shards by the gradients of before the closure; run the forward and"
+            " backward first, and call step() without it."
+        )
+
+
+def is_ours(hook: object) -> bool:
+    """Return whether a hook of an optimizer is one of this package's."""
+    return getattr(hook, "__module__", "").startswith("hf_osdp.")
 
 
 def _stepper(optimizer: torch.optim.Optimizer) -> _StepByDevice | None:

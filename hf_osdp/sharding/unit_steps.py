@@ -26,7 +26,7 @@ from ..planner.description import UnitDescription
 from ..planner.plan import Plan
 from .gradients import local, local_power, total_norm
 from .optimizer import low_bit_spec, unwrapped
-from .optimizer_steps import step_parts
+from .optimizer_steps import is_ours, refuse_closure, step_parts
 
 
 def reason_against_unit_steps(optimizer: torch.optim.Optimizer) -> str | None:
@@ -80,7 +80,7 @@ class BackwardSteps:
             for number, unit in enumerate(units)
             for parameter in unit
         ]
-        self._handles.append(optimizer.register_step_post_hook(self._ended))
+        self._handles += (optimizer.register_step_pre_hook(refuse_closure), optimizer.register_step_post_hook(self._ended))
 
     def remove(self) -> None:
         """Have the optimizer step as it comes again."""
@@ -94,6 +94,12 @@ class BackwardSteps:
             raise OSDPError(
                 "A second backward came before optimizer.step(), but the plan steps in backward; set step_in_backward=False, or call"
                 " optimizer.step() after each backward."
+            )
+        hooks: Any = self._optimizer._optimizer_step_pre_hooks.values()
+        if len(parameter._post_accumulate_grad_hooks or ()) > 1 or not all(map(is_ours, hooks)):
+            raise OSDPError(
+                "A hook of a parameter or of optimizer.step() may read gradients, but the plan steps in backward; set"
+                " step_in_backward=False, or remove the hook."
             )
         waiting.discard(parameter)
         if not waiting:
@@ -124,11 +130,11 @@ class _HostStates:
         self._units = units
         self._host: dict[tuple[nn.Parameter, str], torch.Tensor] = {}
         self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
-        handle = optimizer.register_step_pre_hook(self._before)
-        optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # before groups are split by device
+        optimizer.register_step_pre_hook(self._before)  # before groups are split by device
         optimizer.register_step_post_hook(self._after)
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        refuse_closure(optimizer, args, kwargs)
         self._after(optimizer, args, kwargs)  # a step that raised left gradients behind
         units = [[parameter for parameter in unit if parameter.grad is not None] for unit in self._units]
         sizes = {parameter: _size_of_states(optimizer, parameter) for parameter in chain(*units)}

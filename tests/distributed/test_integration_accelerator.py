@@ -197,10 +197,11 @@ def test_evaluation_needs_no_optimizer():
         want = [exact_loss(plain, batch).item() for batch in tokens().split(8)]
         losses = [accelerator.reduce(exact_loss(model, batch), "mean").item() for batch in loader]
     assert losses == pytest.approx(want, abs=1e-12)
-    gathered = [p for p in model.parameters() if not hasattr(p, "_local_tensor")]
-    assert gathered, "every unit was freed; the trap that this guards against is gone"
+    whole = model.transformer.ln_f.weight
+    assert not hasattr(whole, "_local_tensor"), "the unit was freed; the trap that this guards against is gone"
     with pytest.raises(ValueError, match="not the sharded model's"):
-        accelerator.prepare(model, torch.optim.AdamW(gathered))
+        accelerator.prepare(model, torch.optim.AdamW([whole]))
+    assert all(hasattr(parameter, "_local_tensor") for parameter in model.parameters())
 
 
 def prepare(loader: bool = True, optimizer_of=None, **changes) -> None:

@@ -224,6 +224,19 @@ def test_second_backward_and_fp16_are_refused():
         in_pieces(**batch())
 
 
+@pytest.mark.parametrize("change", [lambda logits: logits.div_(2), torch.relu_, lambda logits: logits.retain_grad()])
+def test_changes_in_place_that_the_loss_would_miss_are_refused(change):
+    _, in_pieces = pair()
+
+    def loss_after(logits, labels, vocab_size, **options):
+        change(logits)
+        return causal_loss(logits, labels, vocab_size)
+
+    in_pieces.loss_function = loss_after
+    with pytest.raises(OSDPError, match=r"of the logits has no effect on a loss in pieces; write logits = logits\.\w+\(\.\.\.\), or plan"):
+        in_pieces(**batch())
+
+
 def test_models_without_such_a_head_are_refused():
     from transformers import BertConfig, BertForSequenceClassification
 

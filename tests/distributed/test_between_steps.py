@@ -1,0 +1,277 @@
+"""What a loop does between backward, the step and the next forward: equal to one process, or refused in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.errors import OSDPError
+from hf_osdp.modeling.units import find_units
+from hf_osdp.planner.plan import Plan
+from hf_osdp.sharding.apply import apply_plan
+from hf_osdp.sharding.gradients import clip_grad_norm_
+from hf_osdp.sharding.optimizer_steps import step_on_shards
+from hf_osdp.sharding.state import full_state_dict
+from hf_osdp.sharding.steps import micro_step
+from hf_osdp.sharding.unit_steps import bind_optimizer
+from tests.helpers.checkpointed import worst
+from tests.helpers.distributed import run_ranks
+from tests.helpers.layouts import plan_of
+from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+
+STEPS = 3
+Weights = dict[str, torch.Tensor]
+Step = Callable[[nn.Module, torch.optim.Optimizer, Callable[[int], torch.Tensor], int], object]
+
+
+class AssignsData(torch.optim.Optimizer):
+    """Plain descent as some write it, which leaves new tensors in the place of parameters and no gradients."""
+
+    def __init__(self, parameters, lr: float):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data - group["lr"] * parameter.grad
+                parameter.grad = None
+
+
+def whole_model() -> nn.Module:
+    """With two parameters that only some losses use."""
+    model = tiny_model("gpt2", layers=2, scale=10.0)
+    for name in ("first", "second"):
+        model.register_parameter(name, nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    return model
+
+
+def sharded(layout: str = "mixed", way: str | None = None, accumulation_steps: int = 1) -> tuple[nn.Module, Plan, object]:
+    """The model under a plan in which, for a `way`, all but the last unit step so."""
+    model = whole_model()
+    units = find_units(model)
+    plan = plan_of(units, dist.get_world_size(), layout, accumulation_steps=accumulation_steps, reduce_every_micro_step=False)
+    if way is not None:
+        plan = replace(plan, units=tuple(replace(unit, **{way: unit is not plan.units[-1]}) for unit in plan.units))
+    apply_plan(model, plan, units, meshes=Meshes("cpu"))
+    return model, plan, units
+
+
+def train(step: Step, kind: type[torch.optim.Optimizer], layout: str | None, way: str | None = None) -> Weights:
+    model, part, parts = whole_model(), 0, 1
+    optimizer = None
+    if layout is not None:
+        model, plan, units = sharded(layout, way)
+        PLANS[model] = plan
+        part, parts = dist.get_rank(), dist.get_world_size()
+        optimizer = kind(model.parameters(), lr=0.1)
+        step_on_shards(optimizer, model)
+        bind_optimizer(model, plan, units, [optimizer])
+    optimizer = optimizer or kind(model.parameters(), lr=0.1)
+
+    def loss(number: int) -> torch.Tensor:
+        return tiny_loss(model, tiny_batch(number, part=part, parts=parts)) + 0.1 * (model.first.sum() + model.second.sum())
+
+    for number in range(STEPS):
+        step(model, optimizer, loss, number)
+    return full_state_dict(model)
+
+
+def usual(model, optimizer, loss, number) -> None:
+    loss(number).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def measures_before_the_step(model, optimizer, loss, number) -> None:
+    loss(number).backward()
+    with torch.no_grad():
+        tiny_loss(model, tiny_batch(number))
+    clip = clip_grad_norm_ if dist.is_initialized() else nn.utils.clip_grad_norm_
+    clip(model.parameters(), 0.1)
+    if number == 1:
+        tiny_loss(model, tiny_batch(number))  # without backward
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def writes_after_an_evaluation(model, optimizer, loss, number) -> None:
+    usual(model, optimizer, loss, number)
+    with torch.no_grad():
+        tiny_loss(model, tiny_batch(number))
+        for parameter in model.parameters():
+            parameter.mul_(0.9)
+
+
+def loads_after_an_evaluation(model, optimizer, loss, number) -> None:
+    before = {name: value * 0.9 for name, value in model.state_dict().items()}
+    usual(model, optimizer, loss, number)
+    with torch.no_grad():
+        tiny_loss(model, tiny_batch(number))
+    model.load_state_dict(before if number == 1 else model.state_dict())
+
+
+def leaves_freeing_to_the_optimizer(model, optimizer, loss, number) -> None:
+    loss(number).backward()
+    optimizer.step()
+
+
+def scales_in_a_hook(model, optimizer, loss, number) -> None:
+    def scale(optimizer, args, kwargs) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(0.1)
+
+    if number == 0:
+        optimizer.register_step_pre_hook(scale)
+    usual(model, optimizer, loss, number)
+
+
+def gives_up_a_group_of_micro_steps(model, optimizer, loss, number) -> None:
+    """As where a loss is not finite: what the first micro-step left is zeroed, and is in no later step."""
+    plan = PLANS.get(model)
+    with micro_step(model, is_last=False, plan=plan):
+        loss(number).backward()
+    if number > 0:
+        optimizer.zero_grad(set_to_none=number == 1)
+    for last in (False, True):
+        with micro_step(model, is_last=last, plan=plan):
+            loss(number + 5).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+PLANS: dict[nn.Module, Plan] = {}
+SGD = torch.optim.SGD
+EQUAL = [
+    (measures_before_the_step, SGD, "mixed", None),
+    (measures_before_the_step, SGD, "zero2", None),
+    (writes_after_an_evaluation, SGD, "mixed", None),
+    (loads_after_an_evaluation, SGD, "mixed", None),
+    (leaves_freeing_to_the_optimizer, AssignsData, "mixed", None),
+    (scales_in_a_hook, SGD, "mixed", "states_on_host"),
+    (gives_up_a_group_of_micro_steps, SGD, "mixed", None),
+    (gives_up_a_group_of_micro_steps, SGD, "mixed", "reduce_every_micro_step"),
+    (gives_up_a_group_of_micro_steps, SGD, "zero3", "reduce_every_micro_step"),
+]
+
+
+def train_each(cases) -> list[Weights]:
+    return [train(*case) for case in cases]
+
+
+def test_loops_with_more_between_their_steps_equal_one_process():
+    (found, _) = run_ranks(train_each, 2, EQUAL, timeout_s=300)
+    alone = {step: train(step, kind, None) for step, kind, _, _ in EQUAL}
+    assert not {
+        (case[0].__name__, *case[2:]): error
+        for case, weights in zip(EQUAL, found, strict=True)
+        if not (error := worst(weights, alone[case[0]])) < 1e-12
+    }
+
+
+@pytest.mark.on_ranks(2)
+def test_hooks_and_data_that_shards_do_not_take_are_refused():
+    model, _, _ = sharded()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    tiny_loss(model, tiny_batch(0)).backward()
+    optimizer.step()
+    norm = model.transformer.ln_f.weight
+    norm.data = norm.data * 0.5
+    with pytest.raises(OSDPError, match=r"\.data of its weight was assigned, which changes no shard; use weight\.data\.copy_"):
+        tiny_loss(model, tiny_batch(0))
+    model, _, _ = sharded()
+    model.transformer.ln_f.bias.register_hook(lambda gradient: gradient * 0.5)
+    with pytest.raises(OSDPError, match="register_hook on its bias has no effect on a shard; use register_post_accumulate_grad_hook"):
+        tiny_loss(model, tiny_batch(0))
+    whole = whole_model()
+    whole.first.register_hook(lambda gradient: gradient * 0.5)
+    units = find_units(whole)
+    with pytest.raises(OSDPError, match="Parameter 'first' has a hook on its gradient, which its shards would lose; remove it"):
+        apply_plan(whole, plan_of(units, 2, "mixed"), units, meshes=Meshes("cpu"))
+
+
+@pytest.mark.on_ranks(2)
+def test_optimizers_of_other_parameters_are_refused():
+    whole = whole_model()
+    early, units = SGD(whole.parameters(), lr=0.1), find_units(whole)
+    apply_plan(whole, plan_of(units, 2, "mixed"), units, meshes=Meshes("cpu"))
+    tiny_loss(whole, tiny_batch(0)).backward()
+    with pytest.raises(OSDPError, match="SGD has parameters from before the plan was applied; make it again after that"):
+        early.step()
+    whole.late = nn.Linear(61, 61).double()
+    nn.functional.cross_entropy(
+        whole.late(whole(input_ids=tiny_batch(0)["input_ids"]).logits)[:, 0], tiny_batch(0)["labels"][:, 0]
+    ).backward()
+    with pytest.raises(
+        OSDPError, match=r"SGD has a parameter of shape \(61, 61\) that the plan does not have, whose gradients are not averaged"
+    ):
+        SGD(whole.parameters(), lr=0.1).step()
+
+
+@pytest.mark.on_ranks(2)
+def test_a_step_without_the_last_micro_step_is_refused():
+    for layout in ("mixed", "zero3"):
+        model, plan, _ = sharded(layout, accumulation_steps=2)
+        if layout == "mixed":
+            plan = replace(plan, units=tuple(replace(unit, reduce_every_micro_step=True) for unit in plan.units))
+        with micro_step(model, is_last=False, plan=plan):
+            tiny_loss(model, tiny_batch(0)).backward()
+        with pytest.raises(
+            OSDPError, match=r"came while gradients of unit .* wait for the last micro-step; pass is_last=True in it \(under"
+        ):
+            SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.on_ranks(2)
+def test_closures_and_hooks_do_not_go_with_units_that_step_by_themselves():
+    for way in ("step_in_backward", "states_on_host"):
+        model, plan, units = sharded(way=way)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        step_on_shards(optimizer, model)
+        bind_optimizer(model, plan, units, [optimizer])
+        with pytest.raises(OSDPError, match=r"SGD\.step\(closure\) would step shards by the gradients of before the closure"):
+            optimizer.step(closure=lambda: None)
+        if way == "step_in_backward":
+            handle = optimizer.register_step_pre_hook(lambda *_: None)
+            for _ in range(2):
+                with pytest.raises(OSDPError, match=r"A hook of a parameter or of optimizer\.step\(\) may read gradients, but the plan"):
+                    tiny_loss(model, tiny_batch(0)).backward()
+                handle.remove()
+                model, plan, units = sharded(way=way)
+                optimizer = SGD(model.parameters(), lr=0.1)
+                bind_optimizer(model, plan, units, [optimizer])
+                for parameter in model.parameters():
+                    parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+@pytest.mark.on_ranks(2)
+def test_gradients_of_different_parameters_are_refused():
+    """Of two parameters of one shape, in one unit: FSDP2 takes the one's gradient for the other's."""
+    for layout in ("mixed", "zero3", "replicate"):
+        model, _, _ = sharded(layout)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        loss = tiny_loss(model, tiny_batch(0))
+        (loss + (model.second if dist.get_rank() else model.first).sum()).backward()
+        missing = "first" if dist.get_rank() else "second"
+        with pytest.raises(
+            OSDPError, match=f"Ranks have gradients of different parameters.* such as '{missing}'.*; call every module on every"
+        ):
+            optimizer.step()
+    model, plan, _ = sharded("replicate", way="reduce_every_micro_step")
+    for number, name in enumerate(("first", "second")):
+        with micro_step(model, is_last=number == 1, plan=plan):
+            loss = tiny_loss(model, tiny_batch(0)) + getattr(model, name).sum()
+            if number == 0:
+                loss.backward()
+                continue
+            with pytest.raises(
+                OSDPError, match=r"Micro-steps have gradients of different parameters of unit .*reduce_every_micro_step=False"
+            ):
+                loss.backward()
