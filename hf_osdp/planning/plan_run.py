@@ -99,7 +99,7 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
     started = time.perf_counter()
     require_same_run(model, config, facts)
     _check_options(config, facts)
-    check_model(model, trains=facts.trains, sharded=facts.world_size > 1)
+    check_model(model, trains=facts.trains)
     if config.inputs is not None:
         check_inputs(config.inputs, model)
 

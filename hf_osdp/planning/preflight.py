@@ -171,18 +171,6 @@ def nothing_to_train(model: nn.Module) -> Finding | None:
     return Finding(Check.FROZEN, Severity.ERROR, message)
 
 
-def hooks_on_parameters(model: nn.Module) -> Finding | None:
-    """Find hooks on gradients: they stay with the whole parameters, of which sharding makes others."""
-    hooked = [name for name, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
-    if not hooked:
-        return None
-    message = (
-        f"{len(hooked)} parameters have hooks on their gradients ({hooked[0]}), which sharded parameters would not have; remove them, and"
-        " change parameter.grad between backward and the optimizer's step, or train with osdp=False."
-    )
-    return Finding(Check.MODEL, Severity.ERROR, message)
-
-
 def frozen(units: Sequence[UnitDescription], *, in_optimizer: int = 0) -> Finding | None:
     """Find that some parameters are frozen, `in_optimizer` of which the optimizer was given."""
     parameters = [p for unit in units for p in unit.parameters]
@@ -387,14 +375,9 @@ def merged_findings(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     return tuple(first.values())
 
 
-def check_model(model: nn.Module, *, trains: bool = True, sharded: bool = True) -> None:
-    """Refuse, before it is described, a model whose tied weights are separate parameters, or that is to be trained and is all frozen.
-
-    Where it will be `sharded`, hooks on its parameters are refused too.
-    """
-    refuse_errors(
-        (split_ties(model), nothing_to_train(model) if trains else None, hooks_on_parameters(model) if trains and sharded else None)
-    )
+def check_model(model: nn.Module, *, trains: bool = True) -> None:
+    """Refuse, before it is described, a model whose tied weights are separate parameters, or that is to be trained and is all frozen."""
+    refuse_errors((split_ties(model), nothing_to_train(model) if trains else None))
 
 
 def device_memory(device_type: str, model: nn.Module | None = None) -> DeviceMemory | None:

@@ -119,8 +119,8 @@ def refuse_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise OSDPError(
-                f"Parameter {name!r} has a hook on its gradient, which its shards would lose; remove it, and use"
-                " register_post_accumulate_grad_hook once the model is sharded."
+                f"Parameter {name!r} has a hook on its gradient, which its shards would lose; remove it, and change parameter.grad before"
+                " optimizer.step(), or use register_post_accumulate_grad_hook once the model is sharded."
             )
 
 

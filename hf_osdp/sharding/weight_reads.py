@@ -277,7 +277,7 @@ class WeightReads:
                 )
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Free gathered weights that the step makes stale, and refuse a step whose gradients are not reduced. In backward it does neither."""
+        """Free gathered weights that the step makes stale; refuse a step without its reduced gradients. In backward do neither."""
         self._compare([])
         stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         ids = {id(parameter) for parameter in stepped}
