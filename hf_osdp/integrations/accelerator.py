@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, DynamoBackend, ProjectConfiguration, TorchDynamoPlugin
+from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend, ProjectConfiguration, TorchDynamoPlugin
 from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -99,7 +99,11 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         """Measurement of the loop's first optimizer steps, the same on every process; None before they ended."""
         self._schedules = WeakKeyDictionary()
         self._earlier_error = id(sys.exc_info()[1])  # that is being handled: a training that failed before this one
-        methods = {getattr(handler, "init_method", None) for handler in options.get("kwargs_handlers") or ()}
+        handlers = options.get("kwargs_handlers") or ()
+        hooks = {getattr(handler, "comm_hook", DDPCommunicationHookType.NO) for handler in handlers} - {DDPCommunicationHookType.NO}
+        if hooks:
+            raise ValueError(f"comm_hook={hooks.pop()} is for DDP, without effect under a plan; use OSDPConfig(communication='bf16').")
+        methods = {getattr(handler, "init_method", None) for handler in handlers}
         if dist.is_initialized() or methods <= {None, "env://"}:  # else ranks meet elsewhere than the launcher's variables say
             check_ranks()
         super().__init__(fsdp_plugin=plugin, cpu=cpu, **options)

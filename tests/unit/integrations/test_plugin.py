@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from accelerate.utils.launch import prepare_multi_gpu_env
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainingArguments
 
-from hf_osdp import Trainer
+from hf_osdp import OSDPAccelerator, Trainer
 from hf_osdp.integrations.plugin import OSDPPlugin, plugin_for, precision_of
 from hf_osdp.integrations.trainer_facts import _steps, copied_arguments, plugin_options, requested_config
 from hf_osdp.modeling.split.names import is_split
@@ -251,3 +252,9 @@ def test_checkpointing_of_every_block_says_what_leaving_it_to_the_planner_would_
     run = trainer._run
     assert 1 < gain == pytest.approx(run.plan.step_s / run.open_step_s, abs=0.01)
     assert by != "model" or all(block.gradient_checkpointing for block in model.transformer.h), "the model is left as it was"
+
+
+def test_accelerator_refuses_hook_of_ddp_that_would_have_no_effect():
+    with pytest.raises(ValueError, match="^comm_hook=bf16 is for DDP, without effect under a plan; use OSDPConfig"):
+        OSDPAccelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)])
+    OSDPAccelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
