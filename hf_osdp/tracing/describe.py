@@ -211,7 +211,7 @@ class _Describer:
         options = self._options
         few = max(TRACED_MICRO_BATCH, options.micro_batch_size) if options.compile else TRACED_MICRO_BATCH
         basic = TraceOptions(
-            samples=(few + 1 if options.compile else 1, few, few + 1),  # compiled code is linear near them alone
+            samples=(few, few + 1) if options.compile else (1, few, few + 1),  # compiled code is linear near them alone
             compute_dtype=options.cast_dtype, cuda_kernels=options.device_type == "cuda", capability=options.capability,
             autocast=options.torch_dtype if options.autocast else None, loss=options.loss,
             checkpointed_blocks=self._blocks if options.activation_checkpointing else None,
@@ -267,8 +267,8 @@ class _Describer:
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
-            _, few, many = options.samples  # batch norm of pooled features trains on no single sample
-            return trace_segments(self._model, self._units, self._inputs, replace(options, samples=(2, few + 1, many + 1)))
+            # batch norm of pooled features trains on no single sample
+            return trace_segments(self._model, self._units, self._inputs, replace(options, samples=options.samples[-2:]))
 
     @staticmethod
     def _is_one_block(unit: UnitDescription) -> bool:
