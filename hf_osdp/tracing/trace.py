@@ -99,7 +99,13 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
     Raise DescriptionError where the traces do not run through the same units, or whatever the model raises under fake tensors.
     """
     tracer, samples = _Tracer(model, units, inputs, options), options.samples
-    records = tracer.run(samples)
+    try:
+        records = tracer.run(samples)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        samples = samples[-2:]  # batch norm of pooled features trains on no single sample
+        records = tracer.run(samples)
     first, plain = segments_of(records, samples), segments_of(records[-2:], samples[-2:])
     output_bytes = linear_bytes(tracer.output_bytes, samples)
 
