@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 _log = logging.getLogger(__name__)
-_Real = float  # in a class with a method of that name
+_KEPT = frozenset({"to", "float", "tanh", "mul", "div"})
+"""Methods that change each element by itself; with numbers, dtypes and devices they are kept for the parts."""
 Change = tuple[Any, ...]
 """A method of a tensor, with its arguments."""
 
@@ -49,14 +50,8 @@ class DeferredLogits:
     def dim(self) -> int:
         return self._hidden.dim()
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        return self._changed("to", *args) if not kwargs else self.whole().to(*args, **kwargs)
-
     def contiguous(self) -> DeferredLogits:
         return self
-
-    def tanh(self) -> DeferredLogits:
-        return self._changed("tanh")
 
     def view(self, *sizes: Any) -> Any:  # noqa: ANN401 - a tensor, where the vocabulary does not stay last
         shape = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
@@ -76,20 +71,17 @@ class DeferredLogits:
         return DeferredLogits(self._head, self._hidden[key], self._changes)
 
     def __mul__(self, other: Any) -> Any:  # noqa: ANN401
-        return self._scaled("mul", other)
+        return self._changed("mul", other)
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:  # noqa: ANN401
-        return self._scaled("div", other)
-
-    def float(self) -> DeferredLogits:
-        return self._changed("float")
+        return self._changed("div", other)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self.whole(), name)
+        return partial(self._changed, name) if name in _KEPT else getattr(self.whole(), name)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
@@ -109,14 +101,13 @@ class DeferredLogits:
         self._head.warn_of_whole()
         return changed(self._head.project(self._hidden), self._changes)
 
-    def _changed(self, *change: Any) -> DeferredLogits:
-        return DeferredLogits(self._head, self._hidden, (*self._changes, change))
-
-    def _scaled(self, method: str, other: Any) -> Any:  # noqa: ANN401
-        return self._changed(method, other) if isinstance(other, (int, _Real)) else getattr(self.whole(), method)(other)
+    def _changed(self, method: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if kwargs or not all(isinstance(arg, (int, float, str, torch.dtype, torch.device)) for arg in args):
+            return getattr(self.whole(), method)(*args, **kwargs)
+        return DeferredLogits(self._head, self._hidden, (*self._changes, (method, *args)))
 
     def _cross_entropy(
-        self, target: torch.Tensor, ignore_index: int, reduction: str, label_smoothing: _Real, weight: object, **deprecated: Any
+        self, target: torch.Tensor, ignore_index: int, reduction: str, label_smoothing: float, weight: object, **deprecated: Any
     ) -> torch.Tensor | None:
         """Return the loss, or None where it is not a sum or mean over tokens with one class each."""
         classes = target.dim() == 1 and not target.is_floating_point() and self.dim() == 2
