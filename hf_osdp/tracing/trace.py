@@ -1,4 +1,4 @@
-"""One micro-batch's forward and backward on fake tensors, at three batch sizes → what each segment saves, peaks at and computes."""
+"""One micro-batch's forward and backward on fake tensors, at a few batch sizes → what each segment saves, peaks at and computes."""
 
 from __future__ import annotations
 
