@@ -69,10 +69,9 @@ def browser(
 
 app = typer.Typer(cls=OneLineErrors, name="hf-osdp", help=_HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 _TO_PLAN = "gpt2-xl --device a100-80 --devices-per-node 8 --memory-limit 16GiB --sequence-length 1024 --global-batch-size 64"
-_BARE = ("device", "profile", "num_nodes", "margin", "precision", "optimizer", "activation_checkpointing", "block_classes", "auto_class")
 _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "plan": (with_flags(plan, make=Request), f"{_TO_PLAN} --output plan.json"),
-    "explain": (with_flags(explain, *_BARE), "plan.json"),
+    "explain": (explain, "plan.json"),
     "compare": (with_flags(compare, make=Request, leave_out="strategy"), _TO_PLAN),
     "what-if": (with_flags(what_if, make=Request), _TO_PLAN),
     "profile": (

@@ -20,9 +20,7 @@ from ..modeling.catalogue import find_shape, shape_names
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware, check_margin
 from ..planner.job import ADAFACTOR, BITSANDBYTES, LOW_BIT, OptimizerSpec, Precision, TrainingJob, bitsandbytes_of_trainer
-from ..planner.plan import Plan
 from ..planner.presets import preset, preset_names
-from ..planner.problem import PlanningProblem
 from ..planner.profile import Profile, with_block_times
 from ..quantities import parse_limit
 from .options import Request
@@ -178,15 +176,6 @@ class Case:
         _ = self.job, self.limit_bytes, self.model_config
         found, self.choice = find_plan_and_optimizer(self.model, self._limited, self.facts, hardware=self.hardware, trace=self._trace)
         return found
-
-    def problem_of(self, plan: Plan) -> PlanningProblem:
-        """Return the problem that a plan is of, if it is of this model."""
-        from ..planning.problem import ProblemBuilder
-
-        _ = self.job
-        facts = self.facts.under_fsdp if any(unit.on_host for unit in plan.units) else self.facts
-        builder = ProblemBuilder(self.model, self._limited, facts, hardware=self.hardware, trace=self._trace)
-        return builder.build(plan.split, micro_batch_size=plan.micro_batch_size)
 
     def describer(self, model_config: object = None, facts: RunFacts | None = None) -> Describer:
         """Return what describes the model, or that of another configuration, perhaps for other facts."""

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from ..planner.files import plain
-from ..planner.plan import Plan
 from ..planner.problem import Strategy
 from ..planner.search.compare import POINTS, frontier
 from ..quantities import format_bytes, format_seconds
@@ -23,7 +22,7 @@ from ..report.plan_file import PlanInputs, plan_file_content, read_plan_file, wr
 from ..report.run_tables import checks_table, simulation_table
 from ..report.tables import batch_text, comparison_table, frontier_table, plan_caption, plan_table
 from .cases import Case
-from .options import JsonFile, PlotFile, Request, count, option, stated
+from .options import JsonFile, PlotFile, Request, count, option
 from .output import Output
 
 if TYPE_CHECKING:
@@ -94,34 +93,19 @@ def _draw(screen: Output, path: Path | None, make: Callable[[ModuleType], AnyCha
 
 
 def explain(
-    flags: dict[str, Any],
-    plan_file: Annotated[
-        Path, typer.Argument(metavar="PLAN", help="A file of `hf-osdp plan --output`, a run's osdp_report.json, or a saved plan.")
-    ],
-    model: Annotated[
-        str | None,
-        option("MODEL", "Hub id, folder or config.json, for a plan that was saved without what it was made from."),
-    ] = None,
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A file of `hf-osdp plan --output`, or a run's osdp_report.json.")],
     json_file: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
-    """Take a plan apart: bytes at the peak and by unit, seconds by stream, what other layouts would cost, what binds.
-
-    A file of `plan --output` needs no options. A bare plan (Plan.save) needs --model and the options that it was made with.
-    """
+    """Take a plan apart: bytes at the peak and by unit, seconds by stream, what other layouts would cost, what binds."""
     screen = Output(json_file, plot=plot)
     with screen.working("Taking the plan apart"):
         plan, inputs = read_plan_file(plan_file)
-        useless = [*(["--model"] if model else []), *stated(flags)]
-        if inputs is not None and useless:
-            raise ValueError(f"{plan_file} holds what its plan was made from, so {', '.join(useless)} would have no effect; leave it out.")
-        if inputs is None and plan.local_steps is not None:
+        if inputs is None:
             raise ValueError(
-                f"{plan_file} holds a plan of local steps alone; explain what `hf-osdp plan --local-steps ... --output` writes."
+                f"{plan_file} holds a plan alone; explain a file of `hf-osdp plan --output`, or a run's osdp_report.json: they hold what it"
+                " was made from, too."
             )
-        if inputs is None and model is None:
-            raise ValueError(f"{plan_file} holds a plan alone; add --model, --device and the options that it was made with.")
-        inputs = inputs or _inputs(plan, {**flags, "model": model})
         explanation = explain_plan(plan, inputs)
     where = "" if inputs.hardware is None else f" on {inputs.hardware.summary}"
     screen.print(
@@ -131,29 +115,6 @@ def explain(
     )  # fmt: skip
     _draw(screen, plot, lambda plots: plots.plan_chart(plan, inputs, explanation.estimate))
     screen.write(explanation_content(explanation))
-
-
-def _inputs(plan: Plan, flags: dict[str, Any]) -> PlanInputs:
-    """Rebuild a bare plan's inputs from the command line's options and the plan's own fields."""
-    nodes = flags.pop("num_nodes") or (None if flags["profile"] else 1)  # a profile knows
-    if nodes and plan.world_size % nodes:
-        raise ValueError(f"--num-nodes {nodes} does not divide the plan's {plan.world_size} devices; use a divisor.")
-    request = Request(
-        sequence_length=plan.sequence_length, global_batch_size=plan.global_batch_size, num_nodes=nodes,
-        devices_per_node=plan.world_size // nodes if nodes else None,
-        host_offload=None if any(unit.on_host for unit in plan.units) else False,
-        communication=plan.communication,  # type: ignore[arg-type]  # one of its names
-        offload_optimizer=None if any(unit.states_on_host for unit in plan.units) else False,
-        **(flags | {"compile": bool(plan.compiled_classes)}),
-    )  # fmt: skip
-    case = Case(request)
-    if (devices := case.hardware.world_size) != plan.world_size:
-        raise ValueError(
-            f"The profile is of {devices} devices, but the plan is for {plan.world_size}; give --num-nodes, or another profile."
-        )
-    inputs = PlanInputs.of(case.problem_of(plan))
-    plan.check(inputs.description, plan.world_size)
-    return inputs
 
 
 def compare(
@@ -184,7 +145,6 @@ def compare(
 def doctor(
     request: Request,
     optimizer: Annotated[str, option("NAME", "adamw, momentum, sgd, or a name of TrainingArguments(optim=...).")] = "adamw",
-    plan: Annotated[Path | None, option("FILE", "The plan that is to run; else one is searched for.")] = None,
     output_dir: Annotated[Path | None, option("DIR", "Where the run will write.")] = None,
     save_total_limit: Annotated[int | None, count("Checkpoints that are kept in it; else all are.")] = None,
     json_file: JsonFile = None,
@@ -198,7 +158,7 @@ def doctor(
         from .examination import examine, machine_line
 
         folder = None if output_dir is None else RunFolder(path=output_dir, limit=save_total_limit, adapters=request.lora_rank is not None)
-        rows = [("this machine", "ok", machine_line()), *examine(request, optimizer, plan, folder), ("ranks", "later", _RANKS)]
+        rows = [("this machine", "ok", machine_line()), *examine(request, optimizer, folder), ("ranks", "later", _RANKS)]
     screen.print(checks_table(f"Before a run of {request.model}", rows))
     checks = [{"check": name, "result": result, "text": text} for name, result, text in rows]
     errors = sum(result == "error" for _, result, _ in rows)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -18,14 +17,10 @@ from ..measurement.memory_limits import memory_limits, tightest
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware
 from ..planner.job import OptimizerSpec
-from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult, search
-from ..planner.split import WHOLE_BLOCKS
-from ..planning.facts import RunFolder, check_communication
-from ..planning.local_steps import check_local_steps
-from ..planning.plan_run import check_given_plan
+from ..planning.facts import RunFolder
 from ..planning.preflight import Check, DeviceMemory, KnownRun, bf16_on, checkpoint_bytes, device_memory, findings_of, split_ties
 from ..planning.recalibrate import estimated
 from ..quantities import format_bytes, format_count, format_seconds
@@ -44,13 +39,13 @@ _LATER = {
 """Text for checks that need more than there is."""
 
 
-def examine(request: Request, optimizer: str, plan_file: Path | None, folder: RunFolder | None) -> list[Row]:
-    """Make all checks that need no start; without a plan file one is searched for, and without a folder its check is left out.
+def examine(request: Request, optimizer: str, folder: RunFolder | None) -> list[Row]:
+    """Make all checks that need no start; without a folder its check is left out.
 
     Return a row for each finding, each check without one, and one for all that could not be made.
     """
     examination = _Examination(Case(request), optimizer)
-    examination.examine(plan_file, folder)
+    examination.examine(folder)
     rows, left = [], []
     for check in Check:
         if found := examination.rows.get(check):
@@ -95,17 +90,16 @@ class _Examination:
             self.rows.setdefault(check, [(check.value, "ok", sound(found))])
         return found
 
-    def examine(self, path: Path | None, folder: RunFolder | None) -> None:
+    def examine(self, folder: RunFolder | None) -> None:
         """Check the model on the devices, its plan, and this machine."""
         case, hardware = self._case, self._hardware
         if hardware is None:
             return
-        given = self._tried(Check.PLAN, lambda: None if path is None else Plan.load(path))
         description = None
         if Check.MODEL not in self.rows:
             description = self._tried(
                 Check.MODEL,
-                lambda: case.timed(case.describer().describe(WHOLE_BLOCKS if given is None else given.split)),
+                lambda: case.timed(case.describer().describe()),
                 lambda found: f"{found.model_class}, {format_count(found.numel)} parameters",
             )
         job = self._tried(
@@ -115,10 +109,10 @@ class _Examination:
         if description is None:
             return
         found: SearchResult | None = None
-        if job is not None and limit is not None and (given is not None or path is None):
+        if job is not None and limit is not None:
             found = self._tried(
                 Check.PLAN,
-                lambda: estimated(case.found.problem, case.found.plan) if given is None else _checked(case.problem_of(given), given),
+                lambda: estimated(case.found.problem, case.found.plan),
                 lambda found: (
                     f"{found.plan.fingerprint} ({found.plan.strategy}): peak {format_bytes(found.peak_bytes)}, a step in"
                     f" {format_seconds(found.time.step_s)}"
@@ -133,9 +127,8 @@ class _Examination:
         )  # fmt: skip
         if found is not None:
             known = replace(known, plan=found.plan, needed_bytes=found.memory.peak_bytes)
-            if given is not None or case.request.strategy is not Strategy.OSDP:
-                problem = case.found.problem if given is None else case.problem_of(given)
-                known = replace(known, time=found.time, others=_best(replace(problem, strategy=Strategy.OSDP)))
+            if case.request.strategy is not Strategy.OSDP:
+                known = replace(known, time=found.time, others=_best(replace(case.found.problem, strategy=Strategy.OSDP)))
         for finding in (*findings_of(known), split_ties(case.model)):
             if finding is not None:
                 self.rows.setdefault(finding.check, []).append((finding.check.value, finding.severity.value, finding.message))
@@ -147,20 +140,6 @@ def _best(problem: PlanningProblem) -> tuple[StrategyResult, ...]:
     with suppress(OSDPError):  # nothing fits
         return (StrategyResult(strategy=problem.strategy, result=search(problem)),)
     return ()
-
-
-def _checked(problem: PlanningProblem, plan: Plan) -> SearchResult:
-    """Check a given plan against the problem."""
-    plan.check(problem.description, problem.hardware.world_size)
-    check_local_steps(plan, problem.job.local_steps)
-    check_communication(plan, problem.job.communication)
-    found, job = estimated(problem, plan), problem.job
-    peak = found.memory.on(problem.hardware)
-    check_given_plan(
-        plan, memory_limit_bytes=problem.memory_limit_bytes, peak_bytes=peak, global_batch_size=job.global_batch_size,
-        micro_batch_size=job.micro_batch_size, sequence_length=problem.description.sequence_length,
-    )  # fmt: skip
-    return replace(found, plan=replace(plan, peak_bytes=peak))
 
 
 def _limit_text(limit_bytes: int, hardware: Hardware) -> str:

@@ -101,7 +101,7 @@ class Request:
     compile: Annotated[bool, switch("Compile each block with torch.compile before it is sharded.", "--compile")] = False
     operator_splitting: Annotated[bool, switch("Cut blocks into operator units, and operators into slices, where that pays.")] = True
     split_vocabulary: Annotated[
-        bool, switch("Also the loss in pieces, or the vocabulary projection in slices: outputs.logits may be None in training with labels.")
+        bool, switch("Also the loss in pieces, or the vocabulary projection in slices: outputs.logits are computed where they are read.")
     ] = False
     lora_rank: Annotated[int | None, count("Train LoRA adapters of this rank, the rest frozen (needs the extra peft).")] = None
     lora_targets: Annotated[

@@ -19,20 +19,11 @@ from ..planner.description import DType
 from ..planner.hardware import Backend, DeviceSpec, Hardware
 from ..planner.job import divisors
 from ..planner.presets import COMMUNICATOR_BYTES, UNIT_S, preset
-from ..planner.profile import HostLink, Profile, SegmentTimes
+from ..planner.profile import Profile, SegmentTimes
 from .block_times import TimedModel, measure_block_times
 from .links import links_of, measure_collectives
 from .memory_limits import memory_of_rank
-from .rates import (
-    copy_rate,
-    matmul_rates,
-    measure_codecs,
-    measure_fsdp_overhead,
-    measure_hooks,
-    measure_host,
-    measure_host_link,
-    operator_seconds,
-)
+from .rates import copy_rate, matmul_rates, measure_codecs, measure_fsdp_overhead, measure_hooks, measure_host, operator_seconds
 from .timing import barrier, over_ranks
 
 SECONDS_AT_START = 0.7
@@ -95,7 +86,6 @@ def measure_profile(*, device_type: str, seconds: float = 10.0, model: TimedMode
     device = measuring_device(device_type)
     machine_s = seconds if model is None else seconds / 2
     hardware = measure_hardware(device_type=device_type, seconds=machine_s / 2.4, group_sizes=divisors(world_size()))
-    host = hardware.host or measure_host_link(device, 0.05 * machine_s)
     segments: tuple[SegmentTimes, ...] = ()
     name = ""
     if model is not None:
@@ -106,7 +96,6 @@ def measure_profile(*, device_type: str, seconds: float = 10.0, model: TimedMode
     profile = Profile(
         hardware=hardware,
         segments=segments,
-        host_link=HostLink(to_device_bytes_per_s=host.to_device_bytes_per_s, to_host_bytes_per_s=host.to_host_bytes_per_s),
         device_names=tuple(all_gather_objects(device_name(device))),
         model=name,
         versions={**versions, "python": platform.python_version()},

@@ -27,7 +27,6 @@ from ..distributed.wire import decode, encode
 from ..planner.description import DType
 from ..planner.hardware import CodecTime, FsdpOverhead, HostSpec, WorkTime
 from ..planner.job import OptimizerSpec, OptimizerStep
-from ..planner.profile import HostLink
 from ..planner.wire import WireFormat
 from .memory_limits import memory_of_rank
 from .timing import barrier, call_seconds, median_seconds, over_ranks, rounds, trimmed_mean, work_clock
@@ -38,7 +37,7 @@ _MATMUL_SIZES = {"cpu": (256, 512, 768), "cuda": (2048, 4096, 8192)}
 _LEAST_MATMULS = 3
 # More than the caches hold:
 _COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
-_LINK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
+_LINK_BYTES = 256 * 2**20
 _UPDATE_ELEMENTS = 2**25
 _CODEC_ELEMENTS = 2**21
 _UNITS = 4
@@ -108,30 +107,26 @@ class _Counter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def measure_host_link(device: torch.device, seconds: float) -> HostLink:
-    """Measure copies from pinned host memory to the device and back, of the slowest of all ranks at once. Collective."""
-    host = torch.ones(_LINK_BYTES[device.type], dtype=torch.uint8, pin_memory=device.type == "cuda")
+def measure_host(device: torch.device, seconds: float) -> HostSpec | None:
+    """Measure the slowest host and the least share of a machine's memory, all ranks at once; None on the CPU. Collective.
+
+    Copies go from pinned memory to the device and back.
+    """
+    if device.type == "cpu":
+        return None
+    host = torch.ones(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(host, device=device)
     rates = []
     for target, source in ((there, host), (host, there)):
         barrier(device)
-        rates.append(host.nbytes / median_seconds(lambda: target.copy_(source, non_blocking=True), device, seconds / 2))  # noqa: B023
-    to_device, to_host = over_ranks(rates, dist.ReduceOp.MIN)
-    return HostLink(to_device_bytes_per_s=to_device, to_host_bytes_per_s=to_host)
-
-
-def measure_host(device: torch.device, seconds: float) -> HostSpec | None:
-    """Measure the slowest host and the least share of a machine's memory, all ranks at once; None on the CPU. Collective."""
-    if device.type == "cpu":
-        return None
-    link = measure_host_link(device, seconds / 2)
+        rates.append(host.nbytes / median_seconds(lambda: target.copy_(source, non_blocking=True), device, seconds / 4))  # noqa: B023
     share, where = memory_of_rank()
-    memory, rate = over_ranks([share, update_rate(device, seconds / 2)], dist.ReduceOp.MIN)
+    to_device, to_host, memory, update = over_ranks([*rates, share, update_rate(device, seconds / 2)], dist.ReduceOp.MIN)
     return HostSpec(
         memory_bytes=int(memory),
-        to_device_bytes_per_s=link.to_device_bytes_per_s,
-        to_host_bytes_per_s=link.to_host_bytes_per_s,
-        update_bytes_per_s=rate,
+        to_device_bytes_per_s=to_device,
+        to_host_bytes_per_s=to_host,
+        update_bytes_per_s=update,
         source=f"measured; memory: {where}",
     )
 

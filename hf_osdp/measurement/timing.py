@@ -142,28 +142,17 @@ def usable_cores() -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveCall:
-    """One collective, once its group is complete."""
+class CollectiveTotal:
+    """One call of a collective, or all calls in groups of one size in one optimizer step."""
 
     collective: Collective
     group_size: int
     crosses_nodes: bool
+    calls: int = 1
     nbytes: int
-    """Of the whole tensor: all shards together for all-gather and reduce-scatter."""
+    """Of whole tensors (all shards together for all-gather and reduce-scatter), over all calls."""
     seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveTotal:
-    """All calls of one collective in groups of one size, in one optimizer step."""
-
-    collective: Collective
-    group_size: int
-    calls: int
-    nbytes: int
-    """Of whole tensors, over all calls."""
-    seconds: float
-    """Over all calls, without waiting for ranks that come late."""
+    """Over all calls; as a rank sees them, or without waiting for ranks that come late (`of_last_rank`)."""
 
 
 class CollectiveClock(TorchDispatchMode):
@@ -181,7 +170,7 @@ class CollectiveClock(TorchDispatchMode):
         super().__init__()
         self._device = device
         self._ranks_per_node = find_topology().ranks_per_node
-        self._seen: list[tuple[CollectiveCall, Moment, Moment]] = []
+        self._seen: list[tuple[CollectiveTotal, Moment, Moment]] = []
         self._is_announced = False
         self._listening = ExitStack()
 
@@ -223,17 +212,17 @@ class CollectiveClock(TorchDispatchMode):
         self._seen.append((self._call(collective, group, nbytes), began, now(self._device)))
         return result
 
-    def calls(self) -> tuple[CollectiveCall, ...]:
+    def calls(self) -> tuple[CollectiveTotal, ...]:
         """Return what this rank saw, waiting for other ranks included. On CUDA this waits for the last of them."""
         found = (replace(call, seconds=seconds_between(began, ended)) for call, began, ended in self._seen)
         return tuple(call for call in found if call.group_size > 1)
 
-    def _call(self, collective: Collective, group: dist.ProcessGroup, nbytes: int) -> CollectiveCall:
+    def _call(self, collective: Collective, group: dist.ProcessGroup, nbytes: int) -> CollectiveTotal:
         nodes = {rank // self._ranks_per_node for rank in dist.get_process_group_ranks(group)}
-        return CollectiveCall(collective=collective, group_size=group.size(), crosses_nodes=len(nodes) > 1, nbytes=nbytes, seconds=0.0)
+        return CollectiveTotal(collective=collective, group_size=group.size(), crosses_nodes=len(nodes) > 1, nbytes=nbytes, seconds=0.0)
 
 
-def of_last_rank(calls: Sequence[CollectiveCall]) -> tuple[CollectiveCall, ...]:
+def of_last_rank(calls: Sequence[CollectiveTotal]) -> tuple[CollectiveTotal, ...]:
     """Return the calls with the seconds of the rank that came to each one last: the collective without the waiting. Collective.
 
     They are empty where ranks saw different numbers of calls.
@@ -245,22 +234,19 @@ def of_last_rank(calls: Sequence[CollectiveCall]) -> tuple[CollectiveCall, ...]:
     return tuple(replace(call, seconds=quickest) for call, quickest in zip(calls, seconds, strict=True))
 
 
-def totals_of(calls: Sequence[CollectiveCall], *, steps: int) -> tuple[CollectiveTotal, ...]:
+def totals_of(calls: Sequence[CollectiveTotal], *, steps: int) -> tuple[CollectiveTotal, ...]:
     """Return the totals of one step, where `calls` has those of several."""
     groups = _grouped(calls, lambda call: (call.collective, call.group_size))
     return tuple(
-        CollectiveTotal(
-            collective=collective,
-            group_size=size,
-            calls=len(members) // steps,
-            nbytes=sum(call.nbytes for call in members) // steps,
+        replace(
+            members[0], calls=len(members) // steps, nbytes=sum(call.nbytes for call in members) // steps,
             seconds=sum(call.seconds for call in members) / steps,
         )
-        for (collective, size), members in sorted(groups.items())
-    )
+        for _, members in sorted(groups.items())
+    )  # fmt: skip
 
 
-def timings_of(calls: Sequence[CollectiveCall]) -> tuple[CollectiveTiming, ...]:
+def timings_of(calls: Sequence[CollectiveTotal]) -> tuple[CollectiveTiming, ...]:
     """Return lines through the median time of each size of message."""
     timings = []
     groups = _grouped(calls, lambda call: (call.collective, call.group_size, call.crosses_nodes))
@@ -272,8 +258,8 @@ def timings_of(calls: Sequence[CollectiveCall]) -> tuple[CollectiveTiming, ...]:
     return tuple(timings)
 
 
-def _grouped(calls: Sequence[CollectiveCall], key: Callable[[CollectiveCall], _Key]) -> dict[_Key, list[CollectiveCall]]:
-    groups: dict[_Key, list[CollectiveCall]] = defaultdict(list)
+def _grouped(calls: Sequence[CollectiveTotal], key: Callable[[CollectiveTotal], _Key]) -> dict[_Key, list[CollectiveTotal]]:
+    groups: dict[_Key, list[CollectiveTotal]] = defaultdict(list)
     for call in calls:
         groups[key(call)].append(call)
     return groups

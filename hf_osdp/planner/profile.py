@@ -17,23 +17,11 @@ from .description import DType, ModelDescription, PhaseCost, Segment
 from .files import plain, validated, write_whole
 from .hardware import Hardware
 
-PROFILE_VERSION = 4
+PROFILE_VERSION = 5
 _WORK_SAMPLES = 2
 """Samples for which the work of segments is compared."""
 _SAME_WORK = 0.02
 """Segments whose work differs by no more than this part are equal: traces of a short and a long model may differ by a mask."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostLink:
-    """Copies between the host's memory and one device, all devices of a node at once; on the CPU a copy in memory."""
-
-    to_device_bytes_per_s: float
-    to_host_bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        if not all(0 < rate < math.inf for rate in (self.to_device_bytes_per_s, self.to_host_bytes_per_s)):
-            raise ValueError(f"Rates must be positive and finite, not {self.to_device_bytes_per_s} and {self.to_host_bytes_per_s}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +101,6 @@ class Profile:
     hardware: Hardware
     segments: tuple[SegmentTimes, ...] = ()
     """Times of a model's blocks, embedding and head; empty where the machine alone was measured."""
-    host_link: HostLink | None = None
     device_names: tuple[str, ...] = ()
     """One a rank."""
     model: str = ""

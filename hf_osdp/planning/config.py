@@ -94,8 +94,8 @@ class OSDPConfig:
     operator_splitting: bool = True
     """The planner may split blocks into operator units, and operators into slices, where memory binds and that pays."""
     split_vocabulary: bool | None = None
-    """The loss may be computed in pieces, or the vocabulary projection with it in slices, where `outputs.logits` is None in training.
-    None allows it where the Trainer takes the loss from the model, and in no other loop."""
+    """The loss may be computed in pieces, or the vocabulary projection with it in slices; `outputs.logits` are then computed where they are
+    read. None allows it where the Trainer takes the loss from the model, and in no other loop."""
     inputs: Callable[[int], Mapping[str, Any]] | None = None
     """A function from a number of samples to forward's keyword arguments, labels included, for a model whose batch cannot be found
     out; Python only. None makes one."""

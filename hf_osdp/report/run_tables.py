@@ -86,14 +86,13 @@ def profile_tables(profile: Profile) -> list[str | Table]:
 
 
 def _device_line(profile: Profile) -> str:
-    device, link, host = profile.hardware.device, profile.host_link, profile.hardware.host
+    device, host = profile.hardware.device, profile.hardware.host
     rates = ", ".join(f"{dtype.value} {rate / 1e9:,.0f} GFLOP/s" for dtype, rate in device.flops_per_s.items())
     line = (
         f"{profile.hardware.summary}: {format_bytes(device.memory_bytes)} each, memory {device.memory_bytes_per_s / 1e9:.1f} GB/s; {rates}."
     )
-    if link is not None:
-        line += f" Host to device {link.to_device_bytes_per_s / 1e9:.1f} GB/s, back {link.to_host_bytes_per_s / 1e9:.1f} GB/s."
     if host is not None:
+        line += f" Host to device {host.to_device_bytes_per_s / 1e9:.1f} GB/s, back {host.to_host_bytes_per_s / 1e9:.1f} GB/s."
         line += f" Host: {format_bytes(host.memory_bytes)} for each, optimizer steps at {host.update_bytes_per_s / 1e9:.1f} GB/s."
     return line
 

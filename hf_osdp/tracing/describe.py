@@ -211,7 +211,7 @@ class _Describer:
         options = self._options
         few = max(TRACED_MICRO_BATCH, options.micro_batch_size) if options.compile else TRACED_MICRO_BATCH
         basic = TraceOptions(
-            samples=(few + 1 if options.compile else 1, few, few + 1),  # compiled code is linear near them alone
+            samples=(few, few + 1) if options.compile else (1, few, few + 1),  # compiled code is linear near them alone
             compute_dtype=options.cast_dtype, cuda_kernels=options.device_type == "cuda", capability=options.capability,
             autocast=options.torch_dtype if options.autocast else None, loss=options.loss,
             checkpointed_blocks=self._blocks if options.activation_checkpointing else None,
@@ -241,10 +241,11 @@ class _Describer:
     def _trace_as_it_compiles(self, options: TraceOptions) -> Trace:
         """Trace the model with those of its blocks compiled that can be."""
         while True:
-            compiled = frozenset(i for i, unit in enumerate(self._units) if unit.class_name in self._compiled and self._is_one_block(unit))
+            blocks = [(i, unit) for i, unit in enumerate(self._units) if unit.span is GatherSpan.USE and len(unit.module_names) == 1]
+            compiled = frozenset(i for i, unit in blocks if unit.class_name in self._compiled)
             tried = replace(options, compiled=compiled, offloadable=frozenset(options.offloadable) - compiled)
             try:
-                trace = self._trace_any_samples(tried)
+                trace = trace_segments(self._model, self._units, self._inputs, tried)
             except NotCompiledError as error:
                 if error.class_name not in self._compiled:  # the loss
                     raise
@@ -260,19 +261,6 @@ class _Describer:
     def _leave_as_it_is(self, error: NotCompiledError) -> None:
         _log.warning("%s These blocks run as they are.", error)
         self._compiled = tuple(name for name in self._compiled if name != error.class_name)
-
-    def _trace_any_samples(self, options: TraceOptions) -> Trace:
-        try:
-            return trace_segments(self._model, self._units, self._inputs, options)
-        except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
-                raise
-            _, few, many = options.samples  # batch norm of pooled features trains on no single sample
-            return trace_segments(self._model, self._units, self._inputs, replace(options, samples=(2, few + 1, many + 1)))
-
-    @staticmethod
-    def _is_one_block(unit: UnitDescription) -> bool:
-        return unit.span is GatherSpan.USE and len(unit.module_names) == 1
 
     def _choices(self) -> list[tuple[frozenset[int], frozenset[int]]]:
         """Return the units that may be recomputed and offloaded, then those that may be recomputed alone, then none.

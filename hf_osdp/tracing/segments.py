@@ -23,22 +23,6 @@ def segments_of(traces: Sequence[Sequence[SegmentRecord]], samples: Samples) -> 
     return _with_kept([_segment(records, samples) for records in alike], kept)
 
 
-def are_lines(traces: Sequence[Sequence[SegmentRecord]], samples: Samples, units: Collection[int]) -> bool:
-    """Whether these units' segments have all moments on one line through three batch sizes, as they then have when they run again."""
-
-    def moments(record: SegmentRecord) -> list[int]:
-        if record.copy_of is not None:
-            return [_released(record)]
-        figures = [record.end_bytes - record.start_bytes, record.sent_bytes, record.input_gradient_bytes, record.kept_bytes]
-        ahead = [level - record.start_bytes for level in record.forward.levels]
-        return [*figures, *ahead, *(level - record.end_bytes for level in record.backward.levels)]
-
-    alike = [list(map(moments, records)) for records in zip(*traces, strict=True) if records[0].unit in units]
-    return all(len(set(map(len, found))) == 1 for found in alike) and all(
-        _linear(values[-2:], samples[-2:])(samples[0]) == values[0] for found in alike for values in set(zip(*found, strict=True))
-    )
-
-
 def _with_kept(segments: Sequence[Segment], kept: Sequence[Affine]) -> list[Segment]:
     """Add to each backward what the modules of later segments have kept, as RecurrentGemma's keep a state."""
     found: list[Segment] = []
@@ -63,6 +47,14 @@ def with_offloaded(plain: list[Segment], offloaded: list[Segment], offloadable: 
         away = _excess(one.saved_bytes, other.saved_bytes)
         found.append(replace(one, own_saved_bytes=away, sent_bytes=other.sent_bytes) if one.unit in offloadable else one)
     return found
+
+
+def with_first_sample(segment: Segment, first: Segment) -> Segment:
+    """Return a segment that was fitted without the first batch size as that size shows it where it is neither recomputed nor offloaded."""
+    return replace(
+        first, held_bytes=segment.held_bytes, recomputed=segment.recomputed, own_saved_bytes=segment.own_saved_bytes,
+        sent_bytes=segment.sent_bytes,
+    )  # fmt: skip
 
 
 def is_idle(segment: Segment) -> bool:

@@ -1,12 +1,12 @@
-"""One micro-batch's forward and backward on fake tensors, at three batch sizes → what each segment saves, peaks at and computes."""
+"""One micro-batch's forward and backward on fake tensors, at a few batch sizes → what each segment saves, peaks at and computes."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,9 +32,8 @@ from .memory_tracker import CUDA_BLOCK_BYTES
 from .recomputation import LoggedCall, OperatorLog, recomputations, with_modes, with_share, worthwhile
 from .recorder import Recorder, SegmentRecord
 from .repeated import Repeatable
-from .segments import Samples, are_lines, held_by_recomputed, is_idle, linear_bytes, segments_of, with_offloaded
+from .segments import Samples, held_by_recomputed, is_idle, linear_bytes, segments_of, with_first_sample, with_offloaded
 
-_T = TypeVar("_T")
 _BUDGETS = (0.13, 0.28, 0.53, 0.78)
 """Of compiled blocks, beside saving the input alone and all: torch's partitioner knows no more than 4 to 6 different cuts of a block."""
 _TRACED_OF_EQUALS = 2
@@ -68,9 +67,10 @@ class TraceOptions:
     loss: Loss | None = None
     """Computes the loss from a model and a batch; None takes the model's output for the batch."""
     samples: Samples = (1, 2, 3)
-    """Three batch sizes: costs are linear through the last two, which rise by one, and raised where the first lies above.
+    """Batch sizes: costs are linear through the last two, which rise by one, and raised where a first of three lies above.
 
-    A single sample alone is no good point: expanding a dimension of size 1 copies nothing, so torch takes other paths.
+    A single sample alone is no good point: expanding a dimension of size 1 copies nothing, so torch takes other paths. Blocks that are
+    recomputed or offloaded are traced at the last two.
     """
 
 
@@ -88,7 +88,7 @@ class Trace(NamedTuple):
 
 
 def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: Inputs, options: TraceOptions) -> Trace:
-    """Trace a model at three batch sizes, and fit each cost as a linear function of the batch size.
+    """Trace a model at a few batch sizes, and fit each cost as a linear function of the batch size.
 
     Args:
         model: real or on the meta device; it is not modified.
@@ -98,69 +98,38 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
 
     Raise DescriptionError where the traces do not run through the same units, or whatever the model raises under fake tensors.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    batches = {count: inputs(count) for count in options.samples}
-    fake = fake_copy(model, mode, options.compute_dtype, untie=True)
-    if options.checkpointed_blocks is not None:
-        checkpoint_blocks(fake, options.checkpointed_blocks)
-    modules = modules_by_name(fake)
-    slices = [part for head in fake.modules() if isinstance(head, SplitHead) for part in head.untie().items()]
-    blocks = [(i, module) for i, module in segment_modules(modules, units) if units[i].span is GatherSpan.USE]
-    keys = {i: block_key(module) for i, module in blocks} if options.reuse_equal_blocks else {}
-    models = _Models(model, fake, modules, slices, mode, {}, keys)
-    tracers: list[_Tracer] = []
-    kept: list[int] = []
-    order: list[int] = []
-    output_bytes: list[Affine] = []
-    lines: list[Segment] = []
-    """The segments as those that are traced later are, without the first batch size."""
-    samples: Samples = options.samples
-
-    def by_sample(values: Iterable[_T]) -> list[_T]:
-        """Return what was seen of each batch for each of the batch sizes, of which two may be the same."""
-        seen = dict(zip(dict.fromkeys(samples), values, strict=True))
-        return [seen[count] for count in samples]
+    tracer, samples = _Tracer(model, units, inputs, options), options.samples
+    try:
+        records = tracer.run(samples)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        samples = samples[-2:]  # batch norm of pooled features trains on no single sample
+        records = tracer.run(samples)
+    first, plain = segments_of(records, samples), segments_of(records[-2:], samples[-2:])
+    output_bytes = linear_bytes(tracer.output_bytes, samples)
 
     def traced(recomputed: Mapping[int, Recomputation] = {}, offloaded: Collection[int] = ()) -> list[Segment]:
-        nonlocal samples
-        with _forwards_restored(fake):
-            tracer = _Tracer(models, units, options, recomputed, offloaded)
-            counts = list(dict.fromkeys(samples))
-            tracer.logs_before = 2 * counts.index(options.samples[1])
-            try:
-                records = by_sample(tracer.run_all(batches[count] for count in counts))
-            finally:
-                tracer.compiler.close()
-        _refuse_fake_gradients(model)
-        segments = segments_of(records, samples)
-        if not tracers:
-            output_bytes.append(linear_bytes(by_sample(tracer.output_bytes), samples))
-            chosen = {*options.recomputable, *options.offloadable}
-            if sum(segment.unit in chosen for segment in segments) <= len(chosen) and are_lines(records, samples, chosen):
-                samples, lines[:] = samples[1:], segments_of(records[1:], samples[1:])
-            kept[:] = [index for index, segment in enumerate(segments) if not is_idle(segment)]
-            order[:] = [segment.unit for segment in segments]
-        if [segment.unit for segment in segments] != order:
+        again = segments_of(tracer.run(samples[-2:], recomputed, offloaded), samples[-2:])
+        if [segment.unit for segment in again] != [segment.unit for segment in plain]:
             raise DescriptionError("The model runs other units where its blocks are recomputed or offloaded.")
-        tracers.append(tracer)
-        return segments
+        return again
 
-    segments = traced()
+    found = plain
     if options.offloadable:
-        segments = with_offloaded(segments, traced(offloaded=options.offloadable), options.offloadable)
+        found = with_offloaded(found, traced(offloaded=options.offloadable), options.offloadable)
     if options.recomputable:
-        segments = _with_recomputed(segments, lines or segments, traced, lambda: tracers[-1].recomputed_calls, options)
+        found = _with_recomputed(found, traced, lambda: tracer.recomputed_calls, options)
     return Trace(
-        segments=tuple(segments[index] for index in kept),
-        output_bytes=output_bytes[0],
-        outside_reads=frozenset().union(*(tracer.reads.found for tracer in tracers)),
-        kernels={kernel: call for tracer in tracers for kernel, call in tracer.kernels.items()},
+        segments=tuple(with_first_sample(one, single) for one, single in zip(found, first, strict=True) if not is_idle(single)),
+        output_bytes=output_bytes,
+        outside_reads=frozenset(tracer.reads.found),
+        kernels=tracer.kernels,
     )
 
 
 def _with_recomputed(
     plain: list[Segment],
-    lines: list[Segment],
     traced: Callable[..., list[Segment]],
     recomputed_calls: Callable[[], Mapping[int, Sequence[LoggedCall]]],
     options: TraceOptions,
@@ -171,7 +140,7 @@ def _with_recomputed(
     logs = recomputed_calls()
     if options.offloadable:
         full = with_offloaded(full, traced(wholly, options.offloadable), options.offloadable)
-    device_type, samples = "cuda" if options.cuda_kernels else "cpu", options.samples[1]
+    device_type, samples = "cuda" if options.cuda_kernels else "cpu", options.samples[-2]
     ways: dict[int, tuple[Recomputation, ...]] = {}
     for one, other in zip(plain, full, strict=True) if options.partial_recomputation else ():
         if one.unit in options.compiled and one.unit in wholly:
@@ -186,7 +155,7 @@ def _with_recomputed(
     found = []
     for index, one in enumerate(plain):
         if one.unit not in wholly:
-            found.append(replace(one, held_bytes=held_by_recomputed(lines[index], full[index])))
+            found.append(replace(one, held_bytes=held_by_recomputed(one, full[index])))
             continue
         own = (Recomputation(), *ways.get(one.unit, ()))
         forms = [RecomputedSegment(recomputation=way, costs=with_modes(trace[index], way)) for way, trace in zip(own, traces, strict=False)]
@@ -208,90 +177,93 @@ def _forwards_restored(model: nn.Module) -> Iterator[None]:
                 module.__dict__["forward"] = forward
 
 
-class _Models(NamedTuple):
-    model: nn.Module
-    fake: nn.Module
-    """Its fake copy."""
-    modules: dict[str, nn.Module]
-    """Of the copy, by name."""
-    slices: Sequence[tuple[nn.Module, nn.Module]]
-    """Of heads that share slices with an embedding: the head's own, each with the embedding's."""
-    mode: FakeTensorMode
-    seen: dict[object, Repeatable | None]
-    """Operators that ran, see `Recorder`."""
-    keys: Mapping[int, Hashable]
-    """Of units whose blocks may equal others."""
-
-
 class _Tracer:
-    def __init__(
-        self,
-        models: _Models,
-        units: Sequence[UnitDescription],
-        options: TraceOptions,
-        recomputed: Mapping[int, Recomputation],
-        offloaded: Collection[int],
-    ) -> None:
-        self._model, self._fake, modules, slices, self._mode, self._seen, self._keys = models
-        self._options = options
+    """Runs of a fake copy of a model, each under other ways to recompute and offload its blocks."""
+
+    def __init__(self, model: nn.Module, units: Sequence[UnitDescription], inputs: Inputs, options: TraceOptions) -> None:
+        self._model, self._units, self._options = model, units, options
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._batches = {count: inputs(count) for count in options.samples}
+        self._fake = fake_copy(model, self._mode, options.compute_dtype, untie=True)
+        if options.checkpointed_blocks is not None:
+            checkpoint_blocks(self._fake, options.checkpointed_blocks)
+        self._modules = modules_by_name(self._fake)
+        slices = [part for head in self._fake.modules() if isinstance(head, SplitHead) for part in head.untie().items()]
+        self._segments = segment_modules(self._modules, units)
+        """Units' indices with the modules whose calls are segments."""
+        blocks = [(i, module) for i, module in self._segments if units[i].span is GatherSpan.USE]
+        self._keys = {i: block_key(module) for i, module in blocks} if options.reuse_equal_blocks else {}
+        """Of units whose blocks may equal others."""
+        unit_of = {module: i for i, module in self._segments}
+        self._segments += [(unit_of[shared], own) for own, shared in slices]
+        self._step_names = _step_names(units)
+        self._seen: dict[object, Repeatable | None] = {}
+        """Operators that ran, see `Recorder`."""
         self._trains = any(parameter.requires_grad for parameter in self._fake.parameters())
         """Else the model is evaluated alone, and there is no backward."""
         self._logs: dict[int, list[list[LoggedCall]]] = {}
-        """Operators of recomputed units: for each batch those of forward, then those of its second run."""
-        self.logs_before = 2
-        """Of these, how many come before those of the batch size whose costs count."""
+        """Operators of recomputed units in the last run: for each batch those of forward, then those of its second run."""
         self._like: dict[int, int] = {}
-        """Of units that were not traced, the equal one that was."""
+        """Of units that were not traced in the last run, the equal one that was."""
+        self.output_bytes: list[int] = []
+        """Of each batch of the last run."""
         self._recorder: Recorder
         """Of the batch that runs."""
         self._calls: dict[Hashable, list[tuple[SegmentRecord, RecordedCall]]] = {}
         """Of that batch, those of equal blocks that were traced."""
-        self.output_bytes: list[int] = []
         self._cuda = CudaKernels(options.capability) if options.cuda_kernels else None
         self.kernels: Mapping[Kernel, AttentionCall] = {} if self._cuda is None else self._cuda.found
-        self.compiler = TracedCompiler(self._mode, self._cuda)
-        for index in options.compiled:
-            module = modules[units[index].module_names[0]]
-            module.forward = self.compiler.compile(module.forward, recomputed.get(index))
-        for head in heads_in_pieces(self._fake) if options.compiled else ():
-            head.loss.forward = self.compiler.compile(head.loss.forward)  # type: ignore[method-assign]
-        for index, way in recomputed.items():
-            if index in options.compiled:
-                continue
-            module = modules[units[index].module_names[0]]
-            if not way.saved_calls:
-                module.forward = self._logged(index, module)
-            recompute(module, way)
-        for index in offloaded:
-            offload(modules[units[index].module_names[0]])
-        self.reads = OutsideReads(modules, units)
-        self._modules = segment_modules(modules, units)
-        unit_of = {module: i for i, module in self._modules}
-        self._modules += [(unit_of[shared], own) for own, shared in slices]
-        self._step_names = _step_names(units)
+        self._compiler = TracedCompiler(self._mode, self._cuda)
+        self.reads = OutsideReads(self._modules, units)
 
-    def run_all(self, batches: Iterable[Mapping[str, Any]]) -> list[list[SegmentRecord]]:
+    def run(
+        self, samples: Samples, recomputed: Mapping[int, Recomputation] = {}, offloaded: Collection[int] = ()
+    ) -> list[list[SegmentRecord]]:
+        """Return what was seen with each number of samples."""
         autocast, loss = self._options.autocast, self._options.loss
-        with ExitStack() as stack:
+        self._logs, self._like, self.output_bytes = {}, {}, []
+        with _forwards_restored(self._fake), ExitStack() as stack:
+            stack.callback(self._compiler.close)
+            self._change_blocks(recomputed, offloaded)
             stack.enter_context(host_memory(lambda like: None))
             stack.enter_context(self.reads)
             if autocast is not None:
                 stack.enter_context(forward_replaced(self._fake, under_autocast(self._fake.forward, autocast)))
             if loss is not None:  # which may call the model that it knows, as trainers do with `self.model`
                 stack.enter_context(forward_replaced(self._model, self._fake.__call__))
-            stack.enter_context(self._wrapped())
-            return [self._run(batch) for batch in batches]
+            self._wrap(stack)
+            records = [self._run(self._batches[count]) for count in samples]
+        _refuse_fake_gradients(self._model)
+        return records
+
+    def _change_blocks(self, recomputed: Mapping[int, Recomputation], offloaded: Collection[int]) -> None:
+        """Compile, recompute and offload the blocks' forwards."""
+
+        def block(index: int) -> nn.Module:
+            return self._modules[self._units[index].module_names[0]]
+
+        for index in self._options.compiled:
+            block(index).forward = self._compiler.compile(block(index).forward, recomputed.get(index))
+        for head in heads_in_pieces(self._fake) if self._options.compiled else ():
+            head.loss.forward = self._compiler.compile(head.loss.forward)  # type: ignore[method-assign]
+        for index, way in recomputed.items():
+            if index not in self._options.compiled:
+                if not way.saved_calls:
+                    block(index).forward = self._logged(index, block(index))
+                recompute(block(index), way)
+        for index in offloaded:
+            offload(block(index))
 
     @property
     def recomputed_calls(self) -> dict[int, Sequence[LoggedCall]]:
-        """Operators that run again in backward, of units that are wholly recomputed, at the second batch size.
+        """Operators that run again in backward, of units that are wholly recomputed, at the fewer samples.
 
         Torch stops when the last tensor that backward needs is there again. What can be saved, forward says.
         """
         traced: dict[int, Sequence[LoggedCall]] = {}
         for unit, logs in self._logs.items():
             if len(logs) >= 4:  # forward and its second run, for two batches and more
-                ahead, again = logs[self.logs_before : self.logs_before + 2]
+                ahead, again = logs[:2]
                 forward = {one.call: one for one in ahead}
                 traced[unit] = [forward[one.call] for one in again if one.call in forward]
         return traced | {unit: traced[other] for unit, other in self._like.items() if other in traced}
@@ -319,7 +291,7 @@ class _Tracer:
             recorder = self._recorder = Recorder(self._mode, known, self._seen, block_bytes=block_bytes)
             self._calls.clear()
             stack.enter_context(recorder)
-            stack.enter_context(self.compiler.recording(recorder))
+            stack.enter_context(self._compiler.recording(recorder))
             if self._cuda is not None:
                 stack.enter_context(self._cuda)
             output = output_of(self._fake, fakes, self._options.loss)
@@ -334,17 +306,14 @@ class _Tracer:
             recorder.close_backward()
         return recorder.records
 
-    @contextmanager
-    def _wrapped(self) -> Iterator[None]:
-        """Put recording forwards on the copy's units and gradient hooks on its parameters, and take them off again."""
-        with ExitStack() as stack:
-            for unit, module in self._modules:
-                stack.enter_context(forward_replaced(module, self.reads.running(unit, self._recording(unit, module))))
-            for name, parameter in self._fake.named_parameters():
-                if parameter.requires_grad:
-                    note = functools.partial(self._note_gradient, name=self._step_names.get(canonical_name(name)))
-                    stack.callback(parameter.register_post_accumulate_grad_hook(note).remove)
-            yield
+    def _wrap(self, stack: ExitStack) -> None:
+        """Put recording forwards on the copy's units and gradient hooks on its parameters, until the stack is left."""
+        for unit, module in self._segments:
+            stack.enter_context(forward_replaced(module, self.reads.running(unit, self._recording(unit, module))))
+        for name, parameter in self._fake.named_parameters():
+            if parameter.requires_grad:
+                note = functools.partial(self._note_gradient, name=self._step_names.get(canonical_name(name)))
+                stack.callback(parameter.register_post_accumulate_grad_hook(note).remove)
 
     def _note_gradient(self, parameter: nn.Parameter, *, name: str | None) -> None:
         self._recorder.note_gradient(parameter, name)

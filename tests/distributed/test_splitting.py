@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from hf_osdp.checkpoint.states import load_model, load_optimizer, save_model, save_optimizer
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.split.apply_split import split_operators
+from hf_osdp.modeling.split.deferred_logits import DeferredLogits
 from hf_osdp.modeling.split.names import is_split, slice_names
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
@@ -64,7 +65,7 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The loss that a head in slices gives; of whole logits the same, in their dtype: transformers' own goes through float32."""
     if is_split(model):
         out = model(**batch)
-        assert out.logits is None
+        assert isinstance(out.logits, DeferredLogits)
         return out.loss
     logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())

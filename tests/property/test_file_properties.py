@@ -33,7 +33,7 @@ from hf_osdp.planner.hardware import (
 )
 from hf_osdp.planner.job import OptimizerStep, TrainingJob, divisors
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.profile import HostLink, Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
+from hf_osdp.planner.profile import Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.split import ModelSplit, OperatorSplit
 from hf_osdp.planner.wire import WireFormat
@@ -81,7 +81,6 @@ segments = st.builds(
 )  # fmt: skip
 profiles = st.builds(
     Profile, hardware=hardwares, segments=st.lists(segments, max_size=2).map(tuple),
-    host_link=st.none() | st.builds(HostLink, to_device_bytes_per_s=rates, to_host_bytes_per_s=rates),
     device_names=st.lists(texts, max_size=2).map(tuple), model=texts, versions=st.dictionaries(texts, texts, max_size=2), date=texts,
 )  # fmt: skip
 
@@ -135,7 +134,6 @@ PROFILE = Profile(
         )
         for s in MODEL.segments
     ),
-    host_link=HostLink(to_device_bytes_per_s=1e10, to_host_bytes_per_s=1e10),
     device_names=("toy",) * 4,
     versions={"torch": "2.13.0"},
 )  # fmt: skip

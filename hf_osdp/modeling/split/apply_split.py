@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -12,27 +10,21 @@ from torch import nn
 
 from ...errors import OSDPError
 from ...planner.split import OperatorSplit
+from .deferred_logits import Change, DefersLogits, arguments_of, defer_logits
 from .modules import SplitEmbedding, SplitLinear, SplitOperator, VocabularySlice, is_conv1d
 from .names import canonical_name, keep_names
 
-_SCALES = ("logit_scale", "logits_scaling", "final_logit_softcapping", "output_multiplier", "lm_head_multiplier")
-"""Names that transformers' models (Cohere, Granite, Gemma 2 and later) give a factor or cap between logits and loss. Other such changes
-are found out when the model runs."""
 
-
-class SplitHead(SplitLinear):
-    """A vocabulary projection in slices, which also computes the loss of training, so that whole logits never exist there.
-
-    In training with labels, the model's forward gets a placeholder without elements for the logits and hands it to `loss`;
-    `outputs.logits` is None then. Without labels, or in evaluation, logits are whole as ever.
-    """
+class SplitHead(DefersLogits, SplitLinear):
+    """A vocabulary projection in slices, which also computes the loss of training, so that whole logits exist only where they are read."""
 
     slice_class = VocabularySlice
     _tied: tuple[SplitEmbedding, ...] = ()
     """In a tuple, which registers nothing."""
-    _has_labels = False
-    _hidden: torch.Tensor | None = None
-    _placeholder: torch.Tensor | None = None
+
+    def __init__(self, source: nn.Module, slices: int) -> None:
+        super().__init__(source, slices)
+        self.pieces = slices
 
     def tie(self, source: nn.Embedding) -> SplitEmbedding:
         """Return the embedding in this head's slices. It alone registers them, so that each parameter has one name and one owner."""
@@ -57,90 +49,23 @@ class SplitHead(SplitLinear):
             return self._tied[0].slices
         return super().__getattr__(name)
 
-    def attach(self, model: nn.Module) -> None:
-        """Take over the loss of the model whose head this is; it has been checked."""
-        self._labels_at = list(inspect.signature(type(model).forward).parameters).index("labels") - 1  # without self
-        self._whole_loss = cast("Callable[..., torch.Tensor]", model.loss_function)
-        model.loss_function = self.loss  # type: ignore[assignment]
-        model.register_forward_pre_hook(self._before, with_kwargs=True)
-        model.register_forward_hook(self._after, always_call=True)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states `[..., in_features]` → logits, or in training with labels `[..., 0]` in their place."""
-        if not self._has_labels:
-            return super().forward(hidden)
-        self._hidden, self._placeholder = hidden, hidden.new_empty((*hidden.shape[:-1], 0))
-        return self._placeholder
-
-    def loss(
-        self,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        vocab_size: int,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Compute the loss in place of `transformers.loss.loss_utils.ForCausalLMLoss`, with its arguments.
-
-        It is the mean cross-entropy of token n + 1 at n, or its sum over `num_items_in_batch`; of float64 logits in float64.
-        """
-        if not self._has_labels:
-            return self._whole_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
-        hidden = self._hidden
-        if logits is not self._placeholder or hidden is None:
-            raise OSDPError("The model changes its logits between head and loss, which slices cannot follow; leave the head whole.")
-        if vocab_size != self.out_features:
-            raise OSDPError(f"The loss is over {vocab_size} tokens, but the head has {self.out_features}; leave the head whole.")
-        if shift_labels is None:
-            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        targets = shift_labels.reshape(-1).to(hidden.device)
+    def sum_of(
+        self, hidden: torch.Tensor, targets: torch.Tensor, changes: tuple[Change, ...], ignore_index: int, label_smoothing: float
+    ) -> torch.Tensor | None:
+        """Return the sum of the tokens' losses: log Σ_j exp(lse_j) over slices j, less the target's logit. Smoothing takes all logits."""
+        if label_smoothing:
+            return None
+        if hidden.dtype is torch.float64:  # and stays so, where transformers' losses round to float32
+            changes = tuple(change for change in changes if change != ("float",))
         ignored = targets == ignore_index
-        losses = self._token_losses(hidden.reshape(-1, self.in_features), targets.masked_fill(ignored, 0))
-        total = losses.masked_fill(ignored, 0.0).sum()
-        if num_items_in_batch is None:
-            return total / (~ignored).sum()
-        return total / (num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)
-
-    def _token_losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the cross-entropy of each token, `[N]`: log Σ_j exp(lse_j) less the target's logit."""
         sums: list[torch.Tensor] = []
         chosen: torch.Tensor | None = None
-        for part, local, inside in self.local(targets):
-            lse, picked = part(hidden, local)
+        for part, local, inside in self.local(targets.masked_fill(ignored, 0)):
+            lse, picked = part(hidden, local, changes)
             sums.append(lse)
             chosen = picked if chosen is None else torch.where(inside, picked, chosen)
-        return torch.stack(sums).logsumexp(dim=0) - cast(torch.Tensor, chosen)
-
-    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        labels = args[self._labels_at] if len(args) > self._labels_at else kwargs.get("labels")
-        self._has_labels = labels is not None and model.training
-
-    def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> object:  # noqa: ANN401
-        placeholder, self._has_labels, self._hidden, self._placeholder = self._placeholder, False, None, None
-        if placeholder is None or output is None:
-            return None
-        if isinstance(output, tuple):
-            return tuple(None if value is placeholder else value for value in output)
-        return replace(output, logits=None)  # setting it would leave it under its key
-
-
-def _check_model(model: nn.Module, fqn: str) -> None:
-    """Raise OSDPError for a language model whose loss a head in slices cannot compute."""
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    loss = getattr(model, "loss_function", None)
-    if code is None or "loss_function" not in code.co_names or "labels" not in code.co_varnames:
-        reason = "its forward does not compute the loss by loss_function(logits, labels)"
-    elif scale := next((name for name in _SCALES if name in code.co_names), None):
-        reason = f"its forward puts {scale} between head and loss"
-    elif loss is not ForCausalLMLoss:
-        reason = f"its loss is {getattr(loss, '__name__', repr(loss))}, not transformers' ForCausalLMLoss"
-    else:
-        return
-    raise OSDPError(f"{fqn!r} of {type(model).__name__} cannot be split: {reason}; leave the head whole.")
+        losses = torch.stack(sums).logsumexp(dim=0) - cast(torch.Tensor, chosen)
+        return losses.masked_fill(ignored, 0.0).sum()
 
 
 def split_operators(model: nn.Module, splits: Sequence[OperatorSplit]) -> None:
@@ -160,11 +85,11 @@ def split_operators(model: nn.Module, splits: Sequence[OperatorSplit]) -> None:
             _replace(model, whole, SplitLinear(whole, split.slices))
             continue
         head = SplitHead(whole, split.slices)
-        head.attach(owner)
         _replace(model, whole, head)
         if embedding is not None:
             _replace(model, embedding, head.tie(embedding))
             owner.tie_weights = _stay_tied  # type: ignore[assignment]
+        defer_logits(owner, head)
     if splits:
         keep_names(model)
 
@@ -195,7 +120,8 @@ def _check(model: nn.Module, modules: dict[str, nn.Module], split: OperatorSplit
     }
     owner = next((m for m in model.modules() if getattr(m, "get_output_embeddings", lambda: None)() is module), None)
     if owner is not None:
-        _check_model(owner, split.fqn)
+        if "labels" not in arguments_of(owner):
+            raise OSDPError(f"{split.fqn!r} of {type(owner).__name__} cannot be split: its forward takes no labels; leave the head whole.")
         return owner, _tied_embedding(split.fqn, module, sharing, owner)
     if sharing:
         raise OSDPError(

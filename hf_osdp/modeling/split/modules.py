@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from .deferred_logits import Change, changed
+
 
 def slice_sizes(features: int, slices: int) -> tuple[int, ...]:
     """Return the output features of each slice, as equal as can be, larger ones first."""
@@ -53,8 +55,8 @@ class VocabularySlice(LinearSlice):
     padding: int | None = None
     """Row of the slice that a tied embedding never trains, or None."""
 
-    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None) -> Any:  # noqa: ANN401
-        """Compute logits; with targets of the loss in `other` their statistics; with ids in `x` rows for these ids.
+    def forward(self, x: torch.Tensor, other: torch.Tensor | None = None, changes: tuple[Change, ...] = ()) -> Any:  # noqa: ANN401
+        """Compute logits; with targets of the loss in `other` their statistics after `changes`; with ids in `x` rows for these ids.
 
         Hidden states `[..., in]` give `[..., features]`; with targets in the slice, `[...]`, log-sum-exp and target's logit, each `[...]`.
         Ids in the slice, of any shape, give `[..., in]`; `other` is a float of one element that requires grad where lookup is trained.
@@ -64,12 +66,13 @@ class VocabularySlice(LinearSlice):
         if other is None:
             return super().forward(x)
         if not torch.is_grad_enabled():
-            return self._statistics(x, other)
-        return checkpoint(self._statistics, x, other, use_reentrant=False, preserve_rng_state=False)  # logits are made again in backward
+            return self._statistics(x, other, changes)
+        # logits are made again in backward
+        return checkpoint(self._statistics, x, other, changes, use_reentrant=False, preserve_rng_state=False)
 
-    def _statistics(self, hidden: torch.Tensor, targets: torch.Tensor) -> object:
+    def _statistics(self, hidden: torch.Tensor, targets: torch.Tensor, changes: tuple[Change, ...]) -> object:
         """Return log-sum-exp and the targets' logits; low-precision logits go to float32 first, as in transformers' losses."""
-        logits = super().forward(hidden)
+        logits = changed(super().forward(hidden), changes)
         return _Statistics.apply(logits.float() if logits.itemsize < 4 else logits, targets)
 
 

@@ -195,16 +195,11 @@ def test_explain_needs_the_plan_file_alone(planned, tmp_path):
     content = as_json("explain", planned[0])
     assert content == json.loads((tmp_path / "report.json").read_text())
     assert content == json.loads(json.dumps(explanation_content(explain(plan, inputs))))
-    assert_refused(call("explain", planned[0], "--device", "h100"), "--device would have no effect")
 
 
-def test_explain_takes_a_bare_plan_with_its_model(planned, model, tmp_path):
+def test_explain_says_what_a_bare_plan_lacks(planned, tmp_path):
     Plan.load(planned[0]).save(tmp_path / "bare.json")
-    assert_refused(call("explain", tmp_path / "bare.json"), "add --model")
-    content = as_json("explain", tmp_path / "bare.json", "--model", model, "--device", "titan-rtx")
-    assert content["rows"] == as_json("explain", planned[0])["rows"]
-    uneven = call("explain", tmp_path / "bare.json", "--model", model, "--device", "titan-rtx", "--num-nodes", 3)
-    assert_refused(uneven, "does not divide the plan's 4 devices")
+    assert_refused(call("explain", tmp_path / "bare.json"), "holds a plan alone; explain a file of")
 
 
 def test_margin_is_an_option_of_all_planning_commands(model, description):

@@ -5,16 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from transformers import AutoConfig, GPT2Config
+from transformers import GPT2Config
 from typer.testing import CliRunner
 
 from hf_osdp.cli.app import app
-from hf_osdp.planner.job import TrainingJob
-from hf_osdp.planner.presets import preset
-from hf_osdp.planner.search.search import search
 from hf_osdp.planning.preflight import Check
-from hf_osdp.tracing.describe import describe
-from tests.helpers.problems import problem
 
 SIZES = ("--sequence-length", "32", "--global-batch-size", "32")
 DEVICES = ("--device", "cpu", "--devices-per-node", "4")
@@ -73,16 +68,6 @@ def test_doctor_exits_with_code_0_where_there_are_warnings_alone(model):
     assert [result for result, _ in found["blocks"]] == ["warning", "note"]
     assert "trainable parameters are in bfloat16" in found["float32 masters"][0][1]
     assert found["links"][0][0] == "warning" and "strategy=osdp is estimated" in found["links"][0][1]
-
-
-def test_doctor_examines_a_given_plan(model, tmp_path):
-    config, hardware = AutoConfig.from_pretrained(model), preset("cpu", devices_per_node=4)
-    description = describe(config, sequence_length=32, device_type="cpu", recomputation=False)
-    found = search(problem(description, hardware, TrainingJob(global_batch_size=32), hardware.device.memory_bytes))
-    found.plan.save(tmp_path / "plan.json")
-    assert rows(model, *SIZES, *DEVICES, "--plan", tmp_path / "plan.json")["plan"][0][0] == "ok"
-    other = rows(model, *SIZES, *DEVICES, "--plan", tmp_path / "plan.json", "--precision", "bf16", code=1)
-    assert other["plan"][0][0] == "error" and "parameter names, shapes or dtypes differ" in other["plan"][0][1]
 
 
 def test_doctor_warns_where_this_shell_has_segments_of_cuda_that_do_not_expand(model, monkeypatch):

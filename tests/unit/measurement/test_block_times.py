@@ -149,7 +149,7 @@ def test_measure_profile_is_equal_on_all_ranks():
         assert work(4, 2**20) > 0, "of a few tensors; on a busy machine a call or a tensor alone may come out as nothing"
     assert [codec.wire for codec in profile.hardware.codecs] == list(WireFormat)
     assert all(1e-12 < seconds < 1e-3 for codec in profile.hardware.codecs for seconds in (codec.encode_s, codec.decode_s))
-    assert len(profile.device_names) == 2 and profile.host_link.to_host_bytes_per_s > 1e6
+    assert len(profile.device_names) == 2
     with_block_times(describe(CONFIGS["gpt2"], sequence_length=12), profile)
 
 

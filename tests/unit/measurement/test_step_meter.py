@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_osdp.measurement.step_meter import LoopMeter, Observation, StepMeter, training_tensors
-from hf_osdp.measurement.timing import CollectiveCall, timings_of, totals_of
+from hf_osdp.measurement.timing import CollectiveTotal, timings_of, totals_of
 from hf_osdp.modeling.step_hooks import after_step
 from hf_osdp.planner.hardware import Collective
 from hf_osdp.tracing.memory_tracker import MemoryTracker
@@ -106,8 +106,8 @@ def test_step_meter_summary_is_the_worst_ranks():
 
 
 def test_collectives_inside_and_across_nodes_are_told_apart():
-    def call(crosses: bool, seconds: float) -> CollectiveCall:
-        return CollectiveCall(collective=Collective.ALL_GATHER, group_size=2, crosses_nodes=crosses, nbytes=2**20, seconds=seconds)
+    def call(crosses: bool, seconds: float) -> CollectiveTotal:
+        return CollectiveTotal(collective=Collective.ALL_GATHER, group_size=2, crosses_nodes=crosses, nbytes=2**20, seconds=seconds)
 
     inside, across = timings_of([call(False, 1e-3), call(True, 1e-2), call(False, 1e-3)])
     assert (inside.crosses_nodes, across.crosses_nodes) == (False, True)

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, T5Config, T5ForConditionalGeneration
 
 from hf_osdp.errors import OSDPError
-from hf_osdp.modeling.loss_pieces import DeferredLogits, loss_in_pieces
+from hf_osdp.modeling.loss_pieces import loss_in_pieces
+from hf_osdp.modeling.split.deferred_logits import DeferredLogits
 from tests.helpers.models import VOCABULARY, tiny_batch, tiny_model
 
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 20, "intermediate_size": 36, "num_hidden_layers": 1, "num_attention_heads": 2}

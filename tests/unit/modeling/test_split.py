@@ -18,7 +18,6 @@ from transformers import (
     BertForMaskedLM,
     CohereConfig,
     GPT2Config,
-    GPT2DoubleHeadsModel,
     GPT2LMHeadModel,
     GPTJConfig,
     LlamaConfig,
@@ -32,6 +31,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_osdp.errors import OSDPError
 from hf_osdp.modeling.split.apply_split import SplitHead, split_operators
+from hf_osdp.modeling.split.deferred_logits import DeferredLogits
 from hf_osdp.modeling.split.modules import SplitLinear
 from hf_osdp.modeling.split.names import is_split, merge_state_dict, slice_names, split_names
 from hf_osdp.planner.split import OperatorSplit
@@ -139,6 +139,7 @@ CONFIGS = {
     "llama": LlamaConfig(**SIZES, intermediate_size=32),
     "mistral": MistralConfig(**SIZES, num_key_value_heads=1, intermediate_size=32, tie_word_embeddings=True),
     "gptj": GPTJConfig(**GPT, rotary_dim=4),  # a head with bias
+    "cohere": CohereConfig(**SIZES, intermediate_size=32, tie_word_embeddings=False),  # scales its logits
 }
 
 
@@ -227,9 +228,8 @@ def test_logits_are_whole_but_in_training_with_labels():
     whole, parts, inputs = model_of("gpt2"), model_of("gpt2", 4), batch()
     ids = inputs["input_ids"]
     out = parts(**inputs)
-    assert out.logits is None and "logits" not in out
-    as_tuple = parts(**inputs, return_dict=False)
-    assert as_tuple[0].ndim == 0 and not any(torch.is_tensor(value) and 0 in value.shape for value in as_tuple)
+    assert isinstance(out.logits, DeferredLogits)
+    assert (out.logits.whole() - whole(ids).logits).abs().max() < 1e-12
     assert (parts(ids).logits - whole(ids).logits).abs().max() < 1e-12
     parts.eval(), whole.eval()
     evaluated = parts(**inputs)
@@ -250,7 +250,6 @@ def test_copy_of_a_split_model_is_one_of_its_own():
     parts = model_of("gpt2", 4)
     copied = copy.deepcopy(parts)
     assert copied.lm_head.slices is copied.transformer.wte.slices and copied.lm_head.slices is not parts.lm_head.slices
-    assert copied.loss_function.__self__ is copied.lm_head
     for parameter in parts.parameters():
         parameter.data.zero_()
     assert abs(copied(**batch()).loss - model_of("gpt2", 4)(**batch()).loss) < 1e-12
@@ -366,8 +365,15 @@ def changed(change, model=None):
     return model
 
 
+class NoLabels(LlamaForCausalLM):
+    def __init__(self):
+        super().__init__(CONFIGS["llama"])
+
+    def forward(self, input_ids):
+        return self.lm_head(self.model(input_ids).last_hidden_state)
+
+
 BERT = BertConfig(**SIZES, intermediate_size=32, max_position_embeddings=16)
-COHERE = CohereConfig(**SIZES, intermediate_size=32, tie_word_embeddings=False)
 FC = "transformer.h.0.mlp.c_fc"
 REFUSED = {
     "absent": (GPT2, "transformer.mlp.c_fc", 2, ValueError, "no module of GPT2LMHeadModel; did you mean 'transformer.h.0.mlp.c_fc'?"),
@@ -383,17 +389,10 @@ REFUSED = {
     "max_norm": (
         lambda: changed(lambda m: setattr(m.transformer.wte, "max_norm", 1.0)), "lm_head", 2, OSDPError, "one plain nn.Embedding",
     ),
-    "no causal loss": (
-        lambda: BertForMaskedLM(BERT), "cls.predictions.decoder", 4, OSDPError, "of BertForMaskedLM cannot be split: its forward does not",
+    "a bias that is shared": (
+        lambda: BertForMaskedLM(BERT), "cls.predictions.decoder", 4, OSDPError, "a head is split with one plain nn.Embedding",
     ),
-    "two heads": (lambda: GPT2DoubleHeadsModel(CONFIGS["gpt2"]), "lm_head", 4, OSDPError, "leave the head whole"),
-    "another loss": (
-        lambda: changed(lambda m: setattr(m, "loss_function", print), model_of("llama")), "lm_head", 4, OSDPError,
-        "not transformers' ForCausalLMLoss",
-    ),
-    "scaled logits": (
-        lambda: AutoModelForCausalLM.from_config(COHERE), "lm_head", 4, OSDPError, "its forward puts logit_scale between head and loss",
-    ),
+    "no labels": (NoLabels, "lm_head", 4, OSDPError, "of NoLabels cannot be split: its forward takes no labels"),
 }  # fmt: skip
 
 
@@ -407,14 +406,15 @@ def test_what_cannot_be_split_says_so_and_stays_as_it_is(model, fqn, slices, err
     assert {name: type(module) for name, module in built.named_modules()} == before
 
 
-def test_model_that_changes_its_logits_is_refused_when_it_runs():
-    class Doubled(LlamaForCausalLM):
+def test_head_of_a_model_that_changes_its_logits_in_any_way_gives_the_same_loss():
+    class Changing(LlamaForCausalLM):
         def forward(self, input_ids, labels=None):
-            logits = 2 * self.lm_head(self.model(input_ids).last_hidden_state)
-            loss = None if labels is None else self.loss_function(logits, labels, vocab_size=VOCABULARY)
+            logits = 3 * torch.tanh(self.lm_head(self.model(input_ids).last_hidden_state) / 3)
+            loss = nn.functional.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1), label_smoothing=self.smoothing)
             return CausalLMOutput(loss=loss, logits=logits)
 
-    model = split(Doubled(CONFIGS["llama"]).train(), 4, "lm_head")
-    with pytest.raises(OSDPError, match="changes its logits between head and loss"):
-        model(**batch())
-    assert model(batch()["input_ids"]).logits.shape == (3, 12, VOCABULARY)
+    torch.manual_seed(0)
+    whole = Changing(CONFIGS["llama"]).double().train()
+    for whole.smoothing in (0.0, 0.1):
+        want = whole(**batch()).loss
+        assert abs(split(copy.deepcopy(whole), 4, "lm_head")(**batch()).loss - want).item() < 1e-12

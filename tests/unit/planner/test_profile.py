@@ -14,7 +14,7 @@ from hf_osdp.planner.description import DType, ModelDescription, PhaseCost
 from hf_osdp.planner.hardware import Collective, CollectiveTiming, FsdpOverhead, WorkTime
 from hf_osdp.planner.job import OptimizerStep
 from hf_osdp.planner.presets import preset
-from hf_osdp.planner.profile import HostLink, Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
+from hf_osdp.planner.profile import Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
 from tests.helpers.descriptions import transformer, ways
 
 DESCRIPTION = transformer(layers=3)
@@ -50,7 +50,6 @@ def profile_of(description: ModelDescription = DESCRIPTION) -> Profile:
         segments=tuple(
             times_of(description, i, *((b, 1e-3 * (i + 1) * (1 + b), 1e-2 * (i + 1) * (1 + b)) for b in (1, 2, 4))) for i in kinds.values()
         ),
-        host_link=HostLink(to_device_bytes_per_s=2e10, to_host_bytes_per_s=1e10),
         device_names=("cpu", "cpu"),
         model="transformer",
         versions={"torch": "2.13.0"},
@@ -79,7 +78,6 @@ DAMAGED = {
     TEXT.replace('"gloo"', '"mpi"'): "gloo",
     TEXT.replace('"samples": 1,', '"samples": 0,'): "samples >= 1",
     TEXT.replace('"fused"', '"other"'): "fused",
-    TEXT.replace('"to_host_bytes_per_s": 10000000000.0', '"to_host_bytes_per_s": 0'): "positive and finite",
 }
 
 
