@@ -45,7 +45,7 @@ def _link(name: str) -> Link:
 
 
 def _host(name: str) -> HostSpec:
-    """Return the host of a server with one device; `Hardware.scaled` divides its memory and cores among more. A step runs at memory speed."""
+    """Return the host of a server with one device; `Hardware.scaled` divides its memory and cores among more. It steps at memory speed."""
     row = _presets()["hosts"][name]
     link = _link(row["link"])
     return HostSpec(
