@@ -241,6 +241,6 @@ def test_fsdp_plan_frees_or_keeps_units_and_leaves_the_rest_to_the_root():
 
 @pytest.mark.parametrize(("reason", "plan"), BEYOND.items(), ids=BEYOND)
 def test_fsdp_plan_refuses_what_it_cannot_say_with_the_reason(reason, plan):
-    with pytest.raises(PlanError, match="cannot be said as an fsdp_plan") as caught:
+    with pytest.raises(PlanError, match="An fsdp_plan cannot express this plan") as caught:
         plan.to_fsdp_plan()
     assert reason in str(caught.value) and "\n" not in str(caught.value)
