@@ -77,9 +77,9 @@ DAMAGED = {
     "{}": "hardware: Field required",
     TEXT.replace('"group_size": 2', '"group_size": 1'): "group_size=1",
     TEXT.replace('"gloo"', '"mpi"'): "gloo",
-    TEXT.replace('"samples": 1,', '"samples": 0,'): "samples >= 1",
+    TEXT.replace('"samples": 1,', '"samples": 0,'): "samples=0 must be at least 1",
     TEXT.replace('"fused"', '"other"'): "fused",
-    TEXT.replace('"to_host_bytes_per_s": 10000000000.0', '"to_host_bytes_per_s": 0'): "positive and finite",
+    TEXT.replace('"to_host_bytes_per_s": 10000000000.0', '"to_host_bytes_per_s": 0'): "must be finite and above 0",
 }
 
 
