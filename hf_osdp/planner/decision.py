@@ -5,19 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from ..reading import problem_of_text
 from .description import Activations, GatherSpan
 from .wire import WireFormat
-
-
-class ShardMode(str, Enum):
-    """Distribution of a unit's parameters over devices (the paper's DP, ZDP and group sharding)."""
-
-    REPLICATE = "replicate"
-    GROUP_SHARD = "group_shard"
-    SHARD = "shard"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +60,6 @@ class UnitLayout:
     def two_stage(self) -> bool:
         """Whether all-gathers and reduce-scatters run in two stages."""
         return self.stage_size > 1
-
-    def mode(self, world_size: int) -> ShardMode:
-        """Return the shard mode in a world of `world_size` ranks."""
-        if self.shard_size == 1:
-            return ShardMode.REPLICATE
-        return ShardMode.SHARD if self.shard_size == world_size else ShardMode.GROUP_SHARD
 
     def describe(self, world_size: int) -> str:
         """Return short text for tables: `replicate`, `shard 2 x replicate 4, keep`, `shard 16 in 2 stages (2 x 8)`."""

@@ -265,7 +265,7 @@ class Hardware:
 
     def with_margin(self, margin: float | None) -> Hardware:
         """Return the hardware with another margin; None keeps the margin."""
-        return self if margin is None else replace(self, margin=check_margin(margin, name="margin"))
+        return self if margin is None else replace(self, margin=margin)
 
     def scaled(self, *, nodes: int | None = None, devices_per_node: int | None = None) -> Hardware:
         """Return the hardware with another number of nodes or devices, without measured collectives, which hold for one size only.

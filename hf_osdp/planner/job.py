@@ -275,7 +275,7 @@ class TrainingJob:
     communication: WireFormat | None = None
     """The coarsest format in which parameters and gradients may be sent, used where it is faster; None sends exact values."""
     local_steps: LocalSteps | None = None
-    """Machines train independently between synchronisations; the hardware is then one machine. None trains all ranks together."""
+    """Machines train independently between synchronisations; the hardware is then one machine with its link to others."""
     correction_bytes: int = 0
     """Bytes added to every moment: the error of an earlier plan's estimate, see `planner/cost/correction.py`."""
 

@@ -16,7 +16,7 @@ PIECE_ELEMENTS = 2**20
 """Elements encoded or decoded at once, which bounds the temporaries."""
 EXACT = "exact"
 """Name of communication in the original dtype."""
-TURNED = 32
+HADAMARD_SIZE = 32
 """Values that `int4` rotates together."""
 
 
@@ -70,7 +70,7 @@ class WireFormat(str, Enum):
         blocks = -(-min(elements, PIECE_ELEMENTS) // self.block_size)
         if self is WireFormat.BF16:
             return 4 * blocks
-        scales, turns = 12 * blocks, 8 * TURNED**2 if self is WireFormat.INT4 else 0
+        scales, turns = 12 * blocks, 8 * HADAMARD_SIZE**2 if self is WireFormat.INT4 else 0
         return (8 if turns else 4) * blocks * self.block_size + scales + turns
 
 

@@ -126,10 +126,7 @@ class Message:
         return self.wire.gathered_bytes(self.elements, self.ranks) + self.wire.temporary_bytes(part)
 
     def reduce_buffers(self, *, sums_apart: bool) -> int:
-        """Return the bytes that a reduction allocates beside input and output: codes sent and received, temporaries.
-
-        With `sums_apart`, a sum in float32 is added.
-        """
+        """Return the bytes of a reduction beside input and output: codes both ways, temporaries, with `sums_apart` a float32 sum."""
         if self.wire is None:
             return 0
         sums = 4 * -(-self.elements // self.ranks) if sums_apart else 0

@@ -182,10 +182,7 @@ def first_uses(description: ModelDescription) -> dict[int, int]:
 
 
 def merging_segments(description: ModelDescription, job: TrainingJob) -> dict[int, int]:
-    """Return the segments in whose backward gradients of shared parameters are summed, with the bytes of the sum.
-
-    It is the unit's first segment, which backward reaches last.
-    """
+    """Return the bytes of the sum of a shared parameter's gradients, by the unit's first segment, which backward reaches last."""
     first, units = first_uses(description), enumerate(description.units)
     several = ((i, unit) for i, unit in units if i in first and (unit.shared or unit.span is GatherSpan.CALLS))
     return {first[i]: nbytes for i, unit in several if (nbytes := merged_gradients(unit, job))}
@@ -300,10 +297,7 @@ class _Walk:
         self._add(gradients=sum(self.units[i].unsharded_gradients for i in idle))
 
     def _reduce(self, phase: str, number: int, left: int, whole: int = 0, *, gathered: int = 0, activations: int = 0) -> None:
-        """Record the moments of a reduction.
-
-        It adds `left` bytes of gradients to the level; `whole` are bytes of unreduced gradients that are not in the level.
-        """
+        """Record a reduction that adds `left` bytes of gradients; `whole` are bytes of unreduced gradients that are not in the level."""
         unit = self.units[number]
         self._moment(phase, number, activations=activations + whole, gathered=gathered, buffers=unit.reduce_input)
         self._add(gradients=left, buffers=unit.reduced_after)

@@ -132,16 +132,9 @@ def once_per_shape(units: Sequence[UnitDescription], terms: Callable[[UnitDescri
 def unit_bytes(
     unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch, *, beside_host: bool = False
 ) -> UnitBytes:
-    """Return the memory terms of a unit under a layout.
+    """Return the memory terms of a unit under a layout; `beside_host`: some unit of the plan is on the host.
 
-    Args:
-        unit: the unit.
-        layout: its layout.
-        world_size: number of ranks.
-        job: the training job.
-        batch: micro-batch size and accumulation.
-        beside_host: some unit of the plan is on the host. In one process, such a unit's reduce input is then still in flight while
-            units on the device run.
+    In one process a unit without FSDP2 frees no reduce input; that of an earlier unit on the host is then still in flight after it.
     """
     g, precision, trainable = layout.shard_size, job.precision, unit.trainable
     shards = [p.sharded_bytes(g) for p in trainable]
@@ -183,7 +176,7 @@ def unit_bytes(
         reduced_after=beside,
         gathered=gathered,
         gather_buffer=gathered if g > 1 else 0,
-        cast_buffer=_beside_gathered(unit, layout, job) if copies else 0,
+        cast_buffer=_cast_buffer(unit, layout, job) if copies else 0,
         unsharded_gradients=0 if joins_whole else unsharded,
         waiting_gradients=unsharded if unit.span is GatherSpan.CALLS else 0,
         reduce_input=scatter_input if copies else 0,
@@ -314,7 +307,7 @@ def _whole(parameters: Iterable[ParameterSpec], dtype_of: Callable[[ParameterSpe
     return sum(p.numel * dtype_of(p).itemsize for p in parameters)
 
 
-def _beside_gathered(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) -> int:
+def _cast_buffer(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) -> int:
     """Return the bytes of a gather beyond gathered parameters and gather buffer: codes, buffer between stages, casts, copies.
 
     Casts and copies of shards never exceed the later gather buffer, because FSDP2 makes them before the gather. Replicas are copied to the

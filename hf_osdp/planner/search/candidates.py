@@ -132,12 +132,7 @@ def all_candidates(problem: PlanningProblem, *, smallest_first: bool = False) ->
 
 
 def possible_candidates(problem: PlanningProblem) -> list[Candidate]:
-    """Return the candidates whose states fit the host.
-
-    Raises:
-        HardwareError: no candidate fits the host.
-        OSDPError: each candidate needs more than `UNLIMITED` on a device.
-    """
+    """Return the candidates whose states fit the host; HardwareError if there are none, OSDPError if each passes `UNLIMITED`."""
     every = list(all_candidates(problem))
     fitting = [candidate for candidate in every if candidate.timeline.least_host_bytes <= candidate.timeline.host_limit_bytes]
     if not fitting:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     Count: TypeAlias = cp_model.IntVar
 
 Value: TypeAlias = Callable[[Option], int]
-SAME = 1e-7
+MIN_GAIN = 1e-7
 """Relative difference of step time below which plans count as equal: no rate is known better, and a finer search takes long."""
 _SLACK, _WHOLE_SLACK = 1e-7, 1e-9
 """Relative loosening of each bound in relaxations over real and over whole numbers, so that rounding excludes no feasible plan."""
@@ -188,8 +188,8 @@ class IntegerModel:
         if self._linear:
             return GroupCounts(group=group, counts=counts, used=(), first=self._one_of(counts), last=self._one_of(counts))
         used = [self._at_least(x, 1) for x in counts]
-        first = self._foremost(used[::-1])[::-1]
-        return GroupCounts(group=group, counts=counts, used=used, first=first, last=self._foremost(used))
+        first = self._first_used(used[::-1])[::-1]
+        return GroupCounts(group=group, counts=counts, used=used, first=first, last=self._first_used(used))
 
     def _one_of(self, counts: Sequence[Count]) -> list[Count]:
         """Return for each option a literal ≤ x_k; exactly one literal is true."""
@@ -205,7 +205,7 @@ class IntegerModel:
         self._model.add(x <= number - 1).only_enforce_if(~literal)
         return literal
 
-    def _foremost(self, used: Sequence[Count]) -> list[Count]:
+    def _first_used(self, used: Sequence[Count]) -> list[Count]:
         """Return for each option a literal that is true if the option is used and no earlier option is."""
         literals = []
         for k, literal in enumerate(used):
@@ -215,7 +215,7 @@ class IntegerModel:
         self._model.add_exactly_one(literals)
         return literals
 
-    def _named(self, level: Bytes) -> Count | int:
+    def _as_variable(self, level: Bytes) -> Count | int:
         """Return a variable equal to a level, so that constraints on it have few terms."""
         if isinstance(level, int):
             return level
@@ -223,9 +223,9 @@ class IntegerModel:
         self._model.add(named == level)
         return named
 
-    def _brief(self, level: Bytes) -> Bytes:
+    def _shortened(self, level: Bytes) -> Bytes:
         """Return the level as one variable in a relaxation with a limit, which a linear solver reads faster; else unchanged."""
-        return self._named(level) if self._linear and isinstance(self._limit, int) else level
+        return self._as_variable(level) if self._linear and isinstance(self._limit, int) else level
 
     def _latest(self, used: Count, nbytes: int, otherwise: Bytes) -> Bytes:
         """Return a value of at least `nbytes` if the run is used, else of at least `otherwise`."""

@@ -54,14 +54,10 @@ class Option:
         return self.left_by_backward - self.left_by_forward
 
     @property
-    def backward_peak(self) -> int:
-        """Highest level in backward after the gather, if all neighbours take the same option."""
-        return max(self.compute_peak + self.bytes.reduce_tail, self.reduce_peak)
-
-    @property
     def transient(self) -> int:
         """Highest level in backward, gather included, if all neighbours take the same option."""
-        return max(self.gather_peak + self.bytes.reduce_tail, self.backward_peak + self.bytes.prefetched)
+        tail, prefetched = self.bytes.reduce_tail, self.bytes.prefetched
+        return max(self.gather_peak + tail, max(self.compute_peak + tail, self.reduce_peak) + prefetched)
 
     @property
     def stays(self) -> int:

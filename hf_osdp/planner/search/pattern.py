@@ -122,10 +122,7 @@ def missed(row: Sequence[ClassMoments], relaxed: Relaxation, limit_bytes: int) -
 
 
 def _left_out(row: Sequence[ClassMoments], relaxed: Relaxation) -> Iterator[MissedMoment]:
-    """Yield unconstrained moments of each class in the solution.
-
-    These are: the first unit if a second follows, the first unit, and the last unit with the prefetched gather of the next class.
-    """
+    """Yield each class's unconstrained moments: first unit beside a second one, first unit, last unit beside the next class's gather."""
     taken = [(one, counts) for one in row if sum(counts := [relaxed.value(x) for x in one.counts]) > _MISSED]
     for (one, counts), (following, _) in zip(taken, [*taken[1:], (None, ())], strict=True):
         before, several = relaxed.value(one.before), sum(counts) > 1 + _MISSED

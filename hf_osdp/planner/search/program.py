@@ -100,12 +100,9 @@ class Program(IntegerModel):
         return taken
 
     def _constrain_forward(self) -> Bytes:
-        """Constrain forward, and return the level at its end.
-
-        level + copy-out peak + gather buffer of the preceding unit ≤ limit, and level + forward peak ≤ limit.
-        """
+        """Constrain level + copy-out peak + preceding gather buffer and level + forward peak; return the level at the end of forward."""
         level = self._timeline.model_bytes + self._communicators() + self._sum(self._groups.values(), lambda o: o.bytes.held)
-        level = self._brief(level + self._sum(self._whole_step, lambda o: o.bytes.gathered))
+        level = self._shortened(level + self._sum(self._whole_step, lambda o: o.bytes.gathered))
         buffers: list[Bytes] = [own.of_last(lambda o: o.bytes.gather_buffer) for own in self._whole_step] or [0]
         for part in self._parts:
             if isinstance(part, RootSegment):
@@ -117,7 +114,7 @@ class Program(IntegerModel):
                 self._constrain_forward_runs(part, level)
             for buffer in buffers:
                 self._fits(level + buffer + part.of_first(lambda o: o.copy_out_peak))
-            level = self._brief(level + part.total(lambda o: o.left_by_forward))
+            level = self._shortened(level + part.total(lambda o: o.left_by_forward))
             self._fits(level + part.of_last(lambda o: o.forward_peak - o.left_by_forward))
             buffers = [part.of_last(lambda o: o.bytes.gather_buffer)]
         return level
@@ -126,7 +123,7 @@ class Program(IntegerModel):
         """Constrain the runs of a group in forward. Forward never lowers the level, so that each run peaks at its last unit."""
         before: Bytes = 0
         for option, x, used in reversed(part.runs()):
-            level = self._named(level)
+            level = self._as_variable(level)
             self._fits(level + before + option.copy_out_peak, used)
             before = self._latest(used, option.bytes.gather_buffer, before)
             level = level + option.left_by_forward * x
@@ -135,10 +132,7 @@ class Program(IntegerModel):
                 self._fits(level - option.left_by_forward + nbytes + option.copy_out_peak, self._at_least(x, 2))
 
     def _constrain_backward(self, level: Bytes) -> Bytes:
-        """Constrain backward, last part first, and return the level at its end.
-
-        level + backward peak + reduce buffer in flight + prefetched gather ≤ limit.
-        """
+        """Constrain level + backward peak + reduce buffer in flight + prefetched gather; return the level at the end of backward."""
         tail: Bytes = 0
         least_tail = 0
         for index, part in reversed(list(enumerate(self._parts))):
@@ -164,32 +158,26 @@ class Program(IntegerModel):
         return 0 if before is None else before.of_last(lambda o: o.bytes.prefetched)
 
     def _constrain_group(self, part: GroupCounts, level: Bytes, ahead: Bytes, tail: Bytes) -> Bytes:
-        """Constrain a group's backward, from its last unit to its first, and return the level after it.
-
-        `tail` are the bytes of the reduce buffer in flight when the group's backward begins.
-        """
+        """Constrain a group's backward, last unit first, and return the level after it; `tail` is the reduce buffer in flight before it."""
         if len(part.group.units) > 1:
             self._constrain_unit(part.of_last, level, tail)
             if not self._linear:
                 self._constrain_runs(part, level, tail, ahead)
             tail, _ = _tails(part)  # at least this is in flight when the first unit's backward begins
-        level = self._brief(level + part.total(lambda o: o.change))
+        level = self._shortened(level + part.total(lambda o: o.change))
         self._constrain_unit(part.of_first, level - part.of_first(lambda o: o.change), tail, ahead)
         return level
 
     def _constrain_classes(self, part: GroupCounts, pattern: Pattern, level: Bytes, tail: int) -> None:
-        """Constrain the moments of classes that the pattern requires, and record those of all classes in `rows`.
-
-        `tail` is the least reduce buffer that can be in flight, in bytes.
-        """
+        """Constrain the moments of classes that the pattern requires, and record all in `rows`; `tail` is the least buffer in flight."""
         row: list[ClassMoments] = []
         self.rows[part.group.units] = row
         pairs = zip(part.group.options, part.counts, strict=True)
         for number, of_class in itertools.groupby(pairs, key=lambda pair: pattern.classes[pair[0]]):
             options, counts = zip(*of_class, strict=True)
             least, most = pattern.counts.get(number, (0, len(part.group.units)))
-            before = self._named(level)
-            level = self._named(before + sum(option.change * x for option, x in zip(options, counts, strict=True)))
+            before = self._as_variable(level)
+            level = self._as_variable(before + sum(option.change * x for option, x in zip(options, counts, strict=True)))
             row.append(ClassMoments(
                 number=number, options=options, counts=counts, before=before, after=level, tail=tail, least=least, most=most,
             ))  # fmt: skip
@@ -224,12 +212,12 @@ class Program(IntegerModel):
         self._fits(level + picked(lambda o: o.reduce_peak) + ahead)
 
     def _constrain_runs(self, part: GroupCounts, level: Bytes, tail: Bytes, ahead: Bytes) -> None:
-        """Constrain the runs of a group. Within a run the level changes evenly, so that its peak is at its first unit or near its last.
+        """Constrain the runs of a group: the level changes evenly within a run, so that its peak is at its first unit or near its last.
 
-        The first unit of a run computes while the reduce buffer of the run before is in flight, the others while that of their own run is.
+        While the first unit computes, the reduce buffer of the run before is in flight; for the other units it is that of their own run.
         """
         for option, x, used, following in self._backward_runs(part, ahead):
-            level, own = self._named(level), option.bytes.reduce_tail
+            level, own = self._as_variable(level), option.bytes.reduce_tail
             change, prefetched, compute, reduce = option.change, option.bytes.prefetched, option.compute_peak, option.reduce_peak
             end, twice, thrice = level + change * x, self._at_least(x, 2), self._at_least(x, 3)
             both = max(option.gather_peak, compute)

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 from ..decision import UnitLayout
 from ..job import TrainingJob
-from .integer_model import SAME, Relaxation
+from .integer_model import MIN_GAIN, Relaxation
 from .options import Option, Timeline, UnitGroup, undominated
 from .pattern import MissedMoment, Pattern, missed
 from .program import Program
@@ -127,14 +127,11 @@ class _BranchAndBound:
             self._visit(heapq.heappop(self._open))
 
     def _visit(self, node: _Node) -> None:
-        """Bound a node by its relaxation, first over real and then over whole numbers.
-
-        Branch if the solution exceeds the limit at a moment without a constraint; else check the solution.
-        """
+        """Bound a node over real, then over whole numbers; branch if an unconstrained moment exceeds the limit, else check the solution."""
         kept = node.kept
         for whole in (False, True):
             program = self._program(kept, node.patterns, linear=True)
-            relaxed = program.relax(gap=max(self._gap, SAME) if whole else None, most_nodes=max(1, self._scip_nodes))
+            relaxed = program.relax(gap=max(self._gap, MIN_GAIN) if whole else None, most_nodes=max(1, self._scip_nodes))
             self._scip_nodes -= program.nodes
             if relaxed is None:
                 if not program.infeasible:
@@ -188,7 +185,7 @@ class _BranchAndBound:
         """Return the program of plans that are faster than the best so far; with `any_cost`, of all plans."""
         program = Program(self._timeline.keeping(kept), self._job, self._limit, linear=linear, patterns=patterns)
         found = self._best != math.inf and not any_cost
-        program.minimize_seconds(self._scale, max(-1, int(self._best) - 1 - int(self._best * SAME)) if found else None)
+        program.minimize_seconds(self._scale, max(-1, int(self._best) - 1 - int(self._best * MIN_GAIN)) if found else None)
         return program
 
     def _accept(self, counts: dict[UnitGroup, list[int]]) -> bool:

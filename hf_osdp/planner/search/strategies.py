@@ -24,7 +24,7 @@ Space = tuple[tuple[UnitLayout, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Open:
+class _Allowed:
     """Allowed values of each decision for a unit; see `UnitLayout`."""
 
     shard_sizes: tuple[int, ...]
@@ -102,7 +102,7 @@ def _check_activations(description: ModelDescription, job: TrainingJob) -> None:
         )
 
 
-def _shardings(strategy: Strategy, hardware: Hardware) -> list[_Open]:
+def _shardings(strategy: Strategy, hardware: Hardware) -> list[_Allowed]:
     """Return the shardings of a strategy; if there are several, all units take the same one."""
     world_size, per_node = hardware.world_size, hardware.devices_per_node
     whole = (world_size,)
@@ -118,23 +118,23 @@ def _shardings(strategy: Strategy, hardware: Hardware) -> list[_Open]:
                 " none; use fsdp or ddp."
             )
         case _ if world_size == 1:  # one device frees nothing: backward needs parameters cast to lower precision
-            return [_Open(shard_sizes=(1,), reshard_after_forward=False)]
+            return [_Allowed(shard_sizes=(1,), reshard_after_forward=False)]
         case Strategy.OSDP:
-            return [_Open(shard_sizes=divisors(world_size), reshard_after_forward=None, stage_sizes=(1, *stages))]
+            return [_Allowed(shard_sizes=divisors(world_size), reshard_after_forward=None, stage_sizes=(1, *stages))]
         case Strategy.FSDP:
-            return [_Open(shard_sizes=whole, reshard_after_forward=True)]
+            return [_Allowed(shard_sizes=whole, reshard_after_forward=True)]
         case Strategy.DDP:
-            return [_Open(shard_sizes=(1,), reshard_after_forward=reshard) for reshard in (True, False)]
+            return [_Allowed(shard_sizes=(1,), reshard_after_forward=reshard) for reshard in (True, False)]
         case Strategy.ZERO2:
-            return [_Open(shard_sizes=whole, reshard_after_forward=False)]
+            return [_Allowed(shard_sizes=whole, reshard_after_forward=False)]
         case Strategy.TWO_STAGE:
-            return [_Open(shard_sizes=whole, reshard_after_forward=True, stage_sizes=stages)]
+            return [_Allowed(shard_sizes=whole, reshard_after_forward=True, stage_sizes=stages)]
         case Strategy.HSDP:
-            return [_Open(shard_sizes=(size,), reshard_after_forward=True) for size in divisors(world_size)[1:-1]]
+            return [_Allowed(shard_sizes=(size,), reshard_after_forward=True) for size in divisors(world_size)[1:-1]]
     raise AssertionError(strategy)
 
 
-def _choices(sharding: _Open, problem: PlanningProblem, batch: Batch) -> list[_Open]:
+def _choices(sharding: _Allowed, problem: PlanningProblem, batch: Batch) -> list[_Allowed]:
     """Return the allowed decisions beside the sharding: one value if units decide alone (`osdp`), else one per common choice."""
     job, hardware, several = problem.job, problem.hardware, batch.accumulation_steps > 1
     recomputes = (False, True) if job.recompute is None else (job.recompute,)
@@ -177,18 +177,9 @@ def _with_host(name: str, asked: bool | None, hardware: Hardware) -> tuple[bool,
 
 
 def _layouts(
-    unit: UnitDescription, ways: tuple[Recomputation, ...], offloadable: bool, free: _Open, *, alone: bool, whole: bool
+    unit: UnitDescription, ways: tuple[Recomputation, ...], offloadable: bool, free: _Allowed, *, alone: bool, whole: bool
 ) -> tuple[UnitLayout, ...]:
-    """Return the allowed layouts of one unit.
-
-    Args:
-        unit: the unit.
-        ways: the ways to recompute the unit.
-        offloadable: its activations can be offloaded.
-        free: the allowed decisions.
-        alone: no other unit has the same shapes.
-        whole: the optimizer needs whole parameters, so that the unit is not sharded.
-    """
+    """Return the allowed layouts of a unit; `alone`: no other unit has its shapes; `whole`: its optimizer needs whole parameters."""
     able = []
     for choice in free.activations:
         away = choice.offloads and offloadable
@@ -205,7 +196,7 @@ def _layouts(
 
 
 @functools.lru_cache(maxsize=256)
-def _product(span: GatherSpan, free: _Open) -> tuple[UnitLayout, ...]:
+def _product(span: GatherSpan, free: _Allowed) -> tuple[UnitLayout, ...]:
     """Return all combinations of the allowed decisions. Equal arguments give the same object, which comparisons of spaces rely on."""
     layouts = layouts_for(span, free.shard_sizes, reshard_after_forward=free.reshard_after_forward, stage_sizes=free.stage_sizes)
     places = itertools.product(free.on_host, free.states_on_host, free.steps_in_backward)
@@ -217,10 +208,7 @@ def _product(span: GatherSpan, free: _Open) -> tuple[UnitLayout, ...]:
 
 
 def _with_wires(problem: PlanningProblem, shapes: Sequence[int], spaces: Iterable[Space]) -> list[Space]:
-    """Return the spaces with each layout also in its fastest wire formats. Codes take memory, so that a plan may fit only without them.
-
-    Units of one shape with the same layouts get the same object.
-    """
+    """Return the spaces with each layout once more in its fastest wire formats; codes take memory, so that both may be needed."""
     units = dict(zip(shapes, problem.description.units, strict=True))
     made: dict[tuple[int, int], tuple[UnitLayout, ...]] = {}
 
