@@ -70,20 +70,18 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
         jobs.insert(0, replace(problem.job, recompute=False))
     shardings = _shardings(problem.strategy, hardware)
     choices = [choice for job in jobs for sharding in shardings for choice in _choices(sharding, replace(problem, job=job), batch)]
-    offloadable, shapes = description.offloadable, shape_ids(description.units)
-    kinds = [(shape, ways, i in offloadable) for i, (shape, ways) in enumerate(zip(shapes, description.recomputations, strict=True))]
-    alike = {kind: (number, unit) for number, (kind, unit) in enumerate(zip(kinds, description.units, strict=True))}
-    numbers = [alike[kind][0] for kind in kinds]
+    offloadable, shapes, ways = description.offloadable, shape_ids(description.units), description.recomputations
+    kinds = [(shape, ways[i], i in offloadable) for i, shape in enumerate(shapes)]
+    first_alike = [kinds.index(kind) for kind in kinds]  # units of one kind share their layouts
     spaces = []
     for choice in choices:
-        made = {
-            n: _layouts(
-                unit, kind[1], kind[2], choice, alone=shapes.count(kind[0]) == 1,
-                whole=problem.job.optimizer.needs_whole and unit.trainable_numel > 0,
+        layouts = {
+            i: _layouts(
+                description.units[i], ways[i], choice, problem.job, offloadable=i in offloadable, alone=shapes.count(shapes[i]) == 1
             )
-            for kind, (n, unit) in alike.items()
-        }  # fmt: skip
-        spaces.append(tuple(made[number] for number in numbers))
+            for i in set(first_alike)
+        }
+        spaces.append(tuple(layouts[i] for i in first_alike))
     if problem.job.communication is not None:
         spaces = _with_wires(problem, shapes, spaces)
     return tuple({tuple(map(id, space)): space for space in spaces}.values())  # equal layouts are the same object, see `_product`
@@ -177,9 +175,9 @@ def _with_host(name: str, asked: bool | None, hardware: Hardware) -> tuple[bool,
 
 
 def _layouts(
-    unit: UnitDescription, ways: tuple[Recomputation, ...], offloadable: bool, free: _Allowed, *, alone: bool, whole: bool
+    unit: UnitDescription, ways: tuple[Recomputation, ...], free: _Allowed, job: TrainingJob, *, offloadable: bool, alone: bool
 ) -> tuple[UnitLayout, ...]:
-    """Return the allowed layouts of a unit; `alone`: no other unit has its shapes; `whole`: its optimizer needs whole parameters."""
+    """Return the allowed layouts of a unit; `alone`: no other unit has its shapes."""
     able = []
     for choice in free.activations:
         away = choice.offloads and offloadable
@@ -192,7 +190,9 @@ def _layouts(
     early = (False,) if always else free.steps_in_backward[: None if alone else 1]
     activations = tuple(dict.fromkeys(able))
     closed = replace(free, activations=activations, saves_operators=False, reduces=reduces, steps_in_backward=early)
-    return _product(unit.span, replace(closed, shard_sizes=(1,), stage_sizes=(1,)) if whole else closed)
+    if job.optimizer.needs_whole and unit.trainable_numel > 0:
+        closed = replace(closed, shard_sizes=(1,), stage_sizes=(1,))
+    return _product(unit.span, closed)
 
 
 @functools.lru_cache(maxsize=256)
