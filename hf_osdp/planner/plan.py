@@ -190,7 +190,7 @@ class Plan:
         return Batch(micro_batch_size=self.micro_batch_size, accumulation_steps=self.accumulation_steps)
 
     def layouts(self, description: ModelDescription) -> tuple[UnitLayout, ...]:
-        """Return each unit's layout as it runs, in the description's order: spans fix resharding, and a single micro-step always reduces."""
+        """Return each unit's layout as it runs, in the description's order: spans can fix resharding, and one micro-step always reduces."""
         decisions = {decision.fqn: decision.layout for decision in self.units}
         layouts = []
         for unit in description.units:
