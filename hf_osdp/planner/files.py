@@ -21,7 +21,7 @@ _SHOWN = 60
 """Most letters of a field's name in an error."""
 
 
-def plain(value: object) -> Any:  # noqa: ANN401 - what JSON has
+def plain(value: object) -> Any:  # noqa: ANN401 - any JSON
     """Return a value as JSON types: dataclasses and mappings as dictionaries, sequences as lists, enums as their values."""
     if isinstance(value, Enum):
         return value.value

@@ -69,9 +69,9 @@ def correction_of(
 
     Args:
         plan: the plan that was observed.
-        description: what the plan was made from, as `hardware` and `job`, earlier corrections included; correct these values.
-        hardware: see `description`.
-        job: see `description`.
+        description: the description from which the plan was made, earlier corrections included.
+        hardware: the hardware, likewise.
+        job: the training job, likewise.
         peak_bytes: observed peak; None if not observed.
         step_s: observed step time; None if not observed.
         timings: observed collectives.

@@ -166,7 +166,7 @@ class Timeline:
     model_bytes: int
     """Buffers of the module and the batch."""
     host_limit_bytes: int
-    """Host memory for one rank; 0 where there is no host."""
+    """Host memory for one rank; 0 without a host."""
     communicator_bytes: int = 0
     """Bytes of each communicator of a mesh."""
 

@@ -113,7 +113,7 @@ class MissedMoment(NamedTuple):
     number: int
     """Class to branch on."""
     at_most: int
-    """Where to split: at most so many units take the class, or more."""
+    """Bound to split at: at most this number of units take the class, or more do."""
 
 
 def missed(row: Sequence[ClassMoments], relaxed: Relaxation, limit_bytes: int) -> MissedMoment | None:

@@ -19,7 +19,7 @@ from .solver import Solution, fastest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """A plan with what it is expected to need."""
+    """A plan with its estimated memory and time."""
 
     plan: Plan
     memory: MemoryEstimate
