@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from ..errors import OSDPError
-from ..planner.wire import PIECE_ELEMENTS, TURNED, WireFormat
+from ..planner.wire import HADAMARD_SIZE, PIECE_ELEMENTS, WireFormat
 from .collectives import PlainTransport, ReduceOp, Works
 
 _LARGEST_CODE = {WireFormat.INT8: 127, WireFormat.INT4: 7}
@@ -42,7 +42,7 @@ def _encode_piece(piece: torch.Tensor, packed: torch.Tensor, scales: torch.Tenso
         return
     blocks = _whole_blocks(piece, wire.block_size)
     if rotation is not None:
-        blocks = (blocks.float().view(-1, TURNED) @ rotation).view_as(blocks)
+        blocks = (blocks.float().view(-1, HADAMARD_SIZE) @ rotation).view_as(blocks)
     scales.copy_(blocks.abs().amax(dim=1).float().div_(_LARGEST_CODE[wire]))
     scaled = blocks.div(torch.where(scales == 0, 1.0, scales).unsqueeze(1)).round_()
     del blocks
@@ -60,7 +60,7 @@ def _decoded(packed: torch.Tensor, scales: torch.Tensor, wire: WireFormat, rotat
         return packed.view(torch.int8).view(-1, wire.block_size).float().mul_(scales.unsqueeze(1)).view(-1)
     both = packed.view(-1, wire.block_size // 2)
     rotated = torch.cat((both & 15, both >> 4), dim=1).float().sub_(8).mul_(scales.unsqueeze(1))
-    return (rotated.view(-1, TURNED) @ rotation).view(-1)  # symmetric and orthogonal: its own inverse
+    return (rotated.view(-1, HADAMARD_SIZE) @ rotation).view(-1)  # symmetric and orthogonal: its own inverse
 
 
 def _pieces(values: torch.Tensor, codes: torch.Tensor, wire: WireFormat) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -88,7 +88,7 @@ def _hadamard(device: torch.device) -> torch.Tensor:
     two = torch.full((2, 2), 0.5**0.5, device=device, dtype=torch.float32)  # on the device: a copy from the host would wait for its stream
     two[1, 1].neg_()
     matrix = two
-    while len(matrix) < TURNED:
+    while len(matrix) < HADAMARD_SIZE:
         matrix = torch.kron(matrix, two)
     return matrix
 

@@ -1,4 +1,4 @@
-"""Costs as linear functions of the samples of a micro-batch, and peaks as the highest of several."""
+"""Costs as linear functions of the samples of a micro-batch, and peaks as the maximum of several such functions."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class Affine:
         return Affine(constant=self.constant + other.constant, per_sample=self.per_sample + other.per_sample)
 
     def scaled(self, factor: float, *, constants: bool) -> Affine:
-        """Return the function with what grows with samples times the factor, and the constant too where asked."""
+        """Return the function with `per_sample` times the factor, and with `constants` the constant too."""
         return Affine(constant=self.constant * (factor if constants else 1), per_sample=self.per_sample * factor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """A peak of one micro-batch of b samples: the highest of several moments, each a linear function of its own."""
+    """A peak of one micro-batch of b samples: the highest of several moments, each a linear function."""
 
     pieces: tuple[Affine, ...] = (Affine(),)
     """The moments that are highest for some b."""
     single: float | None = None
-    """The peak at one sample where no piece gives it: expanding a dimension of size 1 copies nothing, so that torch takes other paths."""
+    """The peak at one sample if the pieces do not give it: torch copies nothing to expand a dimension of size 1."""
 
     def __post_init__(self) -> None:
         if not self.pieces:
-            raise ValueError("A peak has no moment; give at least one.")
+            raise ValueError("An Envelope needs at least one piece.")
 
     @classmethod
     def linear(cls, *, constant: float = 0.0, per_sample: float = 0.0) -> Envelope:
@@ -54,7 +54,7 @@ class Envelope:
 
     @classmethod
     def above(cls, moments: Iterable[Affine], *, single: float | None = None) -> Envelope:
-        """Return the upper envelope of many moments for b >= 1; those that are nowhere the highest are left out."""
+        """Return the upper envelope of many moments for b >= 1; moments that are never the highest are left out."""
         hull: list[Affine] = []
         for moment in sorted(moments, key=lambda moment: (moment.per_sample, moment.constant)):
             while hull and (_meet(hull[-1], moment) <= 1 or (len(hull) > 1 and _meet(hull[-1], moment) <= _meet(hull[-2], hull[-1]))):
@@ -68,24 +68,24 @@ class Envelope:
         return max(piece.bytes(samples) for piece in pieces)
 
     def plus(self, other: Affine) -> Envelope:
-        """Return the peak with every moment raised by a function."""
+        """Return the peak with a function added to every moment."""
         single = None if self.single is None else self.single + other(1)
         return Envelope(pieces=tuple(piece.plus(other) for piece in self.pieces), single=single)
 
     def scaled(self, factor: float, *, constants: bool) -> Envelope:
-        """Return the peak with what grows with samples times the factor, and constants too where asked; also for one sample."""
+        """Return the peak with every piece scaled (`Affine.scaled`), and without `single`."""
         return Envelope(pieces=tuple(piece.scaled(factor, constants=constants) for piece in self.pieces))
 
 
 def _meet(flat: Affine, steep: Affine) -> float:
-    """Return the samples from which the steeper function is the higher one."""
+    """Return the number of samples from which the steeper function is higher."""
     if steep.per_sample == flat.per_sample:
         return -math.inf
     return (flat.constant - steep.constant) / (steep.per_sample - flat.per_sample)
 
 
 def linear_fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return α >= 0 and β > 0 that minimise the relative errors Σ ((α + β n - t) / t)² of pairs of a size n and seconds t > 0."""
+    """Return α >= 0 and β > 0 that minimise Σ ((α + β n - t) / t)² over pairs of a size n and seconds t > 0."""
     weighted = [(1 / seconds**2, n, seconds) for n, seconds in points]
     total = sum(w for w, _, _ in weighted)
     mean_n = sum(w * n for w, n, _ in weighted) / total
@@ -96,4 +96,4 @@ def linear_fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     if slope > 0 and latency_s >= 0:
         return latency_s, slope
     largest, taken_s = max(points)
-    return 0.0, taken_s / largest  # noise hides one of the two: all of the largest size's time is its rate
+    return 0.0, taken_s / largest  # noise hides α or β: take all of the largest size's time as β

@@ -1,67 +1,58 @@
-"""What a plan decides: the layout of each unit, and the batch."""
+"""Decisions of a plan: the layout of each unit, and the batch."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from ..reading import problem_of_text
 from .description import Activations, GatherSpan
 from .wire import WireFormat
 
 
-class ShardMode(str, Enum):
-    """How a unit's parameters lie on the devices (the paper's DP, ZDP and group sharding)."""
-
-    REPLICATE = "replicate"
-    GROUP_SHARD = "group_shard"
-    SHARD = "shard"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitLayout:
-    """All that is decided for one unit: sharded over `shard_size` ranks, replicated over the rest of the world."""
+    """All decisions for one unit, which is sharded over `shard_size` ranks and replicated over the rest of the world."""
 
     shard_size: int
-    """Ranks that share one copy: 1 replicates, the world size shards over all, between is HSDP."""
+    """Ranks that share one copy: 1 replicates, the world size shards over all ranks, a size between is HSDP."""
     reshard_after_forward: bool
     """Free the gathered parameters after forward and gather them again in backward (ZeRO-3), or keep them (ZeRO-2)."""
     stage_size: int = 1
-    """Ranks of a node where all-gathers and reduce-scatters run in two stages, between nodes and inside; 1 runs them in one."""
+    """Ranks per node if all-gathers and reduce-scatters run in two stages, between and inside nodes; 1 is a single stage."""
     reduce_every_micro_step: bool = True
-    """Reduce-scatter gradients in each micro-step, holding shards, or hold whole gradients and reduce their sum in the last. The all-reduce
-    between replicas comes in the last micro-step either way."""
+    """Reduce-scatter gradients in each micro-step and hold shards, or hold whole gradients and reduce their sum in the last micro-step. The
+    all-reduce between replicas always runs in the last micro-step."""
     activations: Activations = Activations.SAVE
     on_host: bool = False
-    """Parameters, gradients and optimizer states live in the host's memory, and the host takes the optimizer step."""
+    """Parameters, gradients and optimizer states are in host memory, and the host runs the optimizer step."""
     states_on_host: bool = False
-    """Optimizer states alone wait in the host's memory, and come to the device for the unit's step."""
+    """Only optimizer states are in host memory; they are copied to the device for the unit's step."""
     step_in_backward: bool = False
-    """The optimizer steps the unit within backward, as soon as its gradients are reduced, and they are freed."""
+    """The optimizer steps the unit in backward, as soon as its gradients are reduced, and frees them."""
     gather_wire: WireFormat | None = None
-    """How parameters are sent, between nodes alone where there are two stages; None sends them as they are."""
+    """Format of parameters in all-gathers, in two stages only between nodes; None sends exact values."""
     reduce_wire: WireFormat | None = None
-    """The same of gradients in the reduce-scatter."""
+    """Format of gradients in reduce-scatters, in two stages only between nodes; None sends exact values."""
     replica_wire: WireFormat | None = None
-    """The same of gradients between replicas."""
+    """Format of gradients in the all-reduce between replicas; None sends exact values."""
 
     def __post_init__(self) -> None:
         if self.shard_size < 1:
             raise ValueError(f"shard_size={self.shard_size} must be at least 1.")
         if self.on_host + self.states_on_host + self.step_in_backward > 1:
-            raise ValueError("of on_host, states_on_host and step_in_backward, a unit can have one.")
+            raise ValueError("A unit can have only one of on_host, states_on_host and step_in_backward.")
         if self.stage_size != 1 and not (1 < self.stage_size < self.shard_size and self.shard_size % self.stage_size == 0):
             raise ValueError(f"stage_size={self.stage_size} must be 1, or divide shard_size={self.shard_size} and be less.")
         if self.shard_size == 1 and (self.gather_wire or self.reduce_wire):
-            raise ValueError("gather_wire and reduce_wire need a unit that is sharded; shard_size=1 sends nothing but to replicas.")
+            raise ValueError("gather_wire and reduce_wire need a sharded unit; with shard_size=1 nothing is gathered or scattered.")
         if self.gather_wire is not None and not self.gather_wire.for_parameters:
-            raise ValueError(f"gather_wire={self.gather_wire.value} is for gradients alone; use int8 or bf16.")
+            raise ValueError(f"gather_wire={self.gather_wire.value} is only for gradients; use int8 or bf16.")
 
     @property
     def wires(self) -> dict[str, WireFormat]:
-        """What is sent in fewer bits: `gather`, `reduce`, `replicas` → format."""
+        """Formats of fewer bits, by `gather`, `reduce` and `replicas`; exact messages are left out."""
         wires = {"gather": self.gather_wire, "reduce": self.reduce_wire, "replicas": self.replica_wire}
         return {name: wire for name, wire in wires.items() if wire is not None}
 
@@ -69,12 +60,6 @@ class UnitLayout:
     def two_stage(self) -> bool:
         """Whether all-gathers and reduce-scatters run in two stages."""
         return self.stage_size > 1
-
-    def mode(self, world_size: int) -> ShardMode:
-        """Return the layout's name in a world of `world_size` ranks."""
-        if self.shard_size == 1:
-            return ShardMode.REPLICATE
-        return ShardMode.SHARD if self.shard_size == world_size else ShardMode.GROUP_SHARD
 
     def describe(self, world_size: int) -> str:
         """Return short text for tables: `replicate`, `shard 2 x replicate 4, keep`, `shard 16 in 2 stages (2 x 8)`."""
@@ -104,7 +89,7 @@ class UnitDecision(UnitLayout):
 
     def __post_init__(self) -> None:
         if problem := problem_of_text(self.fqn):
-            raise ValueError(f"fqn={self.fqn[:40]!r} is no module's name: it {problem}.")
+            raise ValueError(f"fqn={self.fqn[:40]!r} is not a module's name: it {problem}.")
         try:
             UnitLayout.__post_init__(self)
         except ValueError as error:
@@ -122,12 +107,12 @@ class UnitDecision(UnitLayout):
 
     @property
     def label(self) -> str:
-        """The name as a person reads it."""
+        """Name for tables and messages."""
         return self.fqn or "(root)"
 
     @property
     def module_names(self) -> tuple[str, ...]:
-        """Modules of the unit: its name holds theirs, joined by `+`."""
+        """Names of the unit's modules, which `+` joins in `fqn`."""
         return tuple(self.fqn.split("+"))
 
 
@@ -136,23 +121,23 @@ class Batch:
     """The batch side of a plan."""
 
     micro_batch_size: int
-    """Samples that one rank runs at once."""
+    """Samples of one micro-batch on one rank."""
     accumulation_steps: int
-    """Micro-batches that a rank runs before each optimizer step."""
+    """Micro-batches of a rank before each optimizer step."""
 
     def holds_gradients(self, layout: UnitLayout) -> bool:
         """Return whether a unit's whole (unsharded) gradients are held between micro-steps."""
         return self.accumulation_steps > 1 and not layout.reduce_every_micro_step
 
     def reduce_scatters(self, layout: UnitLayout) -> int:
-        """Return a unit's reduce-scatters in one optimizer step."""
+        """Return the number of a unit's reduce-scatters in one optimizer step."""
         return self.accumulation_steps if layout.reduce_every_micro_step else 1
 
 
 def layouts_for(
     span: GatherSpan, shard_sizes: Sequence[int], *, reshard_after_forward: bool | None = None, stage_sizes: Sequence[int] = (1,)
 ) -> tuple[UnitLayout, ...]:
-    """Return the layouts that make sense for a unit: None leaves resharding open where the span does, stages lie in several whole nodes."""
+    """Return the possible layouts of a unit. `reshard_after_forward=None` allows both values; two stages need several whole nodes."""
     fixed = {GatherSpan.STEP: False, GatherSpan.CALLS: True}.get(span, reshard_after_forward)
     reshards = (True, False) if fixed is None else (fixed,)
     sizes = [(size, stage) for size in shard_sizes for stage in stage_sizes if stage == 1 or (size > stage and size % stage == 0)]
@@ -160,12 +145,12 @@ def layouts_for(
 
 
 Mesh = tuple[int, int]
-"""Shard size and stage size of one device mesh; stage size 1 where it has none."""
+"""Shard size and stage size of one device mesh; stage size 1 without stages."""
 
 
 @functools.lru_cache(maxsize=4096)
 def meshes_of(shard_size: int, stage_size: int, world_size: int) -> frozenset[Mesh]:
-    """Return the meshes that a layout needs and that have process groups of their own.
+    """Return the meshes of a layout that need their own process groups.
 
     `Meshes.prepare` (distributed/mesh.py) forms a mesh for each shard size g of W ranks, and for stages of s ranks within g:
 
@@ -179,11 +164,11 @@ def meshes_of(shard_size: int, stage_size: int, world_size: int) -> frozenset[Me
 
 
 def groups_in(meshes: Iterable[Mesh]) -> int:
-    """Return how many communicators these meshes have beside that of all ranks."""
+    """Return the number of communicators of these meshes, without the one of all ranks."""
     return sum(2 if stage_size == 1 else 3 for _, stage_size in meshes)
 
 
 def communicators_of(layouts: Iterable[UnitLayout], world_size: int) -> int:
-    """Return the NCCL communicators of several ranks that a plan has on each rank, that of all ranks included."""
+    """Return the number of NCCL communicators on each rank, the one of all ranks included; groups of one rank have none."""
     meshes = {mesh for layout in layouts for mesh in meshes_of(layout.shard_size, layout.stage_size, world_size)}
     return 0 if world_size == 1 else 1 + groups_in(meshes)

@@ -1,4 +1,4 @@
-"""What is planned: a model as an ordered list of units, and the segments of one micro-batch through them.
+"""The description of a model: an ordered list of units, and the segments of one micro-batch through them.
 
 Pure values: nothing here needs torch, a model or a process group.
 """
@@ -21,7 +21,7 @@ from .split import WHOLE_BLOCKS, ModelSplit
 
 
 class DType(str, Enum):
-    """Element types that parameters, gradients and activations have."""
+    """Element types of parameters, gradients and activations."""
 
     FLOAT64 = "float64"
     FLOAT32 = "float32"
@@ -50,29 +50,29 @@ _ITEMSIZE = {
 
 
 class GatherSpan(str, Enum):
-    """For how long FSDP2 holds a unit's gathered parameters."""
+    """How long FSDP2 holds a unit's gathered parameters."""
 
     USE = "use"
     """While the unit runs: a transformer block, an embedding, a head."""
     CALLS = "calls"
-    """While each of its several calls in a micro-step runs, freed between them: slices of a projection that look up as well. Autograd adds
-    up the gradients of all calls before FSDP2 sees them, so that they are whole until the first call's backward."""
+    """While each of several calls in a micro-step runs, freed between calls: slices of a projection that shares the embedding's weight.
+    Autograd sums the gradients of all calls before FSDP2 sees them, so that they are whole until the first call's backward."""
     STEP = "step"
     """From the first use in forward to the end of backward: the root, and weights that embedding and head share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """How a unit's forward runs again in backward: only its input is saved, and the outputs of the operators named here."""
+    """A way to recompute a unit's forward in backward: only its input and the outputs of the named operators are saved."""
 
     saved_calls: tuple[str, ...] = ()
-    """Operators of the unit's forward: name and how many of that name came before, such as `addmm#0` and `attention#0`."""
+    """Operators of the unit's forward whose outputs are saved: name and index among calls of that name, such as `addmm#0`."""
     share: float = 1.0
-    """Part of a full recomputation's work that is left, by a rough rate of FLOPs and bytes; for tables."""
+    """Work relative to a full recomputation, by a rough rate of FLOPs and bytes; for tables."""
     names: tuple[str, ...] = ()
-    """What the calls are, as a person reads it: modules of products (`c_attn`), else operators."""
+    """Names of the saved calls for tables: modules of products (`c_attn`), else operators."""
     budget: float | None = None
-    """Of a compiled unit: torch's `activation_memory_budget`, the part of what it would save that it may; None saves its input alone."""
+    """torch's `activation_memory_budget` of a compiled unit: the share of its saved bytes that it may keep; None saves only its input."""
 
     def __post_init__(self) -> None:
         if self.budget is not None and (self.saved_calls or not 0 < self.budget < 1):
@@ -82,9 +82,9 @@ class Recomputation:
         if len(set(self.saved_calls)) < len(self.saved_calls) or not all(_CALL.fullmatch(call) for call in self.saved_calls):
             raise ValueError(f"saved_calls={self.saved_calls!r} must be different calls of operators, such as 'addmm#0'.")
         if unsafe := next((call for call in self.saved_calls if call.startswith("_to_copy#") or "_#" in call), None):
-            raise ValueError(f"saved_calls has {unsafe!r}, but what casts or writes in place cannot be saved.")
+            raise ValueError(f"saved_calls has {unsafe!r}, but outputs of casts and in-place operators cannot be saved.")
         if problem := next(filter(None, map(problem_of_text, self.names)), None):
-            raise ValueError(f"A name of what a recomputation saves {problem}.")
+            raise ValueError(f"A name of a recomputation's saved calls {problem}.")
 
     def describe(self) -> str:
         """Return short text for tables: `recompute`, `recompute 0.4: saves c_attn, attention`."""
@@ -98,27 +98,27 @@ class Recomputation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activations:
-    """What happens to the activations that a unit's forward saves for its backward."""
+    """Treatment of the activations that a unit's forward saves for its backward."""
 
     SAVE: ClassVar[Activations]
     RECOMPUTE: ClassVar[Activations]
     OFFLOAD: ClassVar[Activations]
     RECOMPUTE_OFFLOAD: ClassVar[Activations]
     BASIC: ClassVar[tuple[Activations, ...]]
-    """The four above, which every block that can be recomputed and offloaded has."""
+    """The four above; each block that can be recomputed and offloaded has them."""
 
     recomputation: Recomputation | None = None
-    """None saves all that autograd asks for."""
+    """None saves everything that autograd needs."""
     offloads: bool = False
-    """What is saved waits on the host."""
+    """Whether saved activations are on the host until backward."""
 
     @property
     def recomputes(self) -> bool:
-        """Whether forward runs again in backward, at least in part."""
+        """Whether at least a part of forward runs again in backward."""
         return self.recomputation is not None
 
     def describe(self) -> tuple[str, ...]:
-        """Return short texts for tables; none where everything is saved on the device."""
+        """Return short texts for tables; none if everything is saved on the device."""
         again = () if self.recomputation is None else (self.recomputation.describe(),)
         return (*again, "offload activations") if self.offloads else again
 
@@ -129,7 +129,7 @@ Activations.SAVE, Activations.RECOMPUTE, Activations.OFFLOAD, Activations.RECOMP
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """One parameter; a tied one is listed once, under its first name."""
+    """One parameter. A tied parameter is listed once, under its first name."""
 
     name: str
     """Fully qualified name in the whole model."""
@@ -137,15 +137,15 @@ class ParameterSpec:
     dtype: DType
     requires_grad: bool = True
     keeps_dtype: bool = False
-    """Gathered and reduced as it is under mixed precision too, as batch norm needs."""
+    """Whether mixed precision keeps the dtype when the parameter is gathered and reduced, as batch norm needs."""
     is_embedding: bool = False
-    """The weight of an embedding, perhaps of a vocabulary projection too."""
+    """Whether it is the weight of an embedding, possibly shared with a vocabulary projection."""
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):
             raise ValueError(f"Parameter {self.name} has a negative size: {self.shape}.")
         if self.numel > _MOST_ELEMENTS:
-            raise ValueError(f"Parameter {self.name} has {self.numel:.3g} elements; the most are {_MOST_ELEMENTS}.")
+            raise ValueError(f"Parameter {self.name} has {self.numel:.3g} elements; it must have at most {_MOST_ELEMENTS}.")
 
     @property
     def numel(self) -> int:
@@ -160,17 +160,17 @@ class ParameterSpec:
         return -(-self.shape[0] // shard_size) * math.prod(self.shape[1:]) if self.shape else 1
 
     def shard_numels(self, shard_size: int) -> tuple[int, ...]:
-        """Return the different numbers of elements that ranks hold, rank 0's first: full chunks of rows, and what is left of them."""
+        """Return the distinct numbers of elements on the ranks, rank 0's first: full chunks of rows, and a last partial chunk."""
         full = self.sharded_numel(shard_size)
         return (full, rest) if full and (rest := math.prod(self.shape) % full) else (full,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitDescription:
-    """What FSDP2 gathers at once."""
+    """Modules whose parameters FSDP2 gathers at once."""
 
     fqn: str
-    """Name of the unit: the module's, `""` for the root, names joined by `+` where weights are shared."""
+    """Name of the unit: the module's name, `""` for the root, names joined by `+` for modules that share weights."""
     module_names: tuple[str, ...]
     """Modules given to `fully_shard` together."""
     class_name: str
@@ -185,7 +185,7 @@ class UnitDescription:
 
     @property
     def label(self) -> str:
-        """The name as a person reads it."""
+        """Name for tables and messages."""
         return self.fqn or "(root)"
 
     @property
@@ -202,7 +202,7 @@ class UnitDescription:
 
     @property
     def keeps_dtype(self) -> bool:
-        """Whether mixed precision leaves the unit as it is; such units hold nothing else."""
+        """Whether mixed precision keeps the dtype of all parameters; a unit never mixes such parameters with others."""
         return bool(self.parameters) and all(p.keeps_dtype for p in self.parameters)
 
 
@@ -211,9 +211,8 @@ class PhaseCost:
     """Forward or backward of one segment on one device, without communication."""
 
     peak_bytes: Envelope = Envelope()
-    """Highest live bytes above those at the phase's start, gathered parameters left out. In forward this includes the saved activations.
-    Backward counts from the level at which the segment's forward ended: the gradient that comes in is part of it, and so are the unsharded
-    gradients of the segment's own parameters."""
+    """Highest live bytes above the phase's start, without gathered parameters. Forward includes the saved activations. Backward is relative
+    to the end of the segment's forward; it includes the incoming gradient and the unsharded gradients of the segment's parameters."""
     matmul_flops: Affine = Affine()
     """Floating-point operations in matrix products and attention."""
     traffic_bytes: Affine = Affine()
@@ -221,7 +220,7 @@ class PhaseCost:
     operators: Affine = Affine()
     """Operators that torch dispatches, views included."""
     seconds: Affine | None = None
-    """Time of the phase where it was measured on the device; None leaves it to the roofline of FLOPs and traffic."""
+    """Measured time of the phase on the device; None estimates it by the roofline of FLOPs and traffic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,28 +232,28 @@ class Segment:
     saved_bytes: Affine = Affine()
     """Live bytes that forward adds and backward removes: saved activations with the segment's output."""
     held_bytes: Affine = Affine()
-    """Of segments between blocks: what forward frees unless blocks are recomputed, which hold it to run again (T5's position bias)."""
+    """Bytes of a segment between blocks that forward frees, unless recomputed blocks hold them to run again (T5's position bias)."""
     own_saved_bytes: Affine = Affine()
-    """Of what is saved, the part that goes from the device while it waits on the host: nobody else holds it."""
+    """The part of the saved bytes that offloading frees on the device, because no other segment holds them."""
     sent_bytes: Affine = Affine()
-    """What is sent there for that; where others hold some of it as well, more than goes."""
+    """Bytes copied to the host by offloading; more than it frees if other segments hold some of them."""
     gradient_bytes: Affine = Affine()
-    """Gradient of the segment's input, live when its backward ends: what it hands to the segment before it."""
+    """Gradient of the segment's input, live when its backward ends; the backward of the preceding segment takes it."""
     gradients: tuple[str, ...] = ()
-    """Parameters gathered for the whole step whose gradients are there from this segment's backward on."""
+    """Parameters gathered for the whole step whose gradients are live from this segment's backward on."""
     forward: PhaseCost = PhaseCost()
     backward: PhaseCost = PhaseCost()
     recomputed: tuple[RecomputedSegment, ...] = ()
-    """The same segment under each way to recompute it, if there is one, from that which saves its input alone to that which saves most."""
+    """The segment under each way to recompute it, from the way that saves only the input to the way that saves most."""
 
     def under(self, activations: Activations) -> Segment:
-        """Return the costs under a choice about activations; where that way to recompute is missing, of the first way, if there is one."""
+        """Return the costs under a choice of activations. An unknown way to recompute has the costs of the first way, if there is one."""
         if activations.recomputation is None or not self.recomputed:
             return self
         return next((way.costs for way in self.recomputed if way.recomputation == activations.recomputation), self.recomputed[0].costs)
 
     def each(self, change: Callable[[Segment], Segment]) -> Segment:
-        """Return the segment after a change of its costs under every choice."""
+        """Return the segment with `change` applied to its costs under every way to recompute."""
         return replace(change(self), recomputed=tuple(replace(way, costs=change(way.costs)) for way in self.recomputed))
 
 
@@ -274,28 +273,28 @@ class ModelDescription:
     model_class: str
     block_classes: tuple[str, ...]
     split: ModelSplit = WHOLE_BLOCKS
-    """What was done to the model before its units were found."""
+    """Splits of the model before its units were found."""
     sequence_length: int
     compute_dtype: DType
     """Dtype of gathered parameters and activations in the trace."""
     units: tuple[UnitDescription, ...]
-    """In the order of first execution; the root's rest first."""
+    """In the order of first execution; the root, with all parameters outside other units, comes first."""
     segments: tuple[Segment, ...]
-    """Forward order; backward runs them in reverse."""
+    """In forward order; backward runs them in reverse."""
     buffer_bytes: int = 0
     """Buffers of the module (never sharded), in bytes."""
     other_bytes: int = 0
-    """Other models that are on the device throughout a step, such as a reference model, in bytes."""
+    """Other models on the device during the whole step, such as a reference model, in bytes."""
     input_bytes: Affine = Affine()
-    """The batch itself, on the device."""
+    """The batch on the device."""
     output_bytes: Affine = Affine()
-    """What forward returns beside the loss, such as logits; it counts where the training loop holds it."""
+    """Outputs of forward beside the loss, such as logits; they count if the training loop holds them."""
     trace: str = "none"
     """How activations were found: `fake tensors, device cpu, attention sdpa`."""
     recomputed_by_others: bool = False
-    """The model recomputes its blocks by itself, or something else makes it."""
+    """Whether the model or its script recomputes blocks, and not the plan."""
     compiled_classes: tuple[str, ...] = ()
-    """Classes of the blocks whose forward is compiled (`Plan.compiled_classes`), and whose costs are those of compiled code."""
+    """Classes of the blocks whose forward is compiled (`Plan.compiled_classes`); their costs are those of compiled code."""
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
@@ -303,9 +302,9 @@ class ModelDescription:
         counts = Counter(unit.label for unit in self.units)
         if twice := [label for label, count in counts.items() if count > 1]:
             raise ValueError(f"Unit {twice[0]!r} is listed twice.")
-        for segment in self.segments:  # a damaged file may name what is not there
+        for segment in self.segments:  # a damaged file may have other indices
             if not 0 <= segment.unit < len(self.units):
-                raise ValueError(f"A segment is of unit {segment.unit}, but there are {len(self.units)}.")
+                raise ValueError(f"A segment belongs to unit {segment.unit}, but the model has {len(self.units)} units.")
 
     @property
     def numel(self) -> int:
@@ -318,23 +317,23 @@ class ModelDescription:
 
     @property
     def recomputations(self) -> tuple[tuple[Recomputation, ...], ...]:
-        """For each unit, the ways in which its activations can be recomputed, as its first segment has them."""
+        """Ways to recompute each unit, taken from its first segment."""
         first = {segment.unit: tuple(way.recomputation for way in segment.recomputed) for segment in reversed(self.segments)}
         return tuple(first.get(index, ()) for index in range(len(self.units)))
 
     @property
     def offloadable(self) -> frozenset[int]:
-        """Indices of the units whose activations can wait on the host."""
+        """Indices of the units whose activations can be offloaded to the host."""
         return frozenset(segment.unit for segment in self.segments if segment.sent_bytes != Affine())
 
     @property
     def calls(self) -> tuple[int, ...]:
-        """How often each unit is gathered in a forward pass: once, but for those with span CALLS."""
+        """Number of gathers of each unit in a forward pass: once, except units with span CALLS."""
         runs = Counter(segment.unit for segment in self.segments)
         return tuple(max(1, runs[i]) if unit.span is GatherSpan.CALLS else 1 for i, unit in enumerate(self.units))
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the units and their parameters (names, shapes, dtypes): two models that it joins can share a plan."""
+        """Hash of the units and their parameters (names, shapes, dtypes); models with equal fingerprints can share a plan."""
         content = [(u.fqn, u.module_names, [(p.name, p.shape, p.dtype, p.requires_grad) for p in u.parameters]) for u in self.units]
         return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:16]

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SHOWN = 60
-"""Letters of a field's name that an error quotes."""
+"""Most letters of a field's name in an error."""
 
 
-def plain(value: object) -> Any:  # noqa: ANN401 - what JSON has
-    """Return dataclasses, enums, mappings and sequences as what JSON has."""
+def plain(value: object) -> Any:  # noqa: ANN401 - any JSON
+    """Return a value as JSON types: dataclasses and mappings as dictionaries, sequences as lists, enums as their values."""
     if isinstance(value, Enum):
         return value.value
     if is_dataclass(value) and not isinstance(value, type):
@@ -35,7 +35,7 @@ def plain(value: object) -> Any:  # noqa: ANN401 - what JSON has
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """Write a file that is complete or not there; an older one stays until then. OSError where that cannot be done."""
+    """Write a file whole or not at all; an older file stays until the new one is complete. OSError if writing fails."""
     path = Path(path)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # several ranks may write the same file
     partial.write_text(text, encoding="utf-8")
@@ -43,15 +43,15 @@ def write_whole(path: str | Path, text: str) -> None:
 
 
 def validated(cls: type[T], content: object, error: Callable[[str], Exception]) -> T:
-    """Return a dataclass made from what JSON held, strictly: no unknown fields, no conversions.
+    """Return a dataclass made from a JSON value, strictly: no unknown fields, no conversions.
 
     Raises:
-        Exception: as `error` makes it from where and what is wrong: `units.0.shard_size: Input should be a valid integer`.
+        Exception: made by `error` from place and problem, such as `units.0.shard_size: Input should be a valid integer`.
     """
     from pydantic import ValidationError
 
     try:
-        # JSON has lists and texts where fields are tuples and enums
+        # JSON has lists and texts for tuples and enums
         return cast(T, _adapter(cast(Any, cls)).validate_json(json.dumps(content), strict=True))
     except ValidationError as problem:
         first = problem.errors()[0]

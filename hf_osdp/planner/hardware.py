@@ -17,34 +17,34 @@ from .wire import WireFormat
 GB = 10**9
 GIB = 2**30
 MOST_RANKS = 2**17
-"""Layouts are tried for every divisor of the number of ranks."""
+"""The search tries layouts for every divisor of the number of ranks."""
 _MOST_MEMORY_BYTES = 2**50
 CACHING_MARGIN = 0.06
-"""Share of the limit that stays free for gaps between tensors where torch's caching allocator takes the memory.
+"""Share of the limit that stays free for gaps between tensors in torch's caching allocator.
 
-The most that plans needed in a model of the allocator's rules (docs/estimates.md has the cases), until it is measured on GPUs."""
+The largest share that plans needed in a model of the allocator's rules (cases: docs/estimates.md); not yet measured on GPUs."""
 
 
 class Backend(str, Enum):
-    """Who moves the bytes between ranks."""
+    """Communication backend of torch.distributed."""
 
     NCCL = "nccl"
     GLOO = "gloo"
 
     @property
     def overlaps(self) -> bool:
-        """Whether FSDP2's collectives run beside compute. Under gloo each one blocks the rank."""
+        """Whether FSDP2's collectives overlap compute. Under gloo each collective blocks its rank."""
         return self is Backend.NCCL
 
 
 class Collective(str, Enum):
-    """The collectives that FSDP2 issues, or is given."""
+    """The collectives of a training step."""
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
     TWO_STAGE_ALL_GATHER = "two_stage_all_gather"
-    """Between nodes among ranks of the same place, then inside each node."""
+    """Between nodes among ranks with the same local rank, then inside each node."""
     TWO_STAGE_REDUCE_SCATTER = "two_stage_reduce_scatter"
     """Inside each node, then between nodes."""
 
@@ -59,11 +59,11 @@ class Link:
     """1/β: bytes each second in one direction."""
     source: str
     assumed: bool = False
-    """There was no such link to measure: the figures stand in for one that this size of machine does not use."""
+    """The machine had no such link to measure; the figures are placeholders that no plan of its size uses."""
 
     def __post_init__(self) -> None:
-        if not (_finite(self.latency_s, self.bytes_per_s) and self.bytes_per_s > 0):
-            raise ValueError(f"A link needs finite latency_s >= 0 and bytes_per_s > 0, not {self.latency_s} and {self.bytes_per_s}.")
+        check_numbers(self, "latency_s")
+        check_numbers(self, "bytes_per_s", above_zero=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,29 +77,27 @@ class DeviceSpec:
     memory_bytes_per_s: float
     source: str
     operator_s: float = 0.0
-    """Seconds that the CPU takes to issue an operator, views included; a GPU waits for them only where it would run out of work."""
+    """Seconds of CPU time to launch an operator, views included; a GPU waits for the CPU only if it runs out of work."""
     unit_s: float = 0.0
-    """Seconds that the CPU takes for FSDP2's hooks around a unit in forward, and again in backward, on a GPU."""
+    """Seconds of CPU time for FSDP2's hooks of a unit in forward, and again in backward, beside a GPU."""
     reserved_bytes: int = 0
-    """Device memory that no tensor can have, whatever the plan: driver, CUDA context, workspaces of matrix products."""
+    """Device memory that is not available to tensors under any plan: driver, CUDA context, workspaces of matrix products."""
     capability: tuple[int, int] | None = None
-    """CUDA compute capability, which decides on the attention kernel; None where it is not known, or for a CPU."""
+    """CUDA compute capability, which selects the attention kernel; None if unknown, or for a CPU."""
     communicator_bytes: int = 0
-    """What each of a plan's communicators takes beside that, see `meshes_of` in `planner/decision.py`."""
+    """Memory of each communicator of a plan, see `meshes_of` in `planner/decision.py`."""
 
     def __post_init__(self) -> None:
-        rates = (self.memory_bytes_per_s, *self.flops_per_s.values())
-        if self.memory_bytes <= 0 or not all(0 < rate < math.inf for rate in rates):
-            raise ValueError(f"Device {self.name!r}: memory, memory bandwidth and FLOP/s must be positive and finite.")
+        check_numbers(self, "memory_bytes", "memory_bytes_per_s", above_zero=True)
+        check_numbers(self, "operator_s", "unit_s", "reserved_bytes", "communicator_bytes")
+        if not all(0 < rate < math.inf for rate in self.flops_per_s.values()):
+            raise ValueError(f"Device {self.name!r}: FLOP/s must be finite and above 0.")
         if (largest := max(self.memory_bytes, self.reserved_bytes, self.communicator_bytes)) > _MOST_MEMORY_BYTES:
             raise ValueError(f"Device {self.name!r}: {largest} bytes of memory; the most are {_MOST_MEMORY_BYTES}.")
-        names = ("operator_s", "unit_s", "reserved_bytes", "communicator_bytes")
-        if wrong := next((name for name in names if not _finite(getattr(self, name))), None):
-            raise ValueError(f"Device {self.name!r}: {wrong}={getattr(self, wrong)} must be finite and at least 0.")
         object.__setattr__(self, "flops_per_s", MappingProxyType(dict(self.flops_per_s)))
 
     def rate(self, dtype: DType) -> float:
-        """Return the matrix-product rate in FLOP/s; HardwareError where it is not known."""
+        """Return the matrix-product rate in FLOP/s; HardwareError if it is not known."""
         if dtype not in self.flops_per_s:
             known = ", ".join(d.value for d in self.flops_per_s)
             raise HardwareError(f"The {dtype.value} rate of {self.name} is not known (known: {known}); use one of those or measure it.")
@@ -108,46 +106,41 @@ class DeviceSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpec:
-    """The host beside one device, all devices of its node at work at once; a CPU that trains by itself has none."""
+    """One rank's share of its node's host, while all devices of the node are busy. A CPU device has no host."""
 
     memory_bytes: int
-    """Of one rank's share."""
     to_device_bytes_per_s: float
     to_host_bytes_per_s: float
     update_bytes_per_s: float
-    """Bytes that a fused optimizer step on the host's cores reads and writes each second."""
+    """Bytes per second that a fused optimizer step on the host's cores reads and writes."""
     source: str
 
     def __post_init__(self) -> None:
-        rates = (self.to_device_bytes_per_s, self.to_host_bytes_per_s, self.update_bytes_per_s)
-        if self.memory_bytes <= 0 or not all(0 < rate < math.inf for rate in rates):
-            raise ValueError(f"A host needs memory and finite rates above 0, not {self.memory_bytes} bytes and rates {rates}.")
+        check_numbers(self, "memory_bytes", "to_device_bytes_per_s", "to_host_bytes_per_s", "update_bytes_per_s", above_zero=True)
         if self.memory_bytes > _MOST_MEMORY_BYTES:
             raise ValueError(f"A host of {self.memory_bytes} bytes; the most are {_MOST_MEMORY_BYTES}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTiming:
-    """A measured collective: `seconds = latency_s + bytes * seconds_per_byte`, bytes of the whole (unsharded) tensor."""
+    """A measured collective: `seconds = latency_s + bytes * seconds_per_byte`, with the bytes of the whole (unsharded) tensor."""
 
     collective: Collective
     group_size: int
     latency_s: float
     seconds_per_byte: float
     crosses_nodes: bool = False
-    """The group has ranks on several nodes. All-gather and reduce-scatter run between neighbours, all-reduce between ranks that hold the
-    same shard, so that groups of one size may lie inside a node for one and across for another."""
+    """Whether the group has ranks on several nodes. Groups of one size differ: neighbours for all-gather and reduce-scatter, ranks with the
+    same shard for all-reduce."""
 
     def __post_init__(self) -> None:
-        if self.group_size < 2 or not _finite(self.latency_s, self.seconds_per_byte):
-            raise ValueError(
-                f"A timing needs a group of at least 2 ranks and finite times of at least 0, not group_size={self.group_size},"
-                f" latency_s={self.latency_s} and seconds_per_byte={self.seconds_per_byte}."
-            )
+        if self.group_size < 2:
+            raise ValueError(f"CollectiveTiming.group_size={self.group_size} must be at least 2.")
+        check_numbers(self, "latency_s", "seconds_per_byte")
 
     @property
     def key(self) -> tuple[Collective, int, bool]:
-        """What tells it from other timings."""
+        """Identity among timings."""
         return self.collective, self.group_size, self.crosses_nodes
 
     def __call__(self, nbytes: int) -> float:
@@ -164,26 +157,25 @@ class WorkTime:
     seconds_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        if not _finite(self.call_s, self.tensor_s, self.seconds_per_byte):
-            raise ValueError(f"Times must be finite and at least 0: {self.call_s}, {self.tensor_s}, {self.seconds_per_byte}.")
+        check_numbers(self, "call_s", "tensor_s", "seconds_per_byte")
 
     def __call__(self, tensors: int, nbytes: float) -> float:
-        """Return the seconds for so many tensors of `nbytes` together; 0 where there are none."""
+        """Return the seconds for a list of tensors with `nbytes` in total; 0 for an empty list."""
         return self.call_s + tensors * self.tensor_s + nbytes * self.seconds_per_byte if tensors else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpOverhead:
-    """What FSDP2 and the optimizer do beside compute and links, measured on the machine."""
+    """Measured work of FSDP2 and the optimizer beside compute and links."""
 
     gather: WorkTime
-    """Gathering a unit without the collective: hooks, views, copies into the buffer and out of it. Bytes are those that are copied: all
-    parameters once out, and once 1/g of them in where something is sent."""
+    """Gathering a unit without the collective: hooks, views, copies into the buffer and out of it. Bytes are the copied ones: all
+    parameters out of the buffer, and for g > 1 the rank's 1/g of them into it."""
     reduce: WorkTime
-    """Reducing a unit's gradients without the collective. Bytes are those of all gradients, twice where nothing is sent: FSDP2 then copies
-    the buffer again."""
+    """Reducing a unit's gradients without the collective. Bytes are those of all gradients, twice for g = 1, where FSDP2 copies the buffer
+    again."""
     updates: Mapping[OptimizerStep, WorkTime] = field(hash=False)
-    """AdamW on sharded parameters, by the kind of step. Bytes are those of the rank's parameters."""
+    """AdamW on sharded parameters, by kind of step. Bytes are those of the rank's parameters."""
 
     def __post_init__(self) -> None:
         if absent := [step.value for step in OptimizerStep if step not in self.updates]:
@@ -193,15 +185,14 @@ class FsdpOverhead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecTime:
-    """Measured seconds of one float32 element in a wire format."""
+    """Measured seconds to encode and decode one float32 element in a wire format."""
 
     wire: WireFormat
     encode_s: float
     decode_s: float
 
     def __post_init__(self) -> None:
-        if not _finite(self.encode_s, self.decode_s):
-            raise ValueError(f"Times must be finite and at least 0: {self.encode_s}, {self.decode_s}.")
+        check_numbers(self, "encode_s", "decode_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,18 +205,18 @@ class Hardware:
     intra_node: Link
     """Between devices of a node, for each device."""
     inter_node: Link
-    """Between nodes, for a whole node (its devices share it)."""
+    """Between nodes, for a whole node; its devices share the link."""
     backend: Backend
     timings: tuple[CollectiveTiming, ...] = field(default=())
-    """Measured collectives; they go before what the links would give."""
+    """Measured collectives; they take precedence over estimates from the links."""
     host: HostSpec | None = None
-    """Where states can be moved to; None where there is no memory but the device's."""
+    """The host, to which states can be offloaded; None if unknown, or if the device is the CPU."""
     fsdp_overhead: FsdpOverhead | None = None
-    """Measured work of FSDP2 and the optimizer; None takes their copies and updates at the speed of memory."""
+    """Measured work of FSDP2 and the optimizer; None estimates copies and updates at memory speed."""
     codecs: tuple[CodecTime, ...] = ()
-    """Measured wire formats; others take the bytes that their operators move at the speed of memory."""
+    """Measured wire formats; others are estimated from the bytes that their operators move, at memory speed."""
     margin: float | None = None
-    """Share of a memory limit that plans leave free; None takes `CACHING_MARGIN` under NCCL and nothing under gloo."""
+    """Share of a memory limit that plans leave free; None is `CACHING_MARGIN` under NCCL and 0 under gloo."""
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.devices_per_node < 1:
@@ -252,67 +243,72 @@ class Hardware:
         return default if self.margin is None else self.margin
 
     def room_bytes(self, limit_bytes: int) -> int:
-        """Return what a plan may fill under a limit, ⌊limit · (1 - margin)⌋; what the device reserves is part of it."""
+        """Return the bytes that a plan may use under a limit, ⌊limit · (1 - margin)⌋, memory reserved by the device included."""
         return math.floor(limit_bytes * (1 - Fraction(repr(self.free_share))))
 
     def limit_for(self, needed_bytes: int) -> int:
-        """Return the tightest limit under which a plan may fill so many bytes."""
+        """Return the tightest limit under which a plan may use `needed_bytes`."""
         return math.ceil(needed_bytes / (1 - Fraction(repr(self.free_share))))
 
     def outside_bytes(self, communicators: int) -> int:
-        """Return the device memory that no tensor can have under a plan of so many communicators."""
+        """Return the device memory outside tensors under a plan with this number of communicators."""
         return self.device.reserved_bytes + communicators * self.device.communicator_bytes
 
     def tensor_bytes(self, limit_bytes: int) -> int:
-        """Return what a limit leaves for tensors and for communicators beside that of all ranks."""
+        """Return the bytes that a limit leaves for tensors and for all communicators but the one of all ranks."""
         return self.room_bytes(limit_bytes) - self.unavoidable_bytes
 
     @property
     def unavoidable_bytes(self) -> int:
-        """Device memory that no tensor can have under any plan."""
+        """Least device memory outside tensors under any plan."""
         return self.outside_bytes(int(self.world_size > 1))
 
     def with_margin(self, margin: float | None) -> Hardware:
-        """Return the same with another margin; None leaves it as it is."""
-        return self if margin is None else replace(self, margin=check_margin(margin, name="margin"))
+        """Return the hardware with another margin; None keeps the margin."""
+        return self if margin is None else replace(self, margin=margin)
 
     def scaled(self, *, nodes: int | None = None, devices_per_node: int | None = None) -> Hardware:
-        """Return the machine with another number of nodes or devices, without measured collectives, which hold for this size alone.
+        """Return the hardware with another number of nodes or devices, without measured collectives, which hold for one size only.
 
         Raises:
-            HardwareError: the new size uses a link that was not there to be measured.
+            HardwareError: the new size uses a link that was not measured.
         """
         nodes = self.nodes if nodes is None else nodes
         devices = self.devices_per_node if devices_per_node is None else devices_per_node
         for link, used, between in (self.intra_node, devices > 1, "devices of a node"), (self.inter_node, nodes > 1, "nodes"):
             if used and link.assumed:
                 raise HardwareError(
-                    f"The link between {between} is not known: {self.summary} has none to measure. Measure where there is one, or name a"
-                    " preset instead."
+                    f"The link between {between} is not known: {self.summary} has no such link. Measure more devices, or name a preset"
+                    " instead."
                 )
         host, before = self.host, self.devices_per_node
-        if host is not None:  # devices share memory and cores; each has its own link
+        if host is not None:  # devices share the host's memory and cores, but each has its own link
             cores = host.update_bytes_per_s * before / devices
             host = replace(host, memory_bytes=host.memory_bytes * before // devices, update_bytes_per_s=cores)
         return replace(self, nodes=nodes, devices_per_node=devices, timings=(), host=host)
 
     def timing(self, collective: Collective, group_size: int, *, crosses_nodes: bool = False) -> CollectiveTiming | None:
-        """Return the measured timing of a collective in groups of `group_size`, inside a node or across nodes, or None."""
+        """Return the measured timing of a collective in groups of `group_size`, inside a node or across nodes; None if not measured."""
         return next((timing for timing in self.timings if timing.key == (collective, group_size, crosses_nodes)), None)
 
     def codec(self, wire: WireFormat) -> CodecTime:
-        """Return what an element takes in a wire format: as measured, else by the bytes that are read and written."""
+        """Return the time of an element in a wire format: as measured, else estimated from bytes read and written."""
         measured = next((codec for codec in self.codecs if codec.wire is wire), None)
         rate = self.device.memory_bytes_per_s
         return measured or CodecTime(wire=wire, encode_s=wire.encode_traffic / rate, decode_s=wire.decode_traffic / rate)
 
 
 def check_margin(value: object, *, name: str = "memory_margin") -> float:
-    """Return a share of the memory limit; ValueError, with its `name`, where it is no number of at least 0 and below 1."""
+    """Return a share of the memory limit as a float; ValueError, with its `name`, unless it is a number of at least 0 and below 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
         raise ValueError(f"{name}={value!r} must be the share of the limit that stays free, at least 0 and below 1, such as 0.06.")
     return float(value)
 
 
-def _finite(*seconds: float) -> bool:
-    return all(0 <= value < math.inf for value in seconds)
+def check_numbers(value: object, *names: str, above_zero: bool = False) -> None:
+    """Raise a ValueError unless these fields are finite and at least 0, or above 0."""
+    for name in names:
+        number = getattr(value, name)
+        if not (0 < number < math.inf if above_zero else 0 <= number < math.inf):
+            least = "above" if above_zero else "at least"
+            raise ValueError(f"{type(value).__name__}.{name}={number} must be finite and {least} 0.")

@@ -1,4 +1,4 @@
-"""What the training asks of every unit: precision, optimizer, batch."""
+"""The training job: precision, optimizer, batch, and the choices that the user fixed."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ _MOST_SAMPLES = 2**40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """FSDP2's mixed precision, what gathered parameters and reduced gradients are held in; or one process's autocast."""
+    """Mixed precision: dtypes of FSDP2's gathered parameters and reduced gradients, or autocast of one process."""
 
     compute: DType | None = None
-    """Dtype of gathered parameters and activations; None keeps each parameter's own."""
+    """Dtype of gathered parameters and activations; None keeps the dtype of each parameter."""
     reduce: DType | None = None
     """Dtype of the gradient reduction; None takes the compute dtype."""
     autocast: bool = False
-    """One process computes in `compute` under `torch.autocast`: parameters and gradients keep their dtype, copies count as activations."""
+    """One process computes in `compute` under `torch.autocast`. Parameters and gradients keep their dtype; cast copies are activations."""
 
     def gathered_dtype(self, parameter: ParameterSpec) -> DType:
-        """Dtype of the unsharded parameter and of its unreduced gradient."""
+        """Return the dtype of the unsharded parameter and of its unreduced gradient."""
         return parameter.dtype if parameter.keeps_dtype or self.autocast else self.compute or parameter.dtype
 
     def reduced_dtype(self, parameter: ParameterSpec) -> DType:
-        """Dtype in which the gradient crosses the links."""
+        """Return the dtype in which the gradient is reduced."""
         return parameter.dtype if parameter.keeps_dtype or self.autocast else self.reduce or self.gathered_dtype(parameter)
 
     def on(self, world_size: int) -> Precision:
-        """Return what runs on so many ranks: autocast is for one alone, several leave the casts to FSDP2."""
+        """Return the precision on `world_size` ranks: only a single rank uses autocast; on several, FSDP2 casts."""
         return replace(self, autocast=False) if self.autocast and world_size > 1 else self
 
     @classmethod
     def named(cls, name: str, *, autocast: bool = False) -> Precision:
-        """Return `no` (own dtype), `bf16` or `fp16` (compute in it, reduce in float32), as Accelerate names them.
+        """Return a precision by Accelerate's name: `no` keeps dtypes; `bf16` and `fp16` compute in that dtype and reduce in float32.
 
-        With `autocast`, `torch.autocast` computes in less than the own dtype. Raises ValueError for another name.
+        With `autocast`, one process casts by `torch.autocast`.
+
+        Raises:
+            ValueError: the name is not known.
         """
         if name in ("no", "fp32"):
             return cls()
@@ -51,7 +54,7 @@ class Precision:
 
 
 class OptimizerStep(str, Enum):
-    """How torch runs an optimizer step; it decides the step's scratch memory."""
+    """Implementation of an optimizer step in torch, which determines the step's temporary memory."""
 
     FOREACH = "foreach"
     FOR_LOOP = "for_loop"
@@ -59,27 +62,27 @@ class OptimizerStep(str, Enum):
 
     @property
     def options(self) -> dict[str, bool]:
-        """What torch's optimizers are told for it."""
+        """Keyword arguments of torch's optimizers for this implementation."""
         return {"foreach": False} if self is OptimizerStep.FOR_LOOP else {self.value: True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateFormat:
-    """How an optimizer holds a state tensor otherwise than in its parameter's dtype."""
+    """Storage of an optimizer state tensor that is not in its parameter's dtype."""
 
     bytes_per_element: float
-    """With the scales of quantized blocks."""
+    """Bytes of one element, scales of quantized blocks included."""
     is_least: bool = False
-    """They are the parameter's where those are more: the state of a parameter in bf16 is in float32, that of one in float64 too."""
+    """Whether elements have at least the size of the parameter's dtype: float32 for a parameter in bf16, float64 for one in float64."""
     factored: bool = False
-    """Kept as one vector for the rows and one for the columns, where a parameter has both."""
+    """Whether a matrix has one vector for its rows and one for its columns instead of a whole state."""
     table_bytes: int = 0
-    """Of each tensor, whatever its size: the table of the values that codes stand for."""
+    """Bytes of the code table of each tensor."""
     block_size: int = 1
-    """A shard is held so where it has whole blocks and `least_elements`; else in the parameter's dtype."""
+    """Elements of a quantized block. A shard without whole blocks, or below `least_elements`, is in the parameter's dtype."""
     least_elements: int = 0
     short_blocks: bool = False
-    """The last block of a shard may be shorter than the others."""
+    """Whether the last block of a shard may be shorter."""
 
     def __post_init__(self) -> None:
         if not 0 < self.bytes_per_element <= 16:
@@ -88,7 +91,7 @@ class StateFormat:
             raise ValueError(f"StateFormat.block_size={self.block_size} must be at least 1.")
 
     def nbytes(self, elements: int, dtype: DType) -> int:
-        """Return the bytes of the state of a shard of a parameter of this dtype."""
+        """Return the bytes of a state of a shard with these elements of a parameter with this dtype."""
         missing = -elements % self.block_size
         if elements < self.least_elements or (missing and not self.short_blocks):
             return elements * dtype.itemsize
@@ -96,7 +99,7 @@ class StateFormat:
         return round(held + 4 * missing / self.block_size) + self.table_bytes
 
     def numels(self, parameter: ParameterSpec, shard_size: int) -> tuple[int, ...]:
-        """Return the different numbers of elements that ranks hold."""
+        """Return the distinct numbers of elements that ranks hold."""
         if not self.factored or len(parameter.shape) < 2 or not parameter.numel:
             return parameter.shard_numels(shard_size)
         return (parameter.numel // parameter.shape[-1] + parameter.numel // parameter.shape[-2],)
@@ -104,24 +107,24 @@ class StateFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """What an optimizer holds for a parameter's shard, and how it steps."""
+    """An optimizer's states and its step."""
 
     name: str = "adamw"
     states: int = 2
-    """Tensors kept for each parameter, in its dtype: 2 for Adam, 1 for SGD with momentum, 0 for plain SGD."""
+    """State tensors in the parameter's dtype: 2 for Adam, 1 for SGD with momentum, 0 for plain SGD."""
     formats: tuple[StateFormat, ...] = ()
-    """Those kept beside them in another form, such as the two of an 8-bit Adam."""
+    """Further state tensors in other formats, such as the two of an 8-bit Adam."""
     step: OptimizerStep = OptimizerStep.FUSED
     loop_scratch: float = 2.0
-    """Temporaries of a step in a loop for one parameter, in tensors of its shard's size."""
+    """Temporaries of a step in a loop, as a multiple of the largest shard."""
     needs_whole: bool = False
-    """It looks at whole parameters, so that units with any that it trains are replicated."""
+    """Whether the update needs whole parameters; units with trained parameters are then replicated."""
     matrices: tuple[tuple[int, ...], ...] = ()
-    """Shapes of matrices of which it gathers each update whole in bf16 where they are sharded: Muon's."""
+    """Shapes of matrices whose update is gathered whole in bf16 if they are sharded (Muon)."""
     least_quantized: int = 0
-    """Parameters of fewer elements, counted whole, have their states in float32."""
+    """Parameters with fewer elements (unsharded) have their states in float32."""
     keeps_embeddings: bool = False
-    """So have embeddings, of any size."""
+    """Whether embeddings of any size have their states in float32."""
 
     def __post_init__(self) -> None:
         if self.states < 0:
@@ -129,17 +132,17 @@ class OptimizerSpec:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether states are held in blocks that are quantized together."""
+        """Whether states are quantized in blocks."""
         return any(form.block_size > 1 for form in self.formats)
 
     @property
     def looks_at_whole(self) -> bool:
-        """Whether the update of an element depends on others of its parameter."""
+        """Whether the update of an element depends on other elements of its parameter."""
         return self.needs_whole or bool(self.matrices)
 
     @property
     def takes_slices(self) -> bool:
-        """Whether it updates an operator in slices as it does a whole one."""
+        """Whether the update of an operator is the same in slices."""
         return not self.looks_at_whole and not any(form.short_blocks for form in self.formats)
 
     def formats_of(self, parameter: ParameterSpec) -> tuple[StateFormat, ...]:
@@ -148,7 +151,7 @@ class OptimizerSpec:
         return (_FLOAT32,) * len(self.formats) if plain else self.formats
 
     def with_block_size(self, elements: int) -> OptimizerSpec:
-        """Return the same with quantized blocks of so many elements, each with a float32 scale."""
+        """Return the optimizer with quantized blocks of `elements`, each with a float32 scale."""
         formats = (
             replace(form, block_size=elements, bytes_per_element=form.bytes_per_element - 4 / form.block_size + 4 / elements)
             for form in self.formats
@@ -156,33 +159,33 @@ class OptimizerSpec:
         return replace(self, formats=tuple(formats))
 
     def state_bytes(self, parameter: ParameterSpec, shard_size: int) -> int:
-        """Return the bytes of a parameter's states on the rank that holds most: the last, where its rows fill no whole quantized blocks."""
+        """Return the bytes of a parameter's states on the fullest rank: the last one, if its rows do not fill whole quantized blocks."""
         return sum(self.state_tensors(parameter, shard_size))
 
     def state_tensors(self, parameter: ParameterSpec, shard_size: int) -> tuple[int, ...]:
-        """Return the bytes of each of a parameter's state tensors, as `state_bytes` adds them up."""
+        """Return the bytes of each state tensor of a parameter on the fullest rank."""
         plain = [parameter.sharded_bytes(shard_size)] * self.states
         sizes = ((form, form.numels(parameter, shard_size)) for form in self.formats_of(parameter))
         return (*plain, *(max(form.nbytes(elements, parameter.dtype) for elements in shards) for form, shards in sizes))
 
     def gathered_bytes(self, parameter: ParameterSpec, shard_size: int) -> int:
-        """Return the bytes of a parameter's update as the ranks of a shard group gather it in a step; 0 where it needs no others' rows."""
+        """Return the bytes of a parameter's update that a shard group gathers in a step; 0 if the update needs only the rank's own rows."""
         return 2 * shard_size * parameter.sharded_numel(shard_size) if shard_size > 1 and parameter.shape in self.matrices else 0
 
     def matrix_scratch(self, parameter: ParameterSpec, shard_size: int) -> int:
-        """Return the bytes of Newton-Schulz: the update, and in bf16 two of r rows and c columns and two of r rows and columns, r ≤ c."""
+        """Return the temporaries of Newton-Schulz in bytes: the update, and in bf16 two r x c and two r x r matrices, r ≤ c."""
         if parameter.shape not in self.matrices:
             return 0
         update = self.gathered_bytes(parameter, shard_size) or parameter.numel * parameter.dtype.itemsize
         return update + 4 * (parameter.numel + min(parameter.shape) ** 2)
 
     def saved_bytes(self, parameter: ParameterSpec) -> int:
-        """Return the bytes of a parameter's states in a checkpoint, where quantized ones are float32."""
+        """Return the bytes of a parameter's states in a checkpoint, which has quantized states in float32."""
         whole = (parameter.numel * 4 if f.block_size > 1 else f.nbytes(sum(f.numels(parameter, 1)), parameter.dtype) for f in self.formats)
         return parameter.numel * self.states * parameter.dtype.itemsize + sum(whole)
 
     def traffic_per_element(self, itemsize: int = 4) -> float:
-        """Return how often a step moves an element: parameter and states are read and written, the gradient is read, `2 (1 + s) + 1`."""
+        """Return the reads and writes per element of a step, `2 (1 + s) + 1`: parameter and s states both ways, the gradient once."""
         return 2 * (1 + self.states + sum(form.bytes_per_element for form in self.formats if not form.factored) / itemsize) + 1
 
 
@@ -196,19 +199,19 @@ LOW_BIT = {
     "adamwfp8": OptimizerSpec(name="adamwfp8", states=0, formats=(_EIGHT_BITS,) * 2, step=OptimizerStep.FOR_LOOP, loop_scratch=0.0),
     "adamw4bit": OptimizerSpec(name="adamw4bit", states=0, formats=(_FOUR_BITS,) * 2, step=OptimizerStep.FOR_LOOP, loop_scratch=6.5),
 }
-"""Of torchao's optimizers: codes, a float32 scale a block, and the table of what codes mean. Scratch is what their steps allocate,
-compiled for the CPU (torch 2.13)."""
+"""torchao's optimizers: codes, a float32 scale per block, and the code table. `loop_scratch` is what their steps allocate, compiled for
+the CPU (torch 2.13)."""
 _OF_BITSANDBYTES = {
     "adam": (2, 3.0, 5.0), "ademamix": (3, 4.0, 9.3), "momentum": (1, 2.0, 2.3), "lion": (1, 3.0, 5.0), "rmsprop": (1, 4.0, 3.0),
     "adagrad": (1, 4.0, 3.0),
 }  # fmt: skip
-"""State tensors of a parameter by bitsandbytes' names of algorithms, and what a step on the CPU allocates, in 32 and 8 bits (0.50.2)."""
+"""bitsandbytes' algorithms (0.50.2): state tensors, and `loop_scratch` of a step on the CPU in 32 and in 8 bits."""
 
 
 def bitsandbytes_spec(algorithm: str, bits: int, *, device_type: str = "cuda", least_quantized: int = 4096) -> OptimizerSpec:
-    """Return what one of bitsandbytes' optimizers holds: states in float32, or codes of 8 bits with a float32 scale a block.
+    """Return one of bitsandbytes' optimizers: states in float32, or codes of 8 bits with a float32 scale per block.
 
-    Its kernels for GPUs need no scratch. All parameters share two tables of 1 KiB.
+    Its GPU kernels need no temporaries. All parameters share two tables of 1 KiB.
     """
     states, *scratch = _OF_BITSANDBYTES[algorithm]
     return OptimizerSpec(
@@ -222,7 +225,10 @@ def bitsandbytes_spec(algorithm: str, bits: int, *, device_type: str = "cuda", l
 
 
 def bitsandbytes_of_trainer(name: str, *, device_type: str = "cuda") -> OptimizerSpec:
-    """Return what `TrainingArguments(optim=name)` makes, one of `BITSANDBYTES`; the Trainer keeps embeddings' states in float32."""
+    """Return the optimizer of `TrainingArguments(optim=name)`, for names of `BITSANDBYTES`.
+
+    The Trainer keeps the states of embeddings in float32.
+    """
     spec = bitsandbytes_spec(*BITSANDBYTES[name], device_type=device_type)
     return replace(spec, keeps_embeddings=spec.is_quantized)
 
@@ -242,54 +248,54 @@ ADAFACTOR = OptimizerSpec(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingJob:
-    """All of a training that bears on memory and time, model and devices aside."""
+    """Settings of a training that change memory or time, without model and devices."""
 
     global_batch_size: int
-    """Samples of one optimizer step over all ranks; fixed by the user, never changed by the planner."""
+    """Samples of one optimizer step over all ranks. The planner never changes it."""
     precision: Precision = Precision()
     optimizer: OptimizerSpec = OptimizerSpec()
     micro_batch_size: int | None = None
-    """Fixed micro-batch size, or None to let the planner choose it."""
+    """Micro-batch size; None lets the planner choose it."""
     reduce_every_micro_step: bool | None = None
-    """Fixed choice of when all gradients are reduced, or None to let the planner choose for each unit (with `GatherSpan.CALLS`: always)."""
+    """Whether all gradients are reduced in every micro-step; None lets the planner choose per unit (`GatherSpan.CALLS`: always)."""
     recompute: bool | None = None
-    """Recompute the activations of every block in backward, of none, or None to let the planner choose for each."""
+    """Whether the activations of all blocks are recomputed in backward; None lets the planner choose per block."""
     host_offload: bool | None = None
-    """The same for states on the host, of use only where the hardware has a host beside the device."""
+    """Whether parameters, gradients and states of all units are on the host; None lets the planner choose per unit, if a host is known."""
     offload_optimizer: bool | None = None
-    """The same for optimizer states alone, of units whose parameters are on the device."""
+    """Whether optimizer states of all units are on the host, but not parameters; None lets the planner choose per unit."""
     offload_activations: bool | None = None
-    """The same for activations that wait on the host for backward."""
+    """Whether saved activations of all blocks are offloaded to the host until backward; None lets the planner choose per block."""
     holds_outputs: bool = False
-    """The loop keeps the model's outputs from forward through backward (`out = model(...); out.loss.backward()`)."""
+    """Whether the loop keeps the model's outputs from forward through backward (`out = model(...); out.loss.backward()`)."""
     clips_gradients: bool = False
-    """Gradients are clipped by their norm before each optimizer step."""
+    """Whether gradients are clipped by their norm before each optimizer step."""
     step_in_backward: bool = False
-    """Units may step in backward, in plans without accumulation: nothing reads gradients between backward and the step."""
+    """Whether units may step in backward in plans without accumulation, because nothing reads gradients between backward and the step."""
     communication: WireFormat | None = None
-    """The coarsest format in which parameters and gradients may cross a link, where that is faster; None sends them as they are."""
+    """The coarsest format in which parameters and gradients may be sent, used where it is faster; None sends exact values."""
     local_steps: LocalSteps | None = None
-    """Machines train apart between synchronisations; the hardware is then one machine with the link to others. None: they do not."""
+    """Machines train independently between synchronisations; the hardware is then one machine with its link to others."""
     correction_bytes: int = 0
-    """Added to every moment: what was found beside the estimate of an earlier plan, see `planner/cost/correction.py`."""
+    """Bytes added to every moment: the error of an earlier plan's estimate, see `planner/cost/correction.py`."""
 
     def __post_init__(self) -> None:
         for name in ("reduce_every_micro_step", "recompute", "host_offload", "offload_optimizer", "offload_activations"):
             if (value := getattr(self, name)) is not None and not isinstance(value, bool):
-                raise ValueError(f"{name}={value!r} is not a switch; use True, False, or None to leave it to the planner.")
+                raise ValueError(f"{name}={value!r} must be True, False, or None to leave it to the planner.")
         if self.host_offload and self.offload_optimizer:
-            raise ValueError("offload_optimizer=True has no effect beside host_offload=True, which has all states there; leave one out.")
+            raise ValueError("offload_optimizer=True has no effect: host_offload=True moves all states to the host; leave one out.")
         if not 1 <= self.global_batch_size <= _MOST_SAMPLES:
             raise ValueError(f"global_batch_size={self.global_batch_size} must be at least 1 and at most {_MOST_SAMPLES}.")
         if self.micro_batch_size is not None and self.micro_batch_size < 1:
             raise ValueError(f"micro_batch_size={self.micro_batch_size} must be at least 1.")
 
     def all_ranks(self, world_size: int) -> int:
-        """Return the ranks that share the global batch, where so many share the model: those of all machines under local steps."""
+        """Return the ranks that share the global batch: `world_size`, or under local steps `world_size` on each machine."""
         return world_size * (1 if self.local_steps is None else self.local_steps.machines)
 
     def micro_batch_sizes(self, world_size: int) -> tuple[int, ...]:
-        """Return the sizes that fill the global batch in whole micro-steps on `world_size` ranks, the largest first; ValueError if none."""
+        """Return the micro-batch sizes that give the global batch on `world_size` ranks, largest first; ValueError if there is none."""
         world_size = self.all_ranks(world_size)
         per_rank, rest = divmod(self.global_batch_size, world_size)
         if rest:
@@ -308,6 +314,6 @@ class TrainingJob:
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors in ascending order, in the square root of `number` steps."""
+    """Return all divisors in ascending order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return (*small, *(number // d for d in reversed(small) if d * d != number))

@@ -1,4 +1,4 @@
-"""The plan: what each unit does, and the batch it does it with. An immutable value with a JSON form."""
+"""The plan: the decisions for each unit and the batch. An immutable value with a JSON form."""
 
 from __future__ import annotations
 
@@ -27,48 +27,46 @@ _LAYER = re.compile(r"\.\d+(?=\.|$)")
 _ESTIMATES = {"memory_limit_bytes": None, "peak_bytes": None, "step_s": None, "proven_optimal": False}
 _NAMES = {"model_name": "", "hardware": "", "devices_per_node": None}
 _ADDED = {"states_on_host", "step_in_backward", "gather_wire", "reduce_wire", "replica_wire"}
-"""Fields of a unit that plans had without; where they are off, they leave a plan's fingerprint as it was."""
+"""Fields that older plans do not have; with their defaults they do not change the fingerprint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How one model is trained on one set of devices. Every rank runs the same plan; `fingerprint` tells whether it does."""
+    """The sharding plan of one model on one set of devices. All ranks run the same plan, and compare `fingerprint` to check this."""
 
     world_size: int
-    """Ranks that share the model: all, or under `local_steps` those of a machine."""
+    """Ranks that share the model: all ranks, or with `local_steps` those of one machine."""
     strategy: str
-    """`osdp` where it was searched for, else the single strategy that was asked for."""
+    """`osdp`, or the single strategy that the user asked for."""
     units: tuple[UnitDecision, ...]
-    """One decision a unit, in the order of the description."""
+    """One decision per unit, in the order of the description."""
     micro_batch_size: int
-    """Samples that one rank runs at once."""
+    """Samples of one micro-batch on one rank."""
     accumulation_steps: int
-    """Micro-batches a rank runs before each optimizer step."""
+    """Micro-batches of a rank before each optimizer step."""
     model_fingerprint: str
     split: ModelSplit = WHOLE_BLOCKS
-    """What is done to the model before its units are found: the units are those of the model that was split so."""
+    """Splits of the model before its units are found; `units` are those of the split model."""
     compiled_classes: tuple[str, ...] = ()
     """Classes of the blocks whose forward is compiled before they are sharded."""
     local_steps: LocalSteps | None = None
-    """Machines train apart, each by this plan, and synchronise now and then: another algorithm. None: all ranks train together."""
+    """Machines train independently, each by this plan, and synchronise every few steps. None: all ranks train together."""
     model_name: str = ""
     sequence_length: int = 1
     memory_limit_bytes: int | None = None
     peak_bytes: int | None = None
-    """Estimated, on the fullest rank."""
+    """Estimated peak on the fullest rank."""
     step_s: float | None = None
-    """Estimated, of one optimizer step."""
+    """Estimated time of one optimizer step."""
     proven_optimal: bool = False
-    """The search proved that no plan of its space is faster under the limit: every layout of every unit where equal units come in rows of
-    up to 8, and the layouts that the rule of `planner/search/options.py` gives where rows are longer."""
+    """Whether the search proved that no plan of its space is faster under the limit. The space has every layout of every unit in rows of up
+    to 8 equal units, and in longer rows the layouts that follow the rule of `planner/search/options.py`."""
     hardware: str = ""
     devices_per_node: int | None = None
-    """Ranks of a node that the plan was made for; its groups follow those nodes."""
+    """Ranks per node; the plan's groups follow the nodes."""
     version: int = PLAN_VERSION
 
     def __post_init__(self) -> None:
-        if self.version != PLAN_VERSION:
-            raise PlanError(_other_version(self.version))
         for name, most in _MOST.items():
             if not 1 <= (count := getattr(self, name)) <= most:
                 raise PlanError(f"The plan has {name}={count}; it must be at least 1 and at most {most}.")
@@ -103,11 +101,11 @@ class Plan:
     def to_fsdp_plan(self) -> dict[str, str]:
         """Return the plan as the `fsdp_plan` of transformers' `DistributedConfig`: module names → styles, with `*` for a layer's number.
 
-        Transformers (5.23) shards all that has no entry with the root, such as weights that several modules share. A model's own rules stay
-        beside these. `fsdp_size` and `dp_replicate_size` are the shard size and how many times the world has that.
+        Transformers (5.23) shards modules without an entry with the root, such as modules that share weights, and keeps a model's own rules
+        beside these. Set `fsdp_size` to the shard size, and `dp_replicate_size` to the world size divided by it.
 
         Raises:
-            PlanError: the plan says more than that can; the message names the first unit of which it does.
+            PlanError: an `fsdp_plan` cannot express the plan; the message names the first reason.
         """
         sizes, on_host = sorted({unit.shard_size for unit in self.units}), sum(unit.on_host for unit in self.units)
         listed = ", ".join(map(str, sizes))
@@ -132,12 +130,12 @@ class Plan:
                 beyond.append((differs, f"of {layers} some are kept gathered and some are not", "one style for all of them"))
         for refused, reason, words in beyond:
             if refused:
-                raise PlanError(f"This plan cannot be said as an fsdp_plan: {reason}, and that says only {words}; run it with hf_osdp.")
+                raise PlanError(f"An fsdp_plan cannot express this plan: {reason}, but it states only {words}; run the plan with hf_osdp.")
         return styles
 
     @classmethod
     def of(cls, description: ModelDescription, layouts: Sequence[UnitLayout], batch: Batch, *, world_size: int, **stated: Any) -> Plan:
-        """Return the plan of these layouts, one a unit in the description's order; `stated` has other fields, such as estimates."""
+        """Return the plan of these layouts, one per unit in the description's order; `stated` are further fields, such as estimates."""
         units = (UnitDecision.of(unit.fqn, layout) for unit, layout in zip(description.units, layouts, strict=True))
         return cls(
             world_size=world_size,
@@ -159,18 +157,18 @@ class Plan:
 
     @property
     def machines(self) -> int:
-        """Machines that train apart; 1 where all ranks train together."""
+        """Machines that train independently; 1 if all ranks train together."""
         return 1 if self.local_steps is None else self.local_steps.machines
 
     @property
     def communication(self) -> str:
-        """The coarsest format in which a unit sends, or machines between local steps, or `exact`."""
+        """Coarsest wire format of any unit or of local steps, or `exact`."""
         sent = {wire for unit in self.units for wire in unit.wires.values()} | ({self.local_steps.wire} if self.local_steps else set())
         return next((wire.value for wire in reversed(WireFormat) if wire in sent), EXACT)
 
     @property
     def communicators(self) -> int:
-        """NCCL communicators of each rank."""
+        """Number of NCCL communicators of each rank."""
         return communicators_of(self.units, self.world_size)
 
     @property
@@ -180,10 +178,10 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all that decides how the plan runs; estimates and names are left out."""
+        """Hash of all fields that change how the plan runs; estimates and names are left out."""
         units = [{name: value for name, value in asdict(unit).items() if value or name not in _ADDED} for unit in self.units]
         run = {**asdict(self), **_ESTIMATES, **_NAMES, "units": units}
-        if self.local_steps is None:  # plans had no such field
+        if self.local_steps is None:  # older plans do not have the field
             del run["local_steps"]
         return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -192,7 +190,7 @@ class Plan:
         return Batch(micro_batch_size=self.micro_batch_size, accumulation_steps=self.accumulation_steps)
 
     def layouts(self, description: ModelDescription) -> tuple[UnitLayout, ...]:
-        """Return each unit's layout in the description's order, as it runs: some units leave no choice of what a decision says."""
+        """Return each unit's layout as it runs, in the description's order: spans can fix resharding, and one micro-step always reduces."""
         decisions = {decision.fqn: decision.layout for decision in self.units}
         layouts = []
         for unit in description.units:
@@ -203,14 +201,14 @@ class Plan:
         return tuple(layouts)
 
     def decision(self, fqn: str) -> UnitDecision:
-        """Return the decision for one unit; PlanError where the plan has no such unit."""
+        """Return the decision for one unit; PlanError if the plan has no such unit."""
         for unit in self.units:
             if unit.fqn == fqn:
                 return unit
         raise PlanError(f"The plan has no unit {fqn or '(root)'!r}; it has {_some(u.label for u in self.units)}.")
 
     def diff(self, other: Plan) -> tuple[str, ...]:
-        """Return one line for each way in which `other` runs differently; none when the two run the same."""
+        """Return one line for each difference in how `other` runs; none if both plans run the same."""
         names = ("world_size", "micro_batch_size", "accumulation_steps", "model_fingerprint", "compiled_classes", "local_steps")
         values = [(name, getattr(self, name), getattr(other, name)) for name in names]
         lines = [f"{name}: {before} -> {after}" for name, before, after in values if before != after]
@@ -221,7 +219,7 @@ class Plan:
         return (*lines, *(f"{label}: {before} -> {after}" for label, before, after in pairs if before != after))
 
     def ranks_of_machine(self, world_size: int) -> int:
-        """Return how many of so many ranks share the model; PlanError where machines take local steps and these are not as many."""
+        """Return how many of `world_size` ranks share the model; PlanError if local steps need another number of ranks."""
         if self.local_steps is not None and world_size != self.machines * self.world_size:
             raise PlanError(
                 f"The plan is for {self.machines} machines of {self.world_size} processes that take local steps, but {world_size} processes"
@@ -230,10 +228,10 @@ class Plan:
         return world_size // self.machines
 
     def check(self, description: ModelDescription, world_size: int) -> None:
-        """Refuse to run on another model or world.
+        """Check that the plan is for this model and world size.
 
         Raises:
-            PlanError: the world size differs, or units are missing, unknown or of another shape.
+            PlanError: the world size differs, or units are missing, unknown or have other parameters.
         """
         if self.world_size != world_size:
             raise PlanError(
@@ -244,7 +242,7 @@ class Plan:
         if unknown := sorted(want - have):
             raise PlanError(f"The plan names {_some(unknown)}, which the model does not have; its units are {_some(sorted(have))}.")
         if missing := sorted(have - want):
-            raise PlanError(f"The plan says nothing about {_some(u or '(root)' for u in missing)}. Plan again for this model.")
+            raise PlanError(f"The plan has no unit {_some(u or '(root)' for u in missing)}, but the model has. Plan again for this model.")
         if self.model_fingerprint != description.fingerprint:
             raise PlanError(
                 f"The plan is for a model with fingerprint {self.model_fingerprint}, but this one has"
@@ -271,12 +269,12 @@ class Plan:
 
     @classmethod
     def from_content(cls, data: object, source: str) -> Plan:
-        """Return the plan that a JSON value holds; otherwise as `from_json`."""
+        """Return the plan of a JSON value; `from_json` has the errors."""
         if not isinstance(data, dict):
             raise PlanError(f"{source} holds a {type(data).__name__}, not a plan. Write it again with Plan.save.")
         data = dict(data["plan"] if isinstance(data.get("plan"), dict) else data)
         if isinstance(version := data.get("version"), int) and version != PLAN_VERSION:
-            raise PlanError(_other_version(version))
+            raise PlanError(f"The plan has version {version}; this hf_osdp reads version {PLAN_VERSION}. Plan again.")
         stated = data.pop("fingerprint", None)
         plan = validated(cls, data, lambda problem: PlanError(f"{source} is not a valid plan: {problem}."))
         if stated is not None and stated != plan.fingerprint:
@@ -288,17 +286,13 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan from a file; PlanError where it is missing, too large, or not a valid plan."""
+        """Read a plan from a file; PlanError if it is missing, too large, or not a valid plan."""
         return cls.from_json(read_bytes(path, "plan", PlanError), source=str(path))
 
 
 def plan_content(text: str | bytes, source: str) -> Any:  # noqa: ANN401 - any JSON
-    """Return what the text of a plan file holds, not validated; PlanError where it is not JSON."""
+    """Return the JSON value of a plan file's text, not validated; PlanError if it is not JSON."""
     return parse_json(text, lambda problem: PlanError(f"{source} {problem}. Write it again with Plan.save."))
-
-
-def _other_version(version: int) -> str:
-    return f"The plan has version {version}; this hf_osdp reads version {PLAN_VERSION}. Plan again."
 
 
 def _some(names: Iterable[str], limit: int = 6) -> str:
@@ -307,7 +301,7 @@ def _some(names: Iterable[str], limit: int = 6) -> str:
 
 
 def _beyond_fsdp_plan(unit: UnitDecision, accumulation_steps: int) -> str:
-    """Return what of a decision an `fsdp_plan` has no word for, or nothing."""
+    """Return the first part of a decision that an `fsdp_plan` cannot express, or an empty text."""
     beyond = {
         "recomputes its activations": unit.activations.recomputes,
         "offloads its activations": unit.activations.offloads,

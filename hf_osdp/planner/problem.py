@@ -1,4 +1,4 @@
-"""The planning problem: what a search is asked."""
+"""The planning problem: all inputs of a search."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from .job import TrainingJob
 
 
 class Strategy(str, Enum):
-    """What may be chosen for each unit."""
+    """The layouts that units may take."""
 
     OSDP = "osdp"
-    """Everything: each unit its own group size, kept or freed after forward."""
+    """Each unit has its own layout, chosen by the search."""
     FSDP = "fsdp"
     """Every unit sharded over all ranks and freed after forward (ZeRO-3)."""
     DDP = "ddp"
-    """Every unit replicated; the copy that FSDP2 computes with is kept for all units or freed for all, whichever is better."""
+    """Every unit replicated; FSDP2's copy for compute is kept for all units or freed for all, whichever is better."""
     ZERO2 = "zero2"
     """Every unit sharded over all ranks and kept after forward."""
     HSDP = "hsdp"
-    """Every unit sharded over groups of one size, freed after forward; the size is the best of those possible."""
+    """Every unit sharded over groups of one size and freed after forward; the size is the best possible one."""
     TWO_STAGE = "two_stage"
     """Every unit sharded over all ranks of several nodes and freed after forward, with collectives in two stages (the paper's
     communication with groups)."""
 
     @classmethod
     def parse(cls, name: str | Strategy) -> Strategy:
-        """Read a name; ValueError where it is not known."""
+        """Return the strategy of a name; ValueError if the name is not known."""
         try:
             return cls(name)
         except ValueError:
@@ -39,7 +39,7 @@ class Strategy(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningProblem:
-    """A model, the devices that train it, the training job, and the memory limit: all that a search needs.
+    """A model, the devices that train it, the training job, the memory limit and the strategy.
 
     Raises:
         ValueError: the strategy is not known, or the limit is not a number of bytes from 1 to 2**60.
@@ -49,9 +49,9 @@ class PlanningProblem:
     hardware: Hardware
     job: TrainingJob
     memory_limit_bytes: int
-    """Bytes that a rank may use, for tensors, whatever the device reserves, communicators and the margin."""
+    """Bytes that a rank may use: for tensors, memory reserved by the device, communicators and the margin."""
     strategy: Strategy = Strategy.OSDP
-    """`osdp` searches every unit's layout; the others give that strategy at its best batch. A name is accepted."""
+    """`osdp` searches each unit's layout; another strategy is planned at its best batch. A name is accepted."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
@@ -59,7 +59,7 @@ class PlanningProblem:
 
     @property
     def room_bytes(self) -> int:
-        """What a plan may fill: the limit less the margin."""
+        """Bytes that a plan may use: the limit less the margin."""
         return self.hardware.room_bytes(self.memory_limit_bytes)
 
     @property

@@ -1,9 +1,8 @@
-"""What was measured on a machine, kept as a file: its devices and links, and times of a model's blocks on it."""
+"""Profiles: files with measurements of a machine (devices, links) and of a model's blocks on it."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,18 +14,18 @@ from .affine import Affine, linear_fit
 from .cost.timing import phase_affine
 from .description import DType, ModelDescription, PhaseCost, Segment
 from .files import plain, validated, write_whole
-from .hardware import Hardware
+from .hardware import Hardware, check_numbers
 
 PROFILE_VERSION = 5
 _WORK_SAMPLES = 2
 """Samples for which the work of segments is compared."""
 _SAME_WORK = 0.02
-"""Segments whose work differs by no more than this part are equal: traces of a short and a long model may differ by a mask."""
+"""Relative difference of work up to which segments count as equal: traces of a short and a long model may differ by a mask."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentWork:
-    """What a trace counts for two samples; segments of equal parameters differ in it by attention, dropout or checkpointing."""
+    """Traced work for two samples. Attention, dropout or checkpointing change the work of segments with equal parameters."""
 
     forward_flops: float
     forward_bytes: float
@@ -44,7 +43,7 @@ class SegmentWork:
         )
 
     def difference(self, other: SegmentWork) -> float:
-        """Return the largest relative difference of the four numbers, bytes and FLOPs each against their sum."""
+        """Return the largest difference of the four numbers, FLOPs relative to all FLOPs, bytes relative to all bytes."""
         highest = 0.0
         for names in (("forward_flops", "backward_flops"), ("forward_bytes", "backward_bytes")):
             mine, theirs = ([getattr(work, name) for name in names] for work in (self, other))
@@ -62,13 +61,14 @@ class TimePoint:
     backward_s: float
 
     def __post_init__(self) -> None:
-        if self.samples < 1 or not all(0 <= seconds < math.inf for seconds in (self.forward_s, self.backward_s)):
-            raise ValueError(f"A time needs samples >= 1 and finite seconds, not {self.samples}, {self.forward_s}, {self.backward_s}.")
+        if self.samples < 1:
+            raise ValueError(f"TimePoint.samples={self.samples} must be at least 1.")
+        check_numbers(self, "forward_s", "backward_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentTimes:
-    """Measured times of one kind of segment, and what makes another segment equal to it."""
+    """Measured times of one kind of segment, with the properties that identify the kind."""
 
     class_name: str
     parameter_shapes: tuple[tuple[int, ...], ...]
@@ -79,7 +79,7 @@ class SegmentTimes:
 
     def __post_init__(self) -> None:
         if not self.points:
-            raise ValueError(f"Segment of {self.class_name}: there is no time.")
+            raise ValueError(f"The segment of {self.class_name} has no measured time; it needs at least one.")
 
     def fits(self, description: ModelDescription, segment: Segment) -> bool:
         """Return whether the segment is of this kind."""
@@ -96,15 +96,15 @@ class SegmentTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Measurements of a machine, with all that says where and when they were made."""
+    """Measurements of a machine, with place, versions and date."""
 
     hardware: Hardware
     segments: tuple[SegmentTimes, ...] = ()
-    """Times of a model's blocks, embedding and head; empty where the machine alone was measured."""
+    """Times of a model's blocks, embedding and head; empty if only the machine was measured."""
     device_names: tuple[str, ...] = ()
-    """One a rank."""
+    """Device of each rank."""
     model: str = ""
-    """Which model's segments were timed."""
+    """Name of the model whose segments were timed."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Package versions: hf_osdp, torch and others."""
     date: str = ""
@@ -112,8 +112,6 @@ class Profile:
     version: int = PROFILE_VERSION
 
     def __post_init__(self) -> None:
-        if self.version != PROFILE_VERSION:
-            raise ProfileError(_other_version(self.version))
         object.__setattr__(self, "versions", MappingProxyType(dict(self.versions)))
 
     @property
@@ -126,7 +124,7 @@ class Profile:
         return json.dumps(plain(self), indent=1) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write the profile to a file; ProfileError where that cannot be done."""
+        """Write the profile to a file; ProfileError if writing fails."""
         try:
             write_whole(path, self.to_json())
         except OSError as error:
@@ -134,34 +132,34 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str | bytes, *, source: str = "the profile") -> Profile:
-        """Read a profile from JSON as `to_json` writes it; ProfileError, which calls it `source`, where it is not valid."""
+        """Read a profile from JSON as `to_json` writes it; errors call it `source`.
+
+        Raises:
+            ProfileError: the text is not a valid profile.
+        """
 
         def invalid(problem: str) -> ProfileError:
             return ProfileError(f"{source} is not a valid profile: {problem}.")
 
         data = parse_json(text, lambda problem: ProfileError(f"{source} {problem}. Profile again, or name another file."))
         if isinstance(data, dict) and isinstance(version := data.get("version"), int) and version != PROFILE_VERSION:
-            raise invalid(_other_version(version).rstrip("."))  # before fields that only that version has
+            raise ProfileError(f"{source} has version {version}; this hf_osdp reads version {PROFILE_VERSION}. Profile again.")
         return validated(cls, data, invalid)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        """Read a profile from a file; ProfileError where it is missing, too large, or not a valid profile."""
+        """Read a profile from a file; ProfileError if it is missing, too large, or not a valid profile."""
         return cls.from_json(read_bytes(path, "profile", ProfileError), source=str(path))
 
 
-def _other_version(version: int) -> str:
-    return f"The profile has version {version}; this hf_osdp reads version {PROFILE_VERSION}. Profile again."
-
-
 def with_block_times(description: ModelDescription, profile: Profile) -> ModelDescription:
-    """Return the description with the profile's measured times in place of the roofline; as it was where the profile holds no blocks.
+    """Return the description with measured times instead of the roofline; unchanged if the profile has no blocks.
 
-    A segment takes the times of the measured one that has the same class, parameter shapes, sequence length and compute dtype
-    and the nearest work, at most 2 % apart. Half a step measured and half a roofline would mix two scales.
+    A segment takes the times of the measured segment with the same class, parameter shapes, sequence length and compute dtype, and the
+    nearest work, at most 2 % apart. All segments must be measured, because measured and roofline times have different scales.
 
     Raises:
-        ProfileError: the profile holds blocks, but not all of this model's.
+        ProfileError: the profile has blocks, but not all blocks of this model.
     """
     if not profile.segments:
         return description
@@ -177,15 +175,15 @@ def _timed(segment: Segment, description: ModelDescription, profile: Profile) ->
     samples = max(point.samples for point in found.points)
 
     def measured(phase: PhaseCost, seconds: Affine) -> PhaseCost:
-        return replace(phase, seconds=seconds, operators=Affine())  # what the CPU takes to issue them is in the time
+        return replace(phase, seconds=seconds, operators=Affine())  # measured seconds include dispatch
 
     def again(costs: Segment) -> Segment:
-        """Return the costs of a segment that is recomputed: of forward's time as much as of its work runs again."""
+        """Return the costs of a recomputed segment: backward adds the share of forward's time that runs again, by its work."""
         phases = (costs.backward, segment.backward, segment.recomputed[0].costs.backward)
         partly, none, whole = (phase_affine(phase, description, profile.hardware)(samples) for phase in phases)
         share = max(0.0, (partly - none) / (whole - none)) if whole > none else 1.0
         backward_s = backward.plus(forward.scaled(share, constants=True))
-        issued = costs.forward.operators(1) - segment.forward.operators(1)  # beside the own: what saves and replays outputs
+        issued = costs.forward.operators(1) - segment.forward.operators(1)  # operators that save and replay outputs
         modes = Affine(constant=0.0 if profile.hardware.backend.overlaps else issued * profile.hardware.device.operator_s)
         return replace(costs, forward=measured(costs.forward, forward.plus(modes)), backward=measured(costs.backward, backward_s))
 
@@ -200,7 +198,7 @@ def _timed(segment: Segment, description: ModelDescription, profile: Profile) ->
 def _mismatch(segment: Segment, description: ModelDescription, profile: Profile) -> str:
     unit, length, dtype = description.units[segment.unit], description.sequence_length, description.compute_dtype
     had = {(times.class_name, times.sequence_length, times.compute_dtype) for times in profile.segments}
-    there = "it has times of " + ", ".join(f"{name} at {tokens} tokens in {of.value}" for name, tokens, of in sorted(had))
+    there = "it has times for " + ", ".join(f"{name} at {tokens} tokens in {of.value}" for name, tokens, of in sorted(had))
     if (unit.class_name, length, dtype) in had:
         there = "its segments of that class have other parameter shapes, attention, dropout or checkpointing"
     return (

@@ -1,4 +1,4 @@
-"""How a model is split before its units are found: operator units inside blocks, operators in slices, the loss in pieces."""
+"""Splits of a model before its units are found: operator units inside blocks, operators in slices, the loss in pieces."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ _MOST_PIECES = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorSplit:
-    """One operator in slices that are gathered and used one after the other."""
+    """One operator in slices, which are gathered and used one after the other."""
 
     fqn: str
-    """Name of the module, as `named_modules` gives it: `transformer.h.0.mlp.c_fc`; the vocabulary projection is named by its head,
-    `lm_head`, also where its weight is the embedding's."""
+    """Name of the module in `named_modules`, such as `transformer.h.0.mlp.c_fc`. The vocabulary projection has its head's name, `lm_head`,
+    also if it shares the embedding's weight."""
     slices: int
-    """How many; they need not divide the output features."""
+    """Number of slices; it need not divide the output features."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.fqn, str) or not self.fqn or any(not part or part != part.strip() for part in self.fqn.split(".")):
-            raise ValueError(f"fqn={self.fqn!r} is no module's name; give one as named_modules() does, such as 'lm_head'.")
+            raise ValueError(f"fqn={self.fqn!r} is not a module's name; use a name of named_modules(), such as 'lm_head'.")
         if type(self.slices) is not int or self.slices < 2:
-            raise ValueError(f"slices={self.slices!r} for {self.fqn!r}, but a split has at least 2; leave it out to keep it whole.")
+            raise ValueError(f"slices={self.slices!r} for {self.fqn!r} must be at least 2; leave the split out to keep the operator whole.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSplit:
-    """What a plan's units are made of. The default is a model as its author wrote it, with blocks as units."""
+    """All splits of a model. The default leaves the model unchanged, with blocks as units."""
 
     operators: bool = False
     """Whether attention, MLP and the like are units of their own, instead of whole blocks."""
     sliced: tuple[OperatorSplit, ...] = ()
     """Operators in slices, in any order; each slice becomes a unit."""
     loss_pieces: int = 1
-    """Pieces of the tokens in which vocabulary projection and loss are computed; 1: all tokens at once."""
+    """Number of pieces of the tokens in which vocabulary projection and loss are computed; 1 computes all tokens at once."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.operators, bool):
@@ -61,14 +61,14 @@ class ModelSplit:
 
     @property
     def is_none(self) -> bool:
-        """Whether the model stays as it is."""
+        """Whether the model is not split."""
         return self == WHOLE_BLOCKS
 
     @property
     def changes_modules(self) -> bool:
-        """Whether modules of the model are changed, beside how units are found."""
+        """Whether the split replaces modules of the model, and not only defines other units."""
         return bool(self.sliced) or self.loss_pieces > 1
 
 
 WHOLE_BLOCKS = ModelSplit()
-"""The model as its author wrote it, with blocks as units."""
+"""The unchanged model, with blocks as units."""

@@ -14,7 +14,6 @@ from rich.table import Column, Table
 from ..planner.cost.evaluate import PlanEstimate
 from ..planner.cost.memory import MemoryBreakdown, MemoryEstimate, Moment
 from ..planner.cost.timing import TimeEstimate
-from ..planner.decision import ShardMode
 from ..planner.description import ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
@@ -241,7 +240,7 @@ def frontier_table(front: Sequence[SearchResult], memory_limit_bytes: int) -> Ta
     def cells(result: SearchResult) -> list[str]:
         plan = result.plan
         batch, peak, *rates = batch_cells(plan, peak_mark="* " if plan.peak_bytes == best else "")
-        sharded = [unit for unit in plan.units if unit.mode(plan.world_size) is not ShardMode.REPLICATE]
+        sharded = [unit for unit in plan.units if unit.shard_size > 1]
         kept = sum(not unit.reshard_after_forward for unit in sharded)
         recomputed = sum(unit.activations.recomputes for unit in plan.units)
         offloaded = sum(unit.on_host or unit.states_on_host or unit.activations.offloads for unit in plan.units)

@@ -10,12 +10,11 @@ import pytest
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search import solver
-from hf_osdp.planner.search.fitting import any_within
 from hf_osdp.planner.search.integer_model import IntegerModel
 from hf_osdp.planner.search.pattern import Pattern
 from hf_osdp.planner.search.program import Program
 from hf_osdp.planner.search.search import least_memory, search
-from hf_osdp.planner.search.solver import fastest
+from hf_osdp.planner.search.solver import any_within, fastest
 from hf_osdp.planner.search.strategies import batches, search_spaces
 from hf_osdp.planner.search.timeline import BatchCosts, build_timeline
 from tests.helpers.descriptions import transformer

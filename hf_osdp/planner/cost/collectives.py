@@ -1,4 +1,4 @@
-"""What collectives take in the groups that a plan uses: seconds, measured, else of rings (docs/planner_search.md), and bytes of buffers."""
+"""Seconds and buffer bytes of collectives in a plan's groups: as measured, else estimated by rings (docs/planner_search.md)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ TWO_STAGE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """A communication group: every rank of the world is in one such group, all run at once."""
+    """A communication group. Every rank of the world is in one such group, and all groups run at once."""
 
     size: int
     node_crossings: int
-    """Hops of the ring that leave a node."""
+    """Hops of the ring between nodes."""
     sharing: int
-    """Groups that leave the same node at once and share its outer link."""
+    """Groups that share the outer link of one node."""
 
 
 def shard_ring(hardware: Hardware, shard_size: int) -> Ring:
@@ -39,17 +39,17 @@ def replicate_ring(hardware: Hardware, shard_size: int) -> Ring:
 
 
 def between_ring(hardware: Hardware, shard_size: int, stage_size: int) -> Ring:
-    """Return the groups between nodes of collectives in two stages: ranks of the same place in nodes of `stage_size`."""
+    """Return the groups between nodes of collectives in two stages: ranks with the same local rank in nodes of `stage_size`."""
     return _ring(hardware.devices_per_node, shard_size, stage_size, neighbours=False)
 
 
 def sharded_seconds(
     hardware: Hardware, collective: Collective, shard_size: int, stage_size: int, nbytes: int, sent_bytes: int | None = None
 ) -> float:
-    """Return the seconds of an all-gather or reduce-scatter of `nbytes` of whole tensor among `shard_size` ranks.
+    """Return the seconds of an all-gather or reduce-scatter of a whole tensor of `nbytes` among `shard_size` ranks.
 
-    It runs in one stage (`stage_size=1`), or in two, one after the other: between nodes, and among `stage_size` ranks of a node. What is
-    sent in fewer bits, of two stages between nodes alone, has `sent_bytes` there.
+    It runs in one stage (`stage_size=1`), or in two stages, one after the other: between nodes, and among `stage_size` ranks of a node.
+    `sent_bytes` are the bytes of an encoded tensor, which in two stages is sent only between nodes.
     """
     if stage_size == 1:
         return collective_seconds(hardware, collective, shard_ring(hardware, shard_size), nbytes if sent_bytes is None else sent_bytes)
@@ -79,7 +79,7 @@ def collective_seconds(hardware: Hardware, collective: Collective, ring: Ring, n
 
 @functools.lru_cache(maxsize=512)
 def _ring(per_node: int, world_size: int, size: int, *, neighbours: bool) -> Ring:
-    """Return the slowest of the groups of `size` neighbours, or of every `size`-th rank: most hops between nodes, fullest outer link."""
+    """Return the slowest group of `size` neighbours, or of every `size`-th rank: with most hops between nodes and the most shared link."""
     if neighbours:
         groups = [range(start, start + size) for start in range(0, world_size, size)]
     else:
@@ -105,42 +105,42 @@ def _lap_seconds(hardware: Hardware, ring: Ring, nbytes: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What one direction sends in the group whose link is slow."""
+    """A tensor that the ranks of a group send in one direction, encoded or not."""
 
     elements: int
-    """Of the whole tensor in that group."""
+    """Elements of the whole tensor in the group."""
     ranks: int
     wire: WireFormat | None
-    """None where it is sent as it is: then nothing is encoded, and no buffers are needed."""
+    """None sends exact values, without encoding and its buffers."""
 
     @property
     def sent_bytes(self) -> int | None:
-        """Bytes of the whole encoded tensor."""
+        """Bytes of the whole encoded tensor; None without encoding."""
         return None if self.wire is None else self.wire.gathered_bytes(self.elements, self.ranks)
 
     def gather_buffers(self) -> int:
-        """Return what a gather allocates beside its output: codes of all ranks, and temporaries."""
+        """Return the bytes that a gather allocates beside its output: codes of all ranks, and temporaries."""
         if self.wire is None:
             return 0
         part = -(-self.elements // self.ranks)
         return self.wire.gathered_bytes(self.elements, self.ranks) + self.wire.temporary_bytes(part)
 
     def reduce_buffers(self, *, sums_apart: bool) -> int:
-        """Return what a reduction allocates beside input and output: codes sent and received, temporaries, and a float32 sum if `apart`."""
+        """Return the bytes of a reduction beside input and output: codes both ways, temporaries, with `sums_apart` a float32 sum."""
         if self.wire is None:
             return 0
         sums = 4 * -(-self.elements // self.ranks) if sums_apart else 0
         return self.gather_buffers() + self.wire.gathered_bytes(self.elements, self.ranks) + sums
 
     def gather_seconds(self, hardware: Hardware) -> float:
-        """Return the time to encode a rank's part and to decode all."""
+        """Return the seconds to encode a rank's part and to decode all parts."""
         if self.wire is None:
             return 0.0
         codec = hardware.codec(self.wire)
         return self.elements * (codec.encode_s / self.ranks + codec.decode_s)
 
     def reduce_seconds(self, hardware: Hardware) -> float:
-        """Return the time to encode the other ranks' parts, and to add theirs up."""
+        """Return the seconds to encode the parts of other ranks, and to decode and sum the received ones."""
         if self.wire is None:
             return 0.0
         codec = hardware.codec(self.wire)
@@ -148,7 +148,7 @@ class Message:
 
 
 def messages(unit: UnitDescription, layout: UnitLayout, world_size: int) -> tuple[Message, Message, Message]:
-    """Return the messages of a unit's all-gather, of its reduce-scatter, and of the all-reduce between replicas, of what a rank holds."""
+    """Return the messages of a unit's all-gather, of its reduce-scatter, and of the all-reduce of a rank's shard between replicas."""
     g, between = layout.shard_size, layout.shard_size // layout.stage_size
     held, trained = (sum(p.sharded_numel(g) for p in parameters) for parameters in (unit.parameters, unit.trainable))
     return (
@@ -161,7 +161,10 @@ def messages(unit: UnitDescription, layout: UnitLayout, world_size: int) -> tupl
 def unit_collective_seconds(
     unit: UnitDescription, layout: UnitLayout, hardware: Hardware, gathered_bytes: int, reduced_bytes: int
 ) -> tuple[float, float, float]:
-    """Return the seconds of the three collectives of `messages`, of a whole tensor of so many bytes each; replicas reduce their part."""
+    """Return the seconds of a unit's all-gather, reduce-scatter and all-reduce between replicas, coding included.
+
+    `gathered_bytes` and `reduced_bytes` are those of the whole tensor; the all-reduce takes the rank's part of `reduced_bytes`.
+    """
     gather, scatter, replicas = messages(unit, layout, hardware.world_size)
     size, stage = layout.shard_size, layout.stage_size
     gather_s = sharded_seconds(hardware, Collective.ALL_GATHER, size, stage, gathered_bytes, gather.sent_bytes)

@@ -1,4 +1,4 @@
-"""Correct estimates by what a simulation or a measurement of a plan has found."""
+"""Correct estimates by a simulation or a measurement of a plan."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from .evaluate import estimate_plan
 from .timing import estimate_time, phase_affine
 
 _LEAST_FACTOR, _MOST_FACTOR = 0.05, 20.0
-"""Compute that is further off than this has another cause than a rate: the factor stops here."""
+"""Bounds of the compute factor; a larger error has another cause than the rate of compute."""
 _HALVINGS = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """How far an estimate was off, as far as the next one can be mended by it."""
+    """Errors of an estimate, which correct the next one."""
 
     extra_bytes: int = 0
-    """Observed less estimated peak of the same plan."""
+    """Observed minus estimated peak of the same plan."""
     compute_factor: float = 1.0
-    """Observed over estimated compute time of a step."""
+    """Observed divided by estimated compute time of a step."""
     timings: tuple[CollectiveTiming, ...] = ()
-    """Collectives as they were observed; they replace those of the same kind, group size and place."""
+    """Observed collectives; they replace timings with the same `key`."""
 
     def of_job(self, job: TrainingJob) -> TrainingJob:
-        """Return the job with the extra bytes at every moment; what an earlier correction added stays."""
+        """Return the job with the extra bytes added at every moment, on top of earlier corrections."""
         return replace(job, correction_bytes=job.correction_bytes + self.extra_bytes)
 
     def of_hardware(self, hardware: Hardware) -> Hardware:
-        """Return the hardware with the observed collectives before those it had."""
+        """Return the hardware with the observed collectives, which take precedence."""
         seen = {timing.key for timing in self.timings}
         return replace(hardware, timings=(*self.timings, *(timing for timing in hardware.timings if timing.key not in seen)))
 
     def of_description(self, description: ModelDescription, hardware: Hardware) -> ModelDescription:
-        """Return the description with every phase's time on this hardware scaled by the factor."""
+        """Return the description with every phase's time on this hardware multiplied by the factor."""
 
         def scaled(phase: PhaseCost) -> PhaseCost:
-            work = phase_affine(phase, description, hardware)  # and operators, which a GPU may wait for
+            work = phase_affine(phase, description, hardware)  # operators too, because a GPU may wait for their launch
             seconds, operators = (part.scaled(self.compute_factor, constants=True) for part in (work, phase.operators))
             return replace(phase, seconds=seconds, operators=operators)
 
@@ -62,13 +62,19 @@ def correction_of(
     step_s: float | None,
     timings: Sequence[CollectiveTiming] = (),
 ) -> Correction:
-    """Return the correction that an observation of a plan gives, to be applied to the same description, hardware and job.
+    """Return the correction that follows from an observation of a plan.
 
-    The peak gives `extra_bytes`. Collectives count as observed; the compute factor is the one with which the estimated step
-    then takes as long as the observed one:  step(factor) = step_s, and step rises with factor, exposed communication included.
+    The peak gives `extra_bytes`. With the observed collectives, the compute factor solves  step(factor) = step_s;  step rises with the
+    factor, exposed communication included.
 
-    Description, hardware and job are what the plan was made from, with earlier corrections in them; an observation that is None says
-    nothing.
+    Args:
+        plan: the plan that was observed.
+        description: the description from which the plan was made, earlier corrections included.
+        hardware: the hardware, likewise.
+        job: the training job, likewise.
+        peak_bytes: observed peak; None if not observed.
+        step_s: observed step time; None if not observed.
+        timings: observed collectives.
     """
     extra_bytes = 0 if peak_bytes is None else peak_bytes - estimate_plan(plan, description, job).memory.peak_bytes
     observed = Correction(extra_bytes=extra_bytes, timings=tuple(timings))

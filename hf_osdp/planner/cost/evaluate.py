@@ -1,4 +1,4 @@
-"""What a given plan costs, whether it was searched for or read from a file."""
+"""Estimate memory and time of a given plan, from a search or from a file."""
 
 from __future__ import annotations
 
@@ -17,20 +17,17 @@ from .timing import TimeEstimate, UnitTimer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanEstimate:
-    """Bytes and seconds that a plan is expected to need."""
+    """Estimated bytes and seconds of a plan."""
 
     memory: MemoryEstimate
     time: TimeEstimate | None = None
-    """None where the hardware is not known, as `collectives`."""
+    """None without hardware, as `collectives`."""
     collectives: Mapping[Collective, float] | None = None
-    """Seconds of one optimizer step in each collective, hidden or not."""
+    """Seconds in each collective per optimizer step, overlapped with compute or not."""
 
 
 def estimate_plan(plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware | None = None) -> PlanEstimate:
-    """Estimate memory and time of a plan, which must be for this description (`Plan.check`).
-
-    Without hardware there is no estimate of time.
-    """
+    """Estimate memory of a plan, and with `hardware` time too. The plan must be for this description (`Plan.check`)."""
     layouts = plan.layouts(description)
     memory = estimate_memory(description, layouts, plan.world_size, job, plan.batch)
     if hardware is None:
@@ -44,7 +41,7 @@ def estimate_plan(plan: Plan, description: ModelDescription, job: TrainingJob, h
 
 
 def _collectives(plan: Plan, layouts: Sequence[UnitLayout], calls: Sequence[int], timer: UnitTimer) -> dict[Collective, float]:
-    """Sum gathers of every micro-step, reduce-scatters as often as the batch says, and one all-reduce between replicas."""
+    """Return the seconds of a step in each collective: gathers of every micro-step, reduce-scatters, one all-reduce between replicas."""
     seconds = dict.fromkeys(Collective, 0.0)
     for index, (times, layout) in enumerate(zip(calls, layouts, strict=True)):
         terms = timer.terms(index, layout)

@@ -1,12 +1,12 @@
-"""What local steps cost: bytes of the outer state, and seconds of a synchronisation in each optimizer step.
+"""Costs of local steps: bytes of the outer state, and a synchronisation's seconds per optimizer step.
 
-With M machines of L ranks, P trained elements of a unit and H local steps, whatever the unit's layout,
+With M machines of L ranks, P trained elements of a unit and H local steps, for every layout of the unit,
 
     bytes of a rank    2 ceil(P / L) max(4, itemsize)                      parameters of the last synchronisation, outer momentum
     link_s             2 (M - 1) (P b / (M outer rate) + P / (L N) α)      all-reduce of the rank's part; the ranks share the outer link
     seconds a step     (link_s + coding + gather inside the machine + passes over memory) / H
 
-with b bytes an element as it is sent, in messages of N elements: `LocalSteps.wire`'s, or the dtype's and at least 4.
+with messages of N elements, and b bytes of a sent element: those of `LocalSteps.wire`, or without it the dtype's and at least 4.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _PASSES = 14
 
 
 def outer_tensors(parameter: ParameterSpec, shard_size: int, world_size: int, job: TrainingJob) -> tuple[int, ...]:
-    """Return the bytes of each tensor of a parameter's outer state on one of a machine's ranks; none without local steps."""
+    """Return the bytes of each tensor of a parameter's outer state on one rank; no tensors without local steps."""
     own = -(-parameter.sharded_numel(shard_size) * shard_size // world_size)
     return () if job.local_steps is None else (own * max(4, parameter.dtype.itemsize),) * 2
 
 
 def outer_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, local: LocalSteps) -> float:
-    """Return an optimizer step's share of a unit's synchronisation in seconds; `hardware` is one machine, with the link to others."""
+    """Return the seconds of a unit's synchronisation per optimizer step; `hardware` is one machine, with the link to others."""
     elements = sum(layout.shard_size * p.sharded_numel(layout.shard_size) for p in unit.trainable)
     nbytes = sum(layout.shard_size * p.sharded_numel(layout.shard_size) * max(4, p.dtype.itemsize) for p in unit.trainable)
     sent_s = between_seconds(elements, nbytes, hardware, local, local.wire)
@@ -40,7 +40,7 @@ def outer_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware,
 
 
 def between_seconds(elements: int, nbytes: int, hardware: Hardware, local: LocalSteps, wire: WireFormat | None) -> float:
-    """Return the seconds to average so many elements between machines in a format, coding included."""
+    """Return the seconds to average `elements` between machines in a wire format, coding included."""
     own = -(-elements // hardware.world_size)
     message = Message(elements=own, ranks=local.machines, wire=wire)
     sent = nbytes if message.sent_bytes is None else hardware.world_size * message.sent_bytes
@@ -50,6 +50,6 @@ def between_seconds(elements: int, nbytes: int, hardware: Hardware, local: Local
 
 
 def fastest_wire(hardware: Hardware, local: LocalSteps, coarsest: WireFormat | None) -> WireFormat | None:
-    """Return the allowed format in which float32 differences take the least time; None where that is to send them as they are."""
+    """Return the allowed format in which float32 differences take the least time; None if exact values do."""
     formats = (None, *formats_up_to(coarsest))
     return min(formats, key=lambda wire: between_seconds(2**24, 2**26, hardware, local, wire))

@@ -1,4 +1,4 @@
-"""Peak memory as the highest moment of a step, not as a sum; docs/planner.md has the equations of its moments."""
+"""Peak memory as the highest moment of a step; docs/planner.md has the equations of the moments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .units import UnitBytes, gradients_arriving, merged_gradients, once_per_sha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBreakdown:
-    """Bytes on one rank at one moment, by what they are."""
+    """Bytes on one rank at one moment, by kind."""
 
     parameters: int = 0
     gradients: int = 0
@@ -31,7 +31,7 @@ class MemoryBreakdown:
     model_buffers: int = 0
     """The module's own buffers, the batch, and outputs that the loop holds."""
     correction: int = 0
-    """What a simulation or a measurement found beside the estimate."""
+    """Error of the estimate, from a simulation or a measurement."""
 
     @property
     def total(self) -> int:
@@ -55,24 +55,24 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentBytes:
-    """Memory terms of one segment of one micro-batch, in bytes; `Segment` and `PhaseCost` say what each is."""
+    """Memory terms of one segment of one micro-batch, in bytes; `Segment` and `PhaseCost` define them."""
 
     saved: int
-    """Negative for a segment of the root that frees more than it saves, such as what a unit before it handed over."""
+    """Negative for a segment of the root that frees more than it saves, such as the output of the preceding unit."""
     gradient: int
     forward_peak: int
     backward_peak: int
     host: int
-    """Page-locked memory of the host. A block's input is one tensor; the sizes of all that it saves are not known one by one: rounded up,
-    they are at most doubled."""
+    """Page-locked memory of the host, whose tensors are rounded up to powers of two. A block's input is one tensor, rounded exactly; the
+    sizes of other saved tensors are unknown, so that their sum is doubled."""
 
     @classmethod
     def of(
         cls, segment: Segment, span: GatherSpan, samples: int, activations: Activations = Activations.SAVE, *, recomputes: bool = False
     ) -> SegmentBytes:
-        """Return the terms at a micro-batch size under a choice about activations; `recomputes`: some block is recomputed.
+        """Return the terms at a micro-batch size under a choice of activations; `recomputes`: some block is recomputed.
 
-        What waits on the host leaves when forward ends and comes back when backward begins.
+        Offloaded activations leave the device at the end of forward and return at the start of backward.
         """
         form = segment.under(activations)
         sent = form.sent_bytes.bytes(samples) if activations.offloads else 0
@@ -89,23 +89,23 @@ class SegmentBytes:
 
     @classmethod
     def least(cls, segment: Segment, span: GatherSpan, samples: int, choices: Iterable[Activations]) -> SegmentBytes:
-        """Return the least of each term under any of these choices about activations."""
+        """Return the least of each term over these choices of activations."""
         forms = [cls.of(segment, span, samples, activations) for activations in choices]
         return cls(**{name: min(getattr(form, name) for form in forms) for name in cls.__slots__})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """All moments of a step in the order in which they come."""
+    """All moments of a step in their order."""
 
     moments: tuple[Moment, ...]
     units: tuple[UnitBytes, ...] = ()
     """Memory terms of each unit, in the description's order."""
     segments: tuple[SegmentBytes, ...] = ()
     host_bytes: int = 0
-    """States that live on the host and activations that wait there, of one rank."""
+    """States and offloaded activations of one rank on the host."""
     communicators: int = 0
-    """NCCL's, whose memory is beside all moments; a device says how much each takes."""
+    """Number of NCCL communicators. Their memory is not in the moments; `DeviceSpec.communicator_bytes` is the memory of each."""
 
     @property
     def peak(self) -> Moment:
@@ -114,15 +114,15 @@ class MemoryEstimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Of tensors."""
+        """Peak of tensors."""
         return self.peak.total_bytes
 
     def on(self, hardware: Hardware) -> int:
-        """Return the peak on a device: of tensors, with what the device reserves and what communicators take."""
+        """Return the peak on a device: tensors, reserved memory and communicators."""
         return self.peak_bytes + hardware.outside_bytes(self.communicators)
 
     def outside(self, hardware: Hardware) -> dict[str, int]:
-        """Return the device memory beside the tensors', by what it is."""
+        """Return the device memory outside tensors, by kind."""
         taken = self.communicators * hardware.device.communicator_bytes
         communicators = f"{self.communicators} communicator{'s' if self.communicators > 1 else ''}"
         return {"reserved by the device": hardware.device.reserved_bytes, communicators: taken}
@@ -131,7 +131,7 @@ class MemoryEstimate:
 def estimate_memory(
     description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
 ) -> MemoryEstimate:
-    """Return every moment of one optimizer step on the fullest rank; `layouts` has one a unit, in the description's order."""
+    """Return every moment of one optimizer step on the fullest rank; `layouts` has one layout per unit, in the description's order."""
     on_host = any(layout.on_host for layout in layouts)
     unit_terms = partial(unit_bytes, world_size=world_size, job=job, batch=batch, beside_host=on_host)
     pairs = zip(range(len(description.units)), layouts, strict=True)
@@ -157,17 +157,17 @@ def estimate_memory(
 def peak_of_terms(
     description: ModelDescription, units: Sequence[UnitBytes], segments: Sequence[SegmentBytes], job: TrainingJob, batch: Batch
 ) -> int:
-    """Return the peak of a step whose units and segments have these terms, whatever layouts they come from."""
+    """Return the peak of a step whose units and segments have these terms, which need not come from one plan."""
     return max(sum(level.values()) for _, _, level in _Walk(description, units, segments, job, batch).moments())
 
 
 def combined_scratch(job: TrainingJob, scratch: Sequence[int]) -> int:
-    """Return the temporaries of one optimizer step: of all parameters at once with foreach, of one after the other in a loop."""
+    """Return the temporaries of one optimizer step: those of all units together, or in a loop those of the largest."""
     return max(scratch, default=0) if job.optimizer.step is OptimizerStep.FOR_LOOP else sum(scratch)
 
 
 def resident_bytes(description: ModelDescription, job: TrainingJob, samples: int) -> int:
-    """Return the bytes that no layout changes: the module's buffers, the batch, outputs that the loop holds, and the correction."""
+    """Return the bytes that do not depend on layouts: the module's buffers, the batch, outputs that the loop holds, and the correction."""
     return _model_buffers(description, job, samples) + job.correction_bytes
 
 
@@ -182,18 +182,18 @@ def first_uses(description: ModelDescription) -> dict[int, int]:
 
 
 def merging_segments(description: ModelDescription, job: TrainingJob) -> dict[int, int]:
-    """Return where gradients of shared parameters meet (the unit's first segment, which backward reaches last) and their sum's bytes."""
+    """Return the bytes of the sum of a shared parameter's gradients, by the unit's first segment, which backward reaches last."""
     first, units = first_uses(description), enumerate(description.units)
     several = ((i, unit) for i, unit in units if i in first and (unit.shared or unit.span is GatherSpan.CALLS))
     return {first[i]: nbytes for i, unit in several if (nbytes := merged_gradients(unit, job))}
 
 
 def gathered_ahead(description: ModelDescription) -> tuple[int | None, ...]:
-    """For each segment, return the unit whose gather is in flight while the segment's backward computes; None where there is none.
+    """Return for each segment the unit whose gather is prefetched while the segment's backward computes, or None.
 
     FSDP2 prefetches the group whose forward ended before (`FSDPParamGroup._backward_prefetch`). The root's forward ends last, so that its
-    segments have no place in that order, nor have those of shared weights of which one module never runs (T5's `shared`). Where it does,
-    nothing runs ahead before shared weights, for they are still gathered.
+    segments are not in this order. Segments of shared weights are not in it either if one of the modules never runs (T5's `shared`). If all
+    run, nothing is prefetched where the shared weights are next, because they are still gathered.
     """
     runs = Counter(segment.unit for segment in description.segments)
     ahead: list[int | None] = []
@@ -209,7 +209,7 @@ def gathered_ahead(description: ModelDescription) -> tuple[int | None, ...]:
 
 
 class _Walk:
-    """One micro-step over a description, as FSDP2 runs it."""
+    """A walk through one micro-step in FSDP2's order, which records every moment."""
 
     def __init__(
         self, description: ModelDescription, units: Sequence[UnitBytes], segments: Sequence[SegmentBytes], job: TrainingJob, batch: Batch
@@ -221,7 +221,7 @@ class _Walk:
         self.arriving = gradients_arriving(description, job)
         self.found: list[tuple[str, str, dict[str, int]]] = []
         self.level = dict.fromkeys(MemoryBreakdown.__slots__, 0)
-        """Bytes by what they are, between moments."""
+        """Bytes by kind that are held between moments."""
         self._add(
             parameters=sum(u.parameters for u in units),
             optimizer=sum(u.optimizer for u in units),
@@ -232,7 +232,7 @@ class _Walk:
         )
 
     def moments(self) -> list[tuple[str, str, dict[str, int]]]:
-        """Return every moment in its order: phase, unit, and bytes by what they are."""
+        """Return every moment in its order: phase, unit, and bytes by kind."""
         self._forward()
         self._backward()
         self._finish()
@@ -251,14 +251,14 @@ class _Walk:
             self.level[name] += nbytes
 
     def _forward(self) -> None:
-        """Note the moments of the forward pass, and add what it leaves behind to the level."""
+        """Record the moments of forward, and add the bytes that it leaves to the level."""
         buffer = max((self.units[i].gather_buffer for i in self.whole_step), default=0)
         for index, (segment, terms) in enumerate(zip(self.description.segments, self.segments, strict=True)):
             number, unit = segment.unit, self.units[segment.unit]
             if number in self.whole_step:
                 self._moment("forward", number, activations=terms.forward_peak, gathered=buffer)
             else:
-                # FSDP2 frees the buffer of the unit before only when this one has been copied out of its own
+                # FSDP2 frees the gather buffer of the preceding unit only after this unit has been copied out of its own
                 self._moment("forward: gather", number, gathered=buffer + unit.gather_buffer + unit.gathered)
                 buffer = unit.gather_buffer
                 self._moment("forward", number, activations=terms.forward_peak, gathered=buffer + unit.gathered)
@@ -267,9 +267,9 @@ class _Walk:
             self._add(activations=terms.saved)
 
     def _backward(self) -> None:
-        """Note the moments of the backward pass, segments in reverse order."""
+        """Record the moments of backward, segments in reverse order."""
         segments = self.description.segments
-        in_flight = 0  # the reduce input that the unit before left behind
+        in_flight = 0  # reduce input of the unit whose backward ended before
         waiting: set[int] = set()
         for index in range(len(segments) - 1, -1, -1):
             number, terms, before = segments[index].unit, self.segments[index], self.ahead[index]
@@ -297,7 +297,7 @@ class _Walk:
         self._add(gradients=sum(self.units[i].unsharded_gradients for i in idle))
 
     def _reduce(self, phase: str, number: int, left: int, whole: int = 0, *, gathered: int = 0, activations: int = 0) -> None:
-        """Note the moments of a reduction that adds `left` bytes of gradients; `whole` are those before it that are not in the level."""
+        """Record a reduction that adds `left` bytes of gradients; `whole` are bytes of unreduced gradients that are not in the level."""
         unit = self.units[number]
         self._moment(phase, number, activations=activations + whole, gathered=gathered, buffers=unit.reduce_input)
         self._add(gradients=left, buffers=unit.reduced_after)
@@ -305,7 +305,7 @@ class _Walk:
         self._moment(phase, number, activations=activations, gathered=gathered, buffers=buffers)
 
     def _finish(self) -> None:
-        """Note the reductions that come last, and the optimizer step."""
+        """Record the last reductions and the optimizer step."""
         running = {segment.unit for segment in self.description.segments} - set(self.whole_step)
         self._add(gradients=sum(self.units[i].gradients_settled for i in running))
         for number in self.whole_step:

@@ -16,14 +16,14 @@ from .units import UnitSeconds, host_of, once_per_shape, unit_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Windows:
-    """Compute beside which a unit's communication can hide, in seconds of one micro-step."""
+    """Compute that a unit's communication can overlap, in seconds of one micro-step."""
 
     forward: float = 0.0
     backward: float = 0.0
     replicas: float = 0.0
-    """Beside which the all-reduce between replicas alone can hide, once a step."""
+    """Compute that only the all-reduce between replicas can overlap, once per optimizer step."""
     later: tuple[Windows, ...] = ()
-    """Of the unit's further calls (`GatherSpan.CALLS`), in which it is gathered again, but not reduced."""
+    """Windows of the unit's later calls (`GatherSpan.CALLS`), in which it is gathered again, but not reduced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +32,13 @@ class UnitTime:
 
     compute_s: float
     communication_s: float
-    """All collectives and host copies, hidden or not."""
+    """All collectives and host copies, overlapped or not."""
     exposed_s: float
-    """The part of them for which compute waits."""
+    """The part of communication that compute waits for."""
     copy_s: float
     optimizer_s: float
     update_gathers_s: float = 0.0
-    """The part of it in which updates of matrices are gathered."""
+    """The part of `optimizer_s` in which updates of matrices are gathered."""
 
     @property
     def total_s(self) -> float:
@@ -61,7 +61,7 @@ class TimeEstimate:
 
 
 def phase_affine(phase: PhaseCost, description: ModelDescription, hardware: Hardware) -> Affine:
-    """Return the seconds of a phase's work on one device against samples: as measured, else a roofline, on the CPU with dispatching."""
+    """Return the seconds of a phase on one device as a function of samples: as measured, else by a roofline, on the CPU plus dispatch."""
     if phase.seconds is not None:
         return phase.seconds
     device = hardware.device
@@ -79,9 +79,9 @@ def phase_affine(phase: PhaseCost, description: ModelDescription, hardware: Hard
 def passes(
     description: ModelDescription, hardware: Hardware, samples: int, activations: Activations = Activations.SAVE
 ) -> list[tuple[float, float]]:
-    """Return the seconds of each segment's forward and backward in one micro-step, with what a GPU waits for the CPU.
+    """Return the seconds of each segment's forward and backward in one micro-step, including time in which a GPU waits for the CPU.
 
-    All units are under one choice about activations.
+    All units have the same choice of activations.
     """
     work, lacking, issued_s = [], [], 0.0
     hooked: set[int] = set()
@@ -102,10 +102,10 @@ def passes(
 def unit_work(
     description: ModelDescription, hardware: Hardware, samples: int, activations: Activations = Activations.SAVE
 ) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
-    """Return each unit's forward and backward compute in one micro-step, and the compute that its communication can hide behind.
+    """Return each unit's forward and backward compute in one micro-step, and the compute that its communication can overlap.
 
-    `activations` is the unit's own choice; the forward before it counts as where everything is saved. A segment before the first hides
-    nothing.
+    `activations` is the choice of the unit itself; the forward of the preceding segment counts as if everything were saved. The first
+    segment has no preceding one, so that its gather in forward overlaps nothing.
     """
     compute_s = [0.0] * len(description.units)
     calls: list[list[Windows]] = [[] for _ in description.units]
@@ -123,19 +123,19 @@ def unit_work(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTrip:
-    """Seconds that a unit's activations take to the host and back, in one micro-step."""
+    """Seconds of the copies of a unit's activations to the host and back, in one micro-step."""
 
     out: float = 0.0
     back_beside: float = 0.0
-    """The way back, beside backward."""
+    """The copy back, if it can overlap backward."""
     back_before: float = 0.0
-    """The way back where backward begins with what comes back, so that nothing hides it."""
+    """The copy back, if backward needs the activations at its start, so that nothing overlaps it."""
     traffic: float = 0.0
-    """What both copies take of the device's memory bandwidth, which compute lacks."""
+    """Time in which both copies use the device's memory bandwidth, which compute lacks."""
 
 
 def host_trips(description: ModelDescription, hardware: Hardware, samples: int, activations: Activations) -> tuple[HostTrip, ...]:
-    """Return each unit's trips under its own choice about activations; HardwareError where they go to a host that is not known."""
+    """Return each unit's copies under its own choice of activations; HardwareError if they need a host that is not known."""
     trips = [HostTrip()] * len(description.units)
     for segment in description.segments if activations.offloads else ():
         host, nbytes = host_of(hardware), segment.under(activations).sent_bytes.bytes(samples)
@@ -150,17 +150,17 @@ def host_trips(description: ModelDescription, hardware: Hardware, samples: int, 
 
 
 class UnitTimer:
-    """Time of each unit of a description in an optimizer step, whatever is chosen for the others."""
+    """Time of each unit of a description in an optimizer step, which does not depend on the layouts of other units."""
 
     def __init__(self, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> None:
         self._description, self._hardware, self._batch, self._precision = description, hardware, batch, job.precision
         self.terms = once_per_shape(description.units, partial(unit_seconds, hardware=hardware, job=job))
         self.trips = cache(partial(host_trips, description, hardware, batch.micro_batch_size))
-        """`host_trips` of a choice about activations."""
+        """`host_trips` by choice of activations."""
         self.work = cache(self._work)
 
     def _work(self, way: Recomputation | None) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
-        """Return `unit_work` of a way to recompute, in which what is cast at once hides no reduction between replicas."""
+        """Return `unit_work` of a way to recompute; reductions between replicas overlap nothing if their result is cast at once."""
         samples, activations = self._batch.micro_batch_size, Activations(recomputation=way)
         compute_s, windows = unit_work(self._description, self._hardware, samples, activations)
         recast = [any(self._precision.reduced_dtype(p) is not p.dtype for p in unit.trainable) for unit in self._description.units]
@@ -176,7 +176,7 @@ class UnitTimer:
 def unit_time(
     terms: UnitSeconds, layout: UnitLayout, windows: Windows, compute_s: float, batch: Batch, trip: HostTrip = HostTrip()
 ) -> UnitTime:
-    """Return one unit's time in an optimizer step, from its terms under a layout."""
+    """Return one unit's time in an optimizer step, from the terms of its layout."""
     micro_steps, scatters = batch.accumulation_steps, batch.reduce_scatters(layout)
     forward = max(0.0, terms.gather_forward + trip.out - windows.forward) + trip.back_before
     back = terms.gather_backward + trip.back_beside
@@ -187,7 +187,7 @@ def unit_time(
         forward += max(0.0, terms.gather_forward - call.forward) + max(0.0, terms.gather_backward - call.backward)
     further = len(windows.later)
     gathers = (1 + further) * (terms.gather_forward + terms.gather_backward)
-    copies = terms.copy_forward + terms.copy_backward + further * 2 * terms.copy_forward  # out of buffers in both passes
+    copies = terms.copy_forward + terms.copy_backward + further * 2 * terms.copy_forward  # copies out of buffers in both passes
     return UnitTime(
         compute_s=micro_steps * compute_s,
         communication_s=micro_steps * (gathers + trip.out + trip.back_beside + trip.back_before)
@@ -203,6 +203,6 @@ def unit_time(
 def estimate_time(
     description: ModelDescription, layouts: Sequence[UnitLayout], hardware: Hardware, job: TrainingJob, batch: Batch
 ) -> TimeEstimate:
-    """Return the seconds of one optimizer step, by unit and kind; `layouts` has one a unit, in the description's order."""
+    """Return the seconds of one optimizer step, by unit and kind; `layouts` has one layout per unit, in the description's order."""
     timer = UnitTimer(description, hardware, job, batch)
     return TimeEstimate(units=tuple(timer(index, layout) for index, layout in enumerate(layouts)))

@@ -1,4 +1,4 @@
-"""What one layout costs one unit, as FSDP2 allocates (torch/distributed/fsdp/_fully_shard): bytes on the fullest rank, and seconds."""
+"""Costs of one layout for one unit, with FSDP2's allocations (torch/distributed/fsdp/_fully_shard): bytes on the fullest rank, seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .local_steps import outer_seconds, outer_tensors
 
 T = TypeVar("T")
 layout_key = attrgetter(*(name for name in UnitLayout.__slots__ if name != "activations"))
-"""All of a layout that bears on the terms of its unit."""
+"""The fields of a layout that change the terms of its unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,88 +25,89 @@ class UnitBytes:
     """Memory terms of one unit under one layout, in bytes."""
 
     parameters: int
-    """Sharded parameters, held throughout, as `optimizer` states and `gradients_held`, which earlier micro-steps left."""
+    """Sharded parameters, held during the whole step."""
     optimizer: int
-    """Optimizer states and, of local steps, the outer state."""
+    """Optimizer states, held during the whole step, and the outer state of local steps."""
     gradients_held: int
+    """Gradients from earlier micro-steps, held during the whole micro-step."""
     gradients_after: int
-    """What the unit's gradients add once its backward is done."""
+    """Change of the gradients' bytes at the end of the unit's backward."""
     gradients_settled: int
-    """What they add when the last micro-step ends: negative where whole gradients that were held become shards. The micro-steps before end
-    with all of them whole, so that it counts at the end and not unit by unit."""
+    """Change of the gradients' bytes at the end of the last micro-step: negative where held whole gradients become shards. Earlier
+    micro-steps end with whole gradients, so that this counts at the end of the step and not at each unit."""
     reduced_after: int
-    """Reduced gradients that FSDP2 keeps until the end of backward beside those above."""
+    """Reduced gradients that FSDP2 keeps until the end of backward, beside the terms above."""
     gathered: int
     """Unsharded parameters in the compute dtype."""
     gather_buffer: int
-    """Output of the all-gather before it is copied out; 0 where nothing is sent."""
+    """Output of the all-gather before it is copied out; 0 if nothing is sent."""
     cast_buffer: int
-    """What a gather takes beyond these two: parameters that are cast or brought to the device, and what lies between two stages."""
+    """Further bytes of a gather: parameters that are cast or copied to the device, and the buffer between two stages."""
     unsharded_gradients: int
-    """Gradients as autograd makes them, before they are reduced or added to whole ones that are held."""
+    """Gradients from autograd, before they are reduced or added to held whole gradients."""
     reduce_input: int
     """Input buffer of the reduce-scatter."""
     reduce_stage: int
-    """What the first of two stages of the reduce-scatter leaves to the second, and codes of fewer bits, or those between replicas."""
+    """Buffer between two stages of the reduce-scatter with codes of fewer bits; or the codes between replicas, if they are larger."""
     last_gradient: int
-    """The last parameter's gradient as autograd made it: a loop variable of FSDP2's `foreach_reduce` keeps it until that is done."""
+    """The last parameter's gradient from autograd, which a loop variable of FSDP2's `foreach_reduce` keeps until that function returns."""
     reduce_tail: int
-    """The reduce-scatter's input while the next unit's backward runs: it is freed when that one ends."""
+    """Input of the reduce-scatter while the backward of the next unit runs; it is freed when that backward ends."""
     reduce_output: int
-    """Output of the reduce-scatter, beyond what becomes the gradient."""
+    """Output of the reduce-scatter, without the part that becomes the gradient."""
     kept: int
     """Gathered parameters that stay between forward and backward."""
     step_scratch: int
     """Temporaries of the optimizer step."""
     host: int
-    """Parameters, gradients and optimizer states on the host; they are not in any other term."""
+    """Parameters, gradients and optimizer states on the host; no other term includes them."""
     states_passing: int = 0
-    """What is on the device at most while one parameter steps after the other: a unit's states that come from the host, with temporaries of
-    one parameter, or those of a matrix."""
+    """Most bytes on the device while parameters step one by one: a unit's states from the host with temporaries of one parameter, or
+    temporaries of one matrix."""
     host_moment: int = 0
-    """A gradient that comes to the host for a moment, to be added to the one that is there. Units take turns."""
+    """A gradient on the host that is added to the held one; one at a time over all units."""
     waiting_gradients: int = 0
-    """Gradients of all calls but the first, whole until that one's backward (`GatherSpan.CALLS`)."""
+    """Gradients of all calls but the first, whole until the first call's backward (`GatherSpan.CALLS`)."""
 
     @property
     def held(self) -> int:
-        """Bytes that are there at every moment."""
+        """Bytes at every moment."""
         return self.parameters + self.optimizer + self.gradients_held
 
     @property
     def reduce_work(self) -> int:
-        """Bytes of a reduce-scatter beside its input and what becomes the gradient."""
+        """Bytes of a reduce-scatter without its input and the resulting gradient."""
         return self.reduce_stage + self.last_gradient + max(0, self.reduce_output - self.reduced_after)
 
     @property
     def prefetched(self) -> int:
-        """Bytes of the gather that runs while the unit after it (in backward: before it) computes."""
+        """Bytes of the unit's prefetched gather, which overlaps the backward of another unit; 0 if parameters are kept."""
         return 0 if self.kept else self.gather_buffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSeconds:
-    """Time terms of one unit under one layout, in seconds; each micro-step but for `all_reduce` and `optimizer`, which come once a step."""
+    """Time terms of one unit under one layout, in seconds per micro-step; `all_reduce` and `optimizer` are per optimizer step."""
 
     gather_forward: float
     gather_backward: float
-    """0 where parameters are kept."""
+    """0 if parameters are kept."""
     reduce_scatter: float
     """In each micro-step that reduces."""
     all_reduce: float
     """Between replicas."""
     copy_forward: float
-    """FSDP2's own work to gather in forward, on the compute stream: copies into and out of buffers, hooks, views."""
+    """FSDP2's work on the compute stream to gather in forward: copies into and out of buffers, hooks, views."""
     copy_backward: float
-    """The same in backward, with its work to reduce the gradients."""
+    """FSDP2's work on the compute stream to gather and to reduce in backward."""
     optimizer: float
-    """Clipping and optimizer step on the unit's shard, `update_gathers`, and of local steps a synchronisation's share."""
+    """Clipping, optimizer step on the unit's shard, `update_gathers`, and the share of a synchronisation of local steps."""
     update_gathers: float = 0.0
-    """All-gathers of the updates of matrices in the optimizer step, one after the other."""
+    """All-gathers of the updates of matrices in the optimizer step."""
 
 
 def shape_ids(units: Sequence[UnitDescription]) -> tuple[int, ...]:
-    """Return a number for each unit: the same for those that cost the same under equal layouts, activations left out."""
+    """Return a number for each unit; units have the same number if equal layouts cost the same, activations left out."""
     known: dict[tuple[object, ...], int] = {}
     keys = (
         (unit.span, tuple((p.shape, p.dtype, p.requires_grad, p.keeps_dtype, p.is_embedding) for p in unit.parameters)) for unit in units
@@ -115,7 +116,7 @@ def shape_ids(units: Sequence[UnitDescription]) -> tuple[int, ...]:
 
 
 def once_per_shape(units: Sequence[UnitDescription], terms: Callable[[UnitDescription, UnitLayout], T]) -> Callable[[int, UnitLayout], T]:
-    """Return `terms` of a unit, by its index, and a layout, computed once for equal units."""
+    """Return a function of a unit's index and a layout that computes `terms` once for equal units."""
     shapes = shape_ids(units)
     known: dict[tuple[object, ...], T] = {}
 
@@ -131,15 +132,15 @@ def once_per_shape(units: Sequence[UnitDescription], terms: Callable[[UnitDescri
 def unit_bytes(
     unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch, *, beside_host: bool = False
 ) -> UnitBytes:
-    """Return the memory terms of `unit` under `layout`; `beside_host`: some unit of the plan is on the host.
+    """Return the memory terms of a unit under a layout; `beside_host`: some unit of the plan is on the host.
 
-    In one process, plain units then leave in flight what a unit on the host before them has left there.
+    In one process a unit without FSDP2 frees no reduce input; that of an earlier unit on the host is then still in flight after it.
     """
     g, precision, trainable = layout.shard_size, job.precision, unit.trainable
     shards = [p.sharded_bytes(g) for p in trainable]
     gradients = 0 if layout.on_host else sum(shards)
     casts = any(precision.gathered_dtype(p) is not p.dtype for p in unit.parameters)
-    # one process in its own precision trains the plain module
+    # one process without a cast trains the plain module, without FSDP2's copies
     copies = world_size > 1 or casts or layout.on_host or job.local_steps is not None
     gathered, scatter_input = _gathered(unit, g, job) if copies else 0, reduce_input(unit, g, job)
     reduced = scatter_input // g
@@ -147,12 +148,12 @@ def unit_bytes(
     whole, unsharded = (_whole(trainable, dtype) for dtype in (precision.reduced_dtype, precision.gathered_dtype))
     holds = batch.holds_gradients(layout)
     accumulates = batch.accumulation_steps > 1 and not holds
-    if not copies:  # a plain parameter adds up its gradient where it is
+    if not copies:  # a plain parameter accumulates its gradient in place
         holds, accumulates = False, batch.accumulation_steps > 1
     partial = accumulates and g < world_size  # reduced in the shard group, not yet between replicas
     held = whole if holds else reduced if partial else gradients if accumulates else 0
     output = reduced if copies and (recast or accumulates or layout.on_host) else 0
-    if holds:  # whole gradients go before it comes, but for the last one's
+    if holds:  # all whole gradients but the last are freed before the output is allocated
         last = _whole(trainable[-1:], precision.reduced_dtype) if g > 1 else 0
         output = max(0, reduced + (gradients if recast else 0) + last - whole)
     kept_back = reduced if g < world_size and (recast or layout.on_host or layout.step_in_backward) else 0
@@ -160,10 +161,10 @@ def unit_bytes(
     outer = sum(sum(outer_tensors(p, g, world_size, job)) for p in trainable)
     scratch = 0 if layout.on_host else _step_scratch(shards, job)
     matrix = 0 if layout.on_host else max((job.optimizer.matrix_scratch(p, g) for p in trainable), default=0)
-    if layout.step_in_backward:  # gradients pass
+    if layout.step_in_backward:  # gradients are freed after the unit's step
         output = max((reduced if recast else 0) + gradients, gradients + max(scratch, matrix))
         matrix = 0
-    # Held gradients are freed as they are reduced: of what is kept back only the excess over them counts.
+    # held gradients are freed when they are reduced: only the excess of `kept_back` over them counts
     beside = max(0, kept_back + gradients - whole) if holds else kept_back
     joins_whole = holds and unit.span is not GatherSpan.STEP
     return UnitBytes(
@@ -175,7 +176,7 @@ def unit_bytes(
         reduced_after=beside,
         gathered=gathered,
         gather_buffer=gathered if g > 1 else 0,
-        cast_buffer=_beside_gathered(unit, layout, job) if copies else 0,
+        cast_buffer=_cast_buffer(unit, layout, job) if copies else 0,
         unsharded_gradients=0 if joins_whole else unsharded,
         waiting_gradients=unsharded if unit.span is GatherSpan.CALLS else 0,
         reduce_input=scatter_input if copies else 0,
@@ -200,10 +201,10 @@ def reduce_input(unit: UnitDescription, shard_size: int, job: TrainingJob) -> in
 
 
 def gradients_arriving(description: ModelDescription, job: TrainingJob) -> tuple[int, ...]:
-    """For each segment, return the bytes of gradients of parameters gathered for the whole step that are there from its backward on.
+    """Return for each segment the bytes of gradients, of parameters gathered for the whole step, that its backward adds.
 
-    Where no trace says when they come, they count from the unit's last segment on. Those that come in a block's backward count from
-    the segment of such a unit that backward meets before it.
+    A gradient without a traced time counts from the unit's last segment on. A gradient that a block's backward adds counts from the nearest
+    later segment of a unit gathered for the whole step, whose backward comes first.
     """
     segments, arriving = description.segments, [0] * len(description.segments)
     whole_step = [index for index, s in enumerate(segments) if description.units[s.unit].span is GatherSpan.STEP]
@@ -217,9 +218,9 @@ def gradients_arriving(description: ModelDescription, job: TrainingJob) -> tuple
 
 
 def merged_gradients(unit: UnitDescription, job: TrainingJob) -> int:
-    """Return the bytes of the sum that autograd makes of a parameter's gradients, beside both of them, when the second comes.
+    """Return the bytes of autograd's sum of a parameter's gradients, which is live beside both summands.
 
-    A parameter has several gradients where it has several names, or its unit several calls.
+    A parameter has several gradients if it has several names, or its unit several calls.
     """
     shared = {names[0] for names in unit.shared}
     several = [p for p in unit.trainable if unit.span is GatherSpan.CALLS or p.name in shared]
@@ -239,14 +240,14 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
         host = host_of(hardware)
         brought = sum(p.sharded_bytes(g) for p in unit.parameters) / host.to_device_bytes_per_s
         scatter += sum(shards) / host.to_host_bytes_per_s
-        if g == 1:  # FSDP2 brings replicas over when they are copied, on the stream of compute
+        if g == 1:  # FSDP2 copies replicas to the device on the compute stream
             copy_out += brought
         else:
             gather += brought
     update = _update_seconds(shards, hardware, job, on_host=layout.on_host)
     sizes = [job.optimizer.gathered_bytes(p, g) for p in unit.trainable]
     gathers = sum(sharded_seconds(hardware, Collective.ALL_GATHER, g, 1, nbytes) for nbytes in sizes if nbytes)
-    if layout.states_on_host:  # the way there of one unit beside the way back of another
+    if layout.states_on_host:  # one unit's copy to the device overlaps another's copy to the host
         host = host_of(hardware)
         slower = min(host.to_device_bytes_per_s, host.to_host_bytes_per_s)
         update += sum(job.optimizer.state_bytes(p, g) for p in unit.trainable) / slower
@@ -264,7 +265,7 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
 
 
 def _copy_seconds(unit: UnitDescription, g: int, gathered: int, reduced: int, hardware: Hardware) -> tuple[float, float]:
-    """Return what FSDP2 does beside the collectives to gather a unit and to reduce it: as measured, else copies at memory's speed."""
+    """Return FSDP2's seconds to gather and to reduce a unit without collectives: measured, else copies at memory speed."""
     rate, overhead = hardware.device.memory_bytes_per_s, hardware.fsdp_overhead
     reductions = 2 if g == 1 else 1  # the reduce-scatter of one rank is a second copy
     if overhead is None:
@@ -274,16 +275,17 @@ def _copy_seconds(unit: UnitDescription, g: int, gathered: int, reduced: int, ha
 
 
 def host_of(hardware: Hardware) -> HostSpec:
-    """Return the host beside the devices; HardwareError where none is known."""
+    """Return the host of the devices; HardwareError if it is not known."""
     if hardware.host is None:
         raise HardwareError(
-            f"States or activations are to lie on the host, but the host of {hardware.device.name} is not known; measure it (profile)."
+            f"The plan puts states or activations on the host, but the host of {hardware.device.name} is not known; measure it by"
+            " hf-osdp profile."
         )
     return hardware.host
 
 
 def _update_seconds(shards: Sequence[int], hardware: Hardware, job: TrainingJob, *, on_host: bool) -> float:
-    """Return the time of the optimizer step on a rank's shards, and of clipping: a norm reads, a factor reads and writes each gradient."""
+    """Return the time of the optimizer step on a rank's shards, and of clipping, which reads each gradient twice and writes it once."""
     device, optimizer, tensors, nbytes = hardware.device, job.optimizer, len(shards), sum(shards)
     if on_host:
         clipped = 3 if job.clips_gradients else 0
@@ -305,11 +307,11 @@ def _whole(parameters: Iterable[ParameterSpec], dtype_of: Callable[[ParameterSpe
     return sum(p.numel * dtype_of(p).itemsize for p in parameters)
 
 
-def _beside_gathered(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) -> int:
-    """Return what parameters that are cast or come from the host take beyond the gathered ones and the gather's buffer.
+def _cast_buffer(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) -> int:
+    """Return the bytes of a gather beyond gathered parameters and gather buffer: codes, buffer between stages, casts, copies.
 
-    Shards are cast and brought over before anything of their unit is gathered: never more than what is there then. Replicas are, one after
-    the other, brought to the device, cast there, and copied.
+    Casts and copies of shards never exceed the later gather buffer, because FSDP2 makes them before the gather. Replicas are copied to the
+    device, cast and copied into place, one after the other.
     """
     if (g := layout.shard_size) > 1:
         codes = messages(unit, layout, g)[0].gather_buffers()
@@ -325,7 +327,7 @@ def _beside_gathered(unit: UnitDescription, layout: UnitLayout, job: TrainingJob
 
 
 def _reduce_stage(unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, reduced: int) -> int:
-    """Return what reducing takes beside its input and output, of which a rank's part has `reduced` bytes."""
+    """Return the bytes of a reduction beside its input and output; `reduced` are the bytes of a rank's part."""
     stage = layout.shard_size // layout.stage_size * reduced if layout.two_stage else 0
     apart = any(job.precision.reduced_dtype(p).itemsize < 4 for p in unit.trainable)
     codes, replicas = (message.reduce_buffers(sums_apart=apart) for message in messages(unit, layout, world_size)[1:])
@@ -333,7 +335,7 @@ def _reduce_stage(unit: UnitDescription, layout: UnitLayout, world_size: int, jo
 
 
 def _host_bytes(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) -> int:
-    """Return a unit's states on the host. Those that move are in page-locked memory, each in a power of two of bytes."""
+    """Return a unit's bytes on the host. Tensors that are copied are in page-locked memory, each rounded up to a power of two."""
     g = layout.shard_size
     if layout.states_on_host:
         return sum(pinned_bytes(nbytes) for p in unit.trainable for nbytes in job.optimizer.state_tensors(p, g))
@@ -344,7 +346,7 @@ def _host_bytes(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) -> 
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """Return what page-locked memory for so many bytes takes: a power of two (`CachingHostAllocatorImpl::allocate` of torch)."""
+    """Return the bytes rounded up to a power of two, as torch allocates page-locked memory (`CachingHostAllocatorImpl::allocate`)."""
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 

@@ -1,1 +1,1 @@
-"""Find the fastest plan that fits, or say what would make one fit."""
+"""Find the fastest plan that fits, or name changes with which one fits."""

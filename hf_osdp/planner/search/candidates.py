@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -13,19 +14,23 @@ from ..cost.units import UnitBytes
 from ..decision import Batch, UnitLayout
 from ..description import Activations
 from ..problem import PlanningProblem
-from .fitting import ADVICE_WORK, any_within, least_peak
 from .options import Option, Timeline
-from .solver import Solution
+from .program import Program
+from .solver import Solution, any_within
 from .strategies import batches, search_spaces
 from .timeline import BatchCosts, build_timeline
 
 UNLIMITED = 2**60
-"""Bytes that no device has."""
+"""More bytes than any device has."""
+ADVICE_WORK = 0.5
+"""Most work to answer whether any plan fits, where the answer is advice, in CP-SAT's deterministic seconds; nearly all take hundredths."""
+_ROUNDED = 1e-6
+"""Relative rounding error of a bound of the linear solver."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Candidate:
-    """One batch in one search space: an integer program, with the time and the peak that no plan of it can beat."""
+    """One batch in one search space: an integer program, with lower bounds on the time and the peak of its plans."""
 
     problem: PlanningProblem
     batch: Batch
@@ -33,21 +38,22 @@ class Candidate:
 
     @cached_property
     def least_s(self) -> float:
-        """Seconds of a step that no plan goes below."""
+        """Lower bound on the seconds of a step: each unit takes its fastest option."""
         return sum(len(group.units) * min(option.seconds for option in group.options) for group in self.timeline.groups)
 
     @cached_property
     def floor_bytes(self) -> int:
-        """Bytes that no plan's peak goes below: every unit takes the least of each term, whichever layout it is from.
+        """Lower bound on the peak in bytes: for each memory term, a unit takes the least over its options.
 
-        Every moment is a sum of terms with positive sign, so that the floor holds for each of them.
+        Every moment is a sum of terms with positive sign, so that the bound holds at every moment.
         """
         description = self.problem.description
         terms: dict[int, UnitBytes] = {}
         kept: dict[int, set[Activations]] = {}
         for group in self.timeline.groups:
             least = {f.name: min(getattr(o.bytes, f.name) for o in group.options) for f in fields(UnitBytes)}
-            least["cast_buffer"] = min(0 if o.bytes.kept else o.bytes.cast_buffer for o in group.options)  # what is kept is not cast again
+            # parameters that are kept are not cast again in backward
+            least["cast_buffer"] = min(0 if o.bytes.kept else o.bytes.cast_buffer for o in group.options)
             terms |= dict.fromkeys(group.units, UnitBytes(**least))
             kept |= {unit: {o.layout.activations for o in group.options} for unit in group.units}
         samples = self.batch.micro_batch_size
@@ -60,48 +66,64 @@ class Candidate:
         return estimate_memory(self.problem.description, ordered, self.problem.hardware.world_size, self.problem.job, self.batch)
 
     def needed_bytes(self, layouts: Mapping[int, UnitLayout]) -> int:
-        """Return a plan's peak, less what no plan avoids."""
+        """Return a plan's peak without the memory that every plan takes outside tensors."""
         return self.memory(layouts).on(self.problem.hardware) - self.problem.hardware.unavoidable_bytes
 
     def quickest(self, limit_bytes: int) -> Solution | None:
-        """Return each unit's quickest option, where all of them fit together: then there is nothing to solve."""
+        """Return the plan of each unit's fastest option if it fits, else None. It needs no solver."""
         layouts = self._each(lambda o: (o.seconds, o.stays))
         return Solution(layouts=layouts, objective=self.least_s, proven=True) if self._fit(layouts, limit_bytes) else None
 
     def frugal(self) -> dict[int, UnitLayout]:
-        """Return for each unit the option that needs least memory; most often no plan needs less."""
+        """Return the plan of each unit's most frugal option; its peak is usually the least of all plans."""
         units = sum(len(group.units) for group in self.timeline.groups)
 
-        # of bytes where all units take the option, what stays is there for all of them, what passes for one
+        # if all units take the option, its bytes that stay count for each unit, its peak above them for one
         return self._each(lambda o: (units * o.stays + max(o.transient, o.forward_peak, o.copy_out_peak), o.seconds))
 
     def fits(self, limit_bytes: int) -> bool:
-        """Return whether any plan fits, as far as is found out in a while."""
-        return self.floor_bytes <= limit_bytes and (self._fit(self.frugal(), limit_bytes) or self.any_within(limit_bytes))
+        """Return whether a plan is found that fits; `ADVICE_WORK` limits the effort."""
+        return self.floor_bytes <= limit_bytes and (self._fit(self.frugal(), limit_bytes) or self.any_within(limit_bytes) is not None)
 
-    def any_within(self, limit_bytes: int) -> bool:
-        """Return whether the solver soon finds a plan that fits."""
-        return any_within(self.timeline, self.problem.job, limit_bytes, ADVICE_WORK) is not None
+    def any_within(self, limit_bytes: int) -> dict[int, UnitLayout] | None:
+        """Return a plan that fits, or None if the solver finds none within `ADVICE_WORK`."""
+        return any_within(self.timeline, self.problem.job, limit_bytes, ADVICE_WORK)
 
     def least(self) -> tuple[dict[int, UnitLayout], int]:
-        """Return the plan with the lowest peak, and that peak less what no plan avoids."""
-        job, start = self.problem.job, self.frugal()
-        if not self.timeline.fits_host(start):
+        """Return the plan with the lowest peak, and this peak as `needed_bytes` gives it.
+
+        Search for any plan below the lowest peak so far: in turns just below it, where usually there is none, and by bisection.
+        """
+        job, best = self.problem.job, self.frugal()
+        if not self.timeline.fits_host(best):
             possible = any_within(self.timeline, job, UNLIMITED)
             assert possible is not None, "a candidate's least states fit the host"
-            start = possible
-        return least_peak(self.timeline, job, start, self.floor_bytes, self.needed_bytes)
+            best = possible
+        program = Program(self.timeline, job, None, linear=True)
+        program.minimize_limit()
+        relaxed = program.relax()
+        bound = 0 if relaxed is None else math.floor(relaxed.bound * (1 - _ROUNDED))
+        highest, impossible, just_below = self.needed_bytes(best), max(self.floor_bytes, bound) - 1, True
+        while highest - impossible > 1:
+            limit = highest - 1 if just_below else (highest + impossible) // 2
+            layouts = self.any_within(limit)
+            if layouts is None:
+                impossible = limit
+            else:
+                best, highest = layouts, self.needed_bytes(layouts)
+            just_below = not just_below
+        return best, highest
 
     def _fit(self, layouts: Mapping[int, UnitLayout], limit_bytes: int) -> bool:
         return self.needed_bytes(layouts) <= limit_bytes and self.timeline.fits_host(layouts)
 
     def _each(self, key: Callable[[Option], tuple[float, ...]]) -> dict[int, UnitLayout]:
-        """Return for each unit the first of its options by a key."""
+        """Return for each unit the layout whose option has the least key."""
         return {unit: min(group.options, key=key).layout for group in self.timeline.groups for unit in group.units}
 
 
 def all_candidates(problem: PlanningProblem, *, smallest_first: bool = False) -> Iterator[Candidate]:
-    """Yield every batch in every space, the largest micro-batches first unless said otherwise."""
+    """Yield the candidate of each batch and space, the largest micro-batch first unless `smallest_first`."""
     order = -1 if smallest_first else 1
     for batch in list(batches(problem.job, problem.hardware.world_size))[::order]:
         costs = BatchCosts(problem, batch)
@@ -110,16 +132,16 @@ def all_candidates(problem: PlanningProblem, *, smallest_first: bool = False) ->
 
 
 def possible_candidates(problem: PlanningProblem) -> list[Candidate]:
-    """Return the candidates that some host and some device have memory for; HardwareError or OSDPError where there are none."""
+    """Return the candidates whose states fit the host; HardwareError if there are none, OSDPError if each passes `UNLIMITED`."""
     every = list(all_candidates(problem))
     fitting = [candidate for candidate in every if candidate.timeline.least_host_bytes <= candidate.timeline.host_limit_bytes]
     if not fitting:
         least = min(candidate.timeline.least_host_bytes for candidate in every)
         raise HardwareError(
-            f"What is to lie on the host takes {format_bytes(least)} of its memory for each rank, but there is"
-            f" {format_bytes(every[0].timeline.host_limit_bytes)} ({problem.hardware.device.name}); leave host_offload and"
-            " offload_activations open, or use more devices."
+            f"States and activations on the host need {format_bytes(least)} of its memory for each rank, but it has"
+            f" {format_bytes(every[0].timeline.host_limit_bytes)} ({problem.hardware.device.name}). Leave host_offload and"
+            " offload_activations to the planner, or use more devices."
         )
     if all(candidate.floor_bytes > UNLIMITED for candidate in fitting):
-        raise OSDPError(f"At every batch a device would need more than {format_bytes(UNLIMITED)}; no model does. Describe it again.")
+        raise OSDPError(f"Each plan needs more than {format_bytes(UNLIMITED)} per device. The model's description is wrong; make it again.")
     return fitting

@@ -1,4 +1,4 @@
-"""Several searches side by side: strategies at their best, memory against throughput, ways to split a model."""
+"""Compare searches: strategies at their best batch, memory against throughput, ways to split a model."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from .search import SearchResult, fastest_without_limit, least_memory, search, s
 _log = logging.getLogger(__name__)
 
 POINTS = 16
-"""Searches of one front, unless the caller wants another number: enough for a curve, and a few seconds at most."""
+"""Default number of searches for a front: enough for a curve, and at most a few seconds."""
 LOCAL_STEPS = "local steps"
-"""The variant of a plan with which machines train apart."""
+"""Variant name of a plan with local steps."""
 _NEAR = 1.01
-"""Plans nearer than this ratio of memory or time are the same to a person."""
+"""Ratio of memory or time below which plans count as equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyResult:
-    """What one strategy can do at its own best batch, or why it cannot run."""
+    """A strategy's plan at its best batch, or the reason why there is none."""
 
     strategy: Strategy
     result: SearchResult | None
     reason: str = ""
     least_peak_bytes: int | None = None
-    """Where nothing fits: the tightest limit that it would meet."""
+    """The tightest limit that the strategy meets; only set if no plan fits."""
     variant: str = ""
-    """What sets the row apart from the strategy's first one, such as `eager, all recomputed`."""
+    """Difference from the strategy's first row, such as `eager, all recomputed`."""
 
     @property
     def label(self) -> str:
@@ -48,10 +48,14 @@ def compare_strategies(
 ) -> tuple[StrategyResult, ...]:
     """Compare all strategies, each at its own best batch under the same limit, OSDP first.
 
-    The problem is of the model whole; OSDP takes the `split` one. `other` is the model with compiled blocks, or with eager ones where the
-    problem's are compiled, for rows of that. A strategy that cannot run here has a reason instead of a result. Two stages have a row where
-    there are several nodes of several devices. FSDP has rows as scripts run it (`as_scripts_run`) where recomputation is left open. Where
-    fewer bits may be sent, OSDP and the strategy asked for do so, and have another row without.
+    A strategy that cannot run has a reason instead of a result. Two-stage has a row only for several nodes of several devices. If the job
+    leaves recomputation open, FSDP has further rows as scripts run it (`as_scripts_run`). If the job allows fewer bits on the wire, OSDP
+    and the strategy asked for use them and have a second row, `exact`, without them.
+
+    Args:
+        problem: the problem of the model without splits.
+        split: description of the split model, which OSDP takes instead.
+        other: the model with compiled blocks (or eager blocks, if the problem's are compiled), which adds rows.
     """
     several = 1 < problem.hardware.devices_per_node < problem.hardware.world_size
     blocks = "eager" if problem.description.compiled_classes else "compiled"
@@ -76,9 +80,9 @@ def compare_strategies(
 
 
 def as_scripts_run(problem: PlanningProblem, *, recompute: bool) -> PlanningProblem:
-    """Return the problem of a script without a planner: every block recomputed or none, nothing on the host unless the job says so.
+    """Return the problem of a script without a planner: all blocks recomputed or none, nothing on the host unless the job requires it.
 
-    Without recomputation as Accelerate's FSDP2 comes, which reduces gradients in the dtype that it computes in.
+    Without recomputation it has the defaults of Accelerate's FSDP2, which reduces gradients in the compute dtype.
     """
     job, precision = problem.job, problem.job.precision
     fixed = replace(
@@ -90,7 +94,7 @@ def as_scripts_run(problem: PlanningProblem, *, recompute: bool) -> PlanningProb
 
 
 def best_of(problem: PlanningProblem, variant: str = "") -> StrategyResult:
-    """Return the row of the problem's strategy at its best batch, or the reason why there is none."""
+    """Return the row of the problem's strategy: its plan at the best batch, or the reason why there is none."""
     strategy = problem.strategy
     try:
         return StrategyResult(strategy=strategy, result=search(problem), variant=variant)
@@ -107,14 +111,17 @@ def best_of(problem: PlanningProblem, variant: str = "") -> StrategyResult:
 def frontier(problem: PlanningProblem, *, points: int = POINTS, at: Sequence[int] = ()) -> tuple[SearchResult, ...]:
     """Return points of the Pareto front of peak memory and throughput, by rising peak, up to the problem's limit.
 
-    Each point is the fastest plan under some limit (the ε-constraint method: Haimes, Lasdon, Wismer 1971). Limits are put
-    where most is not known yet: in the middle, by ratio, of the gap with the largest product of memory and throughput.
-    Limits are here what a plan may fill: the margin is left out of them. At most `points` are searched, and the limits of `at`, such as
-    the peaks of other plans, which the front is then not below.
+    Each point is the fastest plan under some limit (the ε-constraint method: Haimes, Lasdon, Wismer 1971). The next limit is the geometric
+    mean of the two limits whose gap has the largest product of memory and throughput, by ratios. Limits are without margin here.
+
+    Args:
+        problem: the problem, whose limit is the right end of the front.
+        points: the most searches.
+        at: further limits to search, such as the peaks of other plans, so that the front is not below these plans.
 
     Raises:
-        InfeasibleError: nothing fits the problem's limit.
-        ValueError: fewer than two points, or what `search` refuses.
+        InfeasibleError: no plan fits the problem's limit.
+        ValueError: fewer than two points, or an error of `search`.
     """
     if points < 2:
         raise ValueError(f"points={points} must be at least 2, the two ends of the front.")
@@ -139,13 +146,13 @@ def frontier(problem: PlanningProblem, *, points: int = POINTS, at: Sequence[int
 
 
 def _unknown(low_bytes: int, below: SearchResult, above: SearchResult) -> float:
-    """Return the area, by ratios, in which the front may lie between a limit and a later plan; 0 where it is too narrow to ask."""
+    """Return the area, by ratios, in which the front may lie between a limit and a later plan; 0 if it is too narrow to search."""
     memory, rate = above.peak_bytes / low_bytes, below.time.step_s / above.time.step_s
     return 0.0 if memory < _NEAR or rate <= 1 else math.log(memory) * math.log(rate)
 
 
 def not_dominated(results: Sequence[SearchResult]) -> tuple[SearchResult, ...]:
-    """Return those to which no other is equal or better in both peak and step time, by rising peak."""
+    """Return the results that no other result equals or betters in both peak and step time, by rising peak."""
     front: list[SearchResult] = []
     for result in sorted(results, key=lambda r: (r.peak_bytes, r.time.step_s)):
         if not front or result.time.step_s < front[-1].time.step_s:
@@ -158,11 +165,10 @@ def choose_description(
     splits: Callable[[], Sequence[ModelSplit]],
     describe: Callable[[ModelSplit], ModelDescription],
 ) -> ModelDescription:
-    """Return the description, out of those of the plain and the split model, whose best plan is fastest, or needs least if none fits.
+    """Return the description of the plain or a split model whose best plan is fastest; if no plan fits, the one that needs least memory.
 
-    Splits are for memory: they are tried only where the limit keeps the plain model from running as fast as without one, or where blocks
-    are compiled, since a loss in pieces is compiled with them. Single strategies take the plain model. A DescriptionError of `describe`
-    leaves a split out.
+    Splits save memory. They are tried only if the limit slows the plain model down, or if blocks are compiled, because a loss in pieces is
+    then compiled too. Single strategies take the plain model. A split for which `describe` raises a DescriptionError is left out.
     """
     plain = problem.description
     if problem.strategy is not Strategy.OSDP:
@@ -183,6 +189,6 @@ def choose_description(
 
 
 def _rank(problem: PlanningProblem, cutoff_s: float = math.inf) -> tuple[bool, float]:
-    """Rank what fits first, by its time, if that is below the cutoff; then what needs least, by a bound."""
+    """Return a sort key: plans that fit first, by step time below the cutoff; then those that do not, by a bound on their memory."""
     found = search_or_floor(problem, cutoff_s=cutoff_s)
     return (True, float(found)) if isinstance(found, int) else (False, found.time.step_s)

@@ -1,4 +1,4 @@
-"""The variables of a search's integer program and its solvers: CP-SAT for all of it; GLOP and SCIP for the linear part of it."""
+"""Variables and solvers of the integer program: CP-SAT for the whole program, GLOP and SCIP for its linear relaxation."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     Count: TypeAlias = cp_model.IntVar
 
 Value: TypeAlias = Callable[[Option], int]
-SAME = 1e-7
-"""Part of a step's time by which a plan must be quicker to count: no rate is known so well, and to tell nearer plans apart takes long."""
+MIN_GAIN = 1e-7
+"""Relative difference of step time below which plans count as equal: no rate is known better, and a finer search takes long."""
 _SLACK, _WHOLE_SLACK = 1e-7, 1e-9
-"""Part of each bound by which relaxations over real and over whole numbers loosen it, so that rounding refuses nothing possible."""
+"""Relative loosening of each bound in relaxations over real and over whole numbers, so that rounding excludes no feasible plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +30,11 @@ class Relaxation:
     """The optimum of a linear model."""
 
     bound: float
-    """No plan's objective is less."""
+    """Lower bound on the objective of every plan."""
     added: dict[UnitGroup, dict[Option, float]]
-    """What each option adds to it at least for a unit of each group (reduced costs); 0 for all where solved over whole numbers."""
+    """Reduced costs: the least that a unit with this option adds to the bound; 0 in a relaxation over whole numbers."""
     values: Sequence[float]
-    """Of the variables."""
+    """Values of the variables."""
 
     def value(self, variable: Count | int) -> float:
         """Return the value of a variable, or of a number."""
@@ -43,39 +43,36 @@ class Relaxation:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupCounts:
-    """Variables of a group, one for each option."""
+    """Variables of a group, one per option."""
 
     group: UnitGroup
     counts: Sequence[Count]
     used: Sequence[Count]
-    """Whether any unit takes the option; empty in the relaxation of a group of several units."""
+    """Whether a unit takes the option; empty in the relaxation if the group has several units."""
     first: Sequence[Count]
-    """Whether the first unit takes it."""
+    """Whether the first unit takes the option."""
     last: Sequence[Count]
+    """Whether the last unit takes the option."""
 
     def total(self, value: Value) -> Bytes:
-        """Return the sum of a number over all units."""
+        """Return the sum over all units of a value of their options."""
         return sum(value(o) * x for o, x in zip(self.group.options, self.counts, strict=True))
 
     def of_first(self, value: Value) -> Bytes:
-        """Return a number of the first unit's option."""
+        """Return a value of the first unit's option."""
         return replace(self, counts=self.first).total(value)
 
     def of_last(self, value: Value) -> Bytes:
-        """Return a number of the last unit's option."""
+        """Return a value of the last unit's option."""
         return replace(self, counts=self.last).total(value)
 
     def runs(self) -> list[tuple[Option, Count, Count]]:
-        """Return option, count and whether it is used, in the order of backward."""
+        """Return each option with its count and whether it is used, in the order of backward."""
         return list(zip(self.group.options, self.counts, self.used, strict=True))
 
 
 class IntegerModel:
-    """Counts of options for each group of units, without constraints on them.
-
-    No moment may pass `limit_bytes`; None makes that a variable, to be minimized. `linear` leaves out what holds only for runs that exist:
-    the model is then a relaxation, for `relax`.
-    """
+    """Counts of options for each group of units, without constraints on moments; `Program` has the arguments."""
 
     def __init__(self, timeline: Timeline, limit_bytes: int | None, *, linear: bool) -> None:
         from ortools.sat.python import cp_model
@@ -84,36 +81,36 @@ class IntegerModel:
         self._limit: Bytes = self._model.new_int_var(0, 2**60, "") if limit_bytes is None else limit_bytes
         self._groups = {group: self._declare(group) for group in timeline.groups}
         named = 8 * sum(len(group.options) for group in timeline.groups if len(group.units) > 1)
-        most = 2**61 // max(2**8, named)  # of each variable that stands for bytes: CP-SAT's whole numbers hold their sum
+        most = 2**61 // max(2**8, named)  # of each variable in bytes: their sum must not overflow in CP-SAT
         self._most_bytes = most if limit_bytes is None else min(most, max(0, limit_bytes))
         self.gave_up = False
-        """The last `solve` found nothing, and did not prove that there is nothing."""
+        """Whether the last `solve` found no solution and did not prove that none exists."""
         self.infeasible = False
-        """The last `relax` found that there is no solution."""
+        """Whether the last `relax` proved that no solution exists."""
         self.nodes = 0
-        """That SCIP took for it."""
+        """SCIP's nodes in the last `relax`."""
         self.work = 0.0
-        """CP-SAT's deterministic seconds of the last `solve`."""
+        """CP-SAT's deterministic seconds in the last `solve`."""
 
     def minimize_seconds(self, scale: float, at_most: int | None = None) -> None:
-        """Set the objective Σ scale · seconds, at most a bound; without an objective any solution will do."""
+        """Set the objective Σ scale · seconds, with an upper bound if given. Without an objective, `solve` returns any solution."""
         cost = self._sum(self._groups.values(), lambda option: round(option.seconds * scale))
         self._model.minimize(cost)
         if at_most is not None:
             self._model.add(cost <= at_most)
 
     def minimize_limit(self) -> None:
-        """Set the objective: the limit, which must be a variable."""
+        """Set the limit as the objective; it must be a variable."""
         self._model.minimize(self._limit)
 
     def solve(self, most_work: float = math.inf) -> tuple[dict[int, UnitLayout], float, bool] | None:
-        """Return layouts by unit, the objective, and whether it is proven; None if there are none, or none by `most_work`."""
+        """Return each unit's layout, the objective, and whether it is proven optimal; None if no solution is found within `most_work`."""
         from ortools.sat.python import cp_model
 
         solver = cp_model.CpSolver()
         parameters = solver.parameters
-        parameters.num_workers, parameters.random_seed = 1, 0  # so that the same question always gets the same answer
-        # with any of these, OR-tools 9.15 calls some feasible programs of these infeasible
+        parameters.num_workers, parameters.random_seed = 1, 0  # equal programs give equal plans
+        # with any of these settings, OR-tools 9.15 reports some feasible programs as infeasible
         parameters.cp_model_presolve, parameters.cut_level, parameters.use_implied_bounds = False, 0, False
         parameters.max_deterministic_time = most_work
         status = solver.solve(self._model)
@@ -128,9 +125,9 @@ class IntegerModel:
         return layouts, solver.objective_value, status == cp_model.OPTIMAL
 
     def relax(self, *, gap: float | None = None, most_nodes: int = 0) -> Relaxation | None:
-        """Return the minimum of a `linear` model over real numbers (GLOP), or with a part `gap` of it over whole ones (SCIP).
+        """Return the minimum of a `linear` model over real numbers (GLOP), or over whole numbers with a relative `gap` (SCIP).
 
-        None where no optimum was found: there is no solution (`infeasible`), rounding got in the way, or SCIP took `most_nodes`.
+        None if no optimum is found: no solution exists (`infeasible`), rounding errors are too large, or SCIP reached `most_nodes`.
         """
         from ortools.linear_solver import pywraplp
 
@@ -139,7 +136,7 @@ class IntegerModel:
         if whole:
             parameters = {"limits/nodes": most_nodes, "limits/gap": gap, "numerics/feastol": 1e-9}
             solver.SetSolverSpecificParametersAsString("\n".join(f"{name} = {value}" for name, value in parameters.items()))
-        units = [float(v.domain[1] or 1) if v.domain[0] < 0 else 1.0 for v in program.variables]  # levels as parts of the most they may be
+        units = [float(v.domain[1] or 1) if v.domain[0] < 0 else 1.0 for v in program.variables]  # levels relative to their upper bound
         variables = [
             (solver.IntVar if whole and v.domain[0] >= 0 else solver.NumVar)(v.domain[0] / unit, v.domain[1] / unit, "")
             for v, unit in zip(program.variables, units, strict=True)
@@ -170,17 +167,17 @@ class IntegerModel:
         return Relaxation(bound=bound * scale + program.objective.offset, added=added, values=values)
 
     def counts(self, relaxed: Relaxation) -> dict[UnitGroup, list[int]]:
-        """Return how many units of each group take each option in a solution over whole numbers."""
+        """Return the counts of each group's options in a solution over whole numbers."""
         return {group: [round(relaxed.value(x)) for x in own.counts] for group, own in self._groups.items()}
 
     def fix(self, counts: Mapping[tuple[int, ...], Mapping[Option, int]]) -> None:
-        """Require that so many units of each group take each option."""
+        """Fix the counts of each group's options."""
         for group, own in self._groups.items():
             for option, x in zip(group.options, own.counts, strict=True):
                 self._model.add(x == counts[group.units][option])
 
     def _declare(self, group: UnitGroup) -> GroupCounts:
-        """Σ_k x_k = n; which options are used; which one the first and the last unit take."""
+        """Return a group's variables, with Σ_k x_k = n, and exactly one option for the first and for the last unit."""
         size, model = len(group.units), self._model
         if size == 1:
             literals = [model.new_bool_var("") for _ in group.options]
@@ -191,11 +188,11 @@ class IntegerModel:
         if self._linear:
             return GroupCounts(group=group, counts=counts, used=(), first=self._one_of(counts), last=self._one_of(counts))
         used = [self._at_least(x, 1) for x in counts]
-        first = self._foremost(used[::-1])[::-1]
-        return GroupCounts(group=group, counts=counts, used=used, first=first, last=self._foremost(used))
+        first = self._first_used(used[::-1])[::-1]
+        return GroupCounts(group=group, counts=counts, used=used, first=first, last=self._first_used(used))
 
     def _one_of(self, counts: Sequence[Count]) -> list[Count]:
-        """Return for each option a literal ≤ x_k, exactly one of them true."""
+        """Return for each option a literal ≤ x_k; exactly one literal is true."""
         literals = [self._model.new_bool_var("") for _ in counts]
         self._model.add_exactly_one(literals)
         for literal, x in zip(literals, counts, strict=True):
@@ -208,8 +205,8 @@ class IntegerModel:
         self._model.add(x <= number - 1).only_enforce_if(~literal)
         return literal
 
-    def _foremost(self, used: Sequence[Count]) -> list[Count]:
-        """Return for each option a literal: it is used, and none before it is."""
+    def _first_used(self, used: Sequence[Count]) -> list[Count]:
+        """Return for each option a literal that is true if the option is used and no earlier option is."""
         literals = []
         for k, literal in enumerate(used):
             foremost = self._model.new_bool_var("")
@@ -218,24 +215,24 @@ class IntegerModel:
         self._model.add_exactly_one(literals)
         return literals
 
-    def _named(self, level: Bytes) -> Count | int:
-        """Return a variable for a level, so that constraints on it stay short."""
+    def _as_variable(self, level: Bytes) -> Count | int:
+        """Return a variable equal to a level, so that constraints on it have few terms."""
         if isinstance(level, int):
             return level
         named = self._model.new_int_var(-self._most_bytes, self._most_bytes, "")
         self._model.add(named == level)
         return named
 
-    def _brief(self, level: Bytes) -> Bytes:
-        """Return the same in few terms where a linear solver is to read it, and a limit says how large it may be."""
-        return self._named(level) if self._linear and isinstance(self._limit, int) else level
+    def _shortened(self, level: Bytes) -> Bytes:
+        """Return the level as one variable in a relaxation with a limit, which a linear solver reads faster; else unchanged."""
+        return self._as_variable(level) if self._linear and isinstance(self._limit, int) else level
 
     def _latest(self, used: Count, nbytes: int, otherwise: Bytes) -> Bytes:
-        """Return at least `nbytes` where a run is used, else at least what the run beside it gave."""
+        """Return a value of at least `nbytes` if the run is used, else of at least `otherwise`."""
         if isinstance(otherwise, int) and otherwise == nbytes:
             return nbytes
         latest = self._model.new_int_var(0, self._most_bytes, "")
-        self._model.add(latest >= min(nbytes, self._most_bytes)).only_enforce_if(used)  # an option with more has no unit
+        self._model.add(latest >= min(nbytes, self._most_bytes)).only_enforce_if(used)  # an option above the limit is never used
         self._model.add(latest >= otherwise).only_enforce_if(~used)
         return latest
 
@@ -244,7 +241,7 @@ class IntegerModel:
         return sum(own.total(value) for own in groups)
 
     def _fits(self, level: Bytes, *literals: cp_model.BoolVarT) -> None:
-        """Level ≤ limit, where all literals are true."""
+        """Add the constraint level ≤ limit, enforced if all literals are true."""
         constraint = self._model.add(level <= self._limit)
         if literals:
             constraint.only_enforce_if(list(literals))
@@ -258,11 +255,11 @@ def _add_row(
     bounds: tuple[int, int],
     slack: float = 0.0,
 ) -> None:
-    """Add one row, scaled so that its largest coefficient is 1: bytes and counts stand side by side."""
+    """Add one row, scaled to a largest coefficient of 1, because rows mix bytes and counts."""
     scale = max((abs(c) for c in coefficients), default=1) or 1
     low, high = bounds
     infinity, far = solver.infinity(), 2**62
-    # by how much each bound is loosened, scaled as well
+    # loosening of each bound, scaled as well
     below, above = (0.0 if low == high else slack * max(abs(bound) / scale, 1.0) for bound in bounds)
     row = solver.Constraint(
         -infinity if low <= -far else low / scale - below,

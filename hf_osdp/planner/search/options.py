@@ -1,12 +1,11 @@
 """A micro-step as a timeline: groups of equal units with the options of each, and segments of the root between them.
 
-A layout adds the same time to each of several equal units in a row; only the peak can tell them apart. A short row is
-searched unit by unit. In a long one the units at both ends, where peaks fall, still are, and of those between only how
-many take each layout is searched for. Which of them take it is settled by a rule: in backward, the order of
-independent jobs, each with a local peak p and a change of level d, that minimises the highest level is first those that
-lower it, by ascending p, then those that raise it, by descending p - d (Abdel-Wahab and Kameda 1978; Liu 1987). Units
-are not quite independent, as each one's gather runs beside the unit before it; a plan is optimal among those laid out
-by the rule.
+A layout adds the same time to each of several equal units in a row; only the peak depends on the unit's position. A short row is searched
+unit by unit. In a long row the search decides the first and the last unit one by one, and for the units between only how many take each
+layout. A rule then assigns the layouts to these units. For independent jobs with a local peak p and a change of level d, the highest level
+is least in this order: first the jobs that lower the level, by ascending p, then those that raise it, by descending p - d (Abdel-Wahab and
+Kameda 1978; Liu 1987). Backward passes the units in this order. Units are not quite independent, because each unit's gather overlaps the
+unit before it; a plan is optimal among those that follow the rule.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from ..decision import Mesh, UnitLayout
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Option:
-    """A unit's layout with its bytes and the seconds of an optimizer step. Peaks are the highest level of a phase above that before it."""
+    """A unit's layout, its bytes, and its seconds in an optimizer step. A peak is the highest level of a phase, relative to its start."""
 
     layout: UnitLayout
     bytes: UnitBytes
@@ -34,69 +33,54 @@ class Option:
     left_by_backward: int = 0
     """r: gradients."""
     copy_out_peak: int = 0
-    """While parameters are copied out in forward; the buffer of the unit before is left out."""
+    """While parameters are copied out in forward, without the gather buffer of the preceding unit."""
     forward_peak: int = 0
     """In the rest of forward."""
     gather_peak: int = 0
-    """While parameters are copied out in backward; the reduce buffer of the unit that backward met before is left out."""
+    """While parameters are copied out in backward, without the reduce buffer in flight."""
     compute_peak: int = 0
-    """In backward until gradients are reduced; that buffer and the gather that runs ahead are left out."""
+    """In backward until gradients are reduced, without the reduce buffer in flight and the prefetched gather."""
     reduce_peak: int = 0
-    """While gradients are reduced; the gather that runs ahead is left out."""
+    """While gradients are reduced, without the prefetched gather."""
     activations_on_host: int = 0
     meshes: frozenset[Mesh] = frozenset()
-    """Those of the layout; empty where communicators take no memory."""
+    """Meshes that the layout needs; empty if communicators take no memory."""
     later: tuple[Option, ...] = ()
-    """The same layout in the unit's further calls (`GatherSpan.CALLS`), in forward order."""
+    """The same layout in the unit's later calls (`GatherSpan.CALLS`), in forward order."""
 
     @property
     def change(self) -> int:
-        """d: what one unit's backward changes the level by."""
+        """d: change of the level in one unit's backward."""
         return self.left_by_backward - self.left_by_forward
 
     @property
-    def backward_peak(self) -> int:
-        """Highest level in backward once parameters are there, where the unit before has the same option."""
-        return max(self.compute_peak + self.bytes.reduce_tail, self.reduce_peak)
-
-    @property
     def transient(self) -> int:
-        """Highest level in backward among units of the same option."""
-        return max(self.gather_peak + self.bytes.reduce_tail, self.backward_peak + self.bytes.prefetched)
+        """Highest level in backward, gather included, if all neighbours take the same option."""
+        tail, prefetched = self.bytes.reduce_tail, self.bytes.prefetched
+        return max(self.gather_peak + tail, max(self.compute_peak + tail, self.reduce_peak) + prefetched)
 
     @property
     def stays(self) -> int:
-        """What it holds, whether forward or backward left it."""
+        """Bytes held after forward and backward together."""
         return self.bytes.held + self.left_by_forward + self.left_by_backward
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key of the rule above, for backward."""
+        """Sort key of the rule, in the order of backward."""
         return (0, self.transient) if self.change < 0 else (1, self.change - self.transient)
 
     @property
-    def lowest_level(self) -> int:
-        """What it adds to the level of forward and backward at least, at every moment."""
-        return self.bytes.held + min(0, self.left_by_forward, self.left_by_backward)
-
-    @property
-    def lowest_peak(self) -> int:
-        """Its highest moment where it adds that, whatever its neighbours have."""
-        backward = self.left_by_forward + max(self.gather_peak, self.compute_peak, self.reduce_peak)
-        return self.lowest_level + max(0, self.copy_out_peak, self.forward_peak, backward)
-
-    @property
     def host(self) -> int:
-        """Bytes on the host: states and activations."""
+        """Bytes of states and activations on the host."""
         return self.bytes.host + self.activations_on_host
 
     def fits_where(self, other: Option) -> bool:
-        """Return whether it is no worse at every moment, and needs no more communicators."""
+        """Return whether the option takes no more bytes than `other` at every moment, and no further communicators."""
         return self.meshes <= other.meshes and all(map(operator.le, self.levels, other.levels))
 
     @functools.cached_property
     def levels(self) -> tuple[int, ...]:
-        """Bytes at each moment that the layout bears on."""
+        """Bytes at each moment that depends on the layout."""
         terms, held = self.bytes, self.bytes.held
         after = held + self.left_by_backward
         return (
@@ -114,9 +98,12 @@ class Option:
 
 
 def undominated(options: Iterable[Option], *, by_memory: bool = False) -> list[Option]:
-    """Return the options to which no other is as good in time and at every moment, or at every moment alone; of equal ones the first."""
+    """Return the options that no other option dominates; of equal ones the first.
+
+    An option dominates another if it takes no more bytes at every moment and no more time; with `by_memory`, time does not matter.
+    """
     best: list[Option] = []
-    for option in sorted(options, key=lambda option: (sum(option.levels), option.seconds)):  # none is dominated by a later one
+    for option in sorted(options, key=lambda option: (sum(option.levels), option.seconds)):  # no option dominates an earlier one
         if not any((by_memory or other.seconds <= option.seconds) and other.fits_where(option) for other in best):
             best.append(option)
     return best
@@ -124,24 +111,24 @@ def undominated(options: Iterable[Option], *, by_memory: bool = False) -> list[O
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnitGroup:
-    """Equal units that run one after the other. Groups are told apart by identity: comparing all their options takes long."""
+    """Equal units that run one after the other. Groups compare by identity, because comparing all options takes long."""
 
     units: tuple[int, ...]
     """Indices in forward order."""
     options: tuple[Option, ...]
-    """Not dominated, in the order in which backward meets them."""
+    """Options that are not dominated, in the order of backward."""
     prefetches: bool = False
-    """The unit before the first is gathered while that one's backward computes; so for other parts."""
+    """Whether another unit is gathered while the backward of this part's first unit computes."""
 
     def assign(self, counts: Sequence[int]) -> dict[int, UnitLayout]:
-        """Give `counts[k]` units the k-th option, by the rule."""
+        """Return each unit's layout if `counts[k]` units take the k-th option, assigned by the rule."""
         chosen = [option.layout for option, count in zip(self.options, counts, strict=True) for _ in range(count)]
         return dict(zip(reversed(self.units), chosen, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaterCall:
-    """A further call of a unit whose group is earlier in the timeline."""
+    """A later call of a unit whose group is earlier in the timeline."""
 
     unit: int
     number: int
@@ -149,7 +136,7 @@ class LaterCall:
     prefetches: bool
 
     def of(self, group: UnitGroup) -> UnitGroup:
-        """Return the call as a group, from the unit's own group."""
+        """Return the call as a group, made from the unit's group."""
         return replace(group, options=tuple(option.later[self.number] for option in group.options), prefetches=self.prefetches)
 
 
@@ -160,7 +147,7 @@ class RootSegment:
     unit: int
     bytes: SegmentBytes
     gradients: int
-    """What its backward adds to the whole step's gradients."""
+    """Bytes that its backward adds to gradients of units gathered for the whole step."""
     prefetches: bool
 
 
@@ -175,40 +162,31 @@ class Timeline:
     whole_step: tuple[UnitGroup, ...]
     """Units that are gathered for the whole step, one group each."""
     idle: tuple[UnitGroup, ...]
-    """Units that never run: they hold parameters and nothing else."""
+    """Units that never run; they only hold parameters."""
     model_bytes: int
     """Buffers of the module and the batch."""
     host_limit_bytes: int
-    """Host memory for one rank; 0 where there is no host."""
+    """Host memory for one rank; 0 without a host."""
     communicator_bytes: int = 0
-    """What each communicator of a mesh takes."""
+    """Bytes of each communicator of a mesh."""
 
     @property
     def groups(self) -> tuple[UnitGroup, ...]:
-        """Every group of which options are to be chosen."""
+        """All groups; the search chooses options for each."""
         return (*(p for p in self.parts if isinstance(p, UnitGroup)), *self.whole_step, *self.idle)
 
     @property
     def least_host_bytes(self) -> int:
-        """Bytes on the host that no plan avoids."""
+        """Least bytes on the host of any plan."""
         return sum(len(group.units) * min(option.host for option in group.options) for group in self.groups)
 
     def keeping(self, options: Mapping[UnitGroup, Set[Option]]) -> Timeline:
-        """Return the timeline with only these options of each group, in their order."""
+        """Return the timeline with only these options of each group, in the same order."""
         less = {group: replace(group, options=tuple(o for o in group.options if o in options[group])) for group in self.groups}
         parts = tuple(less[p] if isinstance(p, UnitGroup) else p for p in self.parts)
         return replace(self, parts=parts, whole_step=tuple(less[g] for g in self.whole_step), idle=tuple(less[g] for g in self.idle))
 
-    def within(self, limit_bytes: int) -> Timeline | None:
-        """Return the timeline without options that pass the limit though all other units take the least; None if a group has no other."""
-        least = {group: min(option.lowest_level for option in group.options) for group in self.groups}
-        level = self.model_bytes + sum(min(0, p.bytes.saved) for p in self.parts if isinstance(p, RootSegment))
-        level += sum(len(group.units) * nbytes for group, nbytes in least.items())
-        level += sum(min(option.bytes.gathered for option in group.options) for group in self.whole_step)
-        kept = {group: {o for o in group.options if level - least[group] + o.lowest_peak <= limit_bytes} for group in self.groups}
-        return self.keeping(kept) if all(kept.values()) else None
-
     def fits_host(self, layouts: Mapping[int, UnitLayout]) -> bool:
-        """Return whether the host has memory for what these layouts move there."""
+        """Return whether the host has memory for the states and activations of these layouts."""
         chosen = [o for group in self.groups for unit in group.units for o in group.options if o.layout == layouts[unit]]
         return sum(o.host for o in chosen) + max((o.bytes.host_moment for o in chosen), default=0) <= self.host_limit_bytes

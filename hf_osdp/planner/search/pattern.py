@@ -1,8 +1,8 @@
-"""Which peaks occur in a row of equal units: what a search branches on.
+"""Branching: which options the units of a row take, by classes of options with similar peaks.
 
-A linear relaxation spreads the units of a long row over several options, each of which it takes so little that its peak hardly counts.
-So options that follow one another in backward and have about the same peaks make a class, and a pattern says of some classes how many
-units take one of their options: none, one, at least one, at least two. The peaks of a class that is taken then hold without condition.
+A linear relaxation can assign a fraction of a unit to each of many options, and counts only this fraction of an option's peak. Therefore
+the search branches. Options that are neighbours in the order of backward and have similar peaks form a class. A pattern bounds how many
+units take a class: none, one, at least one, at least two. If at least one unit takes a class, its peaks become plain constraints.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from .integer_model import Count, Relaxation
 
 _ALIKE = 0.02
-"""Part by which peaks of one class may differ. Fewer classes make fewer nodes; what they leave out, CP-SAT finds when it checks a plan."""
+"""Relative difference allowed between peaks of one class. Wider classes need fewer nodes; CP-SAT checks each plan with exact peaks."""
 _MISSED = 1e-6
-"""Part of the limit, and of a unit, that rounding may account for."""
+"""Rounding error allowed, relative to the limit or to one unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """How many units of one row take options of each class."""
+    """Bounds on how many units of one row take each class of options."""
 
     classes: Mapping[Option, int]
-    """Number of each option's class, rising in the order of backward."""
+    """Class number of each option; numbers rise in the order of backward."""
     counts: Mapping[int, tuple[int, int]]
-    """Least and most of a class; a class that is not named is open."""
+    """Lower and upper bound by class number; a class without an entry is unbounded."""
 
     @classmethod
     def undecided(cls, group: UnitGroup) -> Pattern:
-        """Return the pattern of a row of which nothing is decided."""
+        """Return the classes of a row, without bounds."""
         classes: dict[Option, int] = {}
         number, first = -1, None
         tail = min(option.bytes.reduce_tail for option in group.options)
@@ -46,7 +46,7 @@ class Pattern:
         return cls(classes=classes, counts={})
 
     def split(self, group: UnitGroup, number: int, most: int) -> tuple[Pattern, Pattern]:
-        """Return the pattern in which at most so many units take a class, and that in which more do."""
+        """Return two patterns: at most `most` units take the class `number`, or more than `most` do."""
         low, high = self.counts.get(number, (0, len(group.units)))
         fewer, more = ({**self.counts, number: bounds} for bounds in ((low, most), (most + 1, high)))
         return replace(self, counts=fewer), replace(self, counts=more)
@@ -58,18 +58,18 @@ def sumprod(counts: Sequence[float], numbers: Sequence[int]) -> float:
 
 
 def peak(option: Option, tail: int, ahead: int) -> int:
-    """Return the highest moment of a unit in backward, with a reduction in flight and what is gathered ahead."""
+    """Return a unit's highest moment in backward, with a reduce buffer of `tail` bytes in flight and `ahead` bytes prefetched."""
     return max(option.gather_peak + tail, computing(option, tail) + ahead)
 
 
 def computing(option: Option, tail: int) -> int:
-    """Return the highest moment once parameters are there; what is gathered ahead comes on top."""
+    """Return a unit's highest moment in backward after its parameters are gathered, without the prefetched gather."""
     return max(option.compute_peak + tail, option.reduce_peak)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassMoments:
-    """Moments of the units of one class: before the backward of its first unit, and after that of its last."""
+    """Levels and peaks of the units of one class in backward."""
 
     number: int
     options: Sequence[Option]
@@ -79,51 +79,54 @@ class ClassMoments:
     after: Count | int
     """Level after the last unit's."""
     tail: int
-    """Least reduction in flight."""
+    """Least bytes of a reduce buffer in flight."""
     least: int
+    """Lower bound of the class in the pattern."""
     most: int
+    """Upper bound."""
 
     @property
     def ahead(self) -> int:
-        """What is gathered ahead of its units, at least."""
+        """Least bytes prefetched for a unit of the class."""
         return min(option.bytes.prefetched for option in self.options)
 
     @property
     def peak_of_several(self) -> int:
-        """What its first unit takes at least where there is a second one, which is gathered ahead."""
+        """Least peak of the first unit if a second one follows, whose parameters are prefetched."""
         return min(peak(option, self.tail, self.ahead) for option in self.options)
 
     @property
     def first_peaks(self) -> list[int]:
-        """What the first unit takes at least, by its option."""
+        """Least peak of the first unit for each option."""
         return [peak(option, self.tail, 0) for option in self.options]
 
     @property
     def last_peaks(self) -> list[int]:
-        """What the last unit takes at least above the level after it, by its option; what is gathered ahead comes on top."""
+        """Least peak of the last unit above the level after it, for each option, without the prefetched gather."""
         return [computing(option, self.tail) - option.change for option in self.options]
 
 
 class MissedMoment(NamedTuple):
-    """A moment that a relaxation leaves out, as it may be that no unit takes the class."""
+    """A moment that the relaxation does not constrain, because the pattern allows that no unit takes the class."""
 
     nbytes: float
     number: int
-    """Class to branch on: at most so many units take it, or more."""
+    """Class to branch on."""
     at_most: int
+    """Bound to split at: at most this number of units take the class, or more do."""
 
 
 def missed(row: Sequence[ClassMoments], relaxed: Relaxation, limit_bytes: int) -> MissedMoment | None:
-    """Return the worst moment of a row that a relaxation leaves out; None where none passes the limit."""
+    """Return the highest unconstrained moment of a row above the limit, or None."""
     return max((one for one in _left_out(row, relaxed) if one.nbytes > (1 + _MISSED) * limit_bytes), default=None)
 
 
 def _left_out(row: Sequence[ClassMoments], relaxed: Relaxation) -> Iterator[MissedMoment]:
-    """Yield of each class in the solution its first unit where a second follows, its first, and its last beside a gather for the next."""
+    """Yield each class's unconstrained moments: first unit beside a second one, first unit, last unit beside the next class's gather."""
     taken = [(one, counts) for one in row if sum(counts := [relaxed.value(x) for x in one.counts]) > _MISSED]
     for (one, counts), (following, _) in zip(taken, [*taken[1:], (None, ())], strict=True):
         before, several = relaxed.value(one.before), sum(counts) > 1 + _MISSED
-        # which option a single unit takes is known
+        # of a single unit, the relaxation says which option it takes
         first, last = (min(peaks) if several else sumprod(counts, peaks) for peaks in (one.first_peaks, one.last_peaks))
         undecided = (one.number, 0) if one.least < 1 else (one.number, 1) if not several and one.most > 1 else None
         if several and one.least < 2:

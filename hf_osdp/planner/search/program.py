@@ -1,17 +1,16 @@
 """The integer program of a search: counts of options, and a constraint for each moment that can be the peak.
 
-For a group of n equal units, x_k counts those that take option k: Σ_k x_k = n. A *run* is the units of a group with one option; in
-backward runs come in the order of the options. The *level* is what is held between two units' moments; it is linear in the counts:
+In a group of n equal units, x_k units take option k: Σ_k x_k = n. A *run* consists of the units of a group that take one option. Backward
+passes runs in the order of the options. The *level* is the memory held between the moments of two units; it is linear in the counts:
 
     level before forward of part i:   held + Σ_{j<i} f_j        held: model, communicators, Σ (parameters, optimizer, gradients held)
     level before backward of part i:  held + Σ_{j≤i} f_j + Σ_{j>i} r_j
 
-with f what a unit's forward leaves, r what its backward leaves, and d = r - f what backward changes the level by. Every moment's bytes,
-level and what passes, stay within the limit.
+f are the bytes that a unit's forward leaves, r those that its backward leaves, and d = r - f is the change of the level in its backward.
+At every moment, level plus temporary memory must stay within the limit.
 
-Where one of several options rules a moment, a sum over literals of which exactly one is true picks its bytes. Such a
-constraint holds in the linear relaxation too, which makes it strong; those that hold only for runs that exist are added
-beside it.
+Where one option of several determines the bytes of a moment, a sum over literals selects them; exactly one literal is true. Such a
+constraint is strong because it also holds in the linear relaxation. Constraints on runs hold only if the run exists; it leaves them out.
 """
 
 from __future__ import annotations
@@ -33,9 +32,14 @@ if TYPE_CHECKING:
 
 
 class Program(IntegerModel):
-    """The constraints of every moment; `minimize_...` and `solve` follow. Of the job, only the optimizer step bears on them.
+    """The constraints of every moment. Set an objective by `minimize_...`, then call `solve` or `relax`.
 
-    Rows of equal units may have patterns, by their units, which the program then keeps to.
+    Args:
+        timeline: parts of a micro-step, with the options of each group.
+        job: the training job; only its optimizer step matters here.
+        limit_bytes: the most that a moment may take; None makes the limit a variable.
+        linear: leave out constraints on runs; the model is then a relaxation.
+        patterns: restrictions on the counts of a group, by the indices of its units.
     """
 
     def __init__(
@@ -50,21 +54,21 @@ class Program(IntegerModel):
         super().__init__(timeline, limit_bytes, linear=linear)
         self._timeline, self._job, self._patterns = timeline, job, patterns
         self.rows: dict[tuple[int, ...], list[ClassMoments]] = {}
-        """Of each row that has a pattern, by its units."""
+        """Moments by class of each group that has a pattern, by the indices of its units."""
         self._parts = [self._variables(part) for part in timeline.parts]
         self._whole_step = [self._groups[group] for group in timeline.whole_step]
         self._constrain_host()
         self._constrain_finish(self._constrain_backward(self._constrain_forward()))
 
     def _variables(self, part: Part) -> GroupCounts | RootSegment:
-        """Return a part's variables; a later call has those of its unit's own group."""
+        """Return a part's variables; a later call shares those of its unit's group."""
         if isinstance(part, LaterCall):
             own = next(variables for group, variables in self._groups.items() if group.units == (part.unit,))
             return replace(own, group=part.of(own.group))
         return self._groups[part] if isinstance(part, UnitGroup) else part
 
     def _constrain_host(self) -> None:
-        """Σ (states + activations on the host) + what comes there for a moment ≤ the host's memory."""
+        """Constrain Σ (states + activations on the host) + the largest temporary gradient there ≤ the host's memory."""
         if not any(option.host for group in self._groups for option in group.options):
             return
         held = self._sum(self._groups.values(), lambda o: o.host)
@@ -75,9 +79,9 @@ class Program(IntegerModel):
                     self._model.add(held + option.bytes.host_moment <= self._timeline.host_limit_bytes).only_enforce_if(used)
 
     def _communicators(self) -> Bytes:
-        """Bytes of communicators beside that of all ranks: a mesh has its own as soon as one unit's option needs it.
+        """Return the bytes of all communicators but the one of all ranks. A mesh is formed if the option of at least one unit needs it.
 
-        formed_m ≥ (units with mesh m) / n for each group, bytes Σ_m groups(m) · communicator · formed_m.
+        formed_m ≥ (units with mesh m) / n for each group; bytes = Σ_m groups(m) · communicator · formed_m.
         """
         users: dict[Mesh, dict[GroupCounts, list[int]]] = {}
         for own in self._groups.values() if self._timeline.communicator_bytes else ():
@@ -96,9 +100,9 @@ class Program(IntegerModel):
         return taken
 
     def _constrain_forward(self) -> Bytes:
-        """Constrain level + copy-out beside the gather buffer of the unit before, and level + forward peak; return the level at the end."""
+        """Constrain level + copy-out peak + preceding gather buffer and level + forward peak; return the level at the end of forward."""
         level = self._timeline.model_bytes + self._communicators() + self._sum(self._groups.values(), lambda o: o.bytes.held)
-        level = self._brief(level + self._sum(self._whole_step, lambda o: o.bytes.gathered))
+        level = self._shortened(level + self._sum(self._whole_step, lambda o: o.bytes.gathered))
         buffers: list[Bytes] = [own.of_last(lambda o: o.bytes.gather_buffer) for own in self._whole_step] or [0]
         for part in self._parts:
             if isinstance(part, RootSegment):
@@ -110,16 +114,16 @@ class Program(IntegerModel):
                 self._constrain_forward_runs(part, level)
             for buffer in buffers:
                 self._fits(level + buffer + part.of_first(lambda o: o.copy_out_peak))
-            level = self._brief(level + part.total(lambda o: o.left_by_forward))
+            level = self._shortened(level + part.total(lambda o: o.left_by_forward))
             self._fits(level + part.of_last(lambda o: o.forward_peak - o.left_by_forward))
             buffers = [part.of_last(lambda o: o.bytes.gather_buffer)]
         return level
 
     def _constrain_forward_runs(self, part: GroupCounts, level: Bytes) -> None:
-        """Forward only raises the level: each run's peak is at its last unit."""
+        """Constrain the runs of a group in forward. Forward never lowers the level, so that each run peaks at its last unit."""
         before: Bytes = 0
         for option, x, used in reversed(part.runs()):
-            level = self._named(level)
+            level = self._as_variable(level)
             self._fits(level + before + option.copy_out_peak, used)
             before = self._latest(used, option.bytes.gather_buffer, before)
             level = level + option.left_by_forward * x
@@ -128,7 +132,7 @@ class Program(IntegerModel):
                 self._fits(level - option.left_by_forward + nbytes + option.copy_out_peak, self._at_least(x, 2))
 
     def _constrain_backward(self, level: Bytes) -> Bytes:
-        """Constrain level + backward peak + reduction in flight + what is gathered ahead, last part first; return the level at the end."""
+        """Constrain level + backward peak + reduce buffer in flight + prefetched gather; return the level at the end of backward."""
         tail: Bytes = 0
         least_tail = 0
         for index, part in reversed(list(enumerate(self._parts))):
@@ -148,42 +152,38 @@ class Program(IntegerModel):
         return level + self._sum(idle, lambda o: o.bytes.unsharded_gradients)
 
     def _gathered_ahead(self, index: int) -> Bytes:
-        """Return bytes that are gathered while the part at `index` computes in backward."""
+        """Return the bytes of the prefetched gather while the part at `index` computes in backward."""
         groups = (before for before in reversed(self._parts[:index]) if isinstance(before, GroupCounts))
         before = next(groups, None) if self._timeline.parts[index].prefetches else None
         return 0 if before is None else before.of_last(lambda o: o.bytes.prefetched)
 
     def _constrain_group(self, part: GroupCounts, level: Bytes, ahead: Bytes, tail: Bytes) -> Bytes:
-        """Constrain backward from the group's last unit to its first, and return the level after; `tail` is in flight when it begins."""
+        """Constrain a group's backward, last unit first, and return the level after it; `tail` is the reduce buffer in flight before it."""
         if len(part.group.units) > 1:
             self._constrain_unit(part.of_last, level, tail)
-            own, most = _tails(part)
             if not self._linear:
-                if own == most and isinstance(tail, int) and own == tail:
-                    self._constrain_runs(part, level, tail)
-                else:
-                    self._constrain_unlike_runs(part, level, tail, ahead)
-            tail = own  # of the unit that backward meets before the first
-        level = self._brief(level + part.total(lambda o: o.change))
+                self._constrain_runs(part, level, tail, ahead)
+            tail, _ = _tails(part)  # at least this is in flight when the first unit's backward begins
+        level = self._shortened(level + part.total(lambda o: o.change))
         self._constrain_unit(part.of_first, level - part.of_first(lambda o: o.change), tail, ahead)
         return level
 
     def _constrain_classes(self, part: GroupCounts, pattern: Pattern, level: Bytes, tail: int) -> None:
-        """Constrain the moments of the classes that the pattern says are taken, and note those of all; `tail` is the least in flight."""
+        """Constrain the moments of classes that the pattern requires, and record all in `rows`; `tail` is the least buffer in flight."""
         row: list[ClassMoments] = []
         self.rows[part.group.units] = row
         pairs = zip(part.group.options, part.counts, strict=True)
         for number, of_class in itertools.groupby(pairs, key=lambda pair: pattern.classes[pair[0]]):
             options, counts = zip(*of_class, strict=True)
             least, most = pattern.counts.get(number, (0, len(part.group.units)))
-            before = self._named(level)
-            level = self._named(before + sum(option.change * x for option, x in zip(options, counts, strict=True)))
+            before = self._as_variable(level)
+            level = self._as_variable(before + sum(option.change * x for option, x in zip(options, counts, strict=True)))
             row.append(ClassMoments(
                 number=number, options=options, counts=counts, before=before, after=level, tail=tail, least=least, most=most,
             ))  # fmt: skip
             self._model.add(sum(counts) >= least)
             self._model.add(sum(counts) <= most)
-        following: int | None = None  # least that is gathered ahead of the next unit, where there is one in the row
+        following: int | None = None  # least bytes prefetched for the next unit; None if no unit of the row follows
         for one in reversed(row):
             if one.least > 1:
                 self._fits(one.before + one.peak_of_several)
@@ -198,10 +198,10 @@ class Program(IntegerModel):
             if one.least or following is not None:
                 following = one.ahead if one.least or following is None else min(following, one.ahead)
         if any(least > 0 and number not in {one.number for one in row} for number, (least, _) in pattern.counts.items()):
-            self._model.add(part.counts[0] <= -1)  # an option that the pattern requires is gone
+            self._model.add(part.counts[0] <= -1)  # infeasible: a required class has no option left
 
     def _constrain_unit(self, picked: Callable[[Value], Bytes], level: Bytes, tail: Bytes, ahead: Bytes = 0) -> None:
-        """Require for one unit that gather + tail and max(compute + tail, reduce) + ahead fit above the level before its backward."""
+        """Constrain level + gather + tail ≤ limit and level + max(compute + tail, reduce) + ahead ≤ limit for one unit's backward."""
         if isinstance(tail, int):
             fixed = tail
             self._fits(level + picked(lambda o: o.gather_peak + fixed))
@@ -211,25 +211,13 @@ class Program(IntegerModel):
         self._fits(level + picked(lambda o: o.compute_peak) + tail + ahead)
         self._fits(level + picked(lambda o: o.reduce_peak) + ahead)
 
-    def _constrain_runs(self, part: GroupCounts, level: Bytes, tail: int) -> None:
-        """Within a run the level moves evenly: its peak is at its first unit or near its last."""
-        for option, x, used, following in self._backward_runs(part, 0):
-            level = self._named(level)
-            change, prefetched, peak = option.change, option.bytes.prefetched, option.backward_peak
-            end = level + change * x
-            self._fits(level + max(option.gather_peak + tail, peak), used)
-            self._fits(end - change + max(option.gather_peak + tail, peak), used)
-            if prefetched:
-                twice = self._at_least(x, 2)
-                self._fits(level + peak + prefetched, twice)
-                self._fits(end - 2 * change + peak + prefetched, twice)
-            self._fits(end - change + peak + following, used)
-            level = end
+    def _constrain_runs(self, part: GroupCounts, level: Bytes, tail: Bytes, ahead: Bytes) -> None:
+        """Constrain the runs of a group: the level changes evenly within a run, so that its peak is at its first unit or near its last.
 
-    def _constrain_unlike_runs(self, part: GroupCounts, level: Bytes, tail: Bytes, ahead: Bytes) -> None:
-        """Do the same where options leave unlike reduce buffers in flight: a run's first unit meets that of the run before."""
+        While the first unit computes, the reduce buffer of the run before is in flight; for the other units it is that of their own run.
+        """
         for option, x, used, following in self._backward_runs(part, ahead):
-            level, own = self._named(level), option.bytes.reduce_tail
+            level, own = self._as_variable(level), option.bytes.reduce_tail
             change, prefetched, compute, reduce = option.change, option.bytes.prefetched, option.compute_peak, option.reduce_peak
             end, twice, thrice = level + change * x, self._at_least(x, 2), self._at_least(x, 3)
             both = max(option.gather_peak, compute)
@@ -250,7 +238,7 @@ class Program(IntegerModel):
             level, tail = end, self._latest(used, own, tail)
 
     def _backward_runs(self, part: GroupCounts, ahead: Bytes) -> list[tuple[Option, Count, Count, Bytes]]:
-        """Return the runs in the order of backward, each with what the unit after the run gathers ahead."""
+        """Return the runs in the order of backward, each with the bytes prefetched for the first unit of the next run."""
         runs = []
         for option, x, used in reversed(part.runs()):
             runs.append((option, x, used, ahead))
@@ -258,7 +246,7 @@ class Program(IntegerModel):
         return runs[::-1]
 
     def _constrain_finish(self, level: Bytes) -> None:
-        """Reductions of what is gathered for the whole step, one after the other, then level + optimizer scratch ≤ limit."""
+        """Constrain the last reductions, of units gathered for the whole step, one by one; then level + optimizer scratch ≤ limit."""
         running = [self._groups[group] for group in self._timeline.parts if isinstance(group, UnitGroup)]
         reduced = self._sum([*running, *self._whole_step], lambda o: o.bytes.reduced_after)
         level = level + self._sum(running, lambda o: o.bytes.gradients_settled)
@@ -277,12 +265,12 @@ class Program(IntegerModel):
 
 
 def _tails(part: GroupCounts) -> tuple[int, int]:
-    """Return the bytes of the least and of the largest reduce buffer that an option leaves in flight."""
+    """Return the bytes of the smallest and of the largest reduce buffer that an option of the group leaves in flight."""
     tails = [option.bytes.reduce_tail for option in part.group.options]
     return min(tails), max(tails)
 
 
 def _reduced_at_the_end(option: Option) -> int:
-    """Return what the level changes by when the gradients of a unit that is gathered for the whole step are reduced."""
+    """Return the change of the level when the gradients of a unit that is gathered for the whole step are reduced."""
     terms = option.bytes
     return terms.gradients_after + terms.gradients_settled - terms.unsharded_gradients + terms.reduced_after

@@ -1,4 +1,4 @@
-"""Why nothing fits, and what would make a plan fit, the cheapest change first."""
+"""The error where no plan fits, with changes that would make a plan fit, cheapest first."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..problem import PlanningProblem, Strategy
 from .candidates import all_candidates
 
 _FACTORS = (2, 4, 8, 16, 32, 64)
-"""More devices, or shorter sequences."""
+"""Factors tried for more devices and for shorter sequences."""
 _SIZES = ("saved_bytes", "own_saved_bytes", "sent_bytes", "gradient_bytes")
 
 
 def infeasible_error(problem: PlanningProblem, least: Plan, memory: MemoryEstimate) -> InfeasibleError:
-    """Return the error with the tightest limit that could be met, what fills it in the plan of `least` memory, and cheap ways out."""
+    """Return the error with the tightest possible limit, the two largest parts of the `least` plan's peak, and remedies."""
     hardware, limit, room = problem.hardware, problem.memory_limit_bytes, problem.room_bytes
     peak, needed_bytes = memory.peak, memory.on(hardware)
     kinds = {name: getattr(peak.breakdown, name) for name in peak.breakdown.__slots__} | memory.outside(hardware)
@@ -42,15 +42,15 @@ def infeasible_error(problem: PlanningProblem, least: Plan, memory: MemoryEstima
 
 
 def _remedies(problem: PlanningProblem) -> Iterator[str]:
-    """Yield changes after which some plan fits the limit, as phrases that complete "Use ...": settings first, then sizes and devices."""
+    """Yield changes with which some plan fits, as phrases that complete "Use ...": settings first, then sizes, then devices."""
     description, hardware, job = problem.description, problem.hardware, problem.job
     yield from _settings(problem)
-    # half the bytes of activations and gradients
+    # bf16 halves the bytes of activations and gradients
     half = replace(problem, description=_scaled(description, 0.5, constants=True), job=replace(job, precision=Precision.named("bf16")))
     if job.precision.compute is None and fits_by_estimate(half):
         yield "mixed_precision bf16 (estimated from the float32 trace)"
     for factor in _FACTORS:
-        length = description.sequence_length // factor  # activations shrink at least in proportion
+        length = description.sequence_length // factor  # activations shrink at least in this proportion
         shorter = replace(_scaled(description, 1 / factor), sequence_length=max(1, length))
         if length >= 1 and fits_by_estimate(replace(problem, description=shorter)):
             yield f"sequence length {length}"
@@ -59,7 +59,7 @@ def _remedies(problem: PlanningProblem) -> Iterator[str]:
         try:
             more = hardware.scaled(devices_per_node=factor) if hardware.world_size == 1 else hardware.scaled(nodes=hardware.nodes * factor)
         except HardwareError:
-            break  # a machine that was measured alone says nothing about links
+            break  # links are unknown: the machine was measured alone
         grown = replace(job, global_batch_size=job.global_batch_size * factor)
         if fits_by_estimate(replace(problem, hardware=more, job=grown)):
             yield f"{more.world_size} devices with a global batch of {grown.global_batch_size}"
@@ -67,7 +67,7 @@ def _remedies(problem: PlanningProblem) -> Iterator[str]:
 
 
 def _settings(problem: PlanningProblem) -> Iterator[str]:
-    """Yield decisions that were closed, and with which open some plan fits."""
+    """Yield settings of the user that exclude every plan, as phrases for the change that lets some plan fit."""
     job = problem.job
     if problem.strategy is not Strategy.OSDP and fits_by_estimate(replace(problem, strategy=Strategy.OSDP)):
         yield "strategy osdp, which fits"
@@ -90,7 +90,7 @@ def _settings(problem: PlanningProblem) -> Iterator[str]:
 
 
 def fits_by_estimate(problem: PlanningProblem) -> bool:
-    """Return whether some plan stays within the limit by its estimate; quicker than searching for the best one."""
+    """Return whether some plan's estimate is within the limit; this is faster than a search for the best plan."""
     limit = problem.hardware.tensor_bytes(problem.memory_limit_bytes)
     try:
         return any(candidate.fits(limit) for candidate in all_candidates(problem, smallest_first=True))
@@ -99,13 +99,13 @@ def fits_by_estimate(problem: PlanningProblem) -> bool:
 
 
 def _rounded_up(nbytes: int) -> int:
-    """Round up to the next tenth of a MiB or GiB, or hundredth of a TiB, as it is printed, so that what is printed suffices."""
+    """Return the bytes rounded up to the printed precision (0.1 MiB, 0.1 GiB or 0.01 TiB), so that the printed limit is enough."""
     step = 2**40 / 100 if nbytes >= 2**40 else (2**30 if nbytes >= 2**30 else 2**20) / 10
     return int(-(-nbytes // step) * step) + 1
 
 
 def _scaled(description: ModelDescription, factor: float, *, constants: bool = False) -> ModelDescription:
-    """Return the description with activations and gradients of other sizes."""
+    """Return the description with activations and gradients of `factor` times the size."""
 
     def scaled(costs: Segment) -> Segment:
         changed: dict[str, Any] = {name: getattr(costs, name).scaled(factor, constants=constants) for name in _SIZES}

@@ -19,7 +19,7 @@ from .solver import Solution, fastest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """A plan with what it is expected to need."""
+    """A plan with its estimated memory and time."""
 
     plan: Plan
     memory: MemoryEstimate
@@ -27,19 +27,19 @@ class SearchResult:
 
     @property
     def peak_bytes(self) -> int:
-        """The plan's peak, with what no tensor can have."""
+        """The plan's peak on a device, reserved memory and communicators included."""
         assert self.plan.peak_bytes is not None
         return self.plan.peak_bytes
 
 
 def search(problem: PlanningProblem) -> SearchResult:
-    """Return the plan with the most samples a second whose peak stays within the limit less the margin, proven for the cost model.
+    """Return the plan with the most samples per second whose peak stays within the limit less the margin, with a proof by the cost model.
 
-    The global batch is fixed, so that most samples a second is least time a step.
+    The global batch is fixed; the plan with the most samples per second is therefore the one with the shortest step.
 
     Raises:
-        InfeasibleError: no plan fits; it gives the tightest limit that could be met and what would help.
-        ValueError: a global batch that the world size does not divide.
+        InfeasibleError: no plan fits; it gives the tightest possible limit and remedies.
+        ValueError: the world size does not divide the global batch.
     """
     problem = replace(problem, job=replace(problem.job, precision=problem.job.precision.on(problem.hardware.world_size)))
     found = _searched(problem).best()
@@ -50,7 +50,10 @@ def search(problem: PlanningProblem) -> SearchResult:
 
 
 def search_or_floor(problem: PlanningProblem, *, cutoff_s: float = math.inf) -> SearchResult | int:
-    """Return what `search` finds below `cutoff_s`, or else a bound below every plan's peak, in bytes; it takes less time than the error."""
+    """Return the plan of `search` if its step is below `cutoff_s`, else a lower bound on the limit that any plan needs, in bytes.
+
+    The bound takes less time than the `InfeasibleError` of `search`.
+    """
     searched, hardware = _searched(problem), problem.hardware
     if (found := searched.best(cutoff_s)) is not None:
         return found
@@ -58,39 +61,42 @@ def search_or_floor(problem: PlanningProblem, *, cutoff_s: float = math.inf) -> 
 
 
 def fastest_without_limit(problem: PlanningProblem) -> float:
-    """Return the seconds of a step that no plan of the strategy goes below under any memory limit."""
+    """Return a lower bound on the step time of the strategy's plans under any memory limit, in seconds."""
     return min(candidate.least_s for candidate in _searched(problem).candidates)
 
 
 def least_memory(problem: PlanningProblem) -> int:
-    """Return the tightest limit that some plan of the strategy meets, in bytes of one rank, whatever the problem's own limit.
+    """Return the tightest limit that some plan of the strategy meets, in bytes of one rank; the problem's own limit does not matter.
 
-    What the device reserves and the margin are in it. A ValueError where the world size does not divide the global batch.
+    Reserved memory of the device and the margin are included.
+
+    Raises:
+        ValueError: the world size does not divide the global batch.
     """
     return problem.hardware.limit_for(_searched(problem).least().peak_bytes)
 
 
 class _Search:
-    """A problem's candidates, with what searching them has found."""
+    """A problem's candidates and the results of searching them."""
 
     def __init__(self, problem: PlanningProblem) -> None:
         self.candidates = possible_candidates(problem)
         self._problem = problem
         self._found: SearchResult | None = None
         self._bounds_s = {candidate: candidate.least_s for candidate in self.candidates}
-        """Seconds of a step that no plan of a candidate goes below under the limit, as far as is known."""
+        """Best known lower bound on the step time of each candidate's plans under the limit, in seconds."""
 
     def best(self, cutoff_s: float = math.inf) -> SearchResult | None:
-        """Return the fastest plan under the limit; None where none fits, or none takes less than `cutoff_s`."""
+        """Return the fastest plan under the limit; None if no plan fits and takes less than `cutoff_s`."""
         if self._found is None:
             self._found = self._solve(cutoff_s)
         return self._found if self._found is not None and self._found.time.step_s < cutoff_s else None
 
     def least(self) -> SearchResult:
-        """Return the plan that needs least memory, communicators included."""
+        """Return the plan that needs the least memory, communicators included."""
         best: tuple[Candidate, dict[int, UnitLayout], int] | None = None
         for candidate in sorted(self.candidates, key=lambda candidate: candidate.floor_bytes):
-            if best is None or (candidate.floor_bytes < best[2] and candidate.any_within(best[2] - 1)):
+            if best is None or (candidate.floor_bytes < best[2] and candidate.any_within(best[2] - 1) is not None):
                 best = candidate, *candidate.least()
         assert best is not None
         return _decoded(best[0], best[1], None, proven=False)
@@ -122,7 +128,7 @@ class _Search:
 
 @functools.lru_cache(maxsize=2)
 def _searched(problem: PlanningProblem) -> _Search:
-    """Return the search, which is kept, as choosing how a model is split asks what planning asks again."""
+    """Return the search of a problem. It is cached because `choose_description` and the planning after it search the same problem."""
     return _Search(problem)
 
 

@@ -1,9 +1,9 @@
-"""The integer program of `program.py`, solved to a proven optimum by branch and bound. Objective: the seconds of a step.
+"""Solve the integer program of `program.py` to a proven optimum by branch and bound. The objective is the seconds of a step.
 
-The linear relaxation bounds every plan from below, and its reduced costs say how much each option adds to the bound at least, so that
-most options are never looked at (reduced-cost fixing: Dantzig, Fulkerson, Johnson 1954). Where its solution passes the limit at a moment
-that it leaves out, the search branches on how many units take options of that class (`pattern.py`). Where it leaves out none, it is
-solved over whole numbers by SCIP, and CP-SAT checks the solution against every constraint; if one is not kept, CP-SAT solves that part.
+The linear relaxation bounds the time of every plan from below. Its reduced costs bound how much an option adds at least, and exclude most
+options (reduced-cost fixing: Dantzig, Fulkerson, Johnson 1954). If its solution exceeds the limit at a moment without a constraint, the
+search branches on how many units take options of this class (`pattern.py`). Otherwise SCIP solves the relaxation over whole numbers, and
+CP-SAT checks the solution against every constraint. If the solution violates one, CP-SAT solves the node.
 """
 
 from __future__ import annotations
@@ -16,57 +16,61 @@ from typing import NamedTuple, TypeAlias
 
 from ..decision import UnitLayout
 from ..job import TrainingJob
-from .fitting import any_within
-from .integer_model import SAME, Relaxation
-from .options import Option, Timeline, UnitGroup
+from .integer_model import MIN_GAIN, Relaxation
+from .options import Option, Timeline, UnitGroup, undominated
 from .pattern import MissedMoment, Pattern, missed
 from .program import Program
 
 _RESOLUTION = 2**40
-"""Integer steps that the largest possible objective is divided into."""
+"""Integer steps into which the largest possible objective is divided."""
 _FEW, _MORE = 12, 4
-"""Options of each group among which a first plan is looked for, and by how many times more there are next where nothing was found."""
+"""Options of each group in the search for a first plan, and the factor by which they grow while none is found."""
 _FIRST_GAP = 1e-3
-"""Part of its time by which the first plan may be slower than the best of these options; it only bounds what follows."""
+"""Relative gap of the search for a first plan, which only bounds the search after it."""
 _MOST_NODES, _MOST_SCIP_NODES, _MOST_WORK = 1000, 150_000, 8.0
-"""Of one search: its own nodes, SCIP's, and CP-SAT's deterministic seconds; then it returns the best plan found, not proven. None is of a
-clock, so that the same question always gets the same answer."""
+"""Limits of one search: nodes of branch and bound, nodes of SCIP, and CP-SAT's deterministic seconds. Beyond them the search returns its
+best plan without a proof. No limit depends on a clock, so that equal problems always give equal plans."""
 _ROUNDING = 2**22
-"""Steps of the objective by which a bound of the linear solver may be off."""
+"""Rounding error of a bound of the linear solver, in steps of the objective."""
 Kept: TypeAlias = dict[UnitGroup, set[Option]]
-"""Options of each group that are left."""
+"""Remaining options of each group."""
 Patterns: TypeAlias = dict[tuple[int, ...], Pattern]
-"""Of each row of several equal units, by its units."""
+"""Pattern of each row of several equal units, by the indices of the units."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """What the solver found."""
+    """Layouts that the solver found."""
 
     layouts: dict[int, UnitLayout]
     """Layout of each unit, by index."""
     objective: float
-    """Seconds that the options add to a step."""
+    """Sum of the options' seconds in a step."""
     proven: bool
+    """Whether no other plan is faster."""
 
 
 def fastest(timeline: Timeline, job: TrainingJob, limit_bytes: int, *, cutoff_s: float = math.inf) -> Solution | None:
-    """Return the options that cost least time with every moment within the limit; None where nothing fits, or is faster than the cutoff.
+    """Return the fastest layouts with every moment within the limit; None if no plan both fits and is faster than the cutoff.
 
-    Where the solver gave up, what it had found by then is returned, not proven; that may be nothing, at infinite cost.
+    If the solver gave up, the result is the best plan so far, not proven; without a plan it has no layouts and an infinite objective.
     """
-    possible = timeline.within(limit_bytes)
-    if possible is None:
-        return None
-    search = _BranchAndBound(possible, job, limit_bytes, cutoff_s)
+    search = _BranchAndBound(timeline, job, limit_bytes, cutoff_s)
     search.run()
     if search.proven:
         return search.found
     return replace(search.found or Solution(layouts={}, objective=math.inf, proven=False), proven=False)
 
 
+def any_within(timeline: Timeline, job: TrainingJob, limit_bytes: int, most_work: float = math.inf) -> dict[int, UnitLayout] | None:
+    """Return some layouts with every moment within the limit; None if there are none, or CP-SAT finds none within `most_work`."""
+    frugal = {group: set(undominated(group.options, by_memory=True)) for group in timeline.groups}
+    found = Program(timeline.keeping(frugal), job, limit_bytes).solve(most_work)
+    return None if found is None else found[0]
+
+
 class _Node(NamedTuple):
-    """A part of what is searched; nodes are ordered by bound, then by number."""
+    """A node of the search tree. Nodes are ordered by bound, then by number."""
 
     bound: float
     number: int
@@ -75,7 +79,7 @@ class _Node(NamedTuple):
 
 
 class _BranchAndBound:
-    """A search; costs are in steps of the objective."""
+    """A search by branch and bound; costs are in steps of the objective."""
 
     def __init__(self, timeline: Timeline, job: TrainingJob, limit_bytes: int, cutoff_s: float) -> None:
         self.found: Solution | None = None
@@ -91,7 +95,7 @@ class _BranchAndBound:
         self._scip_nodes, self._work = _MOST_SCIP_NODES, _MOST_WORK
 
     def run(self) -> None:
-        """Search until nothing that is left can be faster than what was found."""
+        """Search until no remaining node can be faster than the best plan."""
         every = {group: set(group.options) for group in self._timeline.groups}
         program = self._program(every, {}, linear=True)
         if (relaxed := program.relax()) is None:
@@ -105,13 +109,13 @@ class _BranchAndBound:
             }
             self._explore(relaxed.bound, first, _FIRST_GAP)
             few *= _MORE
-        self.proven = True  # what was left out until here is looked at now
+        self.proven = True  # this search includes the options that the first one left out
         self._explore(relaxed.bound, self._worthwhile(relaxed), 0.0)
         if self.found is None and not self.proven and self._best == math.inf:
             self._take_any()
 
     def _explore(self, bound: float, kept: Kept, gap: float) -> None:
-        """Search among these options until nothing that is left can be faster by more than a part `gap`."""
+        """Search these options until no remaining node can be faster by more than the relative gap."""
         self._open, self._gap = [], gap
         self._push(bound, kept, {group.units: Pattern.undecided(group) for group in self._timeline.groups if len(group.units) > 1})
         for visited in itertools.count():
@@ -123,11 +127,11 @@ class _BranchAndBound:
             self._visit(heapq.heappop(self._open))
 
     def _visit(self, node: _Node) -> None:
-        """Bound a node by the relaxation over real, then over whole numbers; branch on what that leaves out, else take its solution."""
+        """Bound a node over real, then over whole numbers; branch if an unconstrained moment exceeds the limit, else check the solution."""
         kept = node.kept
         for whole in (False, True):
             program = self._program(kept, node.patterns, linear=True)
-            relaxed = program.relax(gap=max(self._gap, SAME) if whole else None, most_nodes=max(1, self._scip_nodes))
+            relaxed = program.relax(gap=max(self._gap, MIN_GAIN) if whole else None, most_nodes=max(1, self._scip_nodes))
             self._scip_nodes -= program.nodes
             if relaxed is None:
                 if not program.infeasible:
@@ -146,18 +150,18 @@ class _BranchAndBound:
             self._solve(kept, node.patterns)
 
     def _take_any(self) -> None:
-        """Take up some plan that fits, where the search was given up before it found one."""
+        """Adopt any plan that fits, because the search gave up before it found one."""
         layouts = any_within(self._timeline, self._job, self._limit)
         if layouts is not None:
             chosen = (o.seconds for g in self._timeline.groups for unit in g.units for o in g.options if o.layout == layouts[unit])
             self.found = Solution(layouts=layouts, objective=sum(chosen), proven=False)
 
     def _is_slow(self, bound: float) -> bool:
-        """Return whether nothing with this bound is worth looking for."""
+        """Return whether a node with this bound can be skipped."""
         return bound > self._best * (1 - self._gap) + _ROUNDING
 
     def _branch(self, node: _Node, units: tuple[int, ...], found: MissedMoment) -> None:
-        """Split a node by how many units of a row take options of a class: so many at most, or more."""
+        """Split a node in two: at most `found.at_most` units of the row take the class, or more do."""
         fewer, more = node.patterns[units].split(self._groups[units], found.number, found.at_most)
         group, less = self._groups[units], node.kept
         if found.at_most == 0:
@@ -170,7 +174,7 @@ class _BranchAndBound:
         heapq.heappush(self._open, _Node(bound, next(self._numbers), kept, patterns))
 
     def _worthwhile(self, relaxed: Relaxation) -> Kept:
-        """Return the options with which a plan may be faster than what was found; of each group one at least."""
+        """Return the options that a plan faster than the best may take, at least one of each group."""
         slack = self._best - relaxed.bound + _ROUNDING
         return {
             self._groups[group.units]: {o for o, cost in added.items() if cost <= slack} or {min(added, key=added.__getitem__)}
@@ -178,14 +182,14 @@ class _BranchAndBound:
         }
 
     def _program(self, kept: Kept, patterns: Patterns, *, linear: bool = False, any_cost: bool = False) -> Program:
-        """Return the program of what is faster than what was found, or of any cost."""
+        """Return the program of plans that are faster than the best so far; with `any_cost`, of all plans."""
         program = Program(self._timeline.keeping(kept), self._job, self._limit, linear=linear, patterns=patterns)
         found = self._best != math.inf and not any_cost
-        program.minimize_seconds(self._scale, max(-1, int(self._best) - 1 - int(self._best * SAME)) if found else None)
+        program.minimize_seconds(self._scale, max(-1, int(self._best) - 1 - int(self._best * MIN_GAIN)) if found else None)
         return program
 
     def _accept(self, counts: dict[UnitGroup, list[int]]) -> bool:
-        """Take up a solution of the relaxation if it keeps to every constraint."""
+        """Adopt a solution of the relaxation if it satisfies every constraint; return whether it does."""
         chosen = {group.units: dict(zip(group.options, numbers, strict=True)) for group, numbers in counts.items()}
         taken = {self._groups[units]: {option for option, number in numbers.items() if number} for units, numbers in chosen.items()}
         program = self._program(taken, {}, any_cost=True)
@@ -193,11 +197,11 @@ class _BranchAndBound:
         return self._solved(program)
 
     def _solve(self, kept: Kept, patterns: Patterns) -> None:
-        """Search a part by CP-SAT alone."""
+        """Solve a node by CP-SAT alone."""
         self._solved(self._program(kept, patterns))
 
     def _solved(self, program: Program) -> bool:
-        """Solve a program, and take up what it finds; return whether it found anything."""
+        """Solve a program by CP-SAT and adopt its solution; return whether it has one."""
         solved = program.solve(max(0.01, self._work))
         self._work -= program.work
         self.proven = self.proven and not program.gave_up

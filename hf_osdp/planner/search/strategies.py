@@ -1,4 +1,4 @@
-"""The search space, and the single strategies that people pick by hand as small parts of it."""
+"""The search space of `osdp`, and the single strategies (DDP, FSDP and others) as small parts of it."""
 
 from __future__ import annotations
 
@@ -20,68 +20,68 @@ from ..problem import PlanningProblem, Strategy
 from ..wire import WireFormat, formats_up_to
 
 Space = tuple[tuple[UnitLayout, ...], ...]
-"""For each unit, the layouts that it may take."""
+"""The layouts that each unit may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Open:
-    """What may be decided for a unit; see `UnitLayout`. Where `saves_operators`, each unit has its own ways to recompute."""
+class _Allowed:
+    """Allowed values of each decision for a unit; see `UnitLayout`."""
 
     shard_sizes: tuple[int, ...]
     reshard_after_forward: bool | None
-    """None leaves it open."""
+    """None allows both."""
     stage_sizes: tuple[int, ...] = (1,)
     reduces: tuple[bool, ...] = (True,)
+    """Values of `reduce_every_micro_step`."""
     activations: tuple[Activations, ...] = (Activations.SAVE,)
     saves_operators: bool = False
+    """Whether each unit may use all of its own ways to recompute."""
     on_host: tuple[bool, ...] = (False,)
     states_on_host: tuple[bool, ...] = (False,)
     steps_in_backward: tuple[bool, ...] = (False,)
 
 
 def batches(job: TrainingJob, world_size: int) -> Iterator[Batch]:
-    """Yield every way to run the global batch: micro-batch size and accumulation."""
+    """Yield every pair of micro-batch size and accumulation steps that gives the global batch."""
     for size in job.micro_batch_sizes(world_size):
         yield Batch(micro_batch_size=size, accumulation_steps=job.global_batch_size // (job.all_ranks(world_size) * size))
 
 
 def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
-    """Return the spaces whose best plan is the strategy's best plan.
+    """Return the search spaces of a strategy; the best plan over all of them is the strategy's best plan.
 
-    Under `osdp` each unit takes any layout, recomputes or saves, offloads what it saves or not, holds its gradients or reduces them. A
-    single strategy gives every unit the same layout, and is offered with all blocks recomputed and with none, and so on. `osdp` has one
-    space; it has two, of which the second contains the first at a higher cost, on one device with a host, or where segments hold more
-    beside blocks that are recomputed.
+    Under `osdp` each unit may take any layout, recompute or save, offload saved activations or keep them, hold gradients or reduce them.
+    A single strategy gives all units the same layout; each combination of the other choices, the same for all blocks, is one space. `osdp`
+    has one space. It has two on one device with a host, and if segments hold more memory beside recomputed blocks; the second space then
+    contains the first, at a higher cost.
 
     Raises:
-        HardwareError: states or activations are to lie on a host that is not known.
+        HardwareError: the job puts states or activations on the host, but no host is known.
         ValueError: the strategy or a choice of the job is not possible here.
     """
     description, hardware = problem.description, problem.hardware
     _check_activations(description, problem.job)
     if problem.shards_whole:
         raise ValueError(
-            f"strategy={problem.strategy.value} shards what is trained, and {problem.job.optimizer.name} needs it whole; use osdp or ddp."
+            f"strategy={problem.strategy.value} shards parameters, but {problem.job.optimizer.name} needs them whole; use osdp or ddp."
         )
     jobs = [problem.job]
     if problem.job.recompute is None and any(segment.held_bytes != Affine() for segment in description.segments):
         jobs.insert(0, replace(problem.job, recompute=False))
     shardings = _shardings(problem.strategy, hardware)
     choices = [choice for job in jobs for sharding in shardings for choice in _choices(sharding, replace(problem, job=job), batch)]
-    offloadable, shapes = description.offloadable, shape_ids(description.units)
-    kinds = [(shape, ways, i in offloadable) for i, (shape, ways) in enumerate(zip(shapes, description.recomputations, strict=True))]
-    alike = {kind: (number, unit) for number, (kind, unit) in enumerate(zip(kinds, description.units, strict=True))}
-    numbers = [alike[kind][0] for kind in kinds]
+    offloadable, shapes, ways = description.offloadable, shape_ids(description.units), description.recomputations
+    kinds = [(shape, ways[i], i in offloadable) for i, shape in enumerate(shapes)]
+    first_alike = [kinds.index(kind) for kind in kinds]  # units of one kind share their layouts
     spaces = []
     for choice in choices:
-        made = {
-            n: _layouts(
-                unit, kind[1], kind[2], choice, alone=shapes.count(kind[0]) == 1,
-                whole=problem.job.optimizer.needs_whole and unit.trainable_numel > 0,
+        layouts = {
+            i: _layouts(
+                description.units[i], ways[i], choice, problem.job, offloadable=i in offloadable, alone=shapes.count(shapes[i]) == 1
             )
-            for kind, (n, unit) in alike.items()
-        }  # fmt: skip
-        spaces.append(tuple(made[number] for number in numbers))
+            for i in set(first_alike)
+        }
+        spaces.append(tuple(layouts[i] for i in first_alike))
     if problem.job.communication is not None:
         spaces = _with_wires(problem, shapes, spaces)
     return tuple({tuple(map(id, space)): space for space in spaces}.values())  # equal layouts are the same object, see `_product`
@@ -90,18 +90,18 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
 def _check_activations(description: ModelDescription, job: TrainingJob) -> None:
     if job.offload_activations and not description.offloadable:
         raise ValueError(
-            "offload_activations=True, but no block of this model can have its activations wait on the host: they are recomputed by other"
-            " means, or could not be traced; leave it open."
+            "offload_activations=True, but no block of this model can offload its activations: the model recomputes them by itself, or they"
+            " could not be traced; leave offload_activations to the planner."
         )
     if job.recompute and not (description.recomputable or description.recomputed_by_others):
         raise ValueError(
             "recompute=True, but no block of this model can be recomputed: it has batch normalisation, whose running statistics would be"
-            " updated twice, a torch.Generator of its own, or it could not be traced so; leave it open."
+            " updated twice, or its own torch.Generator, or its recomputation could not be traced; leave recompute to the planner."
         )
 
 
-def _shardings(strategy: Strategy, hardware: Hardware) -> list[_Open]:
-    """Return the shardings of a strategy: several where all units take one of them together."""
+def _shardings(strategy: Strategy, hardware: Hardware) -> list[_Allowed]:
+    """Return the shardings of a strategy; if there are several, all units take the same one."""
     world_size, per_node = hardware.world_size, hardware.devices_per_node
     whole = (world_size,)
     stages = (per_node,) if 1 < per_node < world_size else ()
@@ -115,30 +115,30 @@ def _shardings(strategy: Strategy, hardware: Hardware) -> list[_Open]:
                 f"strategy=hsdp needs a group size between 1 and {world_size}, the number of devices, that divides it, and there is"
                 " none; use fsdp or ddp."
             )
-        case _ if world_size == 1:  # one device has nothing to free: what is cast to a lower precision is needed in backward
-            return [_Open(shard_sizes=(1,), reshard_after_forward=False)]
+        case _ if world_size == 1:  # one device frees nothing: backward needs parameters cast to lower precision
+            return [_Allowed(shard_sizes=(1,), reshard_after_forward=False)]
         case Strategy.OSDP:
-            return [_Open(shard_sizes=divisors(world_size), reshard_after_forward=None, stage_sizes=(1, *stages))]
+            return [_Allowed(shard_sizes=divisors(world_size), reshard_after_forward=None, stage_sizes=(1, *stages))]
         case Strategy.FSDP:
-            return [_Open(shard_sizes=whole, reshard_after_forward=True)]
+            return [_Allowed(shard_sizes=whole, reshard_after_forward=True)]
         case Strategy.DDP:
-            return [_Open(shard_sizes=(1,), reshard_after_forward=reshard) for reshard in (True, False)]
+            return [_Allowed(shard_sizes=(1,), reshard_after_forward=reshard) for reshard in (True, False)]
         case Strategy.ZERO2:
-            return [_Open(shard_sizes=whole, reshard_after_forward=False)]
+            return [_Allowed(shard_sizes=whole, reshard_after_forward=False)]
         case Strategy.TWO_STAGE:
-            return [_Open(shard_sizes=whole, reshard_after_forward=True, stage_sizes=stages)]
+            return [_Allowed(shard_sizes=whole, reshard_after_forward=True, stage_sizes=stages)]
         case Strategy.HSDP:
-            return [_Open(shard_sizes=(size,), reshard_after_forward=True) for size in divisors(world_size)[1:-1]]
+            return [_Allowed(shard_sizes=(size,), reshard_after_forward=True) for size in divisors(world_size)[1:-1]]
     raise AssertionError(strategy)
 
 
-def _choices(sharding: _Open, problem: PlanningProblem, batch: Batch) -> list[_Open]:
-    """Return what the job leaves open beside the sharding, for each unit alone or for all units together."""
+def _choices(sharding: _Allowed, problem: PlanningProblem, batch: Batch) -> list[_Allowed]:
+    """Return the allowed decisions beside the sharding: one value if units decide alone (`osdp`), else one per common choice."""
     job, hardware, several = problem.job, problem.hardware, batch.accumulation_steps > 1
     recomputes = (False, True) if job.recompute is None else (job.recompute,)
     offloads = _with_host("offload_activations", job.offload_activations, hardware)
     early: tuple[bool, ...] = (False,)
-    if job.step_in_backward and not several:  # scratch memory may be needed at a worse moment; fused kernels have none
+    if job.step_in_backward and not several:  # temporaries may come at a higher moment; fused kernels have none
         early = (True,) if job.optimizer.step is OptimizerStep.FUSED else (True, False)
     free = replace(
         sharding,
@@ -158,24 +158,26 @@ def _choices(sharding: _Open, problem: PlanningProblem, batch: Batch) -> list[_O
             for reduce, kept, host, states in fixed
             if not (host and states)
         ]
-    if hardware.world_size == 1 and len(free.on_host) > 1:  # one process is FSDP2's only where the host is used, which costs buffers
+    if hardware.world_size == 1 and len(free.on_host) > 1:  # one process uses FSDP2, which takes buffers, only with the host
         return [replace(free, on_host=(False,)), free]
     return [free]
 
 
 def _with_host(name: str, asked: bool | None, hardware: Hardware) -> tuple[bool, ...]:
-    """Return what may be chosen where the host is of use."""
+    """Return the allowed values of a setting that uses the host."""
     if hardware.host is None:
         if asked:
-            raise HardwareError(f"{name}=True, but no host is known beside {hardware.device.name}; measure it, or leave it open.")
+            raise HardwareError(
+                f"{name}=True, but the host of {hardware.device.name} is not known; measure it by hf-osdp profile, or leave {name} open."
+            )
         return (False,)
     return (False, True) if asked is None else (asked,)
 
 
 def _layouts(
-    unit: UnitDescription, ways: tuple[Recomputation, ...], offloadable: bool, free: _Open, *, alone: bool, whole: bool
+    unit: UnitDescription, ways: tuple[Recomputation, ...], free: _Allowed, job: TrainingJob, *, offloadable: bool, alone: bool
 ) -> tuple[UnitLayout, ...]:
-    """Return the layouts of one unit that may be recomputed in these ways; `alone`: no other one has its shapes; `whole`: not sharded."""
+    """Return the allowed layouts of a unit; `alone`: no other unit has its shapes."""
     able = []
     for choice in free.activations:
         away = choice.offloads and offloadable
@@ -184,16 +186,18 @@ def _layouts(
     # A unit called several times cannot hold gradients: FSDP2 would reduce the held sum in one call, and the new gradient in another.
     always = not unit.trainable_numel or unit.span is GatherSpan.CALLS
     reduces = (True,) if always else free.reduces
-    # parameters of units that are like others are small beside an embedding's or a head's, and so is the scratch memory of their steps
+    # units with equals are blocks; temporaries of their step are small beside those of an embedding or a head, so that no choice is needed
     early = (False,) if always else free.steps_in_backward[: None if alone else 1]
     activations = tuple(dict.fromkeys(able))
     closed = replace(free, activations=activations, saves_operators=False, reduces=reduces, steps_in_backward=early)
-    return _product(unit.span, replace(closed, shard_sizes=(1,), stage_sizes=(1,)) if whole else closed)
+    if job.optimizer.needs_whole and unit.trainable_numel > 0:
+        closed = replace(closed, shard_sizes=(1,), stage_sizes=(1,))
+    return _product(unit.span, closed)
 
 
 @functools.lru_cache(maxsize=256)
-def _product(span: GatherSpan, free: _Open) -> tuple[UnitLayout, ...]:
-    """Return every layout with every other decision; the same object for the same question, as a model asks it of each block."""
+def _product(span: GatherSpan, free: _Allowed) -> tuple[UnitLayout, ...]:
+    """Return all combinations of the allowed decisions. Equal arguments give the same object, which comparisons of spaces rely on."""
     layouts = layouts_for(span, free.shard_sizes, reshard_after_forward=free.reshard_after_forward, stage_sizes=free.stage_sizes)
     places = itertools.product(free.on_host, free.states_on_host, free.steps_in_backward)
     distinct = dict.fromkeys((host, states and not host, early and not (host or states)) for host, states, early in places)
@@ -204,16 +208,13 @@ def _product(span: GatherSpan, free: _Open) -> tuple[UnitLayout, ...]:
 
 
 def _with_wires(problem: PlanningProblem, shapes: Sequence[int], spaces: Iterable[Space]) -> list[Space]:
-    """Return the spaces with each layout also in its fastest formats: codes take memory, so that a plan may fit only without.
-
-    The same layouts give the same object for all units of one shape.
-    """
+    """Return the spaces with each layout once more in its fastest wire formats; codes take memory, so that both may be needed."""
     units = dict(zip(shapes, problem.description.units, strict=True))
     made: dict[tuple[int, int], tuple[UnitLayout, ...]] = {}
 
     @functools.cache
     def wires(shape: int, shard_size: int, stage_size: int) -> dict[str, Any]:
-        layout = UnitLayout(shard_size=shard_size, stage_size=stage_size, reshard_after_forward=True)  # nothing else bears on them
+        layout = UnitLayout(shard_size=shard_size, stage_size=stage_size, reshard_after_forward=True)  # no other decision matters
         return fastest_wires(units[shape], layout, problem.hardware, problem.job)
 
     def offered(shape: int, layouts: tuple[UnitLayout, ...]) -> tuple[UnitLayout, ...]:
@@ -227,13 +228,13 @@ def _with_wires(problem: PlanningProblem, shapes: Sequence[int], spaces: Iterabl
 
 
 def fastest_wires(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, job: TrainingJob) -> dict[str, WireFormat | None]:
-    """Return the fastest format that the job allows by the estimate, by field of the layout; None where that is to send all as it is."""
+    """Return the fastest allowed wire format by the estimate, for each field of the layout; None where exact values are fastest."""
     formats, g = formats_up_to(job.communication), layout.shard_size
     sharded = between_ring(hardware, g, layout.stage_size) if layout.two_stage else shard_ring(hardware, g)
     gathered = {job.precision.gathered_dtype(p) for p in unit.parameters}
     reduced = {job.precision.reduced_dtype(p) for p in unit.trainable}
     parameters = [wire for wire in formats if wire.for_parameters]
-    offered = {  # field of a layout: formats, and the term of `UnitSeconds` that they bear on
+    offered = {  # field of the layout: its formats, and the term of `UnitSeconds` that they change
         "gather_wire": (_offered(parameters, gathered, sharded), "gather_forward"),
         "reduce_wire": (_offered(formats, reduced, sharded), "reduce_scatter"),
         "replica_wire": (_offered(formats, reduced, replicate_ring(hardware, g)), "all_reduce"),
@@ -248,10 +249,10 @@ def fastest_wires(unit: UnitDescription, layout: UnitLayout, hardware: Hardware,
 
 
 def _offered(formats: Iterable[WireFormat], dtypes: set[DType], ring: Ring) -> list[WireFormat]:
-    """Return the formats that save something in a group: tensors of several dtypes are sent as they are.
+    """Return the formats that send fewer bytes in a group; none for tensors of several dtypes, which are sent exactly.
 
-    The group lies inside a node, or has one rank of each node: among several ranks of several nodes, an exchange of codes would send more
-    over the slow link than a ring's partial sums.
+    The group must lie inside a node, or have one rank of each node. Among several ranks of several nodes, an exchange of codes would send
+    more over the slow link than a ring's partial sums.
     """
     if ring.size == 1 or ring.node_crossings not in (0, ring.size) or len(dtypes) != 1:
         return []

@@ -1,4 +1,4 @@
-"""From a problem, a batch and a search space to the timeline of a micro-step, with every unit's options."""
+"""Build the timeline of a micro-step, with each unit's options, from a problem, a batch and a search space."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .options import LaterCall, Option, Part, RootSegment, Timeline, UnitGroup, 
 from .strategies import Space
 
 SHORT_ROW = 8
-"""Rows of up to so many equal units are searched unit by unit; of longer rows the unit at each end is."""
+"""Longest row of equal units that is searched unit by unit; in a longer row only the first and the last unit are."""
 _MOST_BYTES = 2**48
-"""An option that takes more fits nowhere; sums of these over all units stay within the solver's whole numbers."""
+"""Largest option in bytes. No device holds more, and the sum over all units must not overflow in the solver."""
 
 
-class _Beside(NamedTuple):
-    """What other units of the same space bear on a unit's bytes."""
+class _Others(NamedTuple):
+    """Choices of other units in the space that change a unit's bytes."""
 
     on_host: bool
     """Some unit may be on the host."""
@@ -34,7 +34,7 @@ class _Beside(NamedTuple):
 
 
 class BatchCosts:
-    """What layouts cost at one batch of a problem; shared by its search spaces."""
+    """Costs of layouts at one batch of a problem, shared by its search spaces."""
 
     def __init__(self, problem: PlanningProblem, batch: Batch) -> None:
         description = problem.description
@@ -46,7 +46,7 @@ class BatchCosts:
         for unit, indices in self.calls.items():
             described = description.units[unit]
             if described.span is GatherSpan.USE and len(indices) > 1:  # each call would gather it
-                raise OSDPError(f"Unit {described.label!r} runs more than once a forward pass; describe it with span STEP or CALLS.")
+                raise OSDPError(f"Unit {described.label!r} runs more than once in a forward pass; describe it with span STEP or CALLS.")
         self.ahead = gathered_ahead(description)
         self._arriving, self._merging = gradients_arriving(description, problem.job), merging_segments(description, problem.job)
         self._timer = UnitTimer(description, problem.hardware, problem.job, batch)
@@ -54,71 +54,71 @@ class BatchCosts:
         self.kinds = self._segment_kinds()
         terms = partial(unit_bytes, world_size=problem.hardware.world_size, job=problem.job, batch=batch)
         self._memory = {flag: once_per_shape(description.units, partial(terms, beside_host=flag)) for flag in (False, True)}
-        """By whether some unit may be on the host."""
-        self._made: dict[tuple[int, UnitLayout, _Beside], Option] = {}
+        """Memory terms of a unit, by whether some unit may be on the host."""
+        self._made: dict[tuple[int, UnitLayout, _Others], Option] = {}
 
     def _segment_kinds(self) -> list[int]:
-        """Return a number for each segment: the same for those of units that are alike in every option."""
+        """Return a number for each segment; segments have the same number if their units have equal options."""
         known: dict[tuple[object, ...], int] = {}
         kinds = []
         for index, segment in enumerate(self.problem.description.segments):
             unit = segment.unit
-            several = unit if len(self.calls[unit]) > 1 else None  # a unit with several calls is like no other
+            several = unit if len(self.calls[unit]) > 1 else None  # a unit with several calls equals no other unit
             ways = (None, *(way.recomputation for way in segment.recomputed))
             windows = tuple(self._timer.work(way)[1][unit] for way in ways)
             alike = segment.each(lambda one: replace(one, unit=0))
             kinds.append(known.setdefault((several, self._shapes[unit], alike, self._merging.get(index, 0), windows), len(known)))
         return kinds
 
-    def options(self, unit: int, layouts: tuple[UnitLayout, ...], beside: _Beside) -> tuple[Option, ...]:
-        """Return the options of a unit that are not dominated, in the order of the rule."""
+    def options(self, unit: int, layouts: tuple[UnitLayout, ...], others: _Others) -> tuple[Option, ...]:
+        """Return the options of a unit that are not dominated, in the order of the rule in `options.py`."""
         whole_step = self.problem.description.units[unit].span is GatherSpan.STEP
         indices = [] if whole_step else self.calls.get(unit, [])
         kind = self.kinds[indices[0]] if indices else ~unit
         made = []
         for layout in layouts:
-            key = (kind, layout, beside)
+            key = (kind, layout, others)
             if key not in self._made:
-                self._made[key] = self._option(unit, indices, layout, beside)
+                self._made[key] = self._option(unit, indices, layout, others)
             made.append(self._made[key])
         made = [option for option in made if max(map(abs, option.levels)) <= _MOST_BYTES] or made[:1]
         return tuple(sorted(undominated(made), key=lambda option: option.order))
 
-    def root_segment(self, index: int, beside: _Beside) -> RootSegment:
+    def root_segment(self, index: int, others: _Others) -> RootSegment:
         """Return a segment of a unit that is gathered for the whole step."""
-        unit, costs = self.problem.description.segments[index].unit, self._segment_bytes(index, Activations.SAVE, beside)
+        unit, costs = self.problem.description.segments[index].unit, self._segment_bytes(index, Activations.SAVE, others)
         return RootSegment(unit=unit, bytes=costs, gradients=self._arriving[index], prefetches=self.ahead[index] is not None)
 
-    def _segment_bytes(self, index: int, activations: Activations, beside: _Beside) -> SegmentBytes:
-        """Return what a segment takes, with gradients of shared weights that merge in its backward."""
+    def _segment_bytes(self, index: int, activations: Activations, others: _Others) -> SegmentBytes:
+        """Return a segment's memory terms, with gradients of shared weights that merge in its backward."""
         segment = self.problem.description.segments[index]
         span, samples = self.problem.description.units[segment.unit].span, self.batch.micro_batch_size
-        costs = SegmentBytes.of(segment, span, samples, activations, recomputes=beside.recomputed)
+        costs = SegmentBytes.of(segment, span, samples, activations, recomputes=others.recomputed)
         return replace(costs, backward_peak=costs.backward_peak + self._merging.get(index, 0))
 
-    def _option(self, unit: int, indices: list[int], layout: UnitLayout, beside: _Beside) -> Option:
-        """Return a layout with all that it brings, over the unit's calls in forward order."""
-        hardware, terms = self.problem.hardware, self._memory[beside.on_host](unit, layout)
+    def _option(self, unit: int, indices: list[int], layout: UnitLayout, others: _Others) -> Option:
+        """Return a layout with its bytes and seconds; `indices` are the unit's segments in forward order."""
+        hardware, terms = self.problem.hardware, self._memory[others.on_host](unit, layout)
         meshes: frozenset[tuple[int, int]] = frozenset()
         if hardware.device.communicator_bytes:
             meshes = meshes_of(layout.shard_size, layout.stage_size, hardware.world_size)
         whole = Option(layout=layout, bytes=terms, seconds=self._timer(unit, layout).total_s, meshes=meshes)
         if not indices:
             return whole
-        first, *later = (self._call(index, whole, beside) for index in indices)
+        first, *later = (self._call(index, whole, others) for index in indices)
         waiting = terms.waiting_gradients if later else 0
-        if later:  # gradients of the last call, whose backward comes first, wait for those of the first call
+        if later:  # backward reaches the last call first; its gradients wait for those of the first call
             later[-1] = replace(later[-1], left_by_backward=waiting)
-        costs = self._segment_bytes(indices[0], layout.activations, beside)
+        costs = self._segment_bytes(indices[0], layout.activations, others)
         after = terms.gradients_after + terms.reduced_after
         reduced = costs.gradient - costs.saved - terms.kept - waiting + terms.reduce_input
         highest = reduced + max(terms.unsharded_gradients, after + terms.reduce_work)
         return replace(first, left_by_backward=after - waiting, reduce_peak=highest, later=tuple(later))
 
-    def _call(self, index: int, whole: Option, beside: _Beside) -> Option:
-        """Return one call of a unit that is freed after use, its gradients left out."""
+    def _call(self, index: int, whole: Option, others: _Others) -> Option:
+        """Return the option of one call of a unit that is freed after use, without gradients."""
         layout, terms = whole.layout, whole.bytes
-        costs, own = self._segment_bytes(index, layout.activations, beside), 0 if terms.kept else terms.gathered
+        costs, own = self._segment_bytes(index, layout.activations, others), 0 if terms.kept else terms.gathered
         return replace(
             whole,
             left_by_forward=costs.saved + terms.kept,
@@ -131,20 +131,20 @@ class BatchCosts:
 
 
 def build_timeline(costs: BatchCosts, space: Space) -> Timeline:
-    """Return the timeline of one micro-step, with options out of the space: groups of equal units, and what comes between them.
+    """Return the timeline of one micro-step: groups of equal units, with options from the space, and the segments between them.
 
-    Units with span USE run at most once a micro-step, those with span CALLS perhaps several times.
+    Units with span USE run at most once in a micro-step, units with span CALLS possibly several times.
     """
     problem, hardware = costs.problem, costs.problem.hardware
     spans = [unit.span for unit in problem.description.units]
-    beside = _Beside(
+    others = _Others(
         on_host=any(layout.on_host for layouts in space for layout in layouts),
         recomputed=any(layout.activations.recomputes for layouts in space for layout in layouts),
     )
     alone = [i for i, span in enumerate(spans) if span is GatherSpan.STEP or i not in costs.calls]
-    rest = {i: UnitGroup(units=(i,), options=costs.options(i, space[i], beside)) for i in alone}
+    rest = {i: UnitGroup(units=(i,), options=costs.options(i, space[i], others)) for i in alone}
     return Timeline(
-        parts=tuple(_parts(costs, space, beside)),
+        parts=tuple(_parts(costs, space, others)),
         whole_step=tuple(group for i, group in rest.items() if spans[i] is GatherSpan.STEP),
         idle=tuple(group for i, group in rest.items() if spans[i] is not GatherSpan.STEP),
         model_bytes=resident_bytes(problem.description, problem.job, costs.batch.micro_batch_size),
@@ -153,8 +153,8 @@ def build_timeline(costs: BatchCosts, space: Space) -> Timeline:
     )
 
 
-def _parts(costs: BatchCosts, space: Space, beside: _Beside) -> Iterator[Part]:
-    """Yield what a micro-step passes through, in forward order; rows are split where position matters."""
+def _parts(costs: BatchCosts, space: Space, others: _Others) -> Iterator[Part]:
+    """Yield the parts of a micro-step in forward order; a row is split where the position of a unit matters."""
     units = [segment.unit for segment in costs.problem.description.segments]
     whole_step = {i for i, unit in enumerate(costs.problem.description.units) if unit.span is GatherSpan.STEP}
 
@@ -164,14 +164,14 @@ def _parts(costs: BatchCosts, space: Space, beside: _Beside) -> Iterator[Part]:
         return (costs.kinds[index], space[unit]) if in_row else index
 
     for key, grouped in itertools.groupby(range(len(units)), row_key):
-        first, *others = row = list(grouped)
+        first, *rest = row = list(grouped)
         unit = units[first]
         if isinstance(key, tuple):
-            options = costs.options(unit, space[unit], beside)
-            for part in [[index] for index in row] if len(row) <= SHORT_ROW else ([first], others[:-1], others[-1:]):
+            options = costs.options(unit, space[unit], others)
+            for part in [[index] for index in row] if len(row) <= SHORT_ROW else ([first], rest[:-1], rest[-1:]):
                 members = tuple(units[index] for index in part)
                 yield UnitGroup(units=members, options=options, prefetches=costs.ahead[part[0]] is not None)
         elif unit in whole_step:
-            yield costs.root_segment(first, beside)
+            yield costs.root_segment(first, others)
         else:
             yield LaterCall(unit=unit, number=costs.calls[unit].index(first) - 1, prefetches=costs.ahead[first] is not None)

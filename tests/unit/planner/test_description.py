@@ -62,12 +62,12 @@ def test_split_is_none_and_described_by_what_it_does():
 HEAD = OperatorSplit(fqn="lm_head", slices=2)
 REFUSED = [
     *(("at least 2", lambda slices=slices: replace(HEAD, slices=slices)) for slices in (1, 0, -3, 2.0, True)),
-    *(("no module's name", lambda fqn=fqn: replace(HEAD, fqn=fqn)) for fqn in ("", ".", "a..b", " lm_head", "a. b", None)),
+    *(("not a module's name", lambda fqn=fqn: replace(HEAD, fqn=fqn)) for fqn in ("", ".", "a..b", " lm_head", "a. b", None)),
     *(("tuple of OperatorSplit", lambda sliced=sliced: ModelSplit(sliced=sliced)) for sliced in (["lm_head"], ("lm_head",), [HEAD])),
     ("'lm_head' is split 2 times", lambda: ModelSplit(sliced=(HEAD, replace(HEAD, slices=3)))),
     ("must be True or False", lambda: ModelSplit(operators=1)),
-    ("A peak has no moment", lambda: Envelope(pieces=())),
-    ("Parameter w has .* elements; the most are", lambda: ParameterSpec(name="w", shape=(2**40, 2**40), dtype=DType.FLOAT32)),
+    ("An Envelope needs at least one piece", lambda: Envelope(pieces=())),
+    ("Parameter w has .* elements; it must have at most", lambda: ParameterSpec(name="w", shape=(2**40, 2**40), dtype=DType.FLOAT32)),
     ("Parameter w has a negative size", lambda: ParameterSpec(name="w", shape=(2, -1), dtype=DType.FLOAT32)),
     ("sequence_length=0 must be at least 1", lambda: replace(transformer(), sequence_length=0)),
     (r"Unit '\(root\)' is listed twice", lambda: replace(transformer(), units=transformer().units[:1] * 2)),
@@ -88,9 +88,9 @@ def test_impossible_descriptions_and_splits_raise_value_error(part, make):
         (r"share=1\.5 of a recomputation must be from 0 to 1", {"share": 1.5}),
         ("must be different calls of operators, such as 'addmm#0'", {"saved_calls": ("addmm",)}),
         ("must be different calls", {"saved_calls": ("addmm#0", "addmm#0")}),
-        ("'_to_copy#0', but what casts or writes in place cannot be saved", {"saved_calls": ("_to_copy#0",)}),
-        ("'add_#1', but what casts or writes in place cannot be saved", {"saved_calls": ("mm#0", "add_#1")}),
-        ("A name of what a recomputation saves", {"names": ("c_attn\x1b[31m",)}),
+        ("'_to_copy#0', but outputs of casts and in-place operators cannot be saved", {"saved_calls": ("_to_copy#0",)}),
+        ("'add_#1', but outputs of casts and in-place operators cannot be saved", {"saved_calls": ("mm#0", "add_#1")}),
+        ("A name of a recomputation's saved calls", {"names": ("c_attn\x1b[31m",)}),
     ],
 )
 def test_impossible_recomputations_raise_value_error(part, fields):

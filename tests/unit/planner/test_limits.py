@@ -32,15 +32,15 @@ UNIT = UnitDecision(fqn="x", shard_size=8, reshard_after_forward=True)
 PLAN = Plan(world_size=8, strategy="osdp", units=(UNIT,), micro_batch_size=1, accumulation_steps=1, model_fingerprint="f")
 JOB = TrainingJob(global_batch_size=4)
 MADE_FROM = [
-    (LINK, {"A link needs finite": dict(latency_s=(NAN, INF, -1e-6), bytes_per_s=(NAN, INF, 0, -1.0))}),
+    (LINK, {r"Link\.\w+=\S+ must be finite": dict(latency_s=(NAN, INF, -1e-6), bytes_per_s=(NAN, INF, 0, -1.0))}),
     (DEVICE, {
-        "Device 'toy'": dict(
+        r"Device(Spec\.| 'toy')": dict(
             memory_bytes=(0, 2**51), memory_bytes_per_s=(NAN, INF, 0.0), operator_s=(NAN,), reserved_bytes=(-1,), communicator_bytes=(-1,),
             unit_s=(-1.0,), flops_per_s=tuple({DType.FLOAT32: rate} for rate in (NAN, INF, 0.0)),
         )
     }),
-    (HOST, {"A host needs memory": dict(memory_bytes=(0,), update_bytes_per_s=(NAN, INF, 0.0))}),
-    (TIMING, {"A timing needs": dict(group_size=(1,), latency_s=(-1.0,), seconds_per_byte=(NAN,))}),
+    (HOST, {r"HostSpec\.\w+=\S+ must be finite and above 0": dict(memory_bytes=(0,), update_bytes_per_s=(NAN, INF, 0.0))}),
+    (TIMING, {r"CollectiveTiming\.\w+=\S+ must be": dict(group_size=(1,), latency_s=(-1.0,), seconds_per_byte=(NAN,))}),
     (WorkTime(), {"finite and at least 0": dict(call_s=(-1.0,), tensor_s=(INF,))}),
     (preset("cpu"), {
         "must be at least 1": dict(nodes=(0, -1), devices_per_node=(0,)),
@@ -50,7 +50,7 @@ MADE_FROM = [
         ),
     }),
     (UNIT, {
-        "is no module's name": dict(fqn=("x" * 4097, "a\nb", "\x1b[31m", "\x9b", "\ud800")),
+        "is not a module's name": dict(fqn=("x" * 4097, "a\nb", "\x1b[31m", "\x9b", "\ud800")),
         "Unit 'x': stage_size=.* must be 1, or divide shard_size=8 and be less": dict(stage_size=(0, 3, 8)),
         "shard_size=0 must be at least 1": dict(shard_size=(0,)),
     }),
@@ -66,7 +66,7 @@ MADE_FROM = [
     (JOB, {
         "global_batch_size=.* must be at least 1 and at most": dict(global_batch_size=(0, 2**41)),
         "micro_batch_size=0 must be at least 1": dict(micro_batch_size=(0,)),
-        "recompute=1 is not a switch; use True, False, or None": dict(recompute=(1,)),
+        "recompute=1 must be True, False, or None": dict(recompute=(1,)),
     }),
     (OptimizerSpec(), {"states=-1": dict(states=(-1,))}),
 ]  # fmt: skip
@@ -112,5 +112,5 @@ def test_search_never_solves_for_options_that_no_device_holds():
 def test_search_refuses_a_model_that_needs_more_than_there_is_anywhere(limit):
     model = transformer(layers=2)
     huge = tuple(replace(segment, saved_bytes=Affine(per_sample=1e30)) for segment in model.segments)
-    with pytest.raises(OSDPError, match=r"more than 1048576\.00 TiB; no model does"):
+    with pytest.raises(OSDPError, match=r"more than 1048576\.00 TiB per device"):
         search(problem(replace(model, segments=huge), bare_preset("v100-16"), JOB, limit))

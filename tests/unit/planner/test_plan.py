@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hf_osdp.errors import PlanError
-from hf_osdp.planner.decision import Batch, ShardMode, UnitDecision, UnitLayout
+from hf_osdp.planner.decision import Batch, UnitDecision, UnitLayout
 from hf_osdp.planner.description import Activations
 from hf_osdp.planner.plan import PLAN_VERSION, Plan
 from hf_osdp.planner.split import ModelSplit
@@ -125,23 +125,22 @@ def test_fingerprint_and_diff_tell_every_decision_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    ("layout", "mode", "text"),
+    ("layout", "text"),
     [
-        (dict(shard_size=1), ShardMode.REPLICATE, "replicate"),
-        (dict(shard_size=2), ShardMode.GROUP_SHARD, "shard 2 x replicate 4"),
-        (dict(shard_size=8, reshard_after_forward=False), ShardMode.SHARD, "shard 8, keep"),
-        (dict(shard_size=8, stage_size=2), ShardMode.SHARD, "shard 8 in 2 stages (4 x 2)"),
-        (dict(shard_size=4, stage_size=2), ShardMode.GROUP_SHARD, "shard 4 x replicate 2 in 2 stages (2 x 2)"),
+        (dict(shard_size=1), "replicate"),
+        (dict(shard_size=2), "shard 2 x replicate 4"),
+        (dict(shard_size=8, reshard_after_forward=False), "shard 8, keep"),
+        (dict(shard_size=8, stage_size=2), "shard 8 in 2 stages (4 x 2)"),
+        (dict(shard_size=4, stage_size=2), "shard 4 x replicate 2 in 2 stages (2 x 2)"),
         (
             dict(shard_size=8, reshard_after_forward=False, reduce_every_micro_step=False, activations=Activations.RECOMPUTE, on_host=True),
-            ShardMode.SHARD, "shard 8, keep, hold gradients, recompute, on host",
+            "shard 8, keep, hold gradients, recompute, on host",
         ),
-        (dict(shard_size=1, activations=Activations.RECOMPUTE_OFFLOAD), ShardMode.REPLICATE, "replicate, recompute, offload activations"),
+        (dict(shard_size=1, activations=Activations.RECOMPUTE_OFFLOAD), "replicate, recompute, offload activations"),
     ],
 )  # fmt: skip
-def test_layouts_have_modes_and_texts(layout, mode, text):
-    found = UnitLayout(**{"reshard_after_forward": True, **layout})
-    assert (found.mode(8), found.describe(8)) == (mode, text)
+def test_describe_names_what_differs_from_the_default(layout, text):
+    assert UnitLayout(**{"reshard_after_forward": True, **layout}).describe(8) == text
 
 
 def test_plan_of_layouts_decides_unit_by_unit():
@@ -241,6 +240,6 @@ def test_fsdp_plan_frees_or_keeps_units_and_leaves_the_rest_to_the_root():
 
 @pytest.mark.parametrize(("reason", "plan"), BEYOND.items(), ids=BEYOND)
 def test_fsdp_plan_refuses_what_it_cannot_say_with_the_reason(reason, plan):
-    with pytest.raises(PlanError, match="cannot be said as an fsdp_plan") as caught:
+    with pytest.raises(PlanError, match="An fsdp_plan cannot express this plan") as caught:
         plan.to_fsdp_plan()
     assert reason in str(caught.value) and "\n" not in str(caught.value)

@@ -76,7 +76,7 @@ DAMAGED = {
     "{}": "hardware: Field required",
     TEXT.replace('"group_size": 2', '"group_size": 1'): "group_size=1",
     TEXT.replace('"gloo"', '"mpi"'): "gloo",
-    TEXT.replace('"samples": 1,', '"samples": 0,'): "samples >= 1",
+    TEXT.replace('"samples": 1,', '"samples": 0,'): "samples=0 must be at least 1",
     TEXT.replace('"fused"', '"other"'): "fused",
 }
 
@@ -136,13 +136,13 @@ def with_work(factor: float, name: str, phase: str, class_name: str = "") -> Mod
 
 BLOCKS_ONLY = replace(PROFILE, segments=tuple(times for times in PROFILE.segments if times.class_name == "Block"))
 OTHERS = [
-    (transformer(sequence_length=64), PROFILE, "at 64 tokens in float32; it has times of Block at 32 tokens in float32, Root at 32 tokens"),
-    (transformer(dtype=DType.BFLOAT16), PROFILE, "in bfloat16; it has times of Block at 32 tokens in float32"),
+    (transformer(sequence_length=64), PROFILE, "at 64 tokens in float32; it has times for Block at 32 tokens in float32, Root at 32"),
+    (transformer(dtype=DType.BFLOAT16), PROFILE, "in bfloat16; it has times for Block at 32 tokens in float32"),
     (with_work(1.5, "matmul_flops", "backward", "Block"), PROFILE, "no times for Block"),  # checkpointed
     (
         DESCRIPTION,
         BLOCKS_ONLY,
-        "no times for Root 'embedding+head' at 32 tokens in float32; it has times of Block at 32 tokens in float32.",
+        "no times for Root 'embedding+head' at 32 tokens in float32; it has times for Block at 32 tokens in float32.",
     ),
 ]
 

@@ -174,7 +174,7 @@ def test_search_refuses_a_freed_unit_that_runs_twice():
     model = at_random(1, kinds=1, blocks=2)
     block = next(s for s in model.segments if model.units[s.unit].fqn == "b0")
     for run in (search, search_or_floor, least_memory):
-        with pytest.raises(OSDPError, match="Unit 'b0' runs more than once a forward pass"):
+        with pytest.raises(OSDPError, match="Unit 'b0' runs more than once in a forward pass"):
             run(problem(replace(model, segments=(*model.segments, block)), machine(1, 2), JOB))
 
 

@@ -44,7 +44,7 @@ def test_search_offers_replicas_of_what_is_trained_and_every_layout_of_what_is_f
 def test_strategies_that_shard_are_refused_and_have_no_figures_in_a_comparison():
     case = problem(transformer(), devices(), JOB)
     for strategy in (Strategy.FSDP, Strategy.ZERO2, Strategy.HSDP):
-        with pytest.raises(ValueError, match=f"^strategy={strategy.value} shards what is trained, and adafactor needs it whole; use osdp"):
+        with pytest.raises(ValueError, match=f"^strategy={strategy.value} shards parameters, but adafactor needs them whole; use osdp"):
             search(replace(case, strategy=strategy))
     rows = {row.label: row for row in compare_strategies(case)}
     assert rows["ddp"].result is not None and rows["fsdp"].reason == "adafactor needs whole parameters"

@@ -88,9 +88,9 @@ def test_parameters_are_never_sent_in_four_bits_and_bf16_not_in_bf16():
     assert layout.gather_wire is INT8 and layout.reduce_wire is INT4
     only_bf16 = replace(JOB, communication=BF16, precision=Precision.named("bf16"))
     assert with_wires(unit, LAYOUTS[3], SLOW, only_bf16).wires == {"reduce": BF16}
-    with pytest.raises(ValueError, match="gather_wire=int4 is for gradients alone"):
+    with pytest.raises(ValueError, match="gather_wire=int4 is only for gradients"):
         UnitLayout(shard_size=2, reshard_after_forward=True, gather_wire=INT4)
-    with pytest.raises(ValueError, match="need a unit that is sharded"):
+    with pytest.raises(ValueError, match="need a sharded unit"):
         UnitLayout(shard_size=1, reshard_after_forward=True, reduce_wire=INT8)
 
 
