@@ -17,7 +17,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, DynamoBackend, ProjectConfiguration, TorchDynamoPlugin
-from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
@@ -29,6 +28,7 @@ from ..distributed.stop import Stopped
 from ..errors import OSDPError
 from ..measurement.step_meter import LoopMeter, Observation
 from ..modeling.batch import Inputs
+from ..modeling.build import checkpoint_blocks
 from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
@@ -186,7 +186,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             check_plugin(self.plugin, config.local_steps)
             if config.step_in_backward:
                 refuse(config.local_steps, "step_in_backward=True steps before optimizer.step(), where those of a loop begin; leave it out")
-        checkpointing = bool(self.plugin.activation_checkpointing)
         sync_each_batch = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         facts = RunFacts(
             world_size=self.num_processes,
@@ -199,8 +198,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             inputs=inputs,
             reduce_every_micro_step=True if sync_each_batch else config.reduce_every_micro_step,
             holds_outputs=True,  # the usual loop names them: `out = model(**batch); accelerator.backward(out.loss)`
-            activation_checkpointing=checkpointing,
-            checkpoint_wrapper=checkpointing,
+            activation_checkpointing=bool(self.plugin.activation_checkpointing),
             cpu_offload=offloads(self.plugin),
             against_unit_steps=reason_against_unit_steps(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None,
             trains=optimizer is not None,
@@ -257,6 +255,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         if any(known is model for known in self._models):
             take_later(optimizers, model)
         else:
+            self._recompute_blocks(model)
             apply_alone(model, self._planned, optimizers)
             self._explain_memory_of(model)
 
@@ -315,21 +314,23 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         super().end_training()
 
     def _shard(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
-        """Wrap blocks for checkpointing first, then apply the plan: a unit is the wrapped block."""
+        """Apply the plan, where it is not applied yet."""
         if isinstance(model, FSDPModule):
             take_later(optimizers, model)
         else:
-            if self.plugin.activation_checkpointing:
-                assert self._planned.inputs is not None
-                self.plugin.transformer_cls_names_to_wrap = list(self._planned.inputs.description.block_classes)
-                self.plugin.set_auto_wrap_policy(model)
-                model = fsdp2_apply_ac(self, model)
+            self._recompute_blocks(model)
             model = shard_model(model, self._planned, self.plugin, optimizers, device=self.device)
             self._explain_memory_of(model)
         if not any(known is model for known in self._models):
             self._models.append(model)
         model._is_accelerate_prepared = True  # type: ignore[assignment]
         return model
+
+    def _recompute_blocks(self, model: nn.Module) -> None:
+        """Have every block recompute its activations where the plugin asks for it."""
+        if self.plugin.activation_checkpointing:
+            assert self._planned.inputs is not None
+            checkpoint_blocks(model, self._planned.inputs.description.block_classes)
 
     def _explain_memory_of(self, model: nn.Module) -> None:
         """Explain errors of memory in this model's training from here on."""

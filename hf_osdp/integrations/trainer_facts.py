@@ -55,7 +55,6 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> RunFacts:
     begun = recorded_manifest(str(args.output_dir)) if trains and config.resume_after_restart else None
     samples = config.global_batch_size or _global_batch_size(args, None if begun is None else begun.global_batch_size)
     optimizer = _optimizer_spec(trainer)
-    checkpointing = bool(plugin.activation_checkpointing)
     return RunFacts(
         world_size=args.world_size,
         device_type=args.device.type,
@@ -73,8 +72,7 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> RunFacts:
         clips_gradients=bool(args.max_grad_norm and args.max_grad_norm > 0),
         against_backward_step=_reader_of_gradients(trainer),
         against_unit_steps=_against_unit_steps(trainer),
-        activation_checkpointing=bool(args.gradient_checkpointing) or checkpointing,
-        checkpoint_wrapper=checkpointing,
+        activation_checkpointing=bool(args.gradient_checkpointing or plugin.activation_checkpointing),
         reads_loss_alone=model_makes_loss and not args.use_liger_kernel,
         cpu_offload=offloads(plugin),
         trains=trains,

@@ -70,8 +70,6 @@ class RunFacts:
     """Why the optimizer cannot step unit by unit; None where it can."""
     activation_checkpointing: bool = False
     """Blocks will be recomputed in backward; not needed for a model that has it switched on already."""
-    checkpoint_wrapper: bool = False
-    """Accelerate recomputes them, in torch's wrapper; else the model does it."""
     reads_loss_alone: bool = False
     """The loop gives labels to forward and reads only the loss from it in training."""
     cpu_offload: bool = False

@@ -146,7 +146,7 @@ def _open_step_s(found: FoundPlan) -> float | None:
     config, facts, model = found.builder.config, found.builder.facts, found.builder.model
     if not (facts.trains and found.problem.description.recomputed_by_others) or config.profile is not None:
         return None  # times of a profile are of blocks that are recomputed
-    left_open = replace(facts, activation_checkpointing=False, checkpoint_wrapper=False)
+    left_open = replace(facts, activation_checkpointing=False)
     try:
         with without_checkpointing(model):
             builder = ProblemBuilder(model, replace(config, recompute=None), left_open, hardware=found.problem.hardware)
@@ -164,7 +164,6 @@ def _trial(model: nn.Module, config: OSDPConfig, facts: RunFacts, problem: Plann
         device=own_gpu() if facts.device_type == "cuda" else torch.device(facts.device_type),
         block_classes=problem.description.block_classes,
         activation_checkpointing=facts.activation_checkpointing,
-        checkpoint_wrapper=facts.checkpoint_wrapper,
     )
 
 
