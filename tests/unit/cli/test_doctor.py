@@ -83,10 +83,3 @@ def test_doctor_examines_a_given_plan(model, tmp_path):
     assert rows(model, *SIZES, *DEVICES, "--plan", tmp_path / "plan.json")["plan"][0][0] == "ok"
     other = rows(model, *SIZES, *DEVICES, "--plan", tmp_path / "plan.json", "--precision", "bf16", code=1)
     assert other["plan"][0][0] == "error" and "parameter names, shapes or dtypes differ" in other["plan"][0][1]
-
-
-def test_doctor_warns_where_this_shell_has_segments_of_cuda_that_do_not_expand(model, monkeypatch):
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
-    (found,) = rows(model, *SIZES, "--device", "h100", "--devices-per-node", 4)["allocator"]
-    assert found[0] == "warning" and "expandable_segments is off" in found[1]
