@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ..checkpoint.safe import load_file
 from ..checkpoint.writer import on_every_rank
@@ -24,17 +23,6 @@ from ..sharding.optimizer import unwrapped
 from .plugin import OSDPPlugin, offloads, writes_shards
 
 _log = logging.getLogger(__name__)
-
-
-def check_arguments(args: TrainingArguments, steps: int) -> None:
-    """Refuse arguments of a Trainer beside `steps` local steps; ValueError."""
-    for name, strategy, value in (
-        ("save_steps", args.save_strategy == SaveStrategy.STEPS, args.save_steps),
-        ("eval_steps", args.eval_strategy == IntervalStrategy.STEPS, args.eval_steps or steps),
-    ):
-        if strategy and value >= 1 and value % steps:
-            nearest = max(1, round(value / steps)) * steps
-            refuse(steps, f"{name}={value:g} is no multiple of it, where the machines have the same model; use {nearest}")
 
 
 def check_plugin(plugin: OSDPPlugin, steps: int) -> None:

@@ -28,7 +28,7 @@ from ..sharding.weight_reads import mixing_explained
 from .accelerator import OSDPAccelerator
 from .announce import announce_result, plan_and_announce
 from .checkpoints import replaced
-from .local_steps import LocalStepsCallback, check_arguments, check_plugin
+from .local_steps import LocalStepsCallback, check_plugin
 from .plugin import OSDPPlugin
 from .subclasses import check_order, ignores_item_count, planning_at_the_end, with_whole_weights
 from .trainer_checkpoints import StopCallback, TrainerCheckpoints
@@ -90,7 +90,6 @@ class Trainer(TrainerCheckpoints):
         self._osdp = replace(self._osdp, compile=self._osdp.compile or self.accelerator.plugin.osdp.compile)  # the launcher's dynamo
         try:
             if self._osdp.local_steps is not None:
-                check_arguments(args, self._osdp.local_steps)
                 check_plugin(self.accelerator.plugin, self._osdp.local_steps)
             facts = facts_of_trainer(self, self._osdp)
             hold_master_weights(self.model, facts.precision)
