@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -84,8 +83,6 @@ def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Pa
     step_s = run.plan.step_s if estimate.time is None else estimate.time.step_s
     seconds: list[Outcome] = [("step time", step_s, measured.median_step_s), ("first step", None, measured.first_step_s)]
     console.print(outcome_table(nbytes, [*seconds, *_collectives(estimate, measured)]))
-    if (pays := _steps_until_compilation_pays(run, measured)) is not None:
-        console.print(f"The first step compiled the blocks. By the estimate this pays after {pays:,} steps.")
     if output_dir is None:
         return
     content = report_content(
@@ -98,15 +95,6 @@ def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Pa
         recalibration=_rounds_content(run),
     )
     console.print(f"Report: {write_report(content, output_dir)}")
-
-
-def _steps_until_compilation_pays(run: PlannedRun, measured: Observation) -> int | None:
-    """Return after how many steps compiled blocks have saved what the first step took longer; None where they save nothing, or are none."""
-    usual, first, weighed = measured.median_step_s, measured.first_step_s, run.compilation
-    if weighed is None or not run.plan.compiled_classes or usual is None or first is None:
-        return None
-    saved = weighed.eager_step_s - weighed.step_s
-    return None if saved <= 0 else max(1, math.ceil((first - usual) / saved))
 
 
 def _observation_content(observed: Observation) -> dict[str, object]:
