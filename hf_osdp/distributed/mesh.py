@@ -119,20 +119,6 @@ class Meshes:
         for layout in sorted(set(self._formed) - self._needed(plan)):
             destroy_mesh(self._formed.pop(layout))
 
-    def groups(self, plan: Plan) -> list[dist.ProcessGroup]:
-        """Return the process groups in which units of the plan communicate, each once, in the same order on every rank. Collective."""
-        found: list[dist.ProcessGroup] = [dist.distributed_c10d._get_default_group()]
-        for unit in plan.units:
-            mesh = self.mesh(unit.shard_size)
-            if unit.shard_size < self.world_size:
-                found.append(mesh.get_group(REPLICATE_AXIS))
-            if unit.two_stage:
-                stages = self.stages(unit.shard_size, unit.stage_size)
-                found += [stages.between, stages.within]
-            elif unit.shard_size > 1:
-                found.append(mesh.get_group(SHARD_AXIS))
-        return list(dict.fromkeys(found))
-
     def _mesh(self, layout: Layout, axes: dict[str, int]) -> DeviceMesh:
         if layout not in self._formed:
             self._formed[layout] = self.form(tuple(axes.values()), tuple(axes))

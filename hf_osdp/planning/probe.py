@@ -66,10 +66,6 @@ def probe(plan: Plan, trial: Trial, meshes: Meshes | None, *, timed_steps: int =
 def _on_cuda(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int) -> Observation:
     """Measure memory with each rank alone first, then time with all."""
     (before,) = over_ranks([torch.cuda.memory_allocated(trial.device)], dist.ReduceOp.MIN)
-    if meshes is not None:
-        meshes.prepare(plan)
-        for group in meshes.groups(plan):  # NCCL allocates the memory of a communicator when its group first communicates
-            dist.all_reduce(torch.zeros(1, device=trial.device), group=group)
     alone = None if meshes is None else SilentMeshes(meshes.device_type)
     silent = replace(trial, job=replace(trial.job, clips_gradients=False))  # a norm would be summed over the world
     failed = False
