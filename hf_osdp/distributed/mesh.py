@@ -142,12 +142,7 @@ def mesh_axes(world_size: int, shard_size: int) -> dict[str, int]:
 
 
 def stage_axes(world_size: int, shard_size: int, stage_size: int) -> dict[str, int]:
-    """Return the axes of the mesh for collectives in two stages. See `Meshes.stages`."""
-    if not 1 < stage_size < shard_size or shard_size % stage_size or world_size % shard_size:
-        raise ValueError(
-            f"stage_size={stage_size} must divide shard_size={shard_size}, and that the world size {world_size};"
-            " each must be less than the next, but for the last two."
-        )
+    """Return the axes of the mesh for collectives in two stages, of sizes that a `UnitDecision` has. See `Meshes.stages`."""
     return {REPLICATE_AXIS: world_size // shard_size, NODES_AXIS: shard_size // stage_size, SHARD_AXIS: stage_size}
 
 
