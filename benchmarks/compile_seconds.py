@@ -2,7 +2,7 @@
 
     python benchmarks/compile_seconds.py [--device cuda]
 
-`hf_osdp/planning/compilation.py` weighs a run's compilation with such figures.
+`hf_osdp/planning/choices.py` weighs a run's compilation with such figures.
 """
 
 from __future__ import annotations

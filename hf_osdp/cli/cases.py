@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from ..planning.config import OSDPConfig
     from ..planning.facts import RunFacts
-    from ..planning.optimizer_choice import OptimizerChoice
+    from ..planning.choices import OptimizerChoice
     from ..planning.problem import Describer, FoundPlan
 
 OPTIMIZERS = {
@@ -173,7 +173,7 @@ class Case:
     @cached_property
     def found(self) -> FoundPlan:
         """The plan that a run would find, and what it was searched in; with a `choice` where several optimizers may run."""
-        from ..planning.optimizer_choice import find_plan_and_optimizer
+        from ..planning.choices import find_plan_and_optimizer
 
         _ = self.job, self.limit_bytes, self.model_config
         found, self.choice = find_plan_and_optimizer(self.model, self._limited, self.facts, hardware=self.hardware, trace=self._trace)

@@ -22,8 +22,7 @@ from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult, search
 from ..planner.split import WHOLE_BLOCKS
-from ..planning.facts import RunFolder, check_communication
-from ..planning.local_steps import check_local_steps
+from ..planning.facts import RunFolder, check_communication, check_local_steps
 from ..planning.plan_run import check_given_plan
 from ..planning.preflight import Check, DeviceMemory, KnownRun, bf16_on, checkpoint_bytes, device_memory, findings_of, split_ties
 from ..planning.recalibrate import estimated

@@ -27,11 +27,9 @@ from ..planner.search.search import SearchResult, search
 from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
 from ..sharding.environment import uses_host
-from .compilation import Compilation, weigh
+from .choices import Compilation, OptimizerChoice, find_plan_and_optimizer, weigh
 from .config import OSDPConfig
-from .facts import RunFacts, check_backward_step, check_communication, check_whole, training_job
-from .local_steps import check_local_steps
-from .optimizer_choice import OptimizerChoice, find_plan_and_optimizer
+from .facts import RunFacts, check_backward_step, check_communication, check_local_steps, check_whole, training_job
 from .preflight import Finding, KnownRun, check_model, check_run
 from .probe import Trial, probe
 from .problem import Describer, FoundPlan, ProblemBuilder, plan_from_rank_zero

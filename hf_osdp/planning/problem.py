@@ -28,8 +28,7 @@ from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..tracing.describe import TRACED_MICRO_BATCH, describe
 from .cache import measured_once
 from .config import OSDPConfig
-from .facts import RunFacts, check_limit, training_job
-from .local_steps import of_one_machine
+from .facts import RunFacts, check_limit, of_one_machine, training_job
 
 Trace: TypeAlias = Callable[..., ModelDescription]
 """`describe`, or what is called as it is."""
