@@ -116,7 +116,7 @@ class _Examination:
         if job is not None and limit is not None and (given is not None or path is None):
             found = self._tried(
                 Check.PLAN,
-                lambda: estimated(case.found.problem, case.found.plan) if given is None else _checked(case.problem_of(given), given),
+                lambda: estimated(case.found.problem, case.found.plan) if given is None else _checked(case, given),
                 lambda found: (
                     f"{found.plan.fingerprint} ({found.plan.strategy}): peak {format_bytes(found.peak_bytes)}, a step in"
                     f" {format_seconds(found.time.step_s)}"
@@ -145,17 +145,15 @@ def _best(problem: PlanningProblem) -> tuple[StrategyResult, ...]:
     return ()
 
 
-def _checked(problem: PlanningProblem, plan: Plan) -> SearchResult:
-    """Check a given plan against the problem."""
+def _checked(case: Case, plan: Plan) -> SearchResult:
+    """Check a given plan against the problem, and what is asked for."""
+    problem = case.problem_of(plan)
     plan.check(problem.description, problem.hardware.world_size)
     check_local_steps(plan, problem.job.local_steps)
     check_communication(plan, problem.job.communication)
-    found, job = estimated(problem, plan), problem.job
+    found = estimated(problem, plan)
     peak = found.memory.on(problem.hardware)
-    check_given_plan(
-        plan, memory_limit_bytes=problem.memory_limit_bytes, peak_bytes=peak, global_batch_size=job.global_batch_size,
-        micro_batch_size=job.micro_batch_size, sequence_length=problem.description.sequence_length,
-    )  # fmt: skip
+    check_given_plan(plan, case.limited, peak)
     return replace(found, plan=replace(plan, peak_bytes=peak))
 
 

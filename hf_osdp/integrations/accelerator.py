@@ -186,17 +186,14 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             check_plugin(self.plugin, config.local_steps)
             if config.step_in_backward:
                 refuse(config.local_steps, "step_in_backward=True steps before optimizer.step(), where those of a loop begin; leave it out")
-        sync_each_batch = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        if self.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+            config = replace(config, reduce_every_micro_step=True)
         facts = RunFacts(
             world_size=self.num_processes,
             device_type=self.device.type,
             precision=precision_of(self.mixed_precision, self.plugin.mixed_precision_policy, alone=not self.is_fsdp2),
             optimizer=optimizer if isinstance(optimizer, OptimizerSpec) else spec_of_optimizer(optimizer, device_type=self.device.type),
-            sequence_length=config.sequence_length,
-            global_batch_size=config.global_batch_size,
-            micro_batch_size=config.micro_batch_size,
             inputs=inputs,
-            reduce_every_micro_step=True if sync_each_batch else config.reduce_every_micro_step,
             holds_outputs=True,  # the usual loop names them: `out = model(**batch); accelerator.backward(out.loss)`
             activation_checkpointing=bool(self.plugin.activation_checkpointing),
             cpu_offload=offloads(self.plugin),

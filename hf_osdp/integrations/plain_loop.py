@@ -117,10 +117,6 @@ class OptimalShardedDataParallel(nn.Module):
             device_type=device.type,
             precision=precision,
             optimizer=optimizer or spec_of_optimizer(None, device_type=device.type),
-            sequence_length=config.sequence_length,
-            global_batch_size=config.global_batch_size,
-            micro_batch_size=config.micro_batch_size,
-            reduce_every_micro_step=config.reduce_every_micro_step,
             against_unit_steps=None if optimizer is None else "the optimizer is known by what it holds alone",
             estimates_given_plan=False,
         )

@@ -91,9 +91,9 @@ class Trainer(TrainerCheckpoints):
         try:
             if self._osdp.local_steps is not None:
                 check_plugin(self.accelerator.plugin, self._osdp.local_steps)
-            facts = facts_of_trainer(self, self._osdp)
+            config, facts = facts_of_trainer(self, self._osdp)
             hold_master_weights(self.model, facts.precision)
-            self._run = plan_and_announce(self.model, self._osdp, facts)
+            self._run = plan_and_announce(self.model, config, facts)
         except Exception:
             if self._makes_folder:
                 with suppress(OSError):  # it is gone, or holds something

@@ -39,7 +39,7 @@ class RunFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What the caller knows about the run that is being planned."""
+    """What the caller knows about the run that is being planned, beside the configuration, in which the run's sizes are by now."""
 
     world_size: int
     device_type: str
@@ -49,13 +49,6 @@ class RunFacts:
     optimizer: OptimizerSpec
     optimizer_choices: tuple[tuple[str, OptimizerSpec], ...] = ()
     """Names with what they hold, of which one may run, `optimizer` first; empty where there is no choice."""
-    sequence_length: int | None
-    """Tokens of one sample, 1 where samples have none; None only where a given plan runs without an estimate."""
-    global_batch_size: int | None
-    """Samples of one optimizer step over all processes; None only beside a given plan."""
-    micro_batch_size: int | None = None
-    """Samples of one batch where the data loader has fixed it."""
-    reduce_every_micro_step: bool | None = None
     inputs: Inputs | None = None
     """From a number of samples to a batch, as the data gives them; None makes one for a transformers model."""
     loss: Loss | None = None
@@ -148,7 +141,7 @@ def check_communication(plan: Plan, allowed: WireFormat | None) -> None:
 
 def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
     """Return the job to search for, with what the user has fixed; raise ValueError where sizes do not fit together."""
-    assert facts.global_batch_size is not None
+    assert config.global_batch_size is not None
     host_offload, offload_optimizer = facts.offloads_all or config.host_offload, config.offload_optimizer
     problem = None
     if facts.optimizer.is_quantized and (host_offload or offload_optimizer):
@@ -166,14 +159,14 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
     if problem is not None:
         raise ValueError(problem)
     job = TrainingJob(
-        global_batch_size=facts.global_batch_size,
+        global_batch_size=config.global_batch_size,
         precision=facts.precision,
         optimizer=facts.optimizer,
         holds_outputs=facts.holds_outputs,
         clips_gradients=facts.clips_gradients,
         step_in_backward=_steps_in_backward(config, facts),
-        micro_batch_size=facts.micro_batch_size,
-        reduce_every_micro_step=facts.reduce_every_micro_step,
+        micro_batch_size=config.micro_batch_size,
+        reduce_every_micro_step=config.reduce_every_micro_step,
         recompute=config.recompute,
         host_offload=False if facts.optimizer.is_quantized or facts.optimizer.looks_at_whole else host_offload,
         offload_optimizer=False if facts.optimizer.is_quantized or facts.against_unit_steps else offload_optimizer,

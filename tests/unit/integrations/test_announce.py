@@ -20,9 +20,9 @@ SEEN = Observation(steps=8, median_step_s=1.0, first_step_s=4.0, peak_bytes=2**2
 
 @pytest.fixture(scope="module")
 def run():
-    job = {"sequence_length": SEQUENCE_LENGTH, "global_batch_size": 4, "precision": Precision(), "optimizer": OptimizerSpec()}
-    facts = RunFacts(world_size=1, device_type="cpu", **job)
-    return plan_run(tiny_model("gpt2", layers=2), OSDPConfig(hardware="cpu", compare=False), facts)
+    facts = RunFacts(world_size=1, device_type="cpu", precision=Precision(), optimizer=OptimizerSpec())
+    config = OSDPConfig(hardware="cpu", compare=False, sequence_length=SEQUENCE_LENGTH, global_batch_size=4)
+    return plan_run(tiny_model("gpt2", layers=2), config, facts)
 
 
 @pytest.mark.parametrize(("times", "advice"), [(1.5, False), (0.5, True)])

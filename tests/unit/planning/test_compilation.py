@@ -62,11 +62,9 @@ def model(monkeypatch) -> GPT2LMHeadModel:
 
 
 def planned(model: GPT2LMHeadModel, *, steps: int | None = None, **options: object) -> PlannedRun:
-    facts = RunFacts(
-        world_size=1, device_type="cpu", precision=Precision(), sequence_length=16, global_batch_size=8, optimizer=OptimizerSpec(),
-        steps=steps,
-    )  # fmt: skip
-    return plan_run(model, OSDPConfig(hardware="cpu", operator_splitting=False, compare=False, **options), facts)
+    facts = RunFacts(world_size=1, device_type="cpu", precision=Precision(), optimizer=OptimizerSpec(), steps=steps)
+    sizes = {"sequence_length": 16, "global_batch_size": 8}
+    return plan_run(model, OSDPConfig(hardware="cpu", operator_splitting=False, compare=False, **sizes, **options), facts)
 
 
 @pytest.mark.parametrize(("compile", "steps", "compiles"), [("auto", None, True), ("auto", 1, False), (True, 1, True)])

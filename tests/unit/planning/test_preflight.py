@@ -33,7 +33,8 @@ from tests.helpers.models import MODELS, SEQUENCE_LENGTH, tiny_model
 from tests.helpers.problems import problem
 
 GIB = 2**30
-CONFIG = OSDPConfig(hardware="cpu", compare=False, operator_splitting=False)
+SIZES = {"sequence_length": SEQUENCE_LENGTH, "global_batch_size": 4}
+CONFIG = OSDPConfig(hardware="cpu", compare=False, operator_splitting=False, **SIZES)
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -205,8 +206,7 @@ def test_folders_of_trainer_and_projects(tmp_path):
 
 
 def facts(**changes: object) -> RunFacts:
-    sizes = {"world_size": 1, "sequence_length": SEQUENCE_LENGTH, "global_batch_size": 4}
-    return RunFacts(device_type="cpu", precision=Precision(), optimizer=OptimizerSpec(), **{**sizes, **changes})
+    return RunFacts(world_size=1, device_type="cpu", precision=Precision(), optimizer=OptimizerSpec(), **changes)
 
 
 def test_sound_run_prints_and_writes_nothing_and_given_plan_is_checked(tmp_path, capsys):
@@ -217,7 +217,7 @@ def test_sound_run_prints_and_writes_nothing_and_given_plan_is_checked(tmp_path,
     assert not any(severity.value in capsys.readouterr().out for severity in Severity)
     (tmp_path / "file").write_text("")
     with pytest.raises(PreflightError, match="is a file; give a folder"):
-        plan_run(model, OSDPConfig(plan=run.plan), facts(folder=RunFolder(path=tmp_path / "file")))
+        plan_run(model, OSDPConfig(plan=run.plan, **SIZES), facts(folder=RunFolder(path=tmp_path / "file")))
 
 
 def test_findings_stand_once_after_the_plan_each_in_a_line(capsys, monkeypatch):
