@@ -224,7 +224,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         if models and not isinstance(models[0], FSDPModule):
             self._plan_or_check(models[0], loaders, optimizers)
             if not self.is_fsdp2:
-                self._apply_alone(models[0], optimizers)
+                self._lay_out(models[0], optimizers)
         if not models or not self.is_fsdp2 or optimizers:
             result = super().prepare(*args, device_placement=device_placement)
         else:
@@ -248,13 +248,20 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
                 " DataLoader first."
             )
 
-    def _apply_alone(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        if any(known is model for known in self._models):
+    def _lay_out(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Apply the plan to the model and hand its optimizers the new parameters; or take optimizers of one that has it already."""
+        if isinstance(model, FSDPModule) or any(known is model for known in self._models):
             take_later(optimizers, model)
+            return
+        run, on_oom = self._planned, self._config.on_oom
+        if self.plugin.activation_checkpointing:
+            assert run.inputs is not None
+            checkpoint_blocks(model, run.inputs.description.block_classes)
+        if self.is_fsdp2:
+            shard_model(model, run, self.plugin, optimizers, device=self.device)
         else:
-            self._recompute_blocks(model)
-            apply_alone(model, self._planned, optimizers)
-            self._explain_memory_of(model)
+            apply_alone(model, run, optimizers)
+        self._out_of_memory = OutOfMemoryHandler(model, run.plan, run.units, problem=run.problem, on_oom=on_oom, device=self.device)
 
     def _bind(self, optimizers: Sequence[torch.optim.Optimizer], run: PlannedRun) -> None:
         """Have the optimizers step as the plan says, and the loop's first steps measured."""
@@ -279,8 +286,12 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         """Shard the model by the plan and hand the optimizers its new parameters, found by name."""
         result = [o if isinstance(o, nn.Module) else self._prepare_one(o, first_pass=True) for o in args]
         result = [o if isinstance(o, nn.Module) else self._prepare_one(o) for o in result]
-        optimizers = _of_type(result, torch.optim.Optimizer)
-        return tuple(self._shard(o, optimizers) if isinstance(o, nn.Module) else o for o in result)
+        for model in _of_type(result, nn.Module):
+            self._lay_out(model, _of_type(result, torch.optim.Optimizer))
+            if not any(known is model for known in self._models):
+                self._models.append(model)
+            model._is_accelerate_prepared = True  # type: ignore[assignment]
+        return tuple(result)
 
     def _report(self, measured: Observation) -> None:
         """Print the estimate beside the measurement; write it into `project_dir` too, if there is one."""
@@ -309,30 +320,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             self._loop_meter.finish()
         self._writer.wait()
         super().end_training()
-
-    def _shard(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
-        """Apply the plan, where it is not applied yet."""
-        if isinstance(model, FSDPModule):
-            take_later(optimizers, model)
-        else:
-            self._recompute_blocks(model)
-            model = shard_model(model, self._planned, self.plugin, optimizers, device=self.device)
-            self._explain_memory_of(model)
-        if not any(known is model for known in self._models):
-            self._models.append(model)
-        model._is_accelerate_prepared = True  # type: ignore[assignment]
-        return model
-
-    def _recompute_blocks(self, model: nn.Module) -> None:
-        """Have every block recompute its activations where the plugin asks for it."""
-        if self.plugin.activation_checkpointing:
-            assert self._planned.inputs is not None
-            checkpoint_blocks(model, self._planned.inputs.description.block_classes)
-
-    def _explain_memory_of(self, model: nn.Module) -> None:
-        """Explain errors of memory in this model's training from here on."""
-        run, on_oom = self._planned, self._config.on_oom
-        self._out_of_memory = OutOfMemoryHandler(model, run.plan, run.units, problem=run.problem, on_oom=on_oom, device=self.device)
 
     @contextmanager
     def out_of_memory_explained(self) -> Iterator[None]:
