@@ -256,89 +256,68 @@ class Stages:
     """Ranks of this node."""
 
 
-class TwoStageAllGather(DefaultAllocMixin, AllGather):
-    """Between nodes first, so that each byte crosses the slow link once a node, then inside the node, into place.
+class TransportAllGather(DefaultAllocMixin, AllGather):
+    """Gather by a transport. Over whole nodes between nodes first, so that each byte crosses the slow link once a node, then into place.
 
-    With `async_op` the work returned is that of the second stage. The first has been issued to the current stream, or has ended.
+    With `async_op` the work returned is that of the last stage. The first of two has been issued to the current stream, or has ended.
     """
 
-    def __init__(self, stages: Stages, transport: Transport, between: Transport | None = None) -> None:
-        self.stages, self.between, self._within = stages, between or transport, transport
+    def __init__(self, transport: Transport, stages: Stages | None = None, between: Transport | None = None) -> None:
+        """Take a transport, and for two stages the groups, and perhaps another transport between nodes."""
+        self.transport, self.stages, self.between = transport, stages, between or transport
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        if self.stages is None:
+            with announced(Collective.ALL_GATHER, group, output_tensor):
+                return self.transport.all_gather([output_tensor], [input_tensor], group, async_op=async_op)
         with announced(Collective.TWO_STAGE_ALL_GATHER, group, output_tensor):
             nodes = self.stages.between.size()
             of_my_place = input_tensor.new_empty(nodes * input_tensor.numel())
             self.between.all_gather([of_my_place], [input_tensor], self.stages.between)
             parts = output_tensor.chunk(nodes), of_my_place.chunk(nodes)
-            return self._within.all_gather(*parts, self.stages.within, async_op=async_op)
+            return self.transport.all_gather(*parts, self.stages.within, async_op=async_op)
 
 
-class TwoStageReduceScatter(DefaultAllocMixin, ReduceScatter):
-    """Inside the node first, then between nodes what is left: the all-gather's way back."""
+class TransportReduceScatter(DefaultAllocMixin, ReduceScatter):
+    """Reduce by a transport, which loses the input's content: the all-gather's way back, inside the node first, then between nodes."""
 
-    def __init__(self, stages: Stages, transport: Transport, between: Transport | None = None) -> None:
-        self.stages, self.between, self._within = stages, between or transport, transport
+    def __init__(self, transport: Transport, stages: Stages | None = None, between: Transport | None = None) -> None:
+        self.transport, self.stages, self.between = transport, stages, between or transport
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool = False
     ) -> None:
+        if self.stages is None:
+            with announced(Collective.REDUCE_SCATTER, group, input_tensor):
+                self.transport.reduce_scatter([output_tensor], [input_tensor], op, group)
+            return
         with announced(Collective.TWO_STAGE_REDUCE_SCATTER, group, input_tensor):
             nodes = self.stages.between.size()
             of_my_place = output_tensor.new_empty(nodes * output_tensor.numel())
-            self._within.reduce_scatter(of_my_place.chunk(nodes), input_tensor.chunk(nodes), op, self.stages.within)
+            self.transport.reduce_scatter(of_my_place.chunk(nodes), input_tensor.chunk(nodes), op, self.stages.within)
             # A mean of means is the mean; a factor (PREMUL_SUM) was applied in the first stage.
             second = op if op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG) else dist.ReduceOp.SUM
             self.between.reduce_scatter([output_tensor], [of_my_place], second, self.stages.between)
 
 
-class FlatAllGather(DefaultAllocMixin, AllGather):
-    """In one stage, by a transport."""
-
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        with announced(Collective.ALL_GATHER, group, output_tensor):
-            return self.transport.all_gather([output_tensor], [input_tensor], group, async_op=async_op)
-
-
-class FlatReduceScatter(DefaultAllocMixin, ReduceScatter):
-    """In one stage, by a transport, which loses the input's content. gloo's own is an all-reduce: twice the bytes, and more memory."""
-
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool = False
-    ) -> None:
-        with announced(Collective.REDUCE_SCATTER, group, input_tensor):
-            self.transport.reduce_scatter([output_tensor], [input_tensor], op, group)
-
-
-def flat_collectives(
-    group: dist.ProcessGroup, device_type: str, gather: Transport | None = None, reduce: Transport | None = None
+def unit_collectives(
+    group: dist.ProcessGroup,
+    device_type: str,
+    stages: Stages | None = None,
+    gather: Transport | None = None,
+    reduce: Transport | None = None,
 ) -> tuple[AllGather, ReduceScatter]:
-    """Return what a unit gathers and reduces with in one stage, in its shard group: FSDP2's own, but for gloo's reduce-scatter.
+    """Return what a unit gathers and reduces with in its shard group, over tensors on `device_type` (`"cpu"` or `"cuda"`).
 
-    `gather` and `reduce` are transports to take in their place.
+    In one stage that is FSDP2's own, but for gloo's reduce-scatter, which is an all-reduce: twice the bytes, and more memory. `gather` and
+    `reduce` are transports to take in place of the plain one, between nodes where there are `stages`.
     """
-    plain = plain_transport(group, device_type)
+    plain = plain_transport(group if stages is None else stages.within, device_type)
+    if stages is not None:
+        return TransportAllGather(plain, stages, gather), TransportReduceScatter(plain, stages, reduce)
     if reduce is None and isinstance(plain, PieceTransport):
         reduce = plain
-    return FlatAllGather(gather) if gather else DefaultAllGather(), FlatReduceScatter(reduce) if reduce else DefaultReduceScatter()
-
-
-def two_stage_collectives(
-    stages: Stages, device_type: str, gather: Transport | None = None, reduce: Transport | None = None
-) -> tuple[AllGather, ReduceScatter]:
-    """Return what a unit gathers and reduces with in two stages, over tensors on `device_type` (`"cpu"` or `"cuda"`).
-
-    `gather` and `reduce` are transports to take between nodes in place of the plain one.
-    """
-    plain = plain_transport(stages.within, device_type)
-    return TwoStageAllGather(stages, plain, gather), TwoStageReduceScatter(stages, plain, reduce)
+    gathers = TransportAllGather(gather) if gather else DefaultAllGather()
+    return gathers, TransportReduceScatter(reduce) if reduce else DefaultReduceScatter()

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from hf_osdp.distributed import collectives
 from hf_osdp.distributed.collectives import (
     BackendTransport,
-    FlatReduceScatter,
     PieceTransport,
-    TwoStageAllGather,
-    TwoStageReduceScatter,
+    TransportAllGather,
+    TransportReduceScatter,
     listening,
 )
 from hf_osdp.distributed.mesh import Meshes, find_topology
@@ -81,21 +80,21 @@ def test_two_stages_and_rings_put_every_byte_in_its_place_and_tell_their_begin_a
 
     with listening(listener):
         for name, make in TRANSPORTS.items():
-            gather, scatter = TwoStageAllGather(stages, make()), TwoStageReduceScatter(stages, make())
+            gather, scatter = TransportAllGather(make(), stages), TransportReduceScatter(make(), stages)
             for dtype in DTYPES:
                 for async_op in (False, True):
                     assert gathered(gather, dtype, async_op), (name, dtype, async_op)
                 for op in OPS if dtype in TOLERANCE else ():
                     assert scattered(scatter, dtype, op) < TOLERANCE[dtype], (name, dtype, op)
         for dtype, op in product(TOLERANCE, OPS):
-            assert scattered(FlatReduceScatter(PieceTransport()), dtype, op) < TOLERANCE[dtype], ("ring", dtype, op)
+            assert scattered(TransportReduceScatter(PieceTransport()), dtype, op) < TOLERANCE[dtype], ("ring", dtype, op)
     assert heard[:2] == [("two_stage_all_gather", world_size, world_size * NUMEL * 8), ("end", 0, 0)]
     assert {name for name, _, _ in heard} == {"two_stage_all_gather", "two_stage_reduce_scatter", "reduce_scatter", "end"}
 
 
 def test_another_operation_is_refused():
     with fake_process_group(2), pytest.raises(ValueError, match="leave set_gradient_divide_factor alone on the CPU"):
-        FlatReduceScatter(PieceTransport())(torch.empty(2), torch.ones(4), dist.group.WORLD, dist.ReduceOp.MAX)
+        TransportReduceScatter(PieceTransport())(torch.empty(2), torch.ones(4), dist.group.WORLD, dist.ReduceOp.MAX)
 
 
 def test_stages_of_half_the_world_are_given_back_with_the_plan():

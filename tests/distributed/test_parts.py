@@ -192,7 +192,7 @@ def test_layout_reads_back_as_planned_and_a_changed_one_is_found():
     staged, units, _ = sharded(meshes, "two_stage")
     assert {one.stage_size for one in read_back(staged, units)} == {2}
     staged.set_custom_all_gather(DefaultAllGather())
-    with pytest.raises(PlanMismatchError, match="gathers by DefaultAllGather and reduces by TwoStageReduceScatter, which no plan has"):
+    with pytest.raises(PlanMismatchError, match="gathers by DefaultAllGather and reduces by TransportReduceScatter, which no plan has"):
         read_back(staged, units)
 
 
