@@ -44,7 +44,7 @@ from ..sharding.unit_steps import BackwardSteps, bind_optimizer, reason_against_
 from .announce import announce_result, plan_and_announce
 from .checkpoints import AcceleratorCheckpoints, replaced
 from .launch import launch_request
-from .local_steps import LoopSynchroniser, check_plugin, refuse
+from .local_steps import Synchroniser, check_plugin
 from .plugin import OSDPPlugin, offloads, plugin_for, precision_of
 from .samples import batches_of_loader
 from .sharding import apply_alone, shard_model, take_later
@@ -78,7 +78,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     """
 
     has_loop = True
-    """Whether steps are found by hooks, to measure the first of them and for local steps; the Trainer knows its own."""
+    """Whether the first steps are found by hooks and measured; the Trainer measures its own."""
 
     def __init__(
         self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | None = None, osdp_plugin: OSDPPlugin | None = None, **kwargs: Any
@@ -93,7 +93,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         """The plan with what it was made from; None before planning."""
         self._loop_meter: LoopMeter | None = None
         self._backward_steps: BackwardSteps | None = None
-        self._local_steps: LoopSynchroniser | None = None
+        self._local_steps: Synchroniser | None = None
         self._out_of_memory: OutOfMemoryHandler | None = None
         self.measured: Observation | None = None
         """Measurement of the loop's first optimizer steps, the same on every process; None before they ended."""
@@ -184,8 +184,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             raise ValueError("The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...).")
         if config.local_steps is not None:
             check_plugin(self.plugin, config.local_steps)
-            if config.step_in_backward:
-                refuse(config.local_steps, "step_in_backward=True steps before optimizer.step(), where those of a loop begin; leave it out")
         if self.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             config = replace(config, reduce_every_micro_step=True)
         facts = RunFacts(
@@ -269,8 +267,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self._backward_steps = bind_optimizer(model, run.plan, run.units, optimizers)
         if before not in (None, self._backward_steps):  # an earlier optimizer must not step any more
             before.remove()
-        if self.has_loop and run.plan.local_steps is not None:
-            self._local_steps = self._local_steps or LoopSynchroniser(run.plan)
+        if run.plan.local_steps is not None:
+            self._local_steps = self._local_steps or Synchroniser(run.plan)
             for optimizer in optimizers:
                 self._local_steps.bind(model, optimizer)
         if self.has_loop and self._loop_meter is None:

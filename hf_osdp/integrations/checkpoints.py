@@ -40,7 +40,7 @@ from ..errors import CheckpointError
 from ..modeling.split.names import is_split, keep_positions
 from ..planning.plan_run import PlannedRun
 from ..sharding.optimizer import optimizer_name
-from .local_steps import LoopSynchroniser
+from .local_steps import Synchroniser
 from .plugin import writes_shards
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class AcceleratorCheckpoints(Accelerator):
     planned_run: PlannedRun | None
     _writer: CheckpointWriter
     _schedules: WeakKeyDictionary[AcceleratedScheduler, Schedule]
-    _local_steps: LoopSynchroniser | None
+    _local_steps: Synchroniser | None
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Save as `Accelerator.save_state`; the folder appears when it is complete. Files in it that are no checkpoint's stay.

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..checkpoint.safe import load_file
 from ..checkpoint.writer import on_every_rank
@@ -39,7 +38,12 @@ def refuse(steps: int, problem: str) -> NoReturn:
 
 
 class Synchroniser:
-    """The outer steps of a plan with local steps, from the first optimizer step on."""
+    """The outer steps of a plan with local steps, from the first optimizer step on.
+
+    The machines synchronise after so many steps of the optimizer since they last did, and before evaluations.
+    """
+
+    _optimizer: weakref.ref[torch.optim.Optimizer] | None = None
 
     def __init__(self, plan: Plan) -> None:
         assert plan.local_steps is not None
@@ -90,28 +94,6 @@ class Synchroniser:
         if rank() == 0 and not (fits and state["states"]):
             momentum = "" if fits else "; the outer momentum begins at zero, as the checkpoint has none of this plan's local steps"
             _log.warning("%s: all machines go on with the first machine's optimizer states%s.", folder, momentum)
-
-
-class LocalStepsCallback(TrainerCallback, Synchroniser):
-    """Has the Trainer's machines synchronise after every step whose number the local steps divide, and after the last."""
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._outer, self._taken = None, 0  # an error may have ended an earlier training
-        self.begin(kwargs["model"], kwargs["optimizer"])
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._taken += 1
-        if state.global_step % self.steps.steps == 0 or state.global_step >= state.max_steps:
-            self.synchronise()
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.end()
-
-
-class LoopSynchroniser(Synchroniser):
-    """Has the machines of a loop synchronise after so many steps of its optimizer since they last did, and before evaluations."""
-
-    _optimizer: weakref.ref[torch.optim.Optimizer] | None = None
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Count the optimizer's steps; OSDPError for a second one."""

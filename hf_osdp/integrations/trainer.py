@@ -28,7 +28,7 @@ from ..sharding.weight_reads import mixing_explained
 from .accelerator import OSDPAccelerator
 from .announce import announce_result, plan_and_announce
 from .checkpoints import replaced
-from .local_steps import LocalStepsCallback, check_plugin
+from .local_steps import check_plugin
 from .plugin import OSDPPlugin
 from .subclasses import check_order, ignores_item_count, planning_at_the_end, with_whole_weights
 from .trainer_checkpoints import StopCallback, TrainerCheckpoints
@@ -67,7 +67,6 @@ class Trainer(TrainerCheckpoints):
         call = inspect.signature(StockTrainer.__init__).bind(self, *args, **kwargs)
         given = call.arguments
         self._run: PlannedRun | None = None
-        self._local_steps = None
         asked = self.__dict__.pop("_asked_osdp", None) if osdp is None else osdp
         self._osdp = requested_config(asked, given.get("args"), unasked=self.plans_unasked)
         if self._osdp is not None:
@@ -108,9 +107,6 @@ class Trainer(TrainerCheckpoints):
         if self.place_model_on_device and not self.is_fsdp_enabled:
             super()._move_model_to_device(self.model, args.device)
         self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and not ignores_item_count(self.model)
-        if self._run.plan.local_steps is not None:
-            self._local_steps = LocalStepsCallback(self._run.plan)
-            self.add_callback(self._local_steps)
         self._meter = StepMeter(args.device, compiled=bool(self._run.plan.compiled_classes))
         self.add_callback(_StepCallback(self._meter))
         self._writer = CheckpointWriter(plan=self._run.plan, in_background=self._osdp.async_save)
@@ -157,7 +153,8 @@ class Trainer(TrainerCheckpoints):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As stock, which writes no loadable model where checkpoints are sharded; here a user's call always does."""
-        self._synchronise("A save")
+        if self._osdp is not None:
+            self.accelerator._synchronise("A save")
         sharded = self._osdp is not None and self._writes_shards()
         if not sharded or _internal_call:
             super().save_model(output_dir, _internal_call)
@@ -180,6 +177,8 @@ class Trainer(TrainerCheckpoints):
         """
         if self._osdp is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
+        if self.accelerator._local_steps is not None:
+            self.accelerator._local_steps.end()  # of an earlier training
         try:
             with self.accelerator.out_of_memory_explained(), mixing_explained():
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)

@@ -23,7 +23,6 @@ from ..planning.config import OSDPConfig
 from ..planning.plan_run import PlannedRun
 from ..sharding.optimizer import optimizer_name
 from .checkpoints import dataset_text, is_adapted, keep_whole_positions, own_states, replaced
-from .local_steps import LocalStepsCallback
 from .plugin import writes_shards
 
 _log = logging.getLogger(__name__)
@@ -40,7 +39,6 @@ class TrainerCheckpoints(transformers.Trainer):
     _writer: CheckpointWriter
     _stop: StopSignal
     _asked_batch: int
-    _local_steps: LocalStepsCallback | None
 
     @property
     def plan(self) -> Plan | None:
@@ -59,8 +57,8 @@ class TrainerCheckpoints(transformers.Trainer):
             place, later = str(staging.path.parent), lambda folder: None  # pushed once the folder has its name
             with replaced(self, _get_output_dir=lambda trial: place, _push_from_checkpoint=later):
                 super()._save_checkpoint(model, trial)
-            if self._local_steps is not None and not self.args.save_only_model:
-                self._local_steps.save(staging.path, self.optimizer)
+            if self.accelerator._local_steps is not None and not self.args.save_only_model:
+                self.accelerator._local_steps.save(staging.path, self.optimizer)
             self._name_best(staging.path, folder)
             if self.args.save_only_model and self._writes_shards():  # stock writes no weights then
                 save_model(staging.path, self.model, sharded=True, trainable_only=is_adapted(self.model), files=staging.file_system)
@@ -100,8 +98,8 @@ class TrainerCheckpoints(transformers.Trainer):
             return
         folder = Path(checkpoint)
         load_optimizer(folder, self.model, self.optimizer)
-        if self._local_steps is not None:
-            self._local_steps.load(folder)
+        if self.accelerator._local_steps is not None:
+            self.accelerator._local_steps.load(folder)
         self.lr_scheduler.load_state_dict(load_file(folder / transformers.trainer.SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:  # noqa: ANN401
@@ -122,23 +120,13 @@ class TrainerCheckpoints(transformers.Trainer):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
         """Finalize as the stock Trainer; after SIGTERM, with seconds left, the last checkpoint stays and the best is not loaded."""
-        self._synchronise("The end of training")
         if self._osdp is not None:
+            self.accelerator._synchronise("The end of training")
             self._writer.wait()  # stock looks for the best one, which may be the last
         if self._osdp is None or not self._stop.stopped:
             return super()._finalize_training(*args, **kwargs)
         with replaced(self.args, load_best_model_at_end=False, save_total_limit=None):
             return super()._finalize_training(*args, **kwargs)
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
-        """Evaluate as the stock Trainer; machines that take local steps have the same model first."""
-        self._synchronise("An evaluation")
-        return super().evaluation_loop(*args, **kwargs)
-
-    def _synchronise(self, what: str) -> None:
-        """Have machines that take local steps synchronise before `what`, where they are between two synchronisations. Collective."""
-        if self._local_steps is not None:
-            self._local_steps.synchronise(what)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
         """Start as the stock Trainer, which warns of changed arguments: the user's batch size counts, not the plan's."""

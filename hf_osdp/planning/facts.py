@@ -108,6 +108,8 @@ def _steps_in_backward(config: OSDPConfig, facts: RunFacts) -> bool:
 def check_backward_step(plan: Plan, config: OSDPConfig, facts: RunFacts) -> None:
     """Refuse a given plan that steps in backward where something may read gradients before the step, and an option without effect."""
     planned = any(unit.step_in_backward for unit in plan.units)
+    if planned and plan.local_steps is not None:
+        raise PlanError("The plan steps in backward, before the optimizer's step, where local steps begin; plan again.")
     if planned and (reason := _reason_against_backward_step(facts)):
         raise PlanError(f"The plan steps in backward, but {reason}; change that, or plan again.")
     if planned and not _steps_in_backward(config, facts):
@@ -201,7 +203,7 @@ def of_one_machine(hardware: Hardware, job: TrainingJob, config: OSDPConfig) -> 
     assert local is not None
     machine = replace(hardware, nodes=1, timings=tuple(timing for timing in hardware.timings if not timing.crosses_nodes))
     local = replace(local, wire=fastest_wire(machine, local, config.wire))
-    return machine, replace(job, local_steps=local, host_offload=False, offload_optimizer=False)
+    return machine, replace(job, local_steps=local, host_offload=False, offload_optimizer=False, step_in_backward=False)
 
 
 def check_local_steps(plan: Plan, asked: LocalSteps | None) -> None:
