@@ -16,7 +16,6 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from ..checkpoint.resume import start_fresh
-from ..checkpoint.writer import CheckpointWriter
 from ..distributed.process_group import host_barrier
 from ..distributed.stop import StopSignal
 from ..measurement.step_meter import StepMeter
@@ -109,7 +108,6 @@ class Trainer(TrainerCheckpoints):
         self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and not ignores_item_count(self.model)
         self._meter = StepMeter(args.device, compiled=bool(self._run.plan.compiled_classes))
         self.add_callback(_StepCallback(self._meter))
-        self._writer = CheckpointWriter(plan=self._run.plan, in_background=self._osdp.async_save)
         self._stop = StopSignal()
         if self._osdp.save_on_sigterm:
             self.add_callback(StopCallback(self._stop))

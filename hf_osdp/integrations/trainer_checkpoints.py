@@ -16,7 +16,6 @@ from ..checkpoint.layouts import find_model, is_of_one_process
 from ..checkpoint.resume import check_checkpoint, checkpoint_to_resume, own_checkpoints, warn_of_changes
 from ..checkpoint.safe import load_file
 from ..checkpoint.states import load_model, load_optimizer, load_random_states, save_model
-from ..checkpoint.writer import CheckpointWriter
 from ..distributed.stop import StopSignal
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
@@ -36,7 +35,6 @@ class TrainerCheckpoints(transformers.Trainer):
     lr_scheduler: Any
     _osdp: OSDPConfig | None
     _run: PlannedRun | None
-    _writer: CheckpointWriter
     _stop: StopSignal
     _asked_batch: int
 
@@ -53,7 +51,7 @@ class TrainerCheckpoints(transformers.Trainer):
             return
         run_dir = Path(self._get_output_dir(trial))
         folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self._writer.new(folder, **self._settings()) as staging, own_states(staging.file_system):
+        with self.accelerator._writer.new(folder, **self._settings()) as staging, own_states(staging.file_system):
             place, later = str(staging.path.parent), lambda folder: None  # pushed once the folder has its name
             with replaced(self, _get_output_dir=lambda trial: place, _push_from_checkpoint=later):
                 super()._save_checkpoint(model, trial)
@@ -64,7 +62,7 @@ class TrainerCheckpoints(transformers.Trainer):
                 save_model(staging.path, self.model, sharded=True, trainable_only=is_adapted(self.model), files=staging.file_system)
         self._keep_limit(run_dir, folder)
         if self.args.push_to_hub:
-            self._writer.wait()
+            self.accelerator._writer.wait()
             self._push_from_checkpoint(str(folder))
 
     def _name_best(self, staged: Path, folder: Path) -> None:
@@ -122,7 +120,7 @@ class TrainerCheckpoints(transformers.Trainer):
         """Finalize as the stock Trainer; after SIGTERM, with seconds left, the last checkpoint stays and the best is not loaded."""
         if self._osdp is not None:
             self.accelerator._synchronise("The end of training")
-            self._writer.wait()  # stock looks for the best one, which may be the last
+            self.accelerator._writer.wait()  # stock looks for the best one, which may be the last
         if self._osdp is None or not self._stop.stopped:
             return super()._finalize_training(*args, **kwargs)
         with replaced(self.args, load_best_model_at_end=False, save_total_limit=None):
@@ -163,7 +161,7 @@ class TrainerCheckpoints(transformers.Trainer):
 
     def _finish_checkpoints(self) -> None:
         """Complete the last checkpoint, and let other runs write into the folder."""
-        self._writer.wait()
+        self.accelerator._writer.wait()
         self._keep_limit(Path(str(self.args.output_dir)))
         unlock_checkpoints(Path(str(self.args.output_dir)))
 
