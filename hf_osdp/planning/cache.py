@@ -137,18 +137,18 @@ def measured_once(*, device_type: str, seconds: float) -> Hardware:
         hardware = measure_hardware(device_type=device_type, seconds=seconds)
         on_rank_zero(lambda: None if is_busy or path is None else _write(path, hardware))
         return hardware
-    kept, age_s = found
-    hardware = with_memory_of_now(kept, device)
+    text, age_s = found
+    hardware = with_memory_of_now(validated(Hardware, json.loads(text), ValueError), device)
     ago = f"{age_s / 3600:.0f} h" if age_s >= 5400 else f"{age_s / 60:.0f} min"
     source = f"{MEASURED_EARLIER}, {ago} ago; OSDP_CACHE=0 measures it anew"
     return replace(hardware, device=replace(hardware.device, source=source))
 
 
-def _of_last_day(path: Path | None) -> tuple[Hardware, float] | None:
-    """Return what a file holds, and its age in seconds."""
+def _of_last_day(path: Path | None) -> tuple[str, float] | None:
+    """Return what a file holds, as JSON, and its age in seconds."""
     with suppress(OSError):
         if path is not None and 0 <= (age_s := time.time() - path.stat().st_mtime) < _MOST_AGE_S:
-            return None if (hardware := _read(path, Hardware)) is None else (hardware, age_s)
+            return None if (hardware := _read(path, Hardware)) is None else (json.dumps(plain(hardware)), age_s)
     return None
 
 

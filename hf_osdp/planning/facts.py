@@ -108,9 +108,8 @@ def _steps_in_backward(config: OSDPConfig, facts: RunFacts) -> bool:
 def check_backward_step(plan: Plan, config: OSDPConfig, facts: RunFacts) -> None:
     """Refuse a given plan that steps in backward where something may read gradients before the step, and an option without effect."""
     planned = any(unit.step_in_backward for unit in plan.units)
-    if planned and plan.local_steps is not None:
-        raise PlanError("The plan steps in backward, before the optimizer's step, where local steps begin; plan again.")
-    if planned and (reason := _reason_against_backward_step(facts)):
+    reason = _reason_against_backward_step(facts) if plan.local_steps is None else "local steps begin with the optimizer's step"
+    if planned and reason:
         raise PlanError(f"The plan steps in backward, but {reason}; change that, or plan again.")
     if planned and not _steps_in_backward(config, facts):
         reason = facts.against_backward_step if config.step_in_backward is None else "step_in_backward=False"
