@@ -254,7 +254,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         run, on_oom = self._planned, self._config.on_oom
         if self.plugin.activation_checkpointing:
             assert run.inputs is not None
-            checkpoint_blocks(model, run.inputs.description.block_classes)
+            checkpoint_blocks(model, run.inputs.description.block_classes, trains=True)
         if self.is_fsdp2:
             shard_model(model, run, self.plugin, optimizers, device=self.device)
         else:
