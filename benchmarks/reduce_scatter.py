@@ -26,7 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 sys.path.insert(0, str(Path(__file__).parents[1]))  # Python adds only the script's own folder
 
 from benchmarks.torchrun import start_ranks
-from hf_osdp.distributed.collectives import FlatReduceScatter, PieceTransport
+from hf_osdp.distributed.collectives import PieceTransport, TransportReduceScatter
 from hf_osdp.measurement.timing import barrier, over_ranks, rounds
 
 SIZES_BYTES = (2**16, 2**20, 2**24, 2**26)
@@ -62,7 +62,7 @@ def run_rank(result: Path, seconds: float) -> int:
 
 def row_of(nbytes: int, seconds: float) -> dict:
     """Return seconds and bytes of one reduce-scatter of `nbytes` for each kind."""
-    kinds = {"gloo": DefaultReduceScatter(), "ring": FlatReduceScatter(PieceTransport())}
+    kinds = {"gloo": DefaultReduceScatter(), "ring": TransportReduceScatter(PieceTransport())}
     taken: dict[str, list[float]] = {name: [] for name in kinds}
     sent: dict[str, list[int]] = {name: [] for name in kinds}
     for _ in rounds(seconds, least=5, most=200):

@@ -35,7 +35,7 @@ from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.profile import Profile, with_block_times
 from hf_osdp.planner.search.compare import LOCAL_STEPS, best_of, compare_strategies
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.local_steps import of_one_machine
+from hf_osdp.planning.facts import of_one_machine
 from hf_osdp.tracing.describe import describe
 
 ROUNDS_A_PROFILE = 2

@@ -11,22 +11,20 @@ checkpoint-30                     the same folder, moved when all of it is on th
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import json
 import logging
 import os
 import re
 import shutil
-import socket
-import time
 import uuid
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TextIO
+
+from filelock import BaseFileLock, FileLock, Timeout
 
 from ..distributed.process_group import own_versions
 from ..errors import CheckpointError
@@ -47,9 +45,8 @@ _NUMBERED = re.compile(r"checkpoint[-_](\d+)")
 """The Trainer's folders, and those that Accelerate names."""
 _LOCK_WAIT_S = 60.0
 """How long to wait for another run to end: a restart may begin while file systems still hold the lock of a machine that failed."""
-_LOCK_POLL_S = 0.2
-_locks: dict[Path, tuple[int, TextIO | None]] = {}
-"""Lock files that a process, this one or that which it was forked from, has locked; no file where there are no locks."""
+_locks: dict[Path, BaseFileLock] = {}
+"""Of this process, or of that which it was forked from."""
 _staged: set[Path] = set()
 """Folders in which this process writes checkpoints."""
 
@@ -139,14 +136,10 @@ def lock_checkpoints(parent: Path, name: str | None = None) -> None:
     path = _lock_path(parent, name)
     if path in _locks:
         return
-    deadline = time.monotonic() + _LOCK_WAIT_S
-    if (holder := _try_lock(path)) is not None:
-        _log.warning("Another run (%s) writes checkpoints into %s; waiting up to %g s for its end.", holder, parent, _LOCK_WAIT_S)
-    while holder is not None:
-        if time.monotonic() > deadline:
-            raise CheckpointError(f"Another run ({holder}) writes checkpoints into {parent}; give this run a folder of its own.")
-        time.sleep(_LOCK_POLL_S)
-        holder = _try_lock(path)
+    if not _try_lock(path):
+        _log.warning("Another run writes checkpoints into %s; waiting up to %g s for its end.", parent, _LOCK_WAIT_S)
+        if not _try_lock(path, _LOCK_WAIT_S):
+            raise CheckpointError(f"Another run writes checkpoints into {parent}; give this run a folder of its own.")
     pattern = "checkpoint[-_]*" if name is None else glob.escape(name)
     restore_replaced(parent, pattern)
     staged = {inside.parent for inside in path.parent.glob(f"*/{pattern}")} - _staged
@@ -157,11 +150,11 @@ def lock_checkpoints(parent: Path, name: str | None = None) -> None:
 def unlock_checkpoints(parent: Path, name: str | None = None) -> None:
     """Let other runs write checkpoints again that `lock_checkpoints` has locked."""
     path = _lock_path(parent, name)
-    process, handle = _locks.pop(path, (0, None))
-    if handle is not None and process == os.getpid():
+    lock = _locks.pop(path, None)
+    if lock is not None and lock.is_locked:  # not in a process that was forked from the one with the lock
         with suppress(OSError):
             path.unlink()
-            handle.close()
+            lock.release()
             path.parent.rmdir()  # not where something else is in it
 
 
@@ -170,7 +163,7 @@ def is_locked_elsewhere(parent: Path) -> bool:
     path = _lock_path(parent, None)
     if path in _locks or not path.exists():
         return False
-    if _try_lock(path) is not None:
+    if not _try_lock(path):
         return True
     unlock_checkpoints(parent)
     return False
@@ -185,27 +178,18 @@ def _lock_path(parent: Path, name: str | None) -> Path:
     return parent.resolve() / PARTIAL / (_LOCK if name is None else f"{name}.{_LOCK}")
 
 
-def _try_lock(path: Path) -> str | None:
-    """Lock a file, or return who has locked it. Where files cannot be locked or written, nothing is locked."""
-    handle = None
+def _try_lock(path: Path, seconds: float = 0.0) -> bool:
+    """Lock a file; return False where another run has it, so many seconds later too. Where none can be locked, nothing is locked."""
+    lock = FileLock(path, thread_local=False)  # another thread may release it
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle = path.open("a+")
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(handle.fileno()).st_ino == path.stat().st_ino:  # else the other run has just removed it
-            handle.truncate(0)
-            handle.write(f"process {os.getpid()} on {socket.gethostname()}")
-            handle.flush()
-            _locks[path] = os.getpid(), handle
-            return None
-    except OSError as error:
-        if handle is None or not isinstance(error, (BlockingIOError, PermissionError, FileNotFoundError)):
-            _locks[path] = os.getpid(), None  # the first checkpoint tells of a folder that cannot be written
-            return None
-    handle.seek(0)
-    holder = handle.read(200) or "another process"
-    handle.close()
-    return holder if holder.isprintable() else ascii(holder)
+        lock.acquire(timeout=seconds)
+    except Timeout:
+        return False
+    except OSError:
+        _log.debug("Nothing is locked", exc_info=True)  # the first checkpoint tells of a folder that cannot be written
+    _locks[path] = lock
+    return True
 
 
 def prepare_staging(folder: Path) -> Path:

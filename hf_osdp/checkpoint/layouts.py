@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ..errors import CheckpointError
 from ..reading import read_json
-from .safe import SafePlanner, SafeReader, check_inside, check_regular, load_file
+from .safe import SafePlanner, SafeReader, check_inside, load_file
 
 _STATE_FILE = re.compile(
     r"optimizer(_\d+)?\.bin|optimizer\.pt|scheduler(_\d+)?\.bin|scheduler\.pt|scaler\.pt|sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin"
@@ -121,7 +121,6 @@ def named_state(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> di
 
 
 def _safetensors(path: Path) -> dict[str, torch.Tensor]:
-    check_regular(path)
     try:
         return load_safetensors(path)
     except (SafetensorError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Read what checkpoints hold without running anything that a file says, and without waiting for ever."""
+"""Read what checkpoints hold without running anything that a file says. Special files were refused by `resume.check_checkpoint`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ _MOST_INDEX_BYTES = 1 << 30
 
 def load_file(path: Path, *, numpy: bool = False) -> Any:  # noqa: ANN401  # what the file has
     """Return what `torch.save` wrote of tensors and plain values, and with `numpy` of its arrays, on the CPU; refuse anything else."""
-    check_regular(path)
     try:
         with torch.serialization.safe_globals(_NUMPY_TYPES if numpy else []):
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -63,17 +62,11 @@ def special_file(path: Path) -> str | None:
     return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else "is a pipe, a socket or a device"
 
 
-def check_regular(path: Path) -> None:
-    """Raise CheckpointError for a pipe, a socket or a device, which may block for ever."""
-    if problem := special_file(path):
-        raise CheckpointError(f"{path} {problem}, no file; take another checkpoint.")
-
-
 class SafeReader(FileSystemReader):
     """torch.distributed.checkpoint's reader; its index, which is a pickle, may hold its own dataclasses and nothing else."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index; refuse one that is missing, damaged, or names files outside of the folder or what is no file."""
+        """Return the index; refuse one that is missing, damaged, or names files outside of the folder."""
         path = Path(self.path) / _INDEX
         if not path.is_file():
             raise CheckpointError(f"{path} is missing; take another checkpoint.")
@@ -86,8 +79,8 @@ class SafeReader(FileSystemReader):
             raise
         except Exception as error:  # a damaged pickle raises anything
             raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); take another checkpoint.") from None
-        for name in {check_inside(getattr(info, "relative_path", None)) for info in (index.storage_data or {}).values()}:
-            check_regular(Path(self.path) / name)
+        for info in (index.storage_data or {}).values():
+            check_inside(getattr(info, "relative_path", None))
         index.storage_meta = index.storage_meta or metadata.StorageMeta()
         index.storage_meta.load_id = self.load_id
         return index

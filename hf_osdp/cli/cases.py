@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig
 
+    from ..planning.choices import OptimizerChoice
     from ..planning.config import OSDPConfig
     from ..planning.facts import RunFacts
-    from ..planning.optimizer_choice import OptimizerChoice
     from ..planning.problem import Describer, FoundPlan
 
 OPTIMIZERS = {
@@ -41,10 +41,9 @@ OPTIMIZERS = {
 """Optimizers by the names of `--optimizer`."""
 _OPTIONS = (
     "block_classes", "recompute", "host_offload", "offload_optimizer", "offload_activations", "compile", "operator_splitting",
-    "split_vocabulary", "step_in_backward", "communication", "local_steps",
+    "split_vocabulary", "step_in_backward", "communication", "local_steps", "sequence_length", "global_batch_size", "micro_batch_size",
 )  # fmt: skip
-_FACTS = ("sequence_length", "global_batch_size", "micro_batch_size", "activation_checkpointing")
-"""Fields of a request that `OSDPConfig` and `RunFacts` have, too."""
+"""Fields of a request that `OSDPConfig` has, too."""
 _HUB_ANSWERS_S = 5
 """Seconds that the hub has for its first answer."""
 
@@ -128,7 +127,7 @@ class Case:
             optimizer=self.optimizer,
             optimizer_choices=tuple((name, OPTIMIZERS[name]) for name in dict.fromkeys((request.optimizer, *self._others)) if self._others),
             capability=self.hardware.device.capability,
-            **{name: getattr(request, name) for name in _FACTS},
+            activation_checkpointing=request.activation_checkpointing,
         )
 
     @property
@@ -171,20 +170,23 @@ class Case:
     @cached_property
     def found(self) -> FoundPlan:
         """The plan that a run would find, and what it was searched in; with a `choice` where several optimizers may run."""
-        from ..planning.optimizer_choice import find_plan_and_optimizer
+        from ..planning.choices import find_plan_and_optimizer
 
         _ = self.job, self.limit_bytes, self.model_config
-        found, self.choice = find_plan_and_optimizer(self.model, self._limited, self.facts, hardware=self.hardware, trace=self._trace)
+        found, self.choice = find_plan_and_optimizer(self.model, self.limited, self.facts, hardware=self.hardware, trace=self._trace)
         return found
 
-    def describer(self, model_config: object = None, facts: RunFacts | None = None) -> Describer:
-        """Return what describes the model, or that of another configuration, perhaps for other facts."""
+    def describer(self, model_config: object = None, *, facts: RunFacts | None = None, sequence_length: int | None = None) -> Describer:
+        """Return what describes the model, or that of another configuration, perhaps for other facts and another length."""
         from ..planning.problem import Describer
 
-        return Describer(self._built(model_config) if model_config else self.model, self.config, facts or self.facts, self._trace)
+        model = self._built(model_config) if model_config else self.model
+        config = replace(self.config, sequence_length=sequence_length or self.config.sequence_length)
+        return Describer(model, config, facts or self.facts, self._trace)
 
     @property
-    def _limited(self) -> OSDPConfig:
+    def limited(self) -> OSDPConfig:
+        """What a run would be asked for, with the limit."""
         return replace(self.config, memory_limit=self.limit_bytes)
 
     @cached_property

@@ -198,8 +198,8 @@ class ChangedModels:
         return self._described(with_heads(self._config, heads), self._problem.description.sequence_length, least_memory)
 
     def _described(self, config: object, length: int, least_memory: bool) -> PlanningProblem:
-        facts = replace(self._case.found.builder.facts, sequence_length=length)
-        description = self._case.describer(config, facts).describe(least_memory=least_memory)
+        describer = self._case.describer(config, facts=self._case.found.builder.facts, sequence_length=length)
+        description = describer.describe(least_memory=least_memory)
         return replace(self._problem, description=description)
 
     def _too_few_positions(self, length: int) -> tuple[str, ...]:

@@ -256,89 +256,68 @@ class Stages:
     """Ranks of this node."""
 
 
-class TwoStageAllGather(DefaultAllocMixin, AllGather):
-    """Gathers between nodes first, so that each byte crosses the slow link once per node, then inside the node.
+class TransportAllGather(DefaultAllocMixin, AllGather):
+    """Gather by a transport. In two stages, gather between nodes first, so that each byte crosses the slow link once per node.
 
-    With `async_op` it returns the work of the second stage; the first has been issued to the current stream, or has ended.
+    With `async_op` it returns the work of the last stage; the first of two has been issued to the current stream, or has ended.
     """
 
-    def __init__(self, stages: Stages, transport: Transport, between: Transport | None = None) -> None:
-        self.stages, self.between, self._within = stages, between or transport, transport
+    def __init__(self, transport: Transport, stages: Stages | None = None, between: Transport | None = None) -> None:
+        """Use a transport; in two `stages` also their groups, and the transport `between` nodes if it differs."""
+        self.transport, self.stages, self.between = transport, stages, between or transport
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        if self.stages is None:
+            with announced(Collective.ALL_GATHER, group, output_tensor):
+                return self.transport.all_gather([output_tensor], [input_tensor], group, async_op=async_op)
         with announced(Collective.TWO_STAGE_ALL_GATHER, group, output_tensor):
             nodes = self.stages.between.size()
             between_nodes = input_tensor.new_empty(nodes * input_tensor.numel())
             self.between.all_gather([between_nodes], [input_tensor], self.stages.between)
             parts = output_tensor.chunk(nodes), between_nodes.chunk(nodes)
-            return self._within.all_gather(*parts, self.stages.within, async_op=async_op)
+            return self.transport.all_gather(*parts, self.stages.within, async_op=async_op)
 
 
-class TwoStageReduceScatter(DefaultAllocMixin, ReduceScatter):
-    """Reduces inside the node first, then between nodes: the reverse of `TwoStageAllGather`."""
+class TransportReduceScatter(DefaultAllocMixin, ReduceScatter):
+    """Reduce by a transport, which may overwrite the input. In two stages, reduce inside the node first, then between nodes."""
 
-    def __init__(self, stages: Stages, transport: Transport, between: Transport | None = None) -> None:
-        self.stages, self.between, self._within = stages, between or transport, transport
+    def __init__(self, transport: Transport, stages: Stages | None = None, between: Transport | None = None) -> None:
+        self.transport, self.stages, self.between = transport, stages, between or transport
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool = False
     ) -> None:
+        if self.stages is None:
+            with announced(Collective.REDUCE_SCATTER, group, input_tensor):
+                self.transport.reduce_scatter([output_tensor], [input_tensor], op, group)
+            return
         with announced(Collective.TWO_STAGE_REDUCE_SCATTER, group, input_tensor):
             nodes = self.stages.between.size()
             between_nodes = output_tensor.new_empty(nodes * output_tensor.numel())
-            self._within.reduce_scatter(between_nodes.chunk(nodes), input_tensor.chunk(nodes), op, self.stages.within)
+            self.transport.reduce_scatter(between_nodes.chunk(nodes), input_tensor.chunk(nodes), op, self.stages.within)
             # A mean of means is the mean; a factor (PREMUL_SUM) was applied in the first stage.
             second = dist.ReduceOp.AVG if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM  # `in` misses a ReduceOp that holds AVG
             self.between.reduce_scatter([output_tensor], [between_nodes], second, self.stages.between)
 
 
-class FlatAllGather(DefaultAllocMixin, AllGather):
-    """Gathers in one stage, by a transport."""
-
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        with announced(Collective.ALL_GATHER, group, output_tensor):
-            return self.transport.all_gather([output_tensor], [input_tensor], group, async_op=async_op)
-
-
-class FlatReduceScatter(DefaultAllocMixin, ReduceScatter):
-    """Reduces in one stage, by a transport, which may overwrite the input. gloo's own does an all-reduce: twice the bytes, more memory."""
-
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
-
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool = False
-    ) -> None:
-        with announced(Collective.REDUCE_SCATTER, group, input_tensor):
-            self.transport.reduce_scatter([output_tensor], [input_tensor], op, group)
-
-
-def flat_collectives(
-    group: dist.ProcessGroup, device_type: str, gather: Transport | None = None, reduce: Transport | None = None
+def unit_collectives(
+    group: dist.ProcessGroup,
+    device_type: str,
+    stages: Stages | None = None,
+    gather: Transport | None = None,
+    reduce: Transport | None = None,
 ) -> tuple[AllGather, ReduceScatter]:
-    """Return a unit's one-stage collectives in its shard group: FSDP2's own, except gloo's reduce-scatter.
+    """Return the collectives of a unit in its shard group, for tensors on `device_type` (`"cpu"` or `"cuda"`).
 
-    If given, the transports `gather` and `reduce` replace them.
+    In one stage they are FSDP2's own, except gloo's reduce-scatter, which is an all-reduce: twice the bytes, and more memory. If given,
+    the transports `gather` and `reduce` replace the plain one; with `stages` they do so between nodes.
     """
-    plain = plain_transport(group, device_type)
+    plain = plain_transport(group if stages is None else stages.within, device_type)
+    if stages is not None:
+        return TransportAllGather(plain, stages, gather), TransportReduceScatter(plain, stages, reduce)
     if reduce is None and isinstance(plain, PieceTransport):
         reduce = plain
-    return FlatAllGather(gather) if gather else DefaultAllGather(), FlatReduceScatter(reduce) if reduce else DefaultReduceScatter()
-
-
-def two_stage_collectives(
-    stages: Stages, device_type: str, gather: Transport | None = None, reduce: Transport | None = None
-) -> tuple[AllGather, ReduceScatter]:
-    """Return a unit's two-stage collectives of tensors on `device_type` (`"cpu"` or `"cuda"`).
-
-    If given, the transports `gather` and `reduce` replace the plain transport between nodes.
-    """
-    plain = plain_transport(stages.within, device_type)
-    return TwoStageAllGather(stages, plain, gather), TwoStageReduceScatter(stages, plain, reduce)
+    gathers = TransportAllGather(gather) if gather else DefaultAllGather()
+    return gathers, TransportReduceScatter(reduce) if reduce else DefaultReduceScatter()

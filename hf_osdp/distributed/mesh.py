@@ -119,20 +119,6 @@ class Meshes:
         for layout in sorted(set(self._formed) - self._needed(plan)):
             destroy_mesh(self._formed.pop(layout))
 
-    def groups(self, plan: Plan) -> list[dist.ProcessGroup]:
-        """Return the process groups in which units of the plan communicate, each once, in the same order on every rank. Collective."""
-        found: list[dist.ProcessGroup] = [dist.distributed_c10d._get_default_group()]
-        for unit in plan.units:
-            mesh = self.mesh(unit.shard_size)
-            if unit.shard_size < self.world_size:
-                found.append(mesh.get_group(REPLICATE_AXIS))
-            if unit.two_stage:
-                stages = self.stages(unit.shard_size, unit.stage_size)
-                found += [stages.between, stages.within]
-            elif unit.shard_size > 1:
-                found.append(mesh.get_group(SHARD_AXIS))
-        return list(dict.fromkeys(found))
-
     def _mesh(self, layout: Layout, axes: dict[str, int]) -> DeviceMesh:
         if layout not in self._formed:
             self._formed[layout] = self.form(tuple(axes.values()), tuple(axes))
@@ -156,12 +142,7 @@ def mesh_axes(world_size: int, shard_size: int) -> dict[str, int]:
 
 
 def stage_axes(world_size: int, shard_size: int, stage_size: int) -> dict[str, int]:
-    """Return the axes of the mesh for collectives in two stages. See `Meshes.stages`."""
-    if not 1 < stage_size < shard_size or shard_size % stage_size or world_size % shard_size:
-        raise ValueError(
-            f"stage_size={stage_size} must divide shard_size={shard_size}, and that the world size {world_size};"
-            " each must be less than the next, but for the last two."
-        )
+    """Return the axes of the mesh for collectives in two stages, of sizes that a `UnitDecision` has. See `Meshes.stages`."""
     return {REPLICATE_AXIS: world_size // shard_size, NODES_AXIS: shard_size // stage_size, SHARD_AXIS: stage_size}
 
 

@@ -11,7 +11,7 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
-from .mesh import collective_device
+from .process_group import gloo_group
 
 EXIT_CODE = 128 + signal.SIGTERM
 """What a shell reports of a process that SIGTERM ended: the launcher knows that the run is not over."""
@@ -49,7 +49,6 @@ class StopSignal:
         """SIGTERM came to this process."""
         self.stopped = False
         """A rank had it, and all know."""
-        self._group: dist.ProcessGroup | None = None
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
         self._before: Callable[[int, FrameType | None], object] | int | None = None
         self._process = os.getpid()
@@ -68,17 +67,13 @@ class StopSignal:
 
     def start(self) -> None:
         self.received = self.stopped = self._ends = False
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            backend = dist.distributed_c10d._get_default_group()._get_backend(collective_device())
-            timeout = getattr(getattr(backend, "options", None), "_timeout", None)  # new groups do not take it over
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
         if threading.current_thread() is threading.main_thread():
             self._process, before = os.getpid(), signal.signal(signal.SIGTERM, self._note)
             self._before = self._before if before == self._note else before  # it stayed where SIGTERM ended a loop before
 
     def agreed(self) -> bool:
         """Return whether a rank had its signal before the step before this one ended; the same on every rank. Collective, once a step."""
-        if self._group is None:
+        if (group := gloo_group()) is None:
             self.stopped = self.received
             return self.stopped
         if self._pending is not None:
@@ -86,7 +81,7 @@ class StopSignal:
             work.wait()
             self.stopped = self.stopped or bool(flag.item())
         flag = torch.tensor([self.received], dtype=torch.int32)
-        self._pending = (flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
+        self._pending = (flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group, async_op=True))
         return self.stopped
 
     def finish(self) -> None:
@@ -94,8 +89,6 @@ class StopSignal:
         try:
             if self._pending is not None:
                 self._pending[1].wait()
-            if self._group is not None:
-                dist.destroy_process_group(self._group)
             self._ends = self.stopped
         finally:
             self.abandon()
@@ -104,7 +97,7 @@ class StopSignal:
         """Restore the SIGTERM handler after an error, without waiting for the pending all-reduce."""
         if not self._ends and signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
-        self._group = self._pending = None
+        self._pending = None
 
     def exit(self) -> None:
         """End the process where SIGTERM ended the loop, with the code that says so; nothing where it did not.

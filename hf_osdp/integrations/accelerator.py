@@ -17,7 +17,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend, ProjectConfiguration, TorchDynamoPlugin
-from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
@@ -29,6 +28,7 @@ from ..distributed.stop import Stopped
 from ..errors import OSDPError
 from ..measurement.step_meter import LoopMeter, Observation
 from ..modeling.batch import Inputs
+from ..modeling.build import checkpoint_blocks
 from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
@@ -44,7 +44,7 @@ from ..sharding.unit_steps import BackwardSteps, bind_optimizer, reason_against_
 from .announce import announce_result, plan_and_announce
 from .checkpoints import AcceleratorCheckpoints, replaced
 from .launch import launch_request
-from .local_steps import LoopSynchroniser, check_plugin, refuse
+from .local_steps import Synchroniser, check_plugin
 from .plugin import OSDPPlugin, offloads, plugin_for, precision_of
 from .samples import batches_of_loader
 from .sharding import apply_alone, shard_model, take_later
@@ -78,7 +78,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     """
 
     has_loop = True
-    """Whether steps are found by hooks, to measure the first of them and for local steps; the Trainer knows its own."""
+    """Whether the first steps are found by hooks and measured; the Trainer measures its own."""
 
     def __init__(
         self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | None = None, osdp_plugin: OSDPPlugin | None = None, **kwargs: Any
@@ -93,7 +93,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         """The plan with what it was made from; None before planning."""
         self._loop_meter: LoopMeter | None = None
         self._backward_steps: BackwardSteps | None = None
-        self._local_steps: LoopSynchroniser | None = None
+        self._local_steps: Synchroniser | None = None
         self._out_of_memory: OutOfMemoryHandler | None = None
         self.measured: Observation | None = None
         """Measurement of the loop's first optimizer steps, the same on every process; None before they ended."""
@@ -188,23 +188,16 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             raise ValueError("The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...).")
         if config.local_steps is not None:
             check_plugin(self.plugin, config.local_steps)
-            if config.step_in_backward:
-                refuse(config.local_steps, "step_in_backward=True steps before optimizer.step(), where those of a loop begin; leave it out")
-        checkpointing = bool(self.plugin.activation_checkpointing)
-        sync_each_batch = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        if self.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+            config = replace(config, reduce_every_micro_step=True)
         facts = RunFacts(
             world_size=self.num_processes,
             device_type=self.device.type,
             precision=precision_of(self.mixed_precision, self.plugin.mixed_precision_policy, alone=not self.is_fsdp2),
             optimizer=optimizer if isinstance(optimizer, OptimizerSpec) else spec_of_optimizer(optimizer, device_type=self.device.type),
-            sequence_length=config.sequence_length,
-            global_batch_size=config.global_batch_size,
-            micro_batch_size=config.micro_batch_size,
             inputs=inputs,
-            reduce_every_micro_step=True if sync_each_batch else config.reduce_every_micro_step,
             holds_outputs=True,  # the usual loop names them: `out = model(**batch); accelerator.backward(out.loss)`
-            activation_checkpointing=checkpointing,
-            checkpoint_wrapper=checkpointing,
+            activation_checkpointing=bool(self.plugin.activation_checkpointing),
             cpu_offload=offloads(self.plugin),
             against_unit_steps=reason_against_unit_steps(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None,
             trains=optimizer is not None,
@@ -233,7 +226,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         if models and not isinstance(models[0], FSDPModule):
             self._plan_or_check(models[0], loaders, optimizers)
             if not self.is_fsdp2:
-                self._apply_alone(models[0], optimizers)
+                self._lay_out(models[0], optimizers)
         if not models or not self.is_fsdp2 or optimizers:
             result = super().prepare(*args, device_placement=device_placement)
         else:
@@ -257,12 +250,20 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
                 " DataLoader first."
             )
 
-    def _apply_alone(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        if any(known is model for known in self._models):
+    def _lay_out(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Apply the plan to the model and hand its optimizers the new parameters; or take optimizers of one that has it already."""
+        if isinstance(model, FSDPModule) or any(known is model for known in self._models):
             take_later(optimizers, model)
+            return
+        run, on_oom = self._planned, self._config.on_oom
+        if self.plugin.activation_checkpointing:
+            assert run.inputs is not None
+            checkpoint_blocks(model, run.inputs.description.block_classes, trains=True)
+        if self.is_fsdp2:
+            shard_model(model, run, self.plugin, optimizers, device=self.device)
         else:
-            apply_alone(model, self._planned, optimizers)
-            self._explain_memory_of(model)
+            apply_alone(model, run, optimizers)
+        self._out_of_memory = OutOfMemoryHandler(model, run.plan, run.units, problem=run.problem, on_oom=on_oom, device=self.device)
 
     def _bind(self, optimizers: Sequence[torch.optim.Optimizer], run: PlannedRun) -> None:
         """Have the optimizers step as the plan says, and the loop's first steps measured."""
@@ -270,8 +271,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self._backward_steps = bind_optimizer(model, run.plan, run.units, optimizers)
         if before not in (None, self._backward_steps):  # an earlier optimizer must not step any more
             before.remove()
-        if self.has_loop and run.plan.local_steps is not None:
-            self._local_steps = self._local_steps or LoopSynchroniser(run.plan)
+        if run.plan.local_steps is not None:
+            self._local_steps = self._local_steps or Synchroniser(run.plan)
             for optimizer in optimizers:
                 self._local_steps.bind(model, optimizer)
         if self.has_loop and self._loop_meter is None:
@@ -287,8 +288,12 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         """Shard the model by the plan and hand the optimizers its new parameters, found by name."""
         result = [o if isinstance(o, nn.Module) else self._prepare_one(o, first_pass=True) for o in args]
         result = [o if isinstance(o, nn.Module) else self._prepare_one(o) for o in result]
-        optimizers = _of_type(result, torch.optim.Optimizer)
-        return tuple(self._shard(o, optimizers) if isinstance(o, nn.Module) else o for o in result)
+        for model in _of_type(result, nn.Module):
+            self._lay_out(model, _of_type(result, torch.optim.Optimizer))
+            if not any(known is model for known in self._models):
+                self._models.append(model)
+            model._is_accelerate_prepared = True  # type: ignore[assignment]
+        return tuple(result)
 
     def _report(self, measured: Observation) -> None:
         """Print the estimate beside the measurement; write it into `project_dir` too, if there is one."""
@@ -317,28 +322,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             self._loop_meter.finish()
         self._writer.wait()
         super().end_training()
-
-    def _shard(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> nn.Module:
-        """Wrap blocks for checkpointing first, then apply the plan: a unit is the wrapped block."""
-        if isinstance(model, FSDPModule):
-            take_later(optimizers, model)
-        else:
-            if self.plugin.activation_checkpointing:
-                assert self._planned.inputs is not None
-                self.plugin.transformer_cls_names_to_wrap = list(self._planned.inputs.description.block_classes)
-                self.plugin.set_auto_wrap_policy(model)
-                model = fsdp2_apply_ac(self, model)
-            model = shard_model(model, self._planned, self.plugin, optimizers, device=self.device)
-            self._explain_memory_of(model)
-        if not any(known is model for known in self._models):
-            self._models.append(model)
-        model._is_accelerate_prepared = True  # type: ignore[assignment]
-        return model
-
-    def _explain_memory_of(self, model: nn.Module) -> None:
-        """Explain errors of memory in this model's training from here on."""
-        run, on_oom = self._planned, self._config.on_oom
-        self._out_of_memory = OutOfMemoryHandler(model, run.plan, run.units, problem=run.problem, on_oom=on_oom, device=self.device)
 
     @contextmanager
     def out_of_memory_explained(self) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import nn
 from ..distributed.mesh import rank
 from ..measurement.step_meter import Observation
 from ..planner.cost.evaluate import PlanEstimate
+from ..planner.files import plain
 from ..planner.hardware import Collective
 from ..planning.cache import MEASURED_EARLIER
 from ..planning.config import OSDPConfig
@@ -29,8 +29,6 @@ _WORTH_SAYING = 1.02
 """How many times as fast a plan must be by its estimate."""
 _WIDTH = 100
 """Columns where the output is no terminal."""
-_FIGURES = ("steps", "median_step_s", "first_step_s", "peak_bytes", "reserved_bytes", "out_of_memory")
-"""Fields of an observation that a report holds as they are."""
 
 
 def plan_and_announce(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
@@ -84,8 +82,6 @@ def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Pa
     step_s = run.plan.step_s if estimate.time is None else estimate.time.step_s
     seconds: list[Outcome] = [("step time", step_s, measured.median_step_s), ("first step", None, measured.first_step_s)]
     console.print(outcome_table(nbytes, [*seconds, *_collectives(estimate, measured)]))
-    if (pays := _steps_until_compilation_pays(run, measured)) is not None:
-        console.print(f"The first step compiled the blocks. By the estimate this pays after {pays:,} steps.")
     if output_dir is None:
         return
     content = report_content(
@@ -94,29 +90,10 @@ def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Pa
         estimate,
         planning_s=run.planning_s,
         comparison=run.comparison,
-        measured=_observation_content(measured),
+        measured=plain(measured),
         recalibration=_rounds_content(run),
     )
     console.print(f"Report: {write_report(content, output_dir)}")
-
-
-def _steps_until_compilation_pays(run: PlannedRun, measured: Observation) -> int | None:
-    """Return after how many steps compiled blocks have saved what the first step took longer; None where they save nothing, or are none."""
-    usual, first, weighed = measured.median_step_s, measured.first_step_s, run.compilation
-    if weighed is None or not run.plan.compiled_classes or usual is None or first is None:
-        return None
-    saved = weighed.eager_step_s - weighed.step_s
-    return None if saved <= 0 else max(1, math.ceil((first - usual) / saved))
-
-
-def _observation_content(observed: Observation) -> dict[str, object]:
-    return {
-        **{name: getattr(observed, name) for name in _FIGURES},
-        "collectives": [
-            {"collective": t.collective.value, "group_size": t.group_size, "calls": t.calls, "bytes": t.nbytes, "seconds": t.seconds}
-            for t in observed.collectives
-        ],
-    }
 
 
 def _rounds_content(run: PlannedRun) -> list[dict[str, object]]:
@@ -124,8 +101,8 @@ def _rounds_content(run: PlannedRun) -> list[dict[str, object]]:
         {
             "plan": past.plan.fingerprint,
             "estimated": {"peak_bytes": past.estimated_peak_bytes, "step_s": past.estimated_step_s},
-            "measured": _observation_content(past.observed),
-            "correction": {"extra_bytes": past.correction.extra_bytes, "compute_factor": past.correction.compute_factor},
+            "measured": plain(past.observed),
+            "correction": plain(past.correction),
             "fits": past.fits,
             "runs": past.plan.fingerprint == run.plan.fingerprint,
         }

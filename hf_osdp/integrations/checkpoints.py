@@ -7,7 +7,6 @@ p · (G/W) / (G'/W'), with lengths (`T_max`, milestones) of its own.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import warnings
@@ -28,7 +27,7 @@ from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from ..checkpoint.folders import Manifest, numbered_checkpoints, remove_checkpoint
 from ..checkpoint.layouts import find_model, is_of_one_process
@@ -41,7 +40,7 @@ from ..errors import CheckpointError
 from ..modeling.split.names import is_split, keep_positions
 from ..planning.plan_run import PlannedRun
 from ..sharding.optimizer import optimizer_name
-from .local_steps import LoopSynchroniser
+from .local_steps import Synchroniser
 from .plugin import writes_shards
 
 _log = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ class AcceleratorCheckpoints(Accelerator):
     planned_run: PlannedRun | None
     _writer: CheckpointWriter
     _schedules: WeakKeyDictionary[AcceleratedScheduler, Schedule]
-    _local_steps: LoopSynchroniser | None
+    _local_steps: Synchroniser | None
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Save as `Accelerator.save_state`; the folder appears when it is complete. Files in it that are no checkpoint's stay.
@@ -133,9 +132,7 @@ class AcceleratorCheckpoints(Accelerator):
         """Set prepared schedulers to where this number of processes would have them."""
         samples = None if self.planned_run is None else self.planned_run.plan.global_batch_size
         factor = position_factor(ranks=(saved.world_size, self.num_processes), samples=(saved.global_batch_size, samples))
-        uncounted = self.gradient_accumulation_steps - 1 if self.gradient_state.adjust_scheduler else 0
-        schedules = [self._schedules[scheduler] for scheduler in self._schedulers if scheduler in self._schedules]
-        left = rescale_schedules(schedules, factor, ranks=self.num_processes, uncounted=uncounted)
+        left = rescale_schedules([self._schedules[scheduler] for scheduler in self._schedulers if scheduler in self._schedules], factor)
         if left and self.is_main_process:
             _log.warning(
                 "%s was written by %d processes, this run has %d, and the learning rate of %s goes on from the old count; leave it out of"
@@ -292,12 +289,12 @@ def own_schedule(prepared: object) -> Schedule | None:
     return Schedule(scheduler=scheduler, state=deepcopy(scheduler.state_dict()), rates=rates, position=_position(scheduler))
 
 
-def rescale_schedules(schedules: Sequence[Schedule], factor: Fraction | None, *, ranks: int, uncounted: int) -> list[str]:
-    """Set loaded schedulers, and their optimizers' rates, to where this run would have them; return which stay as saved, and why."""
+def rescale_schedules(schedules: Sequence[Schedule], factor: Fraction | None) -> list[str]:
+    """Set loaded schedulers, and their optimizers' rates, to where this run would have them, and name those that stay as saved."""
     if factor == 1:
         return []
     found = [(schedule, _target(schedule, factor)) for schedule in schedules]
-    targets = [(schedule, target) for schedule, target in found if isinstance(target, int)]
+    targets = [(schedule, target) for schedule, target in found if target is not None]
     for schedule, _ in targets:  # all before the first step: several may change the rates of one optimizer
         for group, rates in zip(schedule.scheduler.optimizer.param_groups, schedule.rates, strict=True):
             group.update(deepcopy(rates))
@@ -305,25 +302,20 @@ def rescale_schedules(schedules: Sequence[Schedule], factor: Fraction | None, *,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no optimizer step went before
         for schedule, target in targets:
-            scheduler = schedule.scheduler
             for _ in range(target - schedule.position):  # to the bit what a run without a break has, at 7 µs a step
-                scheduler.step()
-            if hasattr(scheduler, "_step_count"):
-                scheduler._step_count = 1 + target + target // ranks * uncounted
-    return [f"{type(schedule.scheduler).__name__} ({problem})" for schedule, problem in found if isinstance(problem, str)]
+                schedule.scheduler.step()
+    return [type(schedule.scheduler).__name__ for schedule, target in found if target is None]
 
 
-def _target(schedule: Schedule, factor: Fraction | None) -> int | str:
-    """Return where a scheduler is to be, or why that cannot be had."""
-    saved, step = _position(schedule.scheduler), inspect.signature(schedule.scheduler.step).parameters.values()
-    if saved < 0 or any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in step):
-        return "it goes by metrics or calls, not by a position"
-    if factor is None:
-        return "the samples of an optimizer step are not known"
+def _target(schedule: Schedule, factor: Fraction | None) -> int | None:
+    """Return where a scheduler is to be; None where it goes by metrics, by what is not known, or begins later."""
+    saved = _position(schedule.scheduler)
+    if factor is None or saved < 0 or isinstance(schedule.scheduler, ReduceLROnPlateau):
+        return None
     target = round(saved * factor)
     if isinstance(schedule.scheduler, OneCycleLR):
         target = min(target, schedule.state["total_steps"])  # Accelerate does not step it any further
-    return target if target >= schedule.position else f"it begins at {schedule.position}, past {target}"
+    return target if target >= schedule.position else None
 
 
 def _position(scheduler: LRScheduler) -> int:

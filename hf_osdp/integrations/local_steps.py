@@ -10,8 +10,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from ..checkpoint.safe import load_file
 from ..checkpoint.writer import on_every_rank
@@ -24,17 +22,6 @@ from ..sharding.optimizer import unwrapped
 from .plugin import OSDPPlugin, offloads, writes_shards
 
 _log = logging.getLogger(__name__)
-
-
-def check_arguments(args: TrainingArguments, steps: int) -> None:
-    """Refuse arguments of a Trainer beside `steps` local steps; ValueError."""
-    for name, strategy, value in (
-        ("save_steps", args.save_strategy == SaveStrategy.STEPS, args.save_steps),
-        ("eval_steps", args.eval_strategy == IntervalStrategy.STEPS, args.eval_steps or steps),
-    ):
-        if strategy and value >= 1 and value % steps:
-            nearest = max(1, round(value / steps)) * steps
-            refuse(steps, f"{name}={value:g} is no multiple of it, where the machines have the same model; use {nearest}")
 
 
 def check_plugin(plugin: OSDPPlugin, steps: int) -> None:
@@ -51,7 +38,12 @@ def refuse(steps: int, problem: str) -> NoReturn:
 
 
 class Synchroniser:
-    """The outer steps of a plan with local steps, from the first optimizer step on."""
+    """The outer steps of a plan with local steps, from the first optimizer step on.
+
+    The machines synchronise after so many steps of the optimizer since they last did, and before evaluations.
+    """
+
+    _optimizer: weakref.ref[torch.optim.Optimizer] | None = None
 
     def __init__(self, plan: Plan) -> None:
         assert plan.local_steps is not None
@@ -102,28 +94,6 @@ class Synchroniser:
         if rank() == 0 and not (fits and state["states"]):
             momentum = "" if fits else "; the outer momentum begins at zero, as the checkpoint has none of this plan's local steps"
             _log.warning("%s: all machines go on with the first machine's optimizer states%s.", folder, momentum)
-
-
-class LocalStepsCallback(TrainerCallback, Synchroniser):
-    """Has the Trainer's machines synchronise after every step whose number the local steps divide, and after the last."""
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._outer, self._taken = None, 0  # an error may have ended an earlier training
-        self.begin(kwargs["model"], kwargs["optimizer"])
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._taken += 1
-        if state.global_step % self.steps.steps == 0 or state.global_step >= state.max_steps:
-            self.synchronise()
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self.end()
-
-
-class LoopSynchroniser(Synchroniser):
-    """Has the machines of a loop synchronise after so many steps of its optimizer since they last did, and before evaluations."""
-
-    _optimizer: weakref.ref[torch.optim.Optimizer] | None = None
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Count the optimizer's steps; OSDPError for a second one."""

@@ -37,7 +37,7 @@ from ..sharding.optimizer_steps import prepare_new_optimizers
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
 from ..sharding.unit_steps import bind_optimizer
-from .local_steps import LoopSynchroniser, refuse
+from .local_steps import Synchroniser, refuse
 
 _log = logging.getLogger(__name__)
 
@@ -117,10 +117,6 @@ class OptimalShardedDataParallel(nn.Module):
             device_type=device.type,
             precision=precision,
             optimizer=optimizer or spec_of_optimizer(None, device_type=device.type),
-            sequence_length=config.sequence_length,
-            global_batch_size=config.global_batch_size,
-            micro_batch_size=config.micro_batch_size,
-            reduce_every_micro_step=config.reduce_every_micro_step,
             against_unit_steps=None if optimizer is None else "the optimizer is known by what it holds alone",
             estimates_given_plan=False,
         )
@@ -136,7 +132,7 @@ class OptimalShardedDataParallel(nn.Module):
         self.module = move_to_device(model, device)
         self._out_of_memory = OutOfMemoryHandler(model, run.plan, run.units, problem=run.problem, on_oom=config.on_oom, device=device)
         plan, units = run.plan, run.units  # and not the run, which would live as long
-        self._local_steps = local = None if plan.local_steps is None else LoopSynchroniser(plan)
+        self._local_steps = local = None if plan.local_steps is None else Synchroniser(plan)
 
         def bind(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             bind_optimizer(module, plan, units, [optimizer])

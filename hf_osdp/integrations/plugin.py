@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from accelerate import FullyShardedDataParallelPlugin
-from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from ..distributed.launcher import variable
-from ..modeling.units import class_of, dtype_of
+from ..modeling.units import dtype_of
 from ..planner.job import Precision
 from ..planning.config import OSDPConfig, merged_config, stated_options
 from .launch import launch_request
@@ -73,15 +72,6 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
                 self.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=_COMPUTE_DTYPES[mixed_precision], reduce_dtype=torch.float32)
             return
         super().set_mixed_precision(mixed_precision, buffer_autocast=buffer_autocast, override=override)
-
-    def set_auto_wrap_policy(self: Any, model: nn.Module) -> None:
-        """Set the policy, used for activation checkpointing only; classes that this model lacks are left out instead of raising."""
-        if isinstance(model, FSDPModule):
-            return
-        if self.transformer_cls_names_to_wrap:
-            present = {class_of(module).__name__ for module in model.modules()}
-            self.transformer_cls_names_to_wrap = [name for name in self.transformer_cls_names_to_wrap if name in present] or None
-        super().set_auto_wrap_policy(model)
 
 
 def plugin_for(osdp: OSDPConfig | Mapping[str, object] | None, osdp_plugin: object, fsdp_plugin: object) -> OSDPPlugin:

@@ -20,7 +20,7 @@ from .plugin import OSDPPlugin, offloads
 
 def shard_model(
     model: nn.Module, run: PlannedRun, plugin: OSDPPlugin, optimizers: Sequence[torch.optim.Optimizer], *, device: torch.device
-) -> nn.Module:
+) -> None:
     """Apply the plan to the model, whose weights rank 0 has, and give the optimizers its sharded parameters, or refuse them. Collective."""
     for optimizer in optimizers:
         needs_whole(unwrapped(optimizer))
@@ -40,7 +40,6 @@ def shard_model(
     verify_applied(model, run.plan, run.units)
     for optimizer in optimizers:
         rebind_parameters(optimizer, names, model)
-    return model
 
 
 def apply_alone(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -16,7 +16,6 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from ..checkpoint.resume import start_fresh
-from ..checkpoint.writer import CheckpointWriter
 from ..distributed.process_group import host_barrier
 from ..distributed.stop import StopSignal
 from ..measurement.step_meter import StepMeter
@@ -28,7 +27,7 @@ from ..sharding.weight_reads import mixing_explained
 from .accelerator import OSDPAccelerator
 from .announce import announce_result, plan_and_announce
 from .checkpoints import replaced
-from .local_steps import LocalStepsCallback, check_arguments, check_plugin
+from .local_steps import check_plugin
 from .plugin import OSDPPlugin
 from .subclasses import check_order, ignores_item_count, planning_at_the_end, with_whole_weights
 from .trainer_checkpoints import StopCallback, TrainerCheckpoints
@@ -76,7 +75,6 @@ class Trainer(TrainerCheckpoints):
         call = inspect.signature(StockTrainer.__init__).bind(self, *args, **kwargs)
         given = call.arguments
         self._run: PlannedRun | None = None
-        self._local_steps = None
         asked = self.__dict__.pop("_asked_osdp", None) if osdp is None else osdp
         self._osdp = requested_config(asked, given.get("args"), unasked=self.plans_unasked)
         if self._osdp is not None:
@@ -101,11 +99,10 @@ class Trainer(TrainerCheckpoints):
         self._osdp = replace(self._osdp, compile=self._osdp.compile or self.accelerator.plugin.osdp.compile)  # the launcher's dynamo
         try:
             if self._osdp.local_steps is not None:
-                check_arguments(args, self._osdp.local_steps)
                 check_plugin(self.accelerator.plugin, self._osdp.local_steps)
-            facts = facts_of_trainer(self, self._osdp)
+            config, facts = facts_of_trainer(self, self._osdp)
             hold_master_weights(self.model, facts.precision)
-            self._run = plan_and_announce(self.model, self._osdp, facts)
+            self._run = plan_and_announce(self.model, config, facts)
         except Exception:
             if self._makes_folder:
                 with suppress(OSError):  # it is gone, or holds something
@@ -120,12 +117,8 @@ class Trainer(TrainerCheckpoints):
         if self.place_model_on_device and not self.is_fsdp_enabled:
             super()._move_model_to_device(self.model, args.device)
         self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and not ignores_item_count(self.model)
-        if self._run.plan.local_steps is not None:
-            self._local_steps = LocalStepsCallback(self._run.plan)
-            self.add_callback(self._local_steps)
         self._meter = StepMeter(args.device, compiled=bool(self._run.plan.compiled_classes))
         self.add_callback(_StepCallback(self._meter))
-        self._writer = CheckpointWriter(plan=self._run.plan, in_background=self._osdp.async_save)
         self._stop = StopSignal()
         if self._osdp.save_on_sigterm:
             self.add_callback(StopCallback(self._stop))
@@ -169,7 +162,8 @@ class Trainer(TrainerCheckpoints):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As stock, which writes no loadable model where checkpoints are sharded; here a user's call always does."""
-        self._synchronise("A save")
+        if self._osdp is not None:
+            self.accelerator._synchronise("A save")
         sharded = self._osdp is not None and self._writes_shards()
         if not sharded or _internal_call:
             super().save_model(output_dir, _internal_call)
@@ -195,6 +189,8 @@ class Trainer(TrainerCheckpoints):
         assert self._run is not None
         take_changes(self.args, *self._given_args)
         refuse_changes(self, self._osdp, self._run.plan)
+        if self.accelerator._local_steps is not None:
+            self.accelerator._local_steps.end()  # of an earlier training
         try:
             with self.accelerator.out_of_memory_explained(), mixing_explained():
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)

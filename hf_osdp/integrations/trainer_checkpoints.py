@@ -16,14 +16,12 @@ from ..checkpoint.layouts import find_model, is_of_one_process
 from ..checkpoint.resume import check_checkpoint, checkpoint_to_resume, own_checkpoints, warn_of_changes
 from ..checkpoint.safe import load_file
 from ..checkpoint.states import load_model, load_optimizer, load_random_states, save_model
-from ..checkpoint.writer import CheckpointWriter
 from ..distributed.stop import StopSignal
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
 from ..planning.plan_run import PlannedRun
 from ..sharding.optimizer import optimizer_name
 from .checkpoints import dataset_text, is_adapted, keep_whole_positions, own_states, replaced
-from .local_steps import LocalStepsCallback
 from .plugin import writes_shards
 
 _log = logging.getLogger(__name__)
@@ -37,10 +35,8 @@ class TrainerCheckpoints(transformers.Trainer):
     lr_scheduler: Any
     _osdp: OSDPConfig | None
     _run: PlannedRun | None
-    _writer: CheckpointWriter
     _stop: StopSignal
     _asked_batch: int
-    _local_steps: LocalStepsCallback | None
 
     @property
     def plan(self) -> Plan | None:
@@ -55,18 +51,18 @@ class TrainerCheckpoints(transformers.Trainer):
             return
         run_dir = Path(self._get_output_dir(trial))
         folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self._writer.new(folder, **self._settings()) as staging, own_states(staging.file_system):
+        with self.accelerator._writer.new(folder, **self._settings()) as staging, own_states(staging.file_system):
             place, later = str(staging.path.parent), lambda folder: None  # pushed once the folder has its name
             with replaced(self, _get_output_dir=lambda trial: place, _push_from_checkpoint=later):
                 super()._save_checkpoint(model, trial)
-            if self._local_steps is not None and not self.args.save_only_model:
-                self._local_steps.save(staging.path, self.optimizer)
+            if self.accelerator._local_steps is not None and not self.args.save_only_model:
+                self.accelerator._local_steps.save(staging.path, self.optimizer)
             self._name_best(staging.path, folder)
             if self.args.save_only_model and self._writes_shards():  # stock writes no weights then
                 save_model(staging.path, self.model, sharded=True, trainable_only=is_adapted(self.model), files=staging.file_system)
         self._keep_limit(run_dir, folder)
         if self.args.push_to_hub:
-            self._writer.wait()
+            self.accelerator._writer.wait()
             self._push_from_checkpoint(str(folder))
 
     def _name_best(self, staged: Path, folder: Path) -> None:
@@ -100,8 +96,8 @@ class TrainerCheckpoints(transformers.Trainer):
             return
         folder = Path(checkpoint)
         load_optimizer(folder, self.model, self.optimizer)
-        if self._local_steps is not None:
-            self._local_steps.load(folder)
+        if self.accelerator._local_steps is not None:
+            self.accelerator._local_steps.load(folder)
         self.lr_scheduler.load_state_dict(load_file(folder / transformers.trainer.SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:  # noqa: ANN401
@@ -122,23 +118,13 @@ class TrainerCheckpoints(transformers.Trainer):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
         """Finalize as the stock Trainer; after SIGTERM, with seconds left, the last checkpoint stays and the best is not loaded."""
-        self._synchronise("The end of training")
         if self._osdp is not None:
-            self._writer.wait()  # stock looks for the best one, which may be the last
+            self.accelerator._synchronise("The end of training")
+            self.accelerator._writer.wait()  # stock looks for the best one, which may be the last
         if self._osdp is None or not self._stop.stopped:
             return super()._finalize_training(*args, **kwargs)
         with replaced(self.args, load_best_model_at_end=False, save_total_limit=None):
             return super()._finalize_training(*args, **kwargs)
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
-        """Evaluate as the stock Trainer; machines that take local steps have the same model first."""
-        self._synchronise("An evaluation")
-        return super().evaluation_loop(*args, **kwargs)
-
-    def _synchronise(self, what: str) -> None:
-        """Have machines that take local steps synchronise before `what`, where they are between two synchronisations. Collective."""
-        if self._local_steps is not None:
-            self._local_steps.synchronise(what)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
         """Start as the stock Trainer, which warns of changed arguments: the user's batch size counts, not the plan's."""
@@ -175,7 +161,7 @@ class TrainerCheckpoints(transformers.Trainer):
 
     def _finish_checkpoints(self) -> None:
         """Complete the last checkpoint, and let other runs write into the folder."""
-        self._writer.wait()
+        self.accelerator._writer.wait()
         self._keep_limit(Path(str(self.args.output_dir)))
         unlock_checkpoints(Path(str(self.args.output_dir)))
 

@@ -45,8 +45,8 @@ _MAKERS = ("transformers", "hf_osdp")
 """Packages in which the Trainer's own way to make an optimizer is."""
 
 
-def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> RunFacts:
-    """Return what is known about the run of a Trainer whose `__init__` has ended. Collective."""
+def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> tuple[OSDPConfig, RunFacts]:
+    """Return the configuration with the sizes of the run of a Trainer whose `__init__` has ended, and what else is known. Collective."""
     args, plugin = trainer.args, trainer.accelerator.plugin
     batches, sequence_length = _batches(trainer, config)
     stock_loss = type(trainer).compute_loss is Trainer.compute_loss
@@ -55,26 +55,26 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> RunFacts:
     begun = recorded_manifest(str(args.output_dir)) if trains and config.resume_after_restart else None
     samples = config.global_batch_size or _global_batch_size(args, None if begun is None else begun.global_batch_size)
     optimizer = _optimizer_spec(trainer)
-    checkpointing = bool(plugin.activation_checkpointing)
-    return RunFacts(
+    sized = replace(
+        config,
+        sequence_length=sequence_length,
+        global_batch_size=samples,
+        micro_batch_size=_micro_batch_size(trainer, config.micro_batch_size),
+    )
+    return sized, RunFacts(
         world_size=args.world_size,
         device_type=args.device.type,
         precision=Precision.named(args.mixed_precision, autocast=args.world_size == 1 and not dist.is_initialized()),
         optimizer=optimizer,
         optimizer_choices=_optimizer_choices(trainer, config, optimizer, None if begun is None else begun.settings.get("optimizer")),
-        sequence_length=sequence_length,
-        global_batch_size=samples,
         steps=_steps(trainer, samples),
-        micro_batch_size=_micro_batch_size(trainer, config.micro_batch_size),
-        reduce_every_micro_step=config.reduce_every_micro_step,
         inputs=batches,
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),
         other_models=bytes_of_other_models(trainer),
         clips_gradients=bool(args.max_grad_norm and args.max_grad_norm > 0),
         against_backward_step=reader_of_gradients(trainer),
         against_unit_steps=_against_unit_steps(trainer),
-        activation_checkpointing=bool(args.gradient_checkpointing) or checkpointing,
-        checkpoint_wrapper=checkpointing,
+        activation_checkpointing=bool(args.gradient_checkpointing or plugin.activation_checkpointing),
         reads_loss_alone=model_makes_loss and not args.use_liger_kernel,
         cpu_offload=offloads(plugin),
         trains=trains,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from ..distributed.collectives import Stages, flat_collectives, two_stage_collectives
+from ..distributed.collectives import Stages, unit_collectives
 from ..planner.affine import linear_fit
 from ..planner.hardware import Collective, CollectiveTiming, DeviceSpec, Link
 from ..planner.job import divisors
@@ -180,7 +180,7 @@ def _tests(shards: list[int], replicas: list[int], local: int, device: torch.dev
 
     def shard_tests(size: int, *, stages: Stages | None = None) -> list[_Test]:
         group = group_of(_members(Collective.ALL_GATHER, size))
-        gather, scatter = flat_collectives(group, device.type) if stages is None else two_stage_collectives(stages, device.type)
+        gather, scatter = unit_collectives(group, device.type, stages)
         gathers = Collective.ALL_GATHER if stages is None else Collective.TWO_STAGE_ALL_GATHER
         scatters = Collective.REDUCE_SCATTER if stages is None else Collective.TWO_STAGE_REDUCE_SCATTER
         return [

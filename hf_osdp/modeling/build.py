@@ -61,10 +61,11 @@ def with_lora(model: nn.Module, rank: int, target_modules: Sequence[str] = ()) -
         raise DescriptionError(f"LoRA adapters cannot be put into {type(model).__name__}: {_first_line(error)}.") from None
 
 
-def checkpoint_blocks(model: nn.Module, block_classes: Sequence[str]) -> None:
+def checkpoint_blocks(model: nn.Module, block_classes: Sequence[str], *, trains: bool = False) -> None:
     """Switch activation checkpointing of a model's blocks on, without reentrance, in place; refuse a model that cannot do it.
 
-    A transformers model does it by itself; in another module, blocks of these classes run under `torch.utils.checkpoint`.
+    A transformers model does it by itself; in another module, blocks of these classes run under `torch.utils.checkpoint`, which replays
+    random numbers, as dropout needs, where the model really `trains`.
     """
     enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, "gradient_checkpointing_enable", None)
     if enable is not None:
@@ -77,7 +78,7 @@ def checkpoint_blocks(model: nn.Module, block_classes: Sequence[str]) -> None:
     if not blocks:
         raise CheckpointingError(f"{class_of(model).__name__} has no blocks to checkpoint; give block_classes.")
     for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=trains)
 
 
 @contextmanager

@@ -169,7 +169,8 @@ class OSDPConfig:
             if (self.outer_learning_rate, self.outer_momentum) != (0.7, 0.9):
                 raise ValueError("outer_learning_rate and outer_momentum have no effect without local_steps; leave them out.")
             return
-        for name, asked in {"recalibrate": True, "host_offload": True, "offload_optimizer": True, "on_oom": "replan"}.items():
+        refused = {**dict.fromkeys(("recalibrate", "host_offload", "offload_optimizer", "step_in_backward"), True), "on_oom": "replan"}
+        for name, asked in refused.items():
             if getattr(self, name) == asked:
                 raise ValueError(f"local_steps={self.local_steps} cannot run beside {self._shown(name)}; leave one of the two out.")
 

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from ..errors import PlanError
 from ..modeling.batch import Inputs, Loss
+from ..planner.cost.local_steps import fastest_wire
 from ..planner.description import DType, ModelDescription
-from ..planner.hardware import DeviceSpec
+from ..planner.hardware import DeviceSpec, Hardware
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
+from ..planner.local_steps import LocalSteps
 from ..planner.plan import Plan
 from ..planner.wire import EXACT, WireFormat, formats_up_to
 from ..quantities import format_bytes
@@ -37,7 +39,7 @@ class RunFolder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """What the caller knows about the run that is being planned."""
+    """What the caller knows about the run that is being planned, beside the configuration, in which the run's sizes are by now."""
 
     world_size: int
     device_type: str
@@ -47,13 +49,6 @@ class RunFacts:
     optimizer: OptimizerSpec
     optimizer_choices: tuple[tuple[str, OptimizerSpec], ...] = ()
     """Names with what they hold, of which one may run, `optimizer` first; empty where there is no choice."""
-    sequence_length: int | None
-    """Tokens of one sample, 1 where samples have none; None only where a given plan runs without an estimate."""
-    global_batch_size: int | None
-    """Samples of one optimizer step over all processes; None only beside a given plan."""
-    micro_batch_size: int | None = None
-    """Samples of one batch where the data loader has fixed it."""
-    reduce_every_micro_step: bool | None = None
     inputs: Inputs | None = None
     """From a number of samples to a batch, as the data gives them; None makes one for a transformers model."""
     loss: Loss | None = None
@@ -70,8 +65,6 @@ class RunFacts:
     """Why the optimizer cannot step unit by unit; None where it can."""
     activation_checkpointing: bool = False
     """Blocks will be recomputed in backward; not needed for a model that has it switched on already."""
-    checkpoint_wrapper: bool = False
-    """Accelerate recomputes them, in torch's wrapper; else the model does it."""
     reads_loss_alone: bool = False
     """The loop gives labels to forward and reads only the loss from it in training."""
     cpu_offload: bool = False
@@ -115,7 +108,8 @@ def _steps_in_backward(config: OSDPConfig, facts: RunFacts) -> bool:
 def check_backward_step(plan: Plan, config: OSDPConfig, facts: RunFacts) -> None:
     """Refuse a given plan that steps in backward where something may read gradients before the step, and an option without effect."""
     planned = any(unit.step_in_backward for unit in plan.units)
-    if planned and (reason := _reason_against_backward_step(facts)):
+    reason = _reason_against_backward_step(facts) if plan.local_steps is None else "local steps begin with the optimizer's step"
+    if planned and reason:
         raise PlanError(f"The plan steps in backward, but {reason}; change that, or plan again.")
     if planned and not _steps_in_backward(config, facts):
         reason = facts.against_backward_step if config.step_in_backward is None else "step_in_backward=False"
@@ -148,7 +142,7 @@ def check_communication(plan: Plan, allowed: WireFormat | None) -> None:
 
 def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
     """Return the job to search for, with what the user has fixed; raise ValueError where sizes do not fit together."""
-    assert facts.global_batch_size is not None
+    assert config.global_batch_size is not None
     host_offload, offload_optimizer = facts.offloads_all or config.host_offload, config.offload_optimizer
     problem = None
     if facts.optimizer.is_quantized and (host_offload or offload_optimizer):
@@ -166,14 +160,14 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
     if problem is not None:
         raise ValueError(problem)
     job = TrainingJob(
-        global_batch_size=facts.global_batch_size,
+        global_batch_size=config.global_batch_size,
         precision=facts.precision,
         optimizer=facts.optimizer,
         holds_outputs=facts.holds_outputs,
         clips_gradients=facts.clips_gradients,
         step_in_backward=_steps_in_backward(config, facts),
-        micro_batch_size=facts.micro_batch_size,
-        reduce_every_micro_step=facts.reduce_every_micro_step,
+        micro_batch_size=config.micro_batch_size,
+        reduce_every_micro_step=config.reduce_every_micro_step,
         recompute=config.recompute,
         host_offload=False if facts.optimizer.is_quantized or facts.optimizer.looks_at_whole else host_offload,
         offload_optimizer=False if facts.optimizer.is_quantized or facts.against_unit_steps else offload_optimizer,
@@ -192,3 +186,29 @@ def check_limit(limit_bytes: int, device: DeviceSpec, *, given: str) -> int:
         f"{given} is more than the {format_bytes(there)} of {device.name}; use at most {there // 2**20}MiB, or leave it out for all of"
         " them."
     )
+
+
+def of_one_machine(hardware: Hardware, job: TrainingJob, config: OSDPConfig) -> tuple[Hardware, TrainingJob]:
+    """Return one machine, with the link to others, and the job with local steps.
+
+    Raises:
+        ValueError: there is one machine, or states are to lie on the host.
+    """
+    if hardware.nodes == 1:
+        raise ValueError(f"local_steps={config.local_steps} is for several machines, and the processes are on one; leave it out.")
+    if job.host_offload or job.offload_optimizer:
+        raise ValueError(f"local_steps={config.local_steps} keeps all states on the device; leave the offload to the host out.")
+    local = config.outer(hardware.nodes)
+    assert local is not None
+    machine = replace(hardware, nodes=1, timings=tuple(timing for timing in hardware.timings if not timing.crosses_nodes))
+    local = replace(local, wire=fastest_wire(machine, local, config.wire))
+    return machine, replace(job, local_steps=local, host_offload=False, offload_optimizer=False, step_in_backward=False)
+
+
+def check_local_steps(plan: Plan, asked: LocalSteps | None) -> None:
+    """Refuse a given plan of another algorithm than is asked for."""
+    for name in ("steps", "outer_learning_rate", "outer_momentum"):
+        has, wanted = (None if local is None else getattr(local, name) for local in (plan.local_steps, asked))
+        if has != wanted:
+            option = "local_steps" if name == "steps" else name
+            raise PlanError(f"The plan trains with {option}={has}, but {option}={wanted} is asked for; make them agree, or plan again.")

@@ -27,11 +27,9 @@ from ..planner.search.search import SearchResult, search
 from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
 from ..sharding.environment import uses_host
-from .compilation import Compilation, weigh
+from .choices import Compilation, OptimizerChoice, find_plan_and_optimizer, weigh
 from .config import OSDPConfig
-from .facts import RunFacts, check_backward_step, check_communication, check_whole, training_job
-from .local_steps import check_local_steps
-from .optimizer_choice import OptimizerChoice, find_plan_and_optimizer
+from .facts import RunFacts, check_backward_step, check_communication, check_local_steps, check_whole, training_job
 from .preflight import Finding, KnownRun, check_model, check_run
 from .probe import Trial, probe
 from .problem import Describer, FoundPlan, ProblemBuilder, plan_from_rank_zero
@@ -146,7 +144,7 @@ def _open_step_s(found: FoundPlan) -> float | None:
     config, facts, model = found.builder.config, found.builder.facts, found.builder.model
     if not (facts.trains and found.problem.description.recomputed_by_others) or config.profile is not None:
         return None  # times of a profile are of blocks that are recomputed
-    left_open = replace(facts, activation_checkpointing=False, checkpoint_wrapper=False)
+    left_open = replace(facts, activation_checkpointing=False)
     try:
         with without_checkpointing(model):
             builder = ProblemBuilder(model, replace(config, recompute=None), left_open, hardware=found.problem.hardware)
@@ -164,7 +162,6 @@ def _trial(model: nn.Module, config: OSDPConfig, facts: RunFacts, problem: Plann
         device=own_gpu() if facts.device_type == "cuda" else torch.device(facts.device_type),
         block_classes=problem.description.block_classes,
         activation_checkpointing=facts.activation_checkpointing,
-        checkpoint_wrapper=facts.checkpoint_wrapper,
     )
 
 
@@ -195,8 +192,7 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
         inputs = PlanInputs(description=description, job=replace(training_job(config, facts), local_steps=plan.local_steps), hardware=None)
         if config.memory_limit is not None:
             peak_bytes = inputs.estimate(plan).memory.peak_bytes
-    asked = {name: getattr(facts, name) for name in ("global_batch_size", "micro_batch_size", "reduce_every_micro_step", "sequence_length")}
-    check_given_plan(plan, memory_limit_bytes=config.memory_limit_bytes, peak_bytes=peak_bytes, **asked)
+    check_given_plan(plan, config, peak_bytes)
     here = find_topology().ranks_per_node
     if plan.devices_per_node not in (None, here) and rank() == 0:
         _log.warning("The plan was made for %d devices a node, here there are %d; plan again for these.", plan.devices_per_node, here)
@@ -206,35 +202,23 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
     return PlannedRun(plan=plan, units=split_units(model, plan.split, config.block_classes, low_precision=low_precision))
 
 
-def check_given_plan(
-    plan: Plan,
-    *,
-    memory_limit_bytes: int | None = None,
-    peak_bytes: int | None = None,
-    global_batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    reduce_every_micro_step: bool | None = None,
-    sequence_length: int | None = None,
-) -> None:
-    """Raise PlanError for a plan that would run another training than was asked for, or not fit.
-
-    None asks for nothing; a `peak_bytes` of None takes what the plan states.
-    """
-    problem = None
-    if global_batch_size not in (None, plan.global_batch_size):
-        problem = f"The plan takes {plan.global_batch_size} samples a step, but {global_batch_size} are asked for."
-    elif micro_batch_size not in (None, plan.micro_batch_size):
-        problem = f"The plan runs {plan.micro_batch_size} samples at once, but batches hold {micro_batch_size}."
-    elif reduce_every_micro_step is not None and any(u.reduce_every_micro_step is not reduce_every_micro_step for u in plan.units):
-        problem = f"The plan has units with reduce_every_micro_step={not reduce_every_micro_step}, the opposite is asked for."
-    elif sequence_length is not None and sequence_length > plan.sequence_length:
-        problem = f"The plan is for {plan.sequence_length} tokens a sample, but samples have {sequence_length}."
-    elif memory_limit_bytes is not None:
-        limit, peak = format_bytes(memory_limit_bytes), plan.peak_bytes if peak_bytes is None else peak_bytes
+def check_given_plan(plan: Plan, asked: OSDPConfig, peak_bytes: int | None = None) -> None:
+    """Raise PlanError for a plan that would run another training than was asked for, or not fit; None as peak is what the plan states."""
+    problem, reduces, limit = None, asked.reduce_every_micro_step, asked.memory_limit_bytes
+    if asked.global_batch_size not in (None, plan.global_batch_size):
+        problem = f"The plan takes {plan.global_batch_size} samples a step, but {asked.global_batch_size} are asked for."
+    elif asked.micro_batch_size not in (None, plan.micro_batch_size):
+        problem = f"The plan runs {plan.micro_batch_size} samples at once, but batches hold {asked.micro_batch_size}."
+    elif reduces is not None and any(unit.reduce_every_micro_step is not reduces for unit in plan.units):
+        problem = f"The plan has units with reduce_every_micro_step={not reduces}, the opposite is asked for."
+    elif (asked.sequence_length or 0) > plan.sequence_length:
+        problem = f"The plan is for {plan.sequence_length} tokens a sample, but samples have {asked.sequence_length}."
+    elif limit is not None:
+        peak, shown = plan.peak_bytes if peak_bytes is None else peak_bytes, format_bytes(limit)
         if peak is None:
-            raise PlanError(f"The plan states no peak to hold against memory_limit={limit}. Plan again, or leave memory_limit out.")
-        if peak > memory_limit_bytes:
-            problem = f"The plan needs {format_bytes(peak)}, more than memory_limit={limit}."
+            raise PlanError(f"The plan states no peak to hold against memory_limit={shown}. Plan again, or leave memory_limit out.")
+        if peak > limit:
+            problem = f"The plan needs {format_bytes(peak)}, more than memory_limit={shown}."
     if problem is not None:
         raise PlanError(f"{problem} Plan again, or change the arguments.")
 

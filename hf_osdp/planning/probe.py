@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -23,7 +21,6 @@ from ..measurement.step_meter import Observation, StepMeter, training_tensors
 from ..measurement.timing import over_ranks
 from ..modeling.batch import Inputs, random_states_kept
 from ..modeling.build import checkpoint_blocks
-from ..modeling.units import class_of
 from ..planner.description import UnitDescription
 from ..planner.job import TrainingJob
 from ..planner.plan import Plan
@@ -50,8 +47,6 @@ class Trial:
     block_classes: tuple[str, ...] = ()
     """Blocks that are recomputed in backward."""
     activation_checkpointing: bool = False
-    checkpoint_wrapper: bool = False
-    """They are recomputed in torch's `checkpoint_wrapper`, as Accelerate does it, rather than by the model itself."""
 
 
 def probe(plan: Plan, trial: Trial, meshes: Meshes | None, *, timed_steps: int = TIMED_STEPS) -> Observation:
@@ -71,10 +66,6 @@ def probe(plan: Plan, trial: Trial, meshes: Meshes | None, *, timed_steps: int =
 def _on_cuda(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int) -> Observation:
     """Measure memory with each rank alone first, then time with all."""
     (before,) = over_ranks([torch.cuda.memory_allocated(trial.device)], dist.ReduceOp.MIN)
-    if meshes is not None:
-        meshes.prepare(plan)
-        for group in meshes.groups(plan):  # NCCL allocates the memory of a communicator when its group first communicates
-            dist.all_reduce(torch.zeros(1, device=trial.device), group=group)
     alone = None if meshes is None else SilentMeshes(meshes.device_type)
     silent = replace(trial, job=replace(trial.job, clips_gradients=False))  # a norm would be summed over the world
     failed = False
@@ -118,13 +109,7 @@ def sharded_copy(plan: Plan, trial: Trial, meshes: Meshes | None) -> nn.Module:
     """Return a copy of the model under the plan, on the device, with random weights. Collective."""
     policy = mp_policy(trial.job.precision)
     model = empty_copy(trial.model, torch.device("meta") if needs_process_group(plan, policy) else trial.device)
-    if trial.checkpoint_wrapper:  # as `accelerate.utils.fsdp_utils.fsdp2_apply_ac` does
-        apply_activation_checkpointing(
-            model,
-            checkpoint_wrapper_fn=partial(checkpoint_wrapper, preserve_rng_state=False),
-            check_fn=lambda module: class_of(module).__name__ in trial.block_classes,
-        )
-    elif trial.activation_checkpointing:
+    if trial.activation_checkpointing:
         checkpoint_blocks(model, trial.block_classes)
     apply_plan(model, plan, trial.units, meshes=meshes, mp_policy=policy, broadcast=False)
     if isinstance(model, FSDPModule):

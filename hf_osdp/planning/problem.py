@@ -28,8 +28,7 @@ from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..tracing.describe import TRACED_MICRO_BATCH, describe
 from .cache import measured_once
 from .config import OSDPConfig
-from .facts import RunFacts, check_limit, training_job
-from .local_steps import of_one_machine
+from .facts import RunFacts, check_limit, of_one_machine, training_job
 
 Trace: TypeAlias = Callable[..., ModelDescription]
 """`describe`, or what is called as it is."""
@@ -211,17 +210,17 @@ class Describer:
             _log.warning(
                 "What %s computes from its batches cannot be traced (%s): the estimate is that of the model's own loss on %d tokens;"
                 " a lower memory_limit leaves room for what is missing.",
-                "the loop's own loss" if self._loss else "the model", str(error).rstrip("."), self._facts.sequence_length,
+                "the loop's own loss" if self._loss else "the model", str(error).rstrip("."), self._config.sequence_length,
             )  # fmt: skip
         self._inputs, self._loss, self._may_fall_back = None, None, False
         return self._describe(split, **sizes)
 
     def _describe(self, split: ModelSplit, **sizes: Any) -> ModelDescription:
-        facts = self._facts
-        assert facts.sequence_length is not None
+        facts, length = self._facts, self._config.sequence_length
+        assert length is not None
         description = self._trace(
             self._model,
-            sequence_length=facts.sequence_length,
+            sequence_length=length,
             block_classes=self._config.block_classes,
             compute_dtype=facts.precision.compute,
             autocast=facts.precision.autocast,

@@ -11,15 +11,10 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from ..distributed.collectives import (
-    TwoStageAllGather,
-    TwoStageReduceScatter,
-    flat_collectives,
-    plain_transport,
-    two_stage_collectives,
-)
+from ..distributed.collectives import Stages, plain_transport, unit_collectives
 from ..distributed.consensus import require_same
 from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, sharing_ranks, world_size
 from ..distributed.replicas import Background, Replicas
@@ -187,10 +182,8 @@ def _set_collectives(module: nn.Module, decision: UnitDecision, meshes: Meshes, 
         return
     wires = decision.gather_wire, decision.reduce_wire
     transports = [None if wire is None else WireTransport(plain, wire) for wire in wires]
-    if decision.two_stage:
-        gather, scatter = two_stage_collectives(meshes.stages(decision.shard_size, decision.stage_size), device_type, *transports)
-    else:
-        gather, scatter = flat_collectives(meshes.mesh(decision.shard_size).get_group(SHARD_AXIS), device_type, *transports)
+    stages = meshes.stages(decision.shard_size, decision.stage_size) if decision.two_stage else None
+    gather, scatter = unit_collectives(meshes.mesh(decision.shard_size).get_group(SHARD_AXIS), device_type, stages, *transports)
     module.set_custom_all_gather(gather)
     module.set_custom_reduce_scatter(scatter)
 
@@ -331,20 +324,23 @@ def _read_collectives(group: FSDPParamGroup) -> dict[str, Any]:
     shards, replicas = mesh.get_group(mesh.ndim - 1), getattr(group.mesh_info, "replicate_process_group", None)
     gather: Any = group._all_gather_comm
     scatter: Any = group._reduce_scatter_comm
-    stage_size, sent = 1, (getattr(gather, "transport", None), getattr(scatter, "transport", None))
-    if isinstance(gather, TwoStageAllGather) and isinstance(scatter, TwoStageReduceScatter) and gather.stages == scatter.stages:
-        stage_size, sent = gather.stages.within.size(), (gather.between, scatter.between)
+    sent = (getattr(collective, "between", None) for collective in (gather, scatter))
     wires = [transport if isinstance(transport, WireTransport) else None for transport in sent]
-    flat = tuple(type(collective) for collective in flat_collectives(shards, mesh.device_type, *wires))
-    is_staged = stage_size > 1 and shards.size() == gather.stages.between.size() * stage_size
-    if shards.size() > 1 and not is_staged and (type(gather), type(scatter)) != flat:
+    stages = getattr(gather, "stages", None)
+    planned = unit_collectives(shards, mesh.device_type, stages, *wires)
+    reaches_all = stages is None or shards.size() == stages.between.size() * stages.within.size()
+    if shards.size() > 1 and not (reaches_all and (_kind(gather), _kind(scatter)) == (_kind(planned[0]), _kind(planned[1]))):
         raise PlanMismatchError(
             f"A unit gathers with {type(gather).__name__} and reduces with {type(scatter).__name__}, which no plan uses;"
             " apply the plan to a fresh model and do not change its collectives afterwards."
         )
     return {
-        "stage_size": stage_size,
+        "stage_size": 1 if stages is None else stages.within.size(),
         "gather_wire": wires[0].wire if wires[0] else None,
         "reduce_wire": wires[1].wire if wires[1] else None,
         "replica_wire": replicas.transport.wire if isinstance(replicas, Replicas) and replicas.transport else None,
     }
+
+
+def _kind(collective: AllGather | ReduceScatter) -> tuple[type, Stages | None]:
+    return type(collective), getattr(collective, "stages", None)

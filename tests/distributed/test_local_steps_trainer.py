@@ -109,7 +109,8 @@ def test_the_trainer_resumes_exactly_at_a_synchronisation_and_saves_elsewhere_af
     saves.add_callback(Saves())
     saves.train()
     lines = [line for line in log.lines if "synchronise first" in line]
-    assert lines == ([] if dist.get_rank() else ["A save after 1 of 2 local steps: the machines synchronise first."])
+    again = ["A save after 1 of 2 local steps: the machines synchronise first."] * 2  # at step 3, and one step after that at step 4
+    assert lines == ([] if dist.get_rank() else again)
     other = trainer_of(tmp_path / "other", config={"local_steps": 1}, **options)
     other.train(resume_from_checkpoint=str(tmp_path / "saves" / "checkpoint-3"))
     if dist.get_rank() == 0:
@@ -139,8 +140,9 @@ def test_evaluations_and_the_end_see_equal_machines(tmp_path):
 
     class Evaluates(trainers.PlannedTrainer):
         def prediction_step(self, model, *args, **kwargs):
+            predicted = super().prediction_step(model, *args, **kwargs)
             seen.append(are_equal_between_machines(self.model))
-            return torch.zeros(()), None, None
+            return predicted
 
     trainer = trainer_of(tmp_path, config={"local_steps": 2}, kind=Evaluates, max_steps=3, eval_strategy="steps", eval_steps=2)
     trainer.train()
@@ -156,8 +158,6 @@ def test_what_local_steps_cannot_run_beside_is_refused_in_one_line(tmp_path):
             trainer_of(tmp_path, config={"local_steps": 10, **config}, **options)
         assert "\n" not in str(caught.value)
 
-    refused(ValueError, "save_steps=25 is no multiple of it.*use 20", {}, save_strategy="steps", save_steps=25)
-    refused(ValueError, "eval_steps=4 is no multiple of it.*use 10", {}, eval_strategy="steps", eval_steps=4)
     refused(ValueError, "would mix the machines' optimizer states", {}, fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"})
     refused(ValueError, "cpu_offload moves states to the host", {}, fsdp_config={"cpu_offload": True})
     model = trainers.tiny_model()
@@ -172,8 +172,9 @@ def test_what_local_steps_cannot_run_beside_is_refused_in_one_line(tmp_path):
             trainers.PlannedTrainer(model=model, args=args, train_dataset=trainers.tokens(), osdp=OSDPConfig(plan=plan, **config))
     args = trainers.arguments(str(tmp_path), per_device_train_batch_size=2, max_steps=4)
     given = trainers.PlannedTrainer(model=model, args=args, train_dataset=trainers.tokens(), osdp=OSDPConfig(plan=plan, local_steps=3))
-    given.train()
-    assert are_equal_between_machines(given.model)
+    for _ in range(2):
+        given.train()
+        assert are_equal_between_machines(given.model)
 
 
 @pytest.mark.on_ranks(2, init=False)

@@ -130,12 +130,10 @@ def test_trainer_name_states_and_host_are_known_before_a_run():
     made = torchao.AdamW4bit([nn.Parameter(torch.ones(2))], block_size=256)  # transformers' size, where torchao has 128
     assert four == spec_of_optimizer(made, device_type="cuda") and four.formats[0].bytes_per_element == 0.5 + 4 / 256
     check_optimizer(made)
-    facts = RunFacts(
-        world_size=2, device_type="cuda", precision=Precision(), optimizer=eight, sequence_length=8, global_batch_size=2,
-    )  # fmt: skip
-    assert training_job(OSDPConfig(), facts).host_offload is False
+    facts = RunFacts(world_size=2, device_type="cuda", precision=Precision(), optimizer=eight)
+    assert training_job(OSDPConfig(global_batch_size=2), facts).host_offload is False
     with pytest.raises(ValueError, match=r"plain tensors, and adamw8bit's are quantized; leave the offload out, or use AdamW"):
-        training_job(OSDPConfig(host_offload=True), facts)
+        training_job(OSDPConfig(global_batch_size=2, host_offload=True), facts)
 
 
 @eagerly

@@ -294,10 +294,10 @@ def test_what_muon_cannot_have_is_refused_in_one_line():
     on_host = replace(plan, units=tuple(replace(unit, on_host=True) for unit in plan.units))
     with pytest.raises(PlanError, match=r"^muon needs whole parameters, and the plan has .* sharded or on the host; plan again"):
         check_whole(on_host, exact.description, optimizer)
-    facts = RunFacts(world_size=2, device_type="cpu", precision=Precision(), optimizer=optimizer, sequence_length=16, global_batch_size=2)
+    facts = RunFacts(world_size=2, device_type="cpu", precision=Precision(), optimizer=optimizer)
     with pytest.raises(ValueError, match=r"^muon needs whole parameters at once, which host and device do not have"):
-        training_job(OSDPConfig(host_offload=True), facts)
-    assert training_job(OSDPConfig(), facts).host_offload is False and not optimizer.takes_slices
+        training_job(OSDPConfig(global_batch_size=2, host_offload=True), facts)
+    assert training_job(OSDPConfig(global_batch_size=2), facts).host_offload is False and not optimizer.takes_slices
 
 
 @pytest.mark.parametrize(("dtype", "nesterov", "whole"), [("bfloat16", False, True), ("bfloat16", True, False), ("float32", False, False)])

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_osdp.distributed.collectives import BackendTransport, TwoStageAllGather, TwoStageReduceScatter, two_stage_collectives
+from hf_osdp.distributed.collectives import BackendTransport, TransportAllGather, TransportReduceScatter, unit_collectives
 from hf_osdp.distributed.consensus import on_rank_zero
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.measurement.machine import measure_hardware
@@ -79,14 +79,14 @@ def test_two_stages_gather_and_reduce_without_works(library):
     """By the backend's own collectives, coalesced or not, under the clock as in a step."""
     null_works.form(library)
     stages = Meshes("cpu").stages(4, 2)
-    assert isinstance(two_stage_collectives(stages, "cpu")[0].between, BackendTransport)
+    assert isinstance(unit_collectives(dist.group.WORLD, "cpu", stages)[0].between, BackendTransport)
     with CollectiveClock(torch.device("cpu")) as clock:
         for coalesces in (True, False):
             way = BackendTransport(coalesces=coalesces)
             for async_op in (True, False):
-                assert gathered(TwoStageAllGather(stages, way), torch.float32, async_op), (coalesces, async_op)
+                assert gathered(TransportAllGather(way, stages), torch.float32, async_op), (coalesces, async_op)
             for op in ("sum", "avg"):
-                assert scattered(TwoStageReduceScatter(stages, way), torch.float64, op) < 1e-14, (coalesces, op)
+                assert scattered(TransportReduceScatter(way, stages), torch.float64, op) < 1e-14, (coalesces, op)
     assert len(clock.calls()) == 8
 
 

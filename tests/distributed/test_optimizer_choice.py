@@ -15,8 +15,8 @@ from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.planner.job import OptimizerSpec
 from hf_osdp.planner.presets import preset
+from hf_osdp.planning.choices import OptimizerChoice
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.optimizer_choice import OptimizerChoice
 
 from .test_integration_trainer import LENGTH, arguments, tokens
 

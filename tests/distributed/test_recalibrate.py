@@ -123,7 +123,7 @@ def test_training_after_trials_is_that_of_the_plan_alone_bit_by_bit_and_the_repo
     assert running["plan"] == plan.fingerprint and running["fits"] and running["measured"]["peak_bytes"] <= 4 * 2**20
     for figures in (report["measured"], running["measured"]):
         assert figures["peak_bytes"] > 0 and figures["median_step_s"] > 0
-        assert all(c["seconds"] > 0 and c["bytes"] > 0 and c["group_size"] == 2 for c in figures["collectives"])
+        assert all(c["seconds"] > 0 and c["nbytes"] > 0 and c["group_size"] == 2 for c in figures["collectives"])
     kinds = {c["collective"] for c in report["measured"]["collectives"]}
     assert kinds == {name for name, seconds in report["estimated"]["collectives"].items() if seconds > 0}
     assert plain["recalibration"] == [] and plain["measured"]["collectives"]

@@ -223,7 +223,7 @@ def test_accelerator_steps_in_backward_where_asked_to_and_refuses_what_needs_gra
 
 
 def facts(**more: object) -> RunFacts:
-    known = dict(world_size=2, device_type="cpu", precision=Precision(), sequence_length=8, global_batch_size=2)
+    known = dict(world_size=2, device_type="cpu", precision=Precision())
     return RunFacts(**(known | more), optimizer=OptimizerSpec())
 
 
@@ -238,7 +238,7 @@ def facts(**more: object) -> RunFacts:
     ],
 )
 def test_job_steps_in_backward_where_it_is_asked_for_or_nothing_speaks_against_it(asked, more, found):
-    assert training_job(OSDPConfig(step_in_backward=asked), facts(**more)).step_in_backward is found
+    assert training_job(OSDPConfig(global_batch_size=2, step_in_backward=asked), facts(**more)).step_in_backward is found
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_job_steps_in_backward_where_it_is_asked_for_or_nothing_speaks_against_i
 )
 def test_asking_for_it_where_gradients_are_needed_is_refused(more, message):
     with pytest.raises(ValueError, match=message):
-        training_job(OSDPConfig(step_in_backward=True), facts(**more))
+        training_job(OSDPConfig(global_batch_size=2, step_in_backward=True), facts(**more))
 
 
 def test_plain_loop_and_accumulation_and_shared_counters_are_refused():
@@ -274,8 +274,8 @@ def test_plain_loop_and_accumulation_and_shared_counters_are_refused():
 
 
 def test_a_request_that_accumulation_leaves_without_effect_is_said(caplog):
-    config = OSDPConfig(step_in_backward=True, hardware="cpu", memory_limit="1GiB")
-    asked = replace(facts(), world_size=1, micro_batch_size=1)
-    plan = find_plan(gpt2(), config, asked).plan
+    sizes = {"sequence_length": 8, "global_batch_size": 2, "micro_batch_size": 1}
+    config = OSDPConfig(step_in_backward=True, hardware="cpu", memory_limit="1GiB", **sizes)
+    plan = find_plan(gpt2(), config, facts(world_size=1)).plan
     assert plan.accumulation_steps == 2 and not any(unit.step_in_backward for unit in plan.units)
     assert "step_in_backward=True has no effect: the plan accumulates 2 micro-steps; a smaller global batch" in caplog.text

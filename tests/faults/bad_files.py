@@ -21,6 +21,7 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
 from hf_osdp.planner.search.search import search
+from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.plan_run import check_given_plan
 from hf_osdp.reading import MOST_BYTES
 from tests.helpers.descriptions import transformer
@@ -106,10 +107,10 @@ OTHER_RUNS: dict[str, Give] = {
     "4 processes' plan on 2": lambda: plan().check(description(), 2),
     "a plan of a model with other units": lambda: plan().check(transformer(layers=5), 4),
     "a plan of a model with other shapes": lambda: plan().check(transformer(hidden=32), 4),
-    "global_batch_size=16 beside a plan of 8": lambda: check_given_plan(plan(), global_batch_size=16),
-    "samples of 64 tokens beside a plan of 32": lambda: check_given_plan(plan(), sequence_length=64),
-    "memory_limit=1MiB beside a plan of more": lambda: check_given_plan(plan(), memory_limit_bytes=2**20),
-    "a limit beside a plan without a peak": lambda: check_given_plan(replace(plan(), peak_bytes=None), memory_limit_bytes=2**20),
+    "global_batch_size=16 beside a plan of 8": lambda: check_given_plan(plan(), OSDPConfig(global_batch_size=16)),
+    "samples of 64 tokens beside a plan of 32": lambda: check_given_plan(plan(), OSDPConfig(sequence_length=64)),
+    "memory_limit=1MiB beside a plan of more": lambda: check_given_plan(plan(), OSDPConfig(memory_limit=2**20)),
+    "a limit beside a plan without a peak": lambda: check_given_plan(replace(plan(), peak_bytes=None), OSDPConfig(memory_limit=2**20)),
 }
 PROFILES: dict[str, Change] = {
     "no such file": None,

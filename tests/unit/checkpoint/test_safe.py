@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import time
@@ -143,21 +142,6 @@ def test_hostile_index_is_refused_at_once(tmp_path, place):
     with pytest.raises(CheckpointError, match=r"do not use it|cannot be read"):
         read_weights(find_model(folder.parent))
     assert time.monotonic() - begun < 5
-
-
-def test_pipe_in_the_place_of_a_file_does_not_block(tmp_path):
-    os.mkfifo(tmp_path / "optimizer.bin")
-    with pytest.raises(CheckpointError, match=r"optimizer.bin is a pipe, a socket or a device, no file; take another checkpoint"):
-        read_optimizer(find_optimizer(tmp_path))
-    shard = in_shards(tmp_path) / "__0_0.distcp"
-    shard.unlink()
-    os.mkfifo(shard)
-    with pytest.raises(CheckpointError, match=r"__0_0.distcp is a pipe"):
-        read_weights(find_model(shard.parent.parent))
-    os.mkfifo(tmp_path / "part.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "part.safetensors"}}))
-    with pytest.raises(CheckpointError, match=r"part.safetensors is a pipe"):
-        read_weights(find_model(tmp_path))
 
 
 def test_names_of_files_must_stay_in_the_folder(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import torch
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from accelerate.utils.launch import prepare_multi_gpu_env
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import TrainingArguments
 
@@ -258,3 +260,50 @@ def test_accelerator_refuses_hook_of_ddp_that_would_have_no_effect():
     with pytest.raises(ValueError, match=r"^comm_hook=bf16 is for DDP, without effect under a plan"):
         OSDPAccelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)])
     OSDPAccelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
+
+
+class Dropping(nn.Module):
+    """A block of one's own, with dropout."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        Dropping.calls += 1
+        return features + nn.functional.dropout(self.linear(features), 0.5, self.training)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Dropping() for _ in range(2))
+
+    def forward(self, features: torch.Tensor) -> dict[str, torch.Tensor]:
+        for block in self.blocks:
+            features = block(features)
+        return {"loss": features.square().mean()}
+
+
+def test_activation_checkpointing_of_the_plugin_recomputes_blocks_of_ones_own_with_the_same_dropout(monkeypatch):
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        loss = model(features=torch.ones(4, 8))["loss"]
+        monkeypatch.setattr(Dropping, "calls", 0)
+        loss.backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    torch.manual_seed(0)
+    plain = Stack()
+    model = copy.deepcopy(plain)
+    osdp = OSDPConfig(
+        hardware="cpu", compare=False, block_classes="Dropping", inputs=lambda samples: {"features": torch.ones(samples, 8)},
+        sequence_length=1, global_batch_size=4, micro_batch_size=4,
+    )  # fmt: skip
+    accelerator = OSDPAccelerator(osdp_plugin=OSDPPlugin(osdp=osdp, activation_checkpointing=True), cpu=True)
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    expected = gradients(plain)
+    assert Dropping.calls == 0
+    assert all(map(torch.equal, gradients(model), expected)) and Dropping.calls == 2, "each block runs again in backward"

@@ -17,8 +17,7 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.wire import PIECE_ELEMENTS, WireFormat
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.facts import check_communication
-from hf_osdp.planning.local_steps import check_local_steps, of_one_machine
+from hf_osdp.planning.facts import check_communication, check_local_steps, of_one_machine
 from hf_osdp.report.tables import plan_caption
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import toy_hardware

@@ -11,7 +11,7 @@ from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.job import OptimizerSpec, Precision
-from hf_osdp.planning.compilation import Compilation
+from hf_osdp.planning.choices import Compilation
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.facts import RunFacts
 from hf_osdp.planning.plan_run import PlannedRun, plan_run
@@ -62,11 +62,9 @@ def model(monkeypatch) -> GPT2LMHeadModel:
 
 
 def planned(model: GPT2LMHeadModel, *, steps: int | None = None, **options: object) -> PlannedRun:
-    facts = RunFacts(
-        world_size=1, device_type="cpu", precision=Precision(), sequence_length=16, global_batch_size=8, optimizer=OptimizerSpec(),
-        steps=steps,
-    )  # fmt: skip
-    return plan_run(model, OSDPConfig(hardware="cpu", operator_splitting=False, compare=False, **options), facts)
+    facts = RunFacts(world_size=1, device_type="cpu", precision=Precision(), optimizer=OptimizerSpec(), steps=steps)
+    sizes = {"sequence_length": 16, "global_batch_size": 8}
+    return plan_run(model, OSDPConfig(hardware="cpu", operator_splitting=False, compare=False, **sizes, **options), facts)
 
 
 @pytest.mark.parametrize(("compile", "steps", "compiles"), [("auto", None, True), ("auto", 1, False), (True, 1, True)])

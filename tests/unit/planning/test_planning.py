@@ -44,15 +44,14 @@ def model() -> GPT2LMHeadModel:
 
 def facts(**changes: object) -> RunFacts:
     options: dict[str, object] = {
-        "world_size": 1, "device_type": "cpu", "precision": Precision(), "sequence_length": 16, "global_batch_size": 8,
-        "optimizer": OptimizerSpec(),
+        "world_size": 1, "device_type": "cpu", "precision": Precision(), "optimizer": OptimizerSpec(),
     }  # fmt: skip
     return RunFacts(**{**options, **changes})
 
 
 def planned(model: nn.Module, *, known: RunFacts | None = None, **options: object) -> PlannedRun:
     """Plan whole blocks for the preset's hardware, where neither a profile nor a plan is given."""
-    defaults = {"compare": False}
+    defaults = {"compare": False, "sequence_length": 16, "global_batch_size": 8}
     if "plan" not in options:
         defaults |= {"operator_splitting": False} if "profile" in options else {"operator_splitting": False, "hardware": HARDWARE}
     return plan_run(model, OSDPConfig(**{**defaults, **options}), known or facts())
@@ -99,8 +98,8 @@ def test_given_plan_runs_as_it_is(model, given, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "options", "part"),
     [
-        ({"global_batch_size": 16}, {}, "takes 8 samples a step, but 16"),
-        ({"micro_batch_size": 1}, {}, "samples at once, but batches hold 1"),
+        ({}, {"global_batch_size": 16}, "takes 8 samples a step, but 16"),
+        ({}, {"micro_batch_size": 1}, "samples at once, but batches hold 1"),
         ({"world_size": 2}, {}, "for 1 processes, but 2 are running"),
         ({"cpu_offload": True, "device_type": "cuda"}, {}, "stay on the device; leave it out"),
         ({}, {"memory_limit": "10KiB"}, "more than memory_limit=10.0 KiB"),
@@ -108,6 +107,7 @@ def test_given_plan_runs_as_it_is(model, given, tmp_path):
     ],
 )
 def test_given_plan_for_another_run_is_refused(model, given, changes, options, part):
+    options = dict(options)
     plan = replace(given, **options.pop("plan", {}))
     with pytest.raises(PlanError, match=part) as caught:
         planned(model, plan=plan, known=facts(**changes), **options)
@@ -140,7 +140,7 @@ def test_profile_is_the_hardware(model, tmp_path, read):
 
 
 def test_activation_checkpointing_is_seen_by_the_planner(model):
-    peaks = [planned(model, known=facts(activation_checkpointing=on, micro_batch_size=8)).plan.peak_bytes for on in (False, True)]
+    peaks = [planned(model, known=facts(activation_checkpointing=on), micro_batch_size=8).plan.peak_bytes for on in (False, True)]
     assert peaks[1] < peaks[0]
 
 
@@ -180,7 +180,7 @@ def scores_batch(samples: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("recalibrate", [False, True])
 def test_inputs_of_the_user_are_planned_and_tried_with(recalibrate):
-    run = planned(Scores(), inputs=scores_batch, recalibrate=recalibrate, block_classes="Linear", known=facts(sequence_length=8))
+    run = planned(Scores(), inputs=scores_batch, recalibrate=recalibrate, block_classes="Linear", sequence_length=8)
     assert bool(run.rounds) is recalibrate
 
 
@@ -204,7 +204,8 @@ def test_compiled_blocks_are_described_where_the_plan_runs(model):
         classes = ("Block",) if options["compile"] else ()
         return replace(transformer(), compiled_classes=classes, sequence_length=options["sequence_length"])
 
-    found = find_plan(model, OSDPConfig(hardware=HARDWARE, compile=True), facts(micro_batch_size=8), trace=described)
+    config = OSDPConfig(hardware=HARDWARE, compile=True, sequence_length=16, global_batch_size=8, micro_batch_size=8)
+    found = find_plan(model, config, facts(), trace=described)
     assert sizes == [TRACED_MICRO_BATCH, 8]
     assert found.problem.description.compiled_classes == found.plan.compiled_classes == ("Block",)
     assert found.problem.description == found.whole, "compiled blocks stay whole"

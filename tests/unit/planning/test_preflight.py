@@ -33,7 +33,8 @@ from tests.helpers.models import MODELS, SEQUENCE_LENGTH, tiny_model
 from tests.helpers.problems import problem
 
 GIB = 2**30
-CONFIG = OSDPConfig(hardware="cpu", compare=False, operator_splitting=False)
+SIZES = {"sequence_length": SEQUENCE_LENGTH, "global_batch_size": 4}
+CONFIG = OSDPConfig(hardware="cpu", compare=False, operator_splitting=False, **SIZES)
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -112,19 +113,6 @@ def test_fp16_is_a_warning_where_bf16_is_native(name, native):
         assert_found(found, Severity.WARNING, f"{device.name} computes bf16 as fast")
     assert (found is not None) == native
     assert not any(preflight.fp16_for_bf16(precision, device.name) for precision in (Precision.named("bf16"), Precision()))
-
-
-def test_fixed_segments_are_told_where_the_margin_is_small():
-    assert_found(preflight.fixed_segments(0.06), Severity.WARNING, "gaps between tensors may take more than the 6% of the limit")
-    assert preflight.fixed_segments(0.2) is None
-    facts = RunFacts(
-        world_size=1, device_type="cuda", precision=Precision(), optimizer=TrainingJob(global_batch_size=1).optimizer, sequence_length=1,
-        global_batch_size=1,
-    )  # fmt: skip
-    known = preflight.KnownRun(facts=facts, units=transformer().units, hardware=preset("a100-80", devices_per_node=2))
-    for fixed in (True, False):
-        checks = {finding.check for finding in preflight.findings_of(replace(known, has_fixed_segments=fixed))}
-        assert (Check.ALLOCATOR in checks) == fixed
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -218,8 +206,7 @@ def test_folders_of_trainer_and_projects(tmp_path):
 
 
 def facts(**changes: object) -> RunFacts:
-    sizes = {"world_size": 1, "sequence_length": SEQUENCE_LENGTH, "global_batch_size": 4}
-    return RunFacts(device_type="cpu", precision=Precision(), optimizer=OptimizerSpec(), **{**sizes, **changes})
+    return RunFacts(world_size=1, device_type="cpu", precision=Precision(), optimizer=OptimizerSpec(), **changes)
 
 
 def test_sound_run_prints_and_writes_nothing_and_given_plan_is_checked(tmp_path, capsys):
@@ -230,7 +217,7 @@ def test_sound_run_prints_and_writes_nothing_and_given_plan_is_checked(tmp_path,
     assert not any(severity.value in capsys.readouterr().out for severity in Severity)
     (tmp_path / "file").write_text("")
     with pytest.raises(PreflightError, match="is a file; give a folder"):
-        plan_run(model, OSDPConfig(plan=run.plan), facts(folder=RunFolder(path=tmp_path / "file")))
+        plan_run(model, OSDPConfig(plan=run.plan, **SIZES), facts(folder=RunFolder(path=tmp_path / "file")))
 
 
 def test_findings_stand_once_after_the_plan_each_in_a_line(capsys, monkeypatch):
