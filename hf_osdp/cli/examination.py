@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from ..distributed.device import has_fixed_segments, prefer_expandable_segments
 from ..errors import OSDPError
 from ..measurement.memory_limits import memory_limits, tightest
 from ..planner.description import ModelDescription
@@ -117,10 +118,12 @@ class _Examination:
                     f" {format_seconds(found.time.step_s)}"
                 ),
             )
+        prefer_expandable_segments()  # as a run does
         known = KnownRun(
             facts=replace(case.facts, folder=folder), units=description.units, asked_classes=case.config.block_classes,
             found_classes=description.block_classes, hardware=hardware, bf16_on=bf16_on(hardware.device, "cuda"),
             memory=_memory_here(hardware),
+            has_fixed_segments=case.device_type == "cuda" and torch.version.cuda is not None and has_fixed_segments(),
         )  # fmt: skip
         if found is not None:
             known = replace(known, plan=found.plan, needed_bytes=found.memory.peak_bytes)
@@ -155,6 +158,7 @@ def _sound(description: ModelDescription, known: KnownRun) -> dict[Check, str]:
         Check.MASTERS: f"parameters are {', '.join(sorted({p.dtype.value for unit in units for p in unit.parameters}))}",
         Check.FP16: f"computes in {precision.value}" if precision else "no mixed precision",
         Check.FROZEN: "none",
+        Check.ALLOCATOR: "a run on CUDA has its segments expand, or the margin has room for gaps",
     }
     if known.plan is not None and hardware is not None:
         texts[Check.LINKS] = f"{format_bytes(hardware.inter_node.bytes_per_s)}/s between nodes" if hardware.nodes > 1 else "one node"

@@ -50,6 +50,12 @@ def prefer_expandable_segments() -> None:
     set_variable(name, text)
 
 
+def has_fixed_segments() -> bool:
+    """Return whether segments of CUDA's allocator do not expand in this process, after `prefer_expandable_segments`."""
+    settings = _allocator_settings()
+    return settings.get(_EXPANDABLE) != "True" and settings.get("backend", "native") == "native"
+
+
 def _allocator_settings() -> dict[str, str]:
     """Return the allocator's settings by name: those of variables and, since torch 2.13, of calls."""
     texts = [variable(name) for name in _VARIABLES]

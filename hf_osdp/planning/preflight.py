@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..distributed.device import own_gpu
+from ..distributed.device import has_fixed_segments, own_gpu
 from ..distributed.mesh import find_topology
 from ..distributed.process_group import all_gather_objects
 from ..errors import PreflightError
@@ -36,6 +36,8 @@ _FASTER = 1.1
 """Another strategy is named where a step of the one asked for takes this much longer."""
 _AS_FAST = 0.8
 """bf16 is native where its rate is at least this part of fp16's."""
+_FIXED_SEGMENTS_MARGIN = 0.2
+"""Share of a limit that gaps between tensors take in segments that do not expand, at most (docs/estimates.md)."""
 _SLACK_BYTES = 2**30
 """Driver, context and communicators may take this much beyond what is known of them."""
 
@@ -55,6 +57,7 @@ class Check(str, Enum):
     LIMIT = "memory limit"
     PLAN = "plan"
     LINKS = "links"
+    ALLOCATOR = "allocator"
     PROCESSES = "device memory"
     FOLDER = "output folder"
 
@@ -215,6 +218,17 @@ def slow_link(plan: Plan, hardware: Hardware | None, time: TimeEstimate | None, 
     return Finding(Check.LINKS, Severity.WARNING, message)
 
 
+def fixed_segments(free_share: float) -> Finding | None:
+    """Find a share of the limit left free that gaps in segments which do not expand may pass."""
+    if free_share >= _FIXED_SEGMENTS_MARGIN:
+        return None
+    message = (
+        f"expandable_segments is off, so that gaps between tensors may take more than the {free_share:.0%} of the limit that stay free; set"
+        f" PYTORCH_ALLOC_CONF=expandable_segments:True, or memory_margin={_FIXED_SEGMENTS_MARGIN}."
+    )
+    return Finding(Check.ALLOCATOR, Severity.WARNING, message)
+
+
 def memory_now(memory: DeviceMemory, needed_bytes: int, communicators: int) -> Finding | None:
     """Find that the plan's tensors have no room now, or that other processes use the device."""
     available, needed = memory.free_bytes + memory.own_bytes, memory.sharing * needed_bytes
@@ -310,13 +324,23 @@ class KnownRun:
     needed_bytes: int | None = None
     """The plan's highest moment, tensors alone."""
     memory: DeviceMemory | None = None
+    has_fixed_segments: bool = False
+    """CUDA's allocator serves tensors from segments that do not expand."""
 
 
 def check_run(known: KnownRun, model: nn.Module) -> tuple[Finding, ...]:
     """Return what all ranks find before a run, or raise its errors; device memory and bfloat16 support are looked up here. Collective."""
     device, device_type = None if known.hardware is None else known.hardware.device, known.facts.device_type
-    here = replace(known, bf16_on=bf16_on(device, device_type), memory=device_memory(device_type, model))
-    return merged_findings(findings_of(here))
+    return merged_findings(
+        findings_of(
+            replace(
+                known,
+                bf16_on=bf16_on(device, device_type),
+                memory=device_memory(device_type, model),
+                has_fixed_segments=device_type == "cuda" and has_fixed_segments(),
+            )
+        )
+    )
 
 
 def findings_of(known: KnownRun) -> tuple[Finding, ...]:
@@ -329,6 +353,8 @@ def findings_of(known: KnownRun) -> tuple[Finding, ...]:
         fp16_for_bf16(facts.precision, known.bf16_on),
         frozen(known.units, in_optimizer=facts.frozen_in_optimizer),
     ]
+    if known.has_fixed_segments and known.hardware is not None:
+        found.append(fixed_segments(known.hardware.free_share))
     if known.plan is not None:
         found.append(slow_link(known.plan, known.hardware, known.time, known.others))
         if known.memory is not None and known.needed_bytes is not None:

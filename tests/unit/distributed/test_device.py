@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hf_osdp.distributed import device as module
-from hf_osdp.distributed.device import own_gpu, prefer_expandable_segments
+from hf_osdp.distributed.device import has_fixed_segments, own_gpu, prefer_expandable_segments
 from hf_osdp.distributed.mesh import collective_device
 from hf_osdp.measurement.machine import measuring_device
 from hf_osdp.planning.preflight import device_memory
@@ -128,6 +128,17 @@ def test_expandable_segments_leave_choice_of_user(calls, monkeypatch, settings):
     calls.append(settings)  # as a call would set it
     prefer_expandable_segments()
     assert calls == [settings]
+
+
+@pytest.mark.parametrize(
+    ("settings", "fixed"),
+    [("", True), ("expandable_segments:False", True), ("expandable_segments:True", False), ("backend:cudaMallocAsync", False)],
+)
+def test_segments_are_fixed_where_the_native_allocator_does_not_expand_them(calls, monkeypatch, settings, fixed):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
+    assert has_fixed_segments() is fixed
+    prefer_expandable_segments()
+    assert has_fixed_segments() is (settings == "expandable_segments:False")
 
 
 @pytest.mark.parametrize(("owner", "name", "value"), [(torch.cuda, "is_initialized", lambda: True), (torch.version, "cuda", None)])

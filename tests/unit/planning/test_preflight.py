@@ -115,6 +115,19 @@ def test_fp16_is_a_warning_where_bf16_is_native(name, native):
     assert not any(preflight.fp16_for_bf16(precision, device.name) for precision in (Precision.named("bf16"), Precision()))
 
 
+def test_fixed_segments_are_told_where_the_margin_is_small():
+    assert_found(preflight.fixed_segments(0.06), Severity.WARNING, "gaps between tensors may take more than the 6% of the limit")
+    assert preflight.fixed_segments(0.2) is None
+    facts = RunFacts(
+        world_size=1, device_type="cuda", precision=Precision(), optimizer=TrainingJob(global_batch_size=1).optimizer, sequence_length=1,
+        global_batch_size=1,
+    )  # fmt: skip
+    known = preflight.KnownRun(facts=facts, units=transformer().units, hardware=preset("a100-80", devices_per_node=2))
+    for fixed in (True, False):
+        checks = {finding.check for finding in preflight.findings_of(replace(known, has_fixed_segments=fixed))}
+        assert (Check.ALLOCATOR in checks) == fixed
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_slow_link_names_what_is_faster(nodes):
     hardware, description = preset("rtx-4090", nodes=nodes, devices_per_node=2), transformer(layers=4, hidden=1024)
