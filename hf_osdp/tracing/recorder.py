@@ -149,7 +149,7 @@ class Recorder(MemoryTracker):
         if func is _DEVICE_OF and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # torch asks at every operator
         with torch._C.DisableTorchFunction():  # shapes and the like come from the tensors, not through a mode for functions
-            args, kwargs = self._known.only_fakes(func, args, kwargs or {}, self._mode)
+            args, kwargs = self._known.with_fakes(func, args, kwargs or {}, self._mode)
             self._follow()
             phase, call = self._phase, Call(func, args, kwargs)
             result = self._repeated(call, phase)
