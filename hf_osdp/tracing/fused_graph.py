@@ -105,7 +105,7 @@ class FusedGraph:
         """The kernel, by its depth, whether readers can join it, and each node that it reads or computes."""
         for node in self._graph.nodes:
             sources = [self.owner[source] for source in node.all_input_nodes] if node.op == "call_function" else []
-            depth[node] = max((depth[s] + (s in kernel_of and not self._can_be_joined(s) and not _is_item(node)) for s in sources), default=0)
+            depth[node] = max((depth[s] + (s in kernel_of and not self._is_joinable(s) and not _is_item(node)) for s in sources), default=0)
             if node.op != "call_function" or node is not self.owner[node]:
                 continue
             if _is_item(node) and sources[0] in kernel_of:
@@ -118,7 +118,7 @@ class FusedGraph:
                 continue
             kernel = FusedKernel(is_fused=self._is_fused(node), nodes=[node], reads=dict(self._sources[node]))
             if kernel.is_fused:
-                place = depth[node], self._can_be_joined(node)
+                place = depth[node], self._is_joinable(node)
                 for other in {k: None for one in kernel.reads if (k := touching.get((*place, one))) is not None}:
                     kernel = replace(kernel, nodes=other.nodes + kernel.nodes, reads=other.reads | kernel.reads)
                     del kernels[other]
@@ -171,7 +171,7 @@ class FusedGraph:
         concatenates = isinstance(node.target, OpOverload) and node.target._overloadpacket is aten.cat
         return _is_fused_operator(node.target) and not (concatenates and self._device_type == "cpu")
 
-    def _can_be_joined(self, node: fx.Node) -> bool:
+    def _is_joinable(self, node: fx.Node) -> bool:
         """Return whether a node's readers may run in its kernel."""
         return self._is_fused(node) and not (_is_reduction(node) and not _is_row_reduction(node))
 
