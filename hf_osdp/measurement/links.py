@@ -204,7 +204,7 @@ def _tests(shards: list[int], replicas: list[int], local: int, device: torch.dev
 
 def _wait_seconds(device: torch.device) -> float:
     """Return the extra time of a collective after computation of ranks that share cores: all wait for the last one. Collective."""
-    left, product, one = torch.ones(256, 256, device=device), torch.empty(256, 256, device=device), torch.zeros(1, device=device)
+    left, product, scalar = torch.ones(256, 256, device=device), torch.empty(256, 256, device=device), torch.zeros(1, device=device)
     times = math.ceil(_WORK_S / max(min(call_seconds(lambda: torch.mm(left, left, out=product), device, 0.02)), _MIN_PRODUCT_S))
 
     def taken(products: int, calls: int) -> float:
@@ -214,7 +214,7 @@ def _wait_seconds(device: torch.device) -> float:
             for _ in range(products):
                 torch.mm(left, left, out=product)
             for _ in range(calls):
-                dist.all_reduce(one)
+                dist.all_reduce(scalar)
         return over_ranks([time.perf_counter() - start])[0] / _CALLS_AT_ONCE
 
     extra = [taken(times, 1) - taken(times, 0) - taken(0, 1) for _ in range(2 * _MIN_ROUNDS)]

@@ -169,7 +169,7 @@ def _measure_device(device: torch.device, seconds: float, allocated_before: int)
     rates = matmul_rates(device, 0.7 * seconds)
     dtypes = [dtype for dtype in DType if dtype.value.startswith(("float", "bfloat"))]
     communicator = _communicator_bytes(device)
-    available, reserved, where = _memory_bytes(device, allocated_before)
+    available, reserved, memory_source = _memory_bytes(device, allocated_before)
     dispatching = operator_seconds(device, 0.1 * seconds)
     if world_size() > 1:
         reserved -= communicator  # the communicator of the group of all ranks
@@ -180,7 +180,7 @@ def _measure_device(device: torch.device, seconds: float, allocated_before: int)
         memory_bytes=int(agreed[1]),
         flops_per_s={dtype: rate for dtype, rate in zip(dtypes, agreed[len(figures) :], strict=True) if rate > 0},
         memory_bytes_per_s=agreed[0],
-        source=f"measured{where}",
+        source=f"measured{memory_source}",
         reserved_bytes=int(-agreed[2]),
         operator_s=-agreed[3],
         unit_s=_hooks_s(device, 0.1 * seconds),
@@ -222,5 +222,5 @@ def _memory_bytes(device: torch.device, allocated_before: int) -> tuple[int, int
         free, total = torch.cuda.mem_get_info(device)
         workspaces = max(0, torch.cuda.memory_allocated(device) - allocated_before)
         return total, max(0, total - free - torch.cuda.memory_reserved(device)) + workspaces, ""
-    share, where = memory_of_rank()
-    return share, 0, f"; memory: {where}"
+    share, memory_source = memory_of_rank()
+    return share, 0, f"; memory: {memory_source}"

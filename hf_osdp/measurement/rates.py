@@ -120,14 +120,14 @@ def measure_host(device: torch.device, seconds: float) -> HostSpec | None:
     for target, source in ((on_device, host), (host, on_device)):
         barrier(device)
         rates.append(host.nbytes / median_seconds(lambda: target.copy_(source, non_blocking=True), device, seconds / 4))  # noqa: B023
-    share, where = memory_of_rank()
+    share, memory_source = memory_of_rank()
     to_device, to_host, memory, update = over_ranks([*rates, share, update_rate(device, seconds / 2)], dist.ReduceOp.MIN)
     return HostSpec(
         memory_bytes=int(memory),
         to_device_bytes_per_s=to_device,
         to_host_bytes_per_s=to_host,
         update_bytes_per_s=update,
-        source=f"measured; memory: {where}",
+        source=f"measured; memory: {memory_source}",
     )
 
 
@@ -165,7 +165,7 @@ def measure_fsdp_overhead(device: torch.device, seconds: float) -> FsdpOverhead 
     return FsdpOverhead(
         gather=replace(gather, seconds_per_byte=gather.seconds_per_byte / (1 + 1 / world)),
         reduce=reduce,
-        updates={step: replace(one, call_s=0.0, seconds_per_byte=one.seconds_per_byte * world) for step, one in updates.items()},
+        updates={step: replace(work, call_s=0.0, seconds_per_byte=work.seconds_per_byte * world) for step, work in updates.items()},
     )
 
 

@@ -320,8 +320,8 @@ class _Describer:
 
 def _where(error: Exception) -> str:
     """Return the innermost module that ran when an error was raised, such as ` in h.0.mlp (GPT2MLP)`; empty if none ran."""
-    frames = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
-    if not (running := [one for one in frames if isinstance(one, nn.Module)]):
+    owners = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+    if not (running := [owner for owner in owners if isinstance(owner, nn.Module)]):
         return ""
     name = next((name for name, module in running[0].named_modules() if module is running[-1]), "")
     return f" in {name} ({class_of(running[-1]).__name__})" if name else ""

@@ -132,7 +132,7 @@ class OutsideReads:
         for module in self._owners:
             module.__dict__["_parameters"] = dict(module._parameters)
 
-    def running(self, unit: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_forward(self, unit: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the forward of one of a unit's modules, so that the unit counts as running during it."""
 
         def wrapped(*args: Any, **kwargs: Any) -> object:

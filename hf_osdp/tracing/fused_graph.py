@@ -113,16 +113,16 @@ class FusedGraph:
                 kernel_of[node] = kernel_of[sources[0]]
                 self._sources[node] = self._sources[sources[0]]
                 continue
-            self._sources[node] = {one: None for s in sources for one in ((s,) if s in self._buffers else self._sources[s])}
+            self._sources[node] = {source: None for s in sources for source in ((s,) if s in self._buffers else self._sources[s])}
             if node not in self._buffers:
                 continue
             kernel = FusedKernel(is_fused=self._is_fused(node), nodes=[node], reads=dict(self._sources[node]))
             if kernel.is_fused:
                 place = depth[node], self._is_joinable(node)
-                for other in {k: None for one in kernel.reads if (k := touching.get((*place, one))) is not None}:
+                for other in {k: None for read in kernel.reads if (k := touching.get((*place, read))) is not None}:
                     kernel = replace(kernel, nodes=other.nodes + kernel.nodes, reads=other.reads | kernel.reads)
                     del kernels[other]
-                touching |= {(*place, one): kernel for one in (*kernel.reads, *kernel.nodes)}
+                touching |= {(*place, touched): kernel for touched in (*kernel.reads, *kernel.nodes)}
             kernels[kernel] = None
             kernel_of |= dict.fromkeys(kernel.nodes, kernel)
         return [self._completed(kernel, kernel_of) for kernel in kernels]
@@ -130,7 +130,7 @@ class FusedGraph:
     def _completed(self, kernel: FusedKernel, kernel_of: dict[fx.Node, FusedKernel]) -> FusedKernel:
         """Remove values that only the kernel itself reads from its outputs and inputs, and count its FLOPs and bytes."""
         own = set(kernel.nodes)
-        elsewhere = {one for node, other in kernel_of.items() if other is not kernel for one in self._sources[node]}
+        elsewhere = {source for node, other in kernel_of.items() if other is not kernel for source in self._sources[node]}
         tensors = [node for node in kernel.nodes if isinstance(_value(node), torch.Tensor)]  # not tuples
         kernel.writes = [node for node in tensors if node in self._returned or node in elsewhere]
         kernel.reads = {node: None for node in kernel.reads if node not in own}
@@ -157,10 +157,10 @@ class FusedGraph:
         for kernel in kernels:
             kernel.frees = [node for node in kernel.reads if last[node] is kernel and node not in self._returned]
             kernel.reuses = {}
-            readers = {one: sum(one in self._sources[node] for node in kernel.nodes) for one in kernel.frees}
-            reusable = [one for one in kernel.frees if readers[one] == 1 and not one.name.startswith(("primals_", "tangents_"))]
+            readers = {freed: sum(freed in self._sources[node] for node in kernel.nodes) for freed in kernel.frees}
+            reusable = [freed for freed in kernel.frees if readers[freed] == 1 and not freed.name.startswith(("primals_", "tangents_"))]
             for node in kernel.writes if kernel.is_fused else ():
-                if (same := next((one for one in reusable if nbytes(one) == nbytes(node)), None)) is not None:
+                if (same := next((freed for freed in reusable if nbytes(freed) == nbytes(node)), None)) is not None:
                     kernel.reuses[node] = same
                     reusable.remove(same)
         return kernels
@@ -204,12 +204,12 @@ def _scheduled(
 ) -> list[FusedKernel]:
     """Order kernels so that each comes after those it reads from; of the ready kernels, the first with the lowest key runs next."""
     makers = {node: kernel for kernel in kernels for node in kernel.writes}
-    waits = {kernel: {makers[node] for node in kernel.reads if node in makers} - {kernel} for kernel in kernels}
+    waits_for = {kernel: {makers[node] for node in kernel.reads if node in makers} - {kernel} for kernel in kernels}
     order: list[FusedKernel] = []
-    while waits:
-        kernel = min((one for one, before in waits.items() if not before), key=key)
-        del waits[kernel]
-        for before in waits.values():
+    while waits_for:
+        kernel = min((ready for ready, before in waits_for.items() if not before), key=key)
+        del waits_for[kernel]
+        for before in waits_for.values():
             before.discard(kernel)
         mark_done(kernel)
         order.append(kernel)

@@ -49,7 +49,7 @@ class KnownValues(TorchDispatchMode):
         self._fakes = WeakIdKeyDictionary()
         """Fake tensors of the real tensors that operators received."""
 
-    def know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+    def store(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """Store a tensor's values, unless it is too large; its views share them."""
         storage = fake.untyped_storage()
         if not _is_small(fake) or storage.nbytes() > 8 * _MAX_KNOWN or real.device.type == "meta":
@@ -68,7 +68,7 @@ class KnownValues(TorchDispatchMode):
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             made = fake_like(tensor, mode, floating_dtype)
-            self.know(made, tensor)
+            self.store(made, tensor)
             return made
 
         fakes: dict[str, Any] = tree_map_only(torch.Tensor, fake, plain_batch(batch))
@@ -99,7 +99,7 @@ class KnownValues(TorchDispatchMode):
             if tensor not in self._fakes:
                 with _disable_current_modes():  # so that its memory is not counted
                     self._fakes[tensor] = fake_like(tensor, mode)
-                self.know(self._fakes[tensor], tensor)
+                self.store(self._fakes[tensor], tensor)
             made: torch.Tensor = self._fakes[tensor]
             return made
 
@@ -148,7 +148,7 @@ class KnownValues(TorchDispatchMode):
             return
         for fake, value in zip(made, tensors_in(real), strict=True):
             if fake.untyped_storage()._cdata not in self._values:
-                self.know(fake, value)
+                self.store(fake, value)
 
     def _computed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Return the operator's result for known values, else `_UNKNOWN`."""
@@ -166,7 +166,7 @@ class KnownValues(TorchDispatchMode):
 
     def _to_fake(self, real: torch.Tensor) -> torch.Tensor:
         fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=DEVICE)
-        self.know(fake, real)
+        self.store(fake, real)
         return fake
 
     def _positions(self, index: object) -> list[Any]:

@@ -134,25 +134,25 @@ def recomputations(calls: Sequence[LoggedCall], saved_bytes: int, device_type: s
 
     Saving all takes `saved_bytes` in addition to the input, at the batch size of `calls`.
     """
-    work = {one.call: _work(one.flops, one.traffic_bytes, device_type) for one in calls}
+    work = {op.call: _work(op.flops, op.traffic_bytes, device_type) for op in calls}
     whole = sum(work.values()) or 1.0
-    savable = (one for one in calls if one.saved_bytes and work[one.call])
-    best_first = sorted(savable, key=lambda one: work[one.call] / one.saved_bytes, reverse=True)
+    savable = (op for op in calls if op.saved_bytes and work[op.call])
+    best_first = sorted(savable, key=lambda op: work[op.call] / op.saved_bytes, reverse=True)
     corners = [(0.0, whole)]
-    for one in best_first:
+    for op in best_first:
         nbytes, left = corners[-1]
-        corners.append((nbytes + one.saved_bytes, left - work[one.call]))
+        corners.append((nbytes + op.saved_bytes, left - work[op.call]))
     corners.append((float(max(1, saved_bytes)), 0.0))
     counts = corner_indices(corners, most=_MAX_WAYS, least_gain=_MIN_GAIN)[:-1]
-    order = {one.call: number for number, one in enumerate(calls)}
+    order = {op.call: number for number, op in enumerate(calls)}
     names = _names(calls)
     ways = []
     for count in counts:
-        saved = sorted(best_first[:count], key=lambda one: order[one.call])
-        largest = max((one.saved_bytes for one in saved), default=0)
-        named = tuple(dict.fromkeys(names[one.call] for one in saved if one.saved_bytes > _NAMED_SHARE * largest))
+        saved = sorted(best_first[:count], key=lambda op: order[op.call])
+        largest = max((op.saved_bytes for op in saved), default=0)
+        named = tuple(dict.fromkeys(names[op.call] for op in saved if op.saved_bytes > _NAMED_SHARE * largest))
         share = round(max(0.0, corners[count][1] / whole), 3)
-        ways.append(Recomputation(saved_calls=tuple(one.call for one in saved), share=share, names=named))
+        ways.append(Recomputation(saved_calls=tuple(op.call for op in saved), share=share, names=named))
     return tuple(ways)
 
 
@@ -224,14 +224,14 @@ def _triangle(a: Point, b: Point, c: Point) -> float:
 
 def _names(calls: Sequence[LoggedCall]) -> dict[str, str]:
     """Return a readable name for each call: for a product the shortest distinct name of its module, else the operator."""
-    modules = {one.module for one in calls if one.flops and one.module}
+    modules = {op.module for op in calls if op.flops and op.module}
     endings = Counter(name.split(".")[-1] for name in modules)
 
-    def name_of(one: LoggedCall) -> str:
-        operator = one.call.partition("#")[0]
-        if not one.flops or operator == "attention" or not one.module:
+    def name_of(op: LoggedCall) -> str:
+        operator = op.call.partition("#")[0]
+        if not op.flops or operator == "attention" or not op.module:
             return operator
-        parts = one.module.split(".")
+        parts = op.module.split(".")
         return parts[-1] if endings[parts[-1]] == 1 else ".".join(parts[-2:])
 
-    return {one.call: name_of(one) for one in calls}
+    return {op.call: name_of(op) for op in calls}

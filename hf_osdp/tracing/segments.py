@@ -43,9 +43,9 @@ def held_by_recomputed(plain: Segment, recomputed: Segment) -> Affine:
 def with_offloaded(plain: list[Segment], offloaded: list[Segment], offloadable: Collection[int]) -> list[Segment]:
     """Set the bytes that offloading sends, and those that it frees on the device: fewer, if other segments hold them too."""
     found = []
-    for one, other in zip(plain, offloaded, strict=True):
-        freed = _excess(one.saved_bytes, other.saved_bytes)
-        found.append(replace(one, own_saved_bytes=freed, sent_bytes=other.sent_bytes) if one.unit in offloadable else one)
+    for segment, other in zip(plain, offloaded, strict=True):
+        freed = _excess(segment.saved_bytes, other.saved_bytes)
+        found.append(replace(segment, own_saved_bytes=freed, sent_bytes=other.sent_bytes) if segment.unit in offloadable else segment)
     return found
 
 

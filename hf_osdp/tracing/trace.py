@@ -121,7 +121,7 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
     if options.recomputable:
         found = _with_recomputed(found, traced, lambda: tracer.recomputed_calls, options)
     return Trace(
-        segments=tuple(with_first_sample(one, single) for one, single in zip(found, first, strict=True) if not is_idle(single)),
+        segments=tuple(with_first_sample(segment, single) for segment, single in zip(found, first, strict=True) if not is_idle(single)),
         output_bytes=output_bytes,
         outside_reads=frozenset(tracer.reads.found),
         kernels=tracer.kernels,
@@ -135,32 +135,32 @@ def _with_recomputed(
     options: TraceOptions,
 ) -> list[Segment]:
     """Return the segments, each with the traced ways to recompute it that are worth their bytes."""
-    wholly = dict.fromkeys(options.recomputable, Recomputation())
-    full = traced(wholly)
+    fully = dict.fromkeys(options.recomputable, Recomputation())
+    full = traced(fully)
     logs = recomputed_calls()
     if options.offloadable:
-        full = with_offloaded(full, traced(wholly, options.offloadable), options.offloadable)
+        full = with_offloaded(full, traced(fully, options.offloadable), options.offloadable)
     device_type, samples = "cuda" if options.cuda_kernels else "cpu", options.samples[-2]
     ways: dict[int, tuple[Recomputation, ...]] = {}
-    for one, other in zip(plain, full, strict=True) if options.partial_recomputation else ():
-        if one.unit in options.compiled and one.unit in wholly:
-            ways[one.unit] = tuple(Recomputation(budget=budget) for budget in _BUDGETS)
-        elif one.unit in logs and one.unit in wholly:
-            saved_bytes = one.saved_bytes.bytes(samples) - other.saved_bytes.bytes(samples)
-            ways[one.unit] = recomputations(logs[one.unit], saved_bytes, device_type)[1:]
+    for segment, recomputed in zip(plain, full, strict=True) if options.partial_recomputation else ():
+        if segment.unit in options.compiled and segment.unit in fully:
+            ways[segment.unit] = tuple(Recomputation(budget=budget) for budget in _BUDGETS)
+        elif segment.unit in logs and segment.unit in fully:
+            saved_bytes = segment.saved_bytes.bytes(samples) - recomputed.saved_bytes.bytes(samples)
+            ways[segment.unit] = recomputations(logs[segment.unit], saved_bytes, device_type)[1:]
     traces = [full]
     for number in range(max(map(len, ways.values()), default=0)):
-        partly = {unit: ways[unit][min(number, len(ways[unit]) - 1)] for unit in ways if ways[unit]}
-        traces.append(traced(wholly | partly))
+        partially = {unit: ways[unit][min(number, len(ways[unit]) - 1)] for unit in ways if ways[unit]}
+        traces.append(traced(fully | partially))
     found = []
-    for index, one in enumerate(plain):
-        if one.unit not in wholly:
-            found.append(replace(one, held_bytes=held_by_recomputed(one, full[index])))
+    for index, segment in enumerate(plain):
+        if segment.unit not in fully:
+            found.append(replace(segment, held_bytes=held_by_recomputed(segment, full[index])))
             continue
-        own = (Recomputation(), *ways.get(one.unit, ()))
-        forms = [RecomputedSegment(recomputation=way, costs=with_modes(trace[index], way)) for way, trace in zip(own, traces, strict=False)]
-        kept = worthwhile(one, [form.costs for form in forms], device_type, samples)
-        found.append(replace(one, recomputed=tuple(with_share(forms[number], forms[0], one, device_type, samples) for number in kept)))
+        tried = (Recomputation(), *ways.get(segment.unit, ()))
+        forms = [RecomputedSegment(recomputation=way, costs=with_modes(run[index], way)) for way, run in zip(tried, traces, strict=False)]
+        kept = worthwhile(segment, [form.costs for form in forms], device_type, samples)
+        found.append(replace(segment, recomputed=tuple(with_share(forms[i], forms[0], segment, device_type, samples) for i in kept)))
     return found
 
 
@@ -264,8 +264,8 @@ class _Tracer:
         for unit, logs in self._logs.items():
             if len(logs) >= 4:  # forward and its second run, for at least two batches
                 first_run, second_run = logs[:2]
-                forward = {one.call: one for one in first_run}
-                traced[unit] = [forward[one.call] for one in second_run if one.call in forward]
+                forward = {op.call: op for op in first_run}
+                traced[unit] = [forward[op.call] for op in second_run if op.call in forward]
         return traced | {unit: traced[other] for unit, other in self._equal_to.items() if other in traced}
 
     def _logged(self, unit: int, module: nn.Module) -> Callable[..., Any]:
@@ -309,7 +309,7 @@ class _Tracer:
     def _wrap(self, stack: ExitStack) -> None:
         """Record the forwards of the copy's units and hook the gradients of its parameters, until the stack is closed."""
         for unit, module in self._segments:
-            stack.enter_context(forward_replaced(module, self.reads.running(unit, self._recording(unit, module))))
+            stack.enter_context(forward_replaced(module, self.reads.wrap_forward(unit, self._recording(unit, module))))
         for name, parameter in self._fake.named_parameters():
             if parameter.requires_grad:
                 note = functools.partial(self._note_gradient, name=self._step_names.get(canonical_name(name)))
