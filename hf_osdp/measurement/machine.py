@@ -190,7 +190,7 @@ def _measure_device(device: torch.device, seconds: float, allocated_before: int)
 
 
 def _hooks_s(device: torch.device, seconds: float) -> float:
-    """Measure the CPU time of FSDP2's hooks on CUDA; on the CPU return 0 (see `measure_fsdp_overhead`), alone the presets' figure."""
+    """Measure the CPU time of FSDP2's hooks on CUDA; one process takes the presets' figure. 0 on the CPU (see `measure_fsdp_overhead`)."""
     if device.type == "cpu" or world_size() == 1:
         return 0.0 if device.type == "cpu" else UNIT_S
     return measure_hooks(device, seconds)

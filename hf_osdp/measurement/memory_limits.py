@@ -25,7 +25,7 @@ _FILES = {
     "": (("memory.max", "memory.high"), "memory.current", "inactive_file"),
     "memory": (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""By controller (none in version 2): files of the limits, file of the used bytes, and the key of droppable_key bytes in `memory.stat`."""
+"""By controller (none in version 2): files of the limits, file of the used bytes, and the key of droppable bytes in `memory.stat`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import torch
 Capability = tuple[int, int]
 
 ASSUMED_CAPABILITY: Capability = (8, 6)
-"""Used if the GPU is not known. From Ampere on, its rules are the narrowest, so no other GPU saves more activations."""
+"""Compute capability used if the GPU is not known. From Ampere on its rules are the narrowest, so no other GPU saves more activations."""
 _SUPPORTED = (8, 0), (12, 1)
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 

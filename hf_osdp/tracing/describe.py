@@ -249,11 +249,11 @@ class _Describer:
                 self._leave_uncompiled(error)
                 continue
             runs = Counter(segment.unit for segment in trace.segments)
-            no_block = next((i for i in compiled if runs[i] > 1 or i in trace.outside_reads), None)  # see `_units_with_spans`
-            if no_block is None:
+            not_a_block = next((i for i in compiled if runs[i] > 1 or i in trace.outside_reads), None)  # see `_units_with_spans`
+            if not_a_block is None:
                 return trace
             reason = "it runs several times in a step, or its weights are read outside of it"
-            self._leave_uncompiled(NotCompiledError(self._units[no_block].class_name, reason))
+            self._leave_uncompiled(NotCompiledError(self._units[not_a_block].class_name, reason))
 
     def _leave_uncompiled(self, error: NotCompiledError) -> None:
         _log.warning("%s These blocks run uncompiled.", error)

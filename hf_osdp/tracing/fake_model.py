@@ -94,7 +94,7 @@ def _is_of_library(value: object) -> bool:
     return any(cls.__module__.partition(".")[0] in _LIBRARIES for cls in type(value).__mro__)
 
 
-def release_stored_tensors(module: nn.Module) -> Callable[[], None]:
+def stored_tensors_releaser(module: nn.Module) -> Callable[[], None]:
     """Return a function that restores attributes that hold tensors: RecurrentGemma's modules store their last state as attributes."""
     before = [(values, dict(values)) for inner in module.modules() for values in (inner.__dict__, inner._buffers)]
 

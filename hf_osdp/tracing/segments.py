@@ -94,7 +94,7 @@ def _segment(records: Sequence[SegmentRecord], samples: Samples) -> Segment:
 
 
 def _released(record: SegmentRecord) -> int:
-    """Return the bytes that a replayed block's caller freed, such as the mask after the last block; the block itself frees none."""
+    """Return the bytes that a replayed block's caller freed, such as the mask after the last block; the block frees only its own."""
     return 0 if record.copy_of is None else max(0, record.start_bytes - record.end_bytes)
 
 

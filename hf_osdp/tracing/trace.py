@@ -26,7 +26,7 @@ from .attention import AttentionCall, Capability, Kernel
 from .compiled import TracedCompiler
 from .cuda_kernels import CudaKernels
 from .equal_blocks import RecordedCall, block_key, call_key
-from .fake_model import OutsideReads, fake_copy, release_stored_tensors
+from .fake_model import OutsideReads, fake_copy, stored_tensors_releaser
 from .known_values import KnownValues
 from .memory_tracker import CUDA_BLOCK_BYTES
 from .recomputation import LoggedCall, OperatorLog, recomputations, with_modes, with_share, worthwhile
@@ -337,7 +337,7 @@ class _Tracer:
                 recorder.leave()
                 return output
             record = recorder.enter(unit)
-            record.release = release_stored_tensors(module)
+            record.release = stored_tensors_releaser(module)
             args, kwargs = cast_floating((args, kwargs), self._options.compute_dtype)
             output = original(*args, **kwargs)
             recorder.leave()
