@@ -196,7 +196,7 @@ class _Describer:
             reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".rstrip(".: ")
             raise DescriptionError(
                 f"{self._name} cannot be traced on fake tensors{_where(error)}: {reason}. Pass inputs that its forward accepts; a"
-                " custom operator needs a fake kernel (torch.library.register_fake)."
+                " custom operator needs a fake kernel (PyTorch's register_fake)."
             ) from error
         if Kernel.MATH in trace.kernels and split.is_none:
             capability = self._options.capability or capability_here() or ASSUMED_CAPABILITY
