@@ -1,4 +1,4 @@
-"""How long each kind of segment takes here: a shortened copy of the real model trains without FSDP2 on every rank at once."""
+"""Measure the time of each kind of segment: a shortened copy of the real model trains without FSDP2 on all ranks at once."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from .model_copies import materialised, shortened
 from .timing import Moment, barrier, cores_are_shared, now, over_ranks, rounds, seconds_between, synchronize, trimmed_mean
 
 _COPIES = 3
-"""Blocks of each kind that run one after the other."""
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 50
+"""Number of blocks of each kind that run one after the other."""
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 50
 ROOT = 0
 """Index of the root's unit."""
 
@@ -33,21 +33,21 @@ ROOT = 0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedModel:
     model_or_config: object
-    """A module, real or on the meta device (it stays as it is), or a transformers configuration."""
+    """A module, real or on the meta device (it is not changed), or a transformers configuration."""
     sequence_length: int
     """Tokens of one sample."""
     micro_batch_sizes: tuple[int, ...] = (1, 2, 4)
-    """Sizes to time; choose them around the ones to plan for, because time is a line only roughly."""
+    """Sizes to time; choose them around the ones to plan for, because time is only roughly linear."""
     compute_dtype: DType | None = None
-    """Dtype of gathered parameters and activations; None keeps the parameters' own."""
+    """Dtype of gathered parameters and activations; None keeps that of the parameters."""
     activation_checkpointing: bool = False
     compile: bool = False
     auto_class: type | str | None = None
-    """For a configuration: which class to build."""
+    """For a configuration: the class to build."""
     block_classes: Sequence[str] | None = None
     """Class names of the blocks; None finds them."""
     inputs: Inputs | None = None
-    """From a number of samples to forward's keyword arguments; None makes a training batch."""
+    """A function from a number of samples to forward's keyword arguments; None makes a training batch."""
 
     def __post_init__(self) -> None:
         for size in self.micro_batch_sizes:
@@ -60,11 +60,11 @@ class TimedModel:
 def measure_block_times(timed: TimedModel, *, device: torch.device, seconds: float = 5.0) -> tuple[SegmentTimes, ...]:
     """Time every distinct segment of a model: each kind of block, embedding, head with loss. Collective.
 
-    Return times of the slowest rank, the same on every rank; in each pass equal blocks count with their mean. Raise ProfileError where the
-    model does not fit, or runs other units than its trace says.
+    Return times of the slowest rank, the same on every rank; in each pass equal blocks count with their mean. Raise ProfileError if the
+    model does not fit, or runs other units than its trace.
     """
-    given = timed.model_or_config
-    whole = given if isinstance(given, nn.Module) else build_on_meta(given, timed.auto_class)
+    source = timed.model_or_config
+    whole = source if isinstance(source, nn.Module) else build_on_meta(source, timed.auto_class)
     model = shortened(whole, find_units(whole, timed.block_classes), _COPIES)
     description = describe(
         model, sequence_length=timed.sequence_length, block_classes=timed.block_classes, compute_dtype=timed.compute_dtype,
@@ -80,22 +80,22 @@ def measure_block_times(timed: TimedModel, *, device: torch.device, seconds: flo
             compile_forward(module)
     make = timed.inputs or training_batch(model, timed.sequence_length)
     batches = {size: _on_device(make(size), device, dtype) for size in sorted(set(timed.micro_batch_sizes))}
-    crowded = cores_are_shared(device)
-    stopwatch = Stopwatch(model, description.units, device, dtype, meets=device.type == "cpu" and not crowded)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # dropout; the training's own state stays as it is
+    shared = cores_are_shared(device)
+    stopwatch = Stopwatch(model, description.units, device, dtype, barriers=device.type == "cpu" and not shared)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # dropout must not change the training's random state
         sections = _measure_sections(model, stopwatch, batches, seconds)
-    passes = {size: torch.stack([_of_segments(description, *one) for one in taken]) for size, taken in sections.items()}
-    return _segment_times(description, {size: _of_all_ranks(one, crowded=crowded) for size, one in passes.items()})
+    passes = {size: torch.stack([_by_segment(description, *one) for one in taken]) for size, taken in sections.items()}
+    return _segment_times(description, {size: _of_slowest_rank(one, cores_shared=shared) for size, one in passes.items()})
 
 
 Sections = tuple[list[int], list[list[float]]]
-"""Units of a pass's sections, and for each the seconds of forward and backward."""
+"""Units of a pass's sections, and the seconds of forward and backward of each section."""
 
 
 def _measure_sections(
     model: nn.Module, stopwatch: Stopwatch, batches: Mapping[int, dict[str, Any]], seconds: float
 ) -> dict[int, list[Sections]]:
-    """Return the sections of passes of each size. Every rank learns whether one ran out of memory as it warmed up."""
+    """Return the sections of all passes of each size. All ranks raise ProfileError if one ran out of memory during warm-up."""
     taken: dict[int, list[Sections]] = {size: [] for size in batches}
     with stopwatch.attached():
         for size, batch in batches.items():
@@ -107,14 +107,14 @@ def _measure_sections(
             if not over_ranks([fits], dist.ReduceOp.MIN)[0]:
                 name = class_of(model).__name__
                 raise ProfileError(f"{_COPIES} blocks of {name} do not fit the device with micro_batch_size={size}; use smaller sizes.")
-        for _ in rounds(seconds, least=_LEAST_ROUNDS, most=_MOST_ROUNDS):
+        for _ in rounds(seconds, least=_MIN_ROUNDS, most=_MAX_ROUNDS):
             for size, batch in batches.items():
                 taken[size].append(stopwatch.measure(lambda: loss_of(model(**batch))))  # noqa: B023
     return taken
 
 
-def _of_segments(description: ModelDescription, units: Sequence[int], seconds: Sequence[Sequence[float]]) -> torch.Tensor:
-    """Return seconds of segments from those of sections: a root's section that the trace found idle counts to the one before."""
+def _by_segment(description: ModelDescription, units: Sequence[int], seconds: Sequence[Sequence[float]]) -> torch.Tensor:
+    """Return seconds by segment from those by section; a section of the root that costs nothing in the trace counts to the one before."""
     segments, name = description.segments, description.model_class
     by_segment = torch.zeros(len(segments), 2, dtype=torch.float64)
     at = -1
@@ -129,16 +129,17 @@ def _of_segments(description: ModelDescription, units: Sequence[int], seconds: S
     return by_segment
 
 
-def _of_all_ranks(passes: torch.Tensor, *, crowded: bool) -> torch.Tensor:
+def _of_slowest_rank(passes: torch.Tensor, *, cores_shared: bool) -> torch.Tensor:
     """Return passes, by segment and phase, with the seconds of the slowest rank. Collective.
 
-    Where ranks share cores, the whole pass is the slowest rank's, and its parts are as the ranks' sum has them: ranks are quick by turns.
+    If ranks share cores, ranks are slow in turns: then the whole pass takes the slowest rank's time, divided in proportion to the sums over
+    all ranks.
     """
 
     def reduced(values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         return torch.tensor(over_ranks(values.flatten().tolist(), op), dtype=torch.float64).view_as(values)
 
-    if not crowded:
+    if not cores_shared:
         return reduced(passes, dist.ReduceOp.MAX)
     whole = passes.sum((1, 2), keepdim=True)
     return reduced(passes, dist.ReduceOp.SUM) * reduced(whole, dist.ReduceOp.MAX) / reduced(whole, dist.ReduceOp.SUM)
@@ -175,20 +176,20 @@ def _on_device(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtyp
 
 
 class Stopwatch:
-    """Times the sections of a pass while `attached`: each unit's, and the root's between them.
+    """Time the sections of a pass while `attached`: one for each call of a unit, and those of the root between them.
 
-    In backward a section begins when the gradient of its output is complete: a hook on that tensor runs just before autograd goes on.
+    In backward a section begins when the gradient of its output is complete: a hook on that tensor runs just before autograd continues.
 
-    On the CPU all ranks wait for each other where a unit begins and at the end, as the collectives of training make them, and the
-    barrier's own time is left out. Where ranks share cores there are none: a rank that waits leaves its core to another, and a barrier
-    would count for more than the section.
+    On the CPU all ranks synchronize where a unit begins and at the end, as in the collectives of training, and the barrier's own time is
+    subtracted. If ranks share cores there are no barriers: a waiting rank leaves its core to another one, and a barrier would take longer
+    than the section.
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[UnitDescription], device: torch.device, compute_dtype: torch.dtype | None, *, meets: bool
+        self, model: nn.Module, units: Sequence[UnitDescription], device: torch.device, compute_dtype: torch.dtype | None, *, barriers: bool
     ) -> None:
-        """Prepare to time a model on a device; where it `meets`, ranks wait for each other between sections. The root is the first unit."""
-        self._meets = meets
+        """Prepare to time a model on a device; with `barriers`, ranks wait for each other between sections. The root is the first unit."""
+        self._barriers = barriers
         self._model, self._device, self._compute_dtype = model, device, compute_dtype
         self._modules = segment_modules(modules_by_name(model), units)
         self._inside = self._in_backward = False
@@ -198,7 +199,7 @@ class Stopwatch:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Time the units' calls, and drop each gradient as soon as it is there: passes start from none."""
+        """Time the units' calls, and free each gradient as soon as it is complete, so that passes start without gradients."""
         with ExitStack() as stack:
             for unit, module in self._modules:
                 stack.enter_context(forward_replaced(module, self._timed(unit, module.forward)))
@@ -209,11 +210,11 @@ class Stopwatch:
             yield
 
     def measure(self, forward: Callable[[], torch.Tensor]) -> Sections:
-        """Run a pass from forward, which returns the loss. Return its sections in forward order; root and others alternate."""
+        """Run `forward`, which returns the loss, and backward. Return the sections in forward order; root and other units alternate."""
         self._sections, self._marks, self._in_backward = [], [], False
         barrier(self._device)
         barrier_s = 0.0
-        if self._meets:
+        if self._barriers:
             began = now(self._device)
             barrier(self._device)
             barrier_s = seconds_between(began, now(self._device))
@@ -225,9 +226,9 @@ class Stopwatch:
         self._mark()
         synchronize(self._device)
         seconds = [[0.0, 0.0] for _ in self._sections]
-        for number, ((section, began, _), (_, ended, met)) in enumerate(zip(self._marks, self._marks[1:], strict=False)):
-            in_backward = number >= len(self._sections)  # forward has one mark a section
-            seconds[section][in_backward] += max(0.0, seconds_between(began, ended) - met * barrier_s)
+        for number, ((section, began, _), (_, ended, with_barrier)) in enumerate(zip(self._marks, self._marks[1:], strict=False)):
+            in_backward = number >= len(self._sections)  # forward has one mark per section
+            seconds[section][in_backward] += max(0.0, seconds_between(began, ended) - with_barrier * barrier_s)
         return self._sections, seconds
 
     def _timed(self, unit: int, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -251,17 +252,17 @@ class Stopwatch:
     def _begin(self, unit: int) -> int:
         self._sections.append(unit)
         self._current = len(self._sections) - 1
-        self._mark(meet=unit != ROOT)
+        self._mark(with_barrier=unit != ROOT)
         return self._current
 
-    def _mark(self, *, meet: bool = True) -> None:
-        meet = meet and self._meets
-        if meet:
+    def _mark(self, *, with_barrier: bool = True) -> None:
+        with_barrier = with_barrier and self._barriers
+        if with_barrier:
             barrier(self._device)
-        self._marks.append((self._current, now(self._device), meet))
+        self._marks.append((self._current, now(self._device), with_barrier))
 
     def _hook(self, value: object, section: int) -> None:
-        """Enter the section in backward when the gradient of one of these tensors is complete."""
+        """Begin the section in backward when the gradient of one of these tensors is complete."""
 
         def enter(_: torch.Tensor) -> None:
             if self._in_backward and section < self._current:

@@ -1,4 +1,4 @@
-"""How long collectives take: α and β of `seconds = α + β * bytes`, measured in groups as FSDP2 forms them."""
+"""Measure collectives: α and β of `seconds = α + β * bytes`, in the groups that FSDP2 forms."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from ..planner.job import divisors
 from .timing import barrier, call_seconds, cores_are_shared, over_ranks, rounds, synchronize, trimmed_mean
 
 _SMALL_BYTES = (2**12, 2**14)
-"""Of the whole tensor: the first message, from which larger ones are predicted, and what a slow link is measured with beside it."""
+"""Bytes of the whole tensor: of the first message, which predicts the time of larger ones, and of the second message on a slow link."""
 _SIZES_BYTES = {"cpu": (2**16, 2**19, 2**21, 2**23, 2**25), "cuda": (2**20, 2**23, 2**26, 2**28)}
-"""Of the whole tensor: from where latency rules to where bandwidth does."""
-_LEAST_SIZES = 3
-"""Sizes that are timed however long is to be measured: the largest tells bandwidth from what a busy machine adds to each call."""
-_LEAST_ROUNDS, _MOST_ROUNDS = 3, 25
-_CALLS = 2 + _LEAST_ROUNDS
-"""Calls of each size: two to choose the sizes."""
-_LIMIT_S, _LIMIT_SHARE = 10.0, 4.0
-"""All together takes at most so many seconds, or so many times what was asked for: on a slow link sizes are left out."""
+"""Bytes of the whole tensor: from sizes dominated by latency to sizes dominated by bandwidth."""
+_MIN_SIZES = 3
+"""Sizes that are timed even in a short measurement: the largest separates bandwidth from delays that a busy machine adds to each call."""
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 25
+_CALLS = 2 + _MIN_ROUNDS
+"""Least calls of each size: two choose the sizes."""
+_LIMIT_S, _LIMIT_FACTOR = 10.0, 4.0
+"""The whole measurement takes at most this many seconds or, if longer, this many times the requested time; slow links omit sizes."""
 _CALLS_AT_ONCE = 2
-"""Where ranks share cores, which leave a barrier one after the other."""
-_WORK_S, _LEAST_PRODUCT_S = 0.02, 2e-5
-"""Work of a rank alone on its core before a call that others wait for, some of a scheduler's turns; and its least piece."""
-_MOST_FOR_ALL = 8
-"""Ranks up to which every size of groups is measured: 12 groups."""
+"""Calls timed together if ranks share cores, because such ranks leave a barrier one after the other."""
+_WORK_S, _MIN_PRODUCT_S = 0.02, 2e-5
+"""Computation of each rank before a collective, several time slices of the scheduler; and the least time assumed for one product."""
+_MAX_RANKS_FOR_ALL_SIZES = 8
+"""Most ranks for which every group size is measured, in 12 groups."""
 
 
-def group_sizes(world: int, local: int, asked: Sequence[int] | None = None) -> tuple[list[int], list[int]]:
+def group_sizes(world: int, local: int, requested: Sequence[int] | None = None) -> tuple[list[int], list[int]]:
     """Return the sizes of the groups to measure: of those that gather and scatter, and of those that reduce replicas.
 
-    They are the sizes `asked` and the world's, or for None every divisor of up to 8 ranks. Of more ranks they are the world, a node of
-    `local` ranks, and the ranks of one place in all nodes, from which links and other sizes follow (`planner/cost/collectives.py`): a group
-    takes all ranks a barrier in the store and its own ranks a communicator, so that 250 groups of 128 ranks would hold up each start.
+    These are the `requested` sizes and the world's. None means every divisor of up to 8 ranks; with more ranks, only the world, a node of
+    `local` ranks, and the ranks at one position in all nodes, from which links and other sizes follow (`planner/cost/collectives.py`): each
+    group needs a barrier of all ranks in the store and a communicator, so the 250 groups of 128 ranks would delay each start.
     """
-    shards = replicas = divisors(world) if asked is None else [*asked, world]
-    if asked is None and world > _MOST_FOR_ALL:
+    shards = replicas = divisors(world) if requested is None else [*requested, world]
+    if requested is None and world > _MAX_RANKS_FOR_ALL_SIZES:
         shards, replicas = [local, world], [world // local, world]
     for size in shards:
         if size < 1 or world % size:
@@ -55,55 +55,55 @@ def group_sizes(world: int, local: int, asked: Sequence[int] | None = None) -> t
 def measure_collectives(
     device: torch.device, seconds: float, *, local: int, sizes: Sequence[int] | None = None
 ) -> tuple[CollectiveTiming, ...]:
-    """Time all-gather, reduce-scatter and all-reduce, as FSDP2 will issue them; return the slowest rank's timings. Collective.
+    """Time all-gather, reduce-scatter and all-reduce, as FSDP2 issues them; return the slowest rank's timings. Collective.
 
     All groups of a size run at once, as they do in training. Shard groups (all-gather, reduce-scatter) are contiguous ranks;
-    the groups that reduce replicas (all-reduce) of an r x s mesh are `world / r` ranks apart. Groups of several whole nodes are
-    timed in two stages as well. Buffers are new for each call and their input has just been written, as FSDP2's are.
+    ranks of a group that reduces replicas (all-reduce) of an r x s mesh are `world / r` apart. Groups of several whole nodes are
+    also timed in two stages. As in FSDP2, each call has new buffers, and its input has just been written.
 
     Args:
         device: where the tensors are.
-        seconds: about how long to measure, all together; three sizes are timed in any case, unless that takes more than 10 seconds
-            and four times as long: on a slow link messages are small and few.
+        seconds: about how long to measure in total. Three sizes are always timed, unless that takes more than 10 seconds and more
+            than four times as long: on a slow link messages are small and few.
         local: ranks on each node.
-        sizes: of the groups to measure, the same on every rank; None as in `group_sizes`.
+        sizes: group sizes to measure, the same on every rank; None as in `group_sizes`.
     """
-    limit_s = max(_LIMIT_S, _LIMIT_SHARE * seconds)
+    limit_s = max(_LIMIT_S, _LIMIT_FACTOR * seconds)
     began = time.perf_counter()
     with ExitStack() as stack:
         tests = _tests(*group_sizes(dist.get_world_size(), local, sizes), local, device, stack)
-        late_s = 0.0
+        wait_s = 0.0
         if cores_are_shared(device):
-            late_s = _late_seconds(device)
+            wait_s = _wait_seconds(device)
             for test in tests:
                 test.calls = _CALLS_AT_ONCE
         left_s = limit_s
         for number, test in enumerate(tests):
             share_s = left_s / (len(tests) - number)
-            left_s -= test.choose_sizes(device, asked_s=seconds / len(tests) / _LEAST_ROUNDS, limit_s=share_s)
+            left_s -= test.choose_sizes(device, target_s=seconds / len(tests) / _MIN_ROUNDS, limit_s=share_s)
         (spent_s,) = over_ranks([time.perf_counter() - began])
-        for _ in rounds(seconds, least=_LEAST_ROUNDS, most=_MOST_ROUNDS, limit_s=limit_s - spent_s):
+        for _ in rounds(seconds, least=_MIN_ROUNDS, most=_MAX_ROUNDS, limit_s=limit_s - spent_s):
             for test in tests:
                 for nbytes, taken in test.taken.items():
                     taken.append(test.timed(nbytes, device))
     timings = (test.timing(local) for test in tests)
-    return tuple(replace(timing, latency_s=timing.latency_s + late_s) for timing in timings)
+    return tuple(replace(timing, latency_s=timing.latency_s + wait_s) for timing in timings)
 
 
 @dataclass(slots=True)
-class _Test:
+class _CollectiveTest:
     collective: Collective
     size: int
     group: dist.ProcessGroup
     run: Callable[[torch.Tensor, torch.Tensor], object]
-    """Issues it, given the whole tensor and this rank's part."""
+    """Issues the collective, given the whole tensor and this rank's part."""
     calls: int = 1
-    """That are timed at once."""
+    """Calls that are timed together."""
     taken: dict[int, list[float]] = field(default_factory=dict)
     """This rank's seconds by bytes of the whole tensor."""
 
     def timed(self, nbytes: int, device: torch.device) -> float:
-        """Return the seconds of one call, on this rank, the mean of as many as are timed at once. Collective."""
+        """Return the seconds of one call on this rank, the mean of `calls` calls. Collective."""
         buffers = [self._buffers(nbytes, device) for _ in range(self.calls)]
         barrier(device)
         start = time.perf_counter()
@@ -112,17 +112,17 @@ class _Test:
         synchronize(device)
         return max(time.perf_counter() - start, 1e-9) / self.calls
 
-    def choose_sizes(self, device: torch.device, *, asked_s: float, limit_s: float) -> float:
-        """Warm up, leave out messages that take too long, and return the seconds that this and the least number of rounds take. Collective.
+    def choose_sizes(self, device: torch.device, *, target_s: float, limit_s: float) -> float:
+        """Warm up, omit messages that take too long, and return the seconds of this and of the least number of rounds. Collective.
 
-        A round is to take about `asked_s`, all rounds at most `limit_s`; two small sizes are measured in any case.
+        A round should take about `target_s`, all rounds at most `limit_s`; two small sizes are always measured.
         """
         needed_s = spent_s = last_s = 0.0
         last_bytes = 1
         chosen: list[int] = []
         first, second = _SMALL_BYTES
         for nbytes in (first, *_SIZES_BYTES[device.type]):
-            if len(chosen) > _LEAST_SIZES and 5 * spent_s > asked_s:
+            if len(chosen) > _MIN_SIZES and 5 * spent_s > target_s:
                 break  # the next takes about four times as long as the last
             if chosen and needed_s + _CALLS * last_s * nbytes / last_bytes > limit_s:
                 if len(chosen) > 1:
@@ -135,7 +135,7 @@ class _Test:
             chosen.append(nbytes)
             if nbytes == second:
                 break
-        self.taken = {nbytes: [] for nbytes in (chosen[1:] if len(chosen) > _LEAST_SIZES else chosen)}
+        self.taken = {nbytes: [] for nbytes in (chosen[1:] if len(chosen) > _MIN_SIZES else chosen)}
         return needed_s
 
     def timing(self, local: int) -> CollectiveTiming:
@@ -164,8 +164,8 @@ class _Test:
         return -(-nbytes // 4 // self.size) * self.size
 
 
-def _tests(shards: list[int], replicas: list[int], local: int, device: torch.device, stack: ExitStack) -> list[_Test]:
-    """Make the tests, with groups that are given back when the stack is left; gathers and reductions of one size share one. Collective."""
+def _tests(shards: list[int], replicas: list[int], local: int, device: torch.device, stack: ExitStack) -> list[_CollectiveTest]:
+    """Make the tests, whose groups are destroyed when the stack closes; gathers and reductions of one size share a group. Collective."""
     formed: dict[str, dist.ProcessGroup] = {}
 
     def group_of(members: list[list[int]]) -> dist.ProcessGroup:
@@ -178,34 +178,34 @@ def _tests(shards: list[int], replicas: list[int], local: int, device: torch.dev
             stack.callback(dist.destroy_process_group, formed[key])
         return formed[key]
 
-    def shard_tests(size: int, *, stages: Stages | None = None) -> list[_Test]:
+    def shard_tests(size: int, *, stages: Stages | None = None) -> list[_CollectiveTest]:
         group = group_of(_members(Collective.ALL_GATHER, size))
         gather, scatter = unit_collectives(group, device.type, stages)
         gathers = Collective.ALL_GATHER if stages is None else Collective.TWO_STAGE_ALL_GATHER
         scatters = Collective.REDUCE_SCATTER if stages is None else Collective.TWO_STAGE_REDUCE_SCATTER
         return [
-            _Test(gathers, size, group, lambda whole, part: gather(whole, part, group)),
-            _Test(scatters, size, group, lambda whole, part: scatter(part, whole, group, dist.ReduceOp.SUM)),
+            _CollectiveTest(gathers, size, group, lambda whole, part: gather(whole, part, group)),
+            _CollectiveTest(scatters, size, group, lambda whole, part: scatter(part, whole, group, dist.ReduceOp.SUM)),
         ]
 
     def reduce_with(group: dist.ProcessGroup) -> Callable[[torch.Tensor, torch.Tensor], object]:
         return lambda whole, part: dist.all_reduce(whole, group=group)
 
     groups = {size: group_of(_members(Collective.ALL_REDUCE, size)) for size in replicas}
-    tests = [_Test(Collective.ALL_REDUCE, size, group, reduce_with(group)) for size, group in groups.items()]
+    tests = [_CollectiveTest(Collective.ALL_REDUCE, size, group, reduce_with(group)) for size, group in groups.items()]
     for size in shards:
         tests += shard_tests(size)
         if 1 < local < size and size % local == 0:
             starts = range(0, dist.get_world_size(), size)
-            places = [list(range(start + place, start + size, local)) for start in starts for place in range(local)]
-            tests += shard_tests(size, stages=Stages(between=group_of(places), within=group_of(_members(Collective.ALL_GATHER, local))))
+            between = [list(range(start + place, start + size, local)) for start in starts for place in range(local)]
+            tests += shard_tests(size, stages=Stages(between=group_of(between), within=group_of(_members(Collective.ALL_GATHER, local))))
     return tests
 
 
-def _late_seconds(device: torch.device) -> float:
-    """Return how much longer a collective takes after work of ranks that share cores: all wait for the last, and cores idle. Collective."""
-    left, product, one = torch.ones(256, 256, device=device), torch.empty(256, 256, device=device), torch.zeros(1, device=device)
-    times = math.ceil(_WORK_S / max(min(call_seconds(lambda: torch.mm(left, left, out=product), device, 0.02)), _LEAST_PRODUCT_S))
+def _wait_seconds(device: torch.device) -> float:
+    """Return the extra time of a collective after computation of ranks that share cores: all wait for the last one. Collective."""
+    left, product, scalar = torch.ones(256, 256, device=device), torch.empty(256, 256, device=device), torch.zeros(1, device=device)
+    times = math.ceil(_WORK_S / max(min(call_seconds(lambda: torch.mm(left, left, out=product), device, 0.02)), _MIN_PRODUCT_S))
 
     def taken(products: int, calls: int) -> float:
         barrier(device)
@@ -214,10 +214,10 @@ def _late_seconds(device: torch.device) -> float:
             for _ in range(products):
                 torch.mm(left, left, out=product)
             for _ in range(calls):
-                dist.all_reduce(one)
+                dist.all_reduce(scalar)
         return over_ranks([time.perf_counter() - start])[0] / _CALLS_AT_ONCE
 
-    extra = [taken(times, 1) - taken(times, 0) - taken(0, 1) for _ in range(2 * _LEAST_ROUNDS)]
+    extra = [taken(times, 1) - taken(times, 0) - taken(0, 1) for _ in range(2 * _MIN_ROUNDS)]
     return max(0.0, trimmed_mean(extra))
 
 
@@ -230,9 +230,9 @@ def _members(collective: Collective, size: int) -> list[list[int]]:
 
 
 def links_of(spec: DeviceSpec, timings: Sequence[CollectiveTiming], *, local: int, world: int) -> tuple[Link, Link]:
-    """Return the links inside and between nodes that would give the measured all-gathers.
+    """Return the links inside and between nodes that explain the measured all-gathers.
 
-    In a ring of g, of whose hops one a node leaves the node, t = (g - 1) α + (g - 1) / g · bytes / bandwidth.
+    A ring of g ranks, where one hop per node leaves the node, takes t = (g - 1) α + (g - 1) / g · bytes / bandwidth.
     """
     gathers = {timing.group_size: timing for timing in timings if timing.collective is Collective.ALL_GATHER}
     if not gathers:
@@ -247,12 +247,12 @@ def links_of(spec: DeviceSpec, timings: Sequence[CollectiveTiming], *, local: in
 
 
 def _ring_link(timing: CollectiveTiming, *, crossings: int | None = None, inside: Link | None = None) -> Link:
-    """Return the link that a ring's hops take: all of them, or the `crossings` of them that are not `inside` a node."""
+    """Return the link of a ring's hops: of all hops, or of the `crossings` that leave a node; `inside` is the link of the others."""
     hops = timing.group_size - 1
-    mine = hops if crossings is None else min(hops, crossings)
-    others_s = 0.0 if inside is None else (hops - mine) * inside.latency_s
+    measured_hops = hops if crossings is None else min(hops, crossings)
+    others_s = 0.0 if inside is None else (hops - measured_hops) * inside.latency_s
     return Link(
-        latency_s=max(0.0, timing.latency_s - others_s) / mine,
+        latency_s=max(0.0, timing.latency_s - others_s) / measured_hops,
         bytes_per_s=hops / timing.group_size / timing.seconds_per_byte,
         source=f"measured: all-gather over {timing.group_size} ranks",
     )

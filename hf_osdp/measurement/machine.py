@@ -1,4 +1,4 @@
-"""Measure devices and links as one `Hardware`, and with a model's blocks on them as one `Profile`."""
+"""Measure devices and links as a `Hardware`, and together with a model's blocks as a `Profile`."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from .rates import copy_rate, matmul_rates, measure_codecs, measure_fsdp_overhea
 from .timing import barrier, over_ranks
 
 SECONDS_AT_START = 0.7
-"""A run with a plan is to start at most five seconds later than one without; `hf-osdp profile` gives better figures."""
+"""Short, so that a run with a plan starts at most five seconds later than one without; `hf-osdp profile` measures more accurately."""
 
 
 def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Sequence[int] | None = None) -> Hardware:
-    """Measure compute, memory and links. Collective where torch.distributed is initialized.
+    """Measure compute, memory and links. Collective if torch.distributed is initialized.
 
     Args:
         device_type: `"cpu"` or `"cuda"`.
-        seconds: about how long compute is measured, again the collectives, a third of it what FSDP2 does beside them, and on
-            CUDA a fifth of it the host; setting up groups comes on top. On a slow link the collectives take at most 10 seconds.
-        group_sizes: sizes of the groups whose collectives are measured; None takes every divisor of up to 8 ranks, and of more the
-            few from which the links follow.
+        seconds: about how long to measure compute, and again the collectives; FSDP2's overhead takes a third of it, and on CUDA
+            the host a fifth. Setting up groups takes additional time. On a slow link the collectives take at most 10 seconds.
+        group_sizes: sizes of the groups whose collectives are measured; None means every divisor of up to 8 ranks, and with
+            more ranks the few sizes from which the links follow.
 
     Returns:
         Figures of the slowest rank, the same on every rank. With one process there are no timings of collectives, and the
-        links stand at the speed of memory. On the CPU there is no host beside the device.
+        links have the speed of memory. On the CPU there is no separate host.
 
     Raises:
         ValueError: the device type is not known, or a group size does not divide the world size.
@@ -70,15 +70,15 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Seq
 
 
 def measure_profile(*, device_type: str, seconds: float = 10.0, model: TimedModel | None = None) -> Profile:
-    """Measure this machine. Collective where torch.distributed is initialized.
+    """Measure this machine. Collective if torch.distributed is initialized.
 
     Args:
         device_type: `"cpu"` or `"cuda"`.
-        seconds: about how long to measure: with a model half of it goes to blocks; setting up comes on top.
-        model: also time this model's blocks; None measures the machine alone.
+        seconds: about how long to measure, with a model half of it for blocks; setting up takes additional time.
+        model: also time this model's blocks; None measures only the machine.
 
     Raises:
-        ValueError, HardwareError: as `measure_hardware`, or `seconds` is not positive.
+        ValueError, HardwareError: as in `measure_hardware`, or `seconds` is not positive.
         ProfileError: the model does not fit, or cannot be timed.
     """
     if not 0 < seconds < float("inf"):
@@ -107,10 +107,10 @@ def measure_profile(*, device_type: str, seconds: float = 10.0, model: TimedMode
 def hardware_of_run(
     requested: Hardware | str | None, *, device_type: str, nodes: int | None = None, measure: Callable[..., Hardware] = measure_hardware
 ) -> Hardware:
-    """Return the hardware to plan a run for, with as many devices as ranks. Collective where torch.distributed is initialized.
+    """Return the hardware to plan a run for, with as many devices as ranks. Collective if torch.distributed is initialized.
 
-    It is the given hardware, such as a profile's; the preset of this name, on the launcher's nodes or `nodes`; or this machine, as
-    `measure` finds it.
+    It is the requested hardware, such as a profile's; the preset of this name, on the launcher's nodes or `nodes`; or for None this
+    machine, measured by `measure`.
     """
     ranks, topology = world_size(), find_topology()
     if isinstance(requested, Hardware):
@@ -136,7 +136,7 @@ def hardware_of_run(
 
 
 def with_memory_of_now(hardware: Hardware, device: torch.device) -> Hardware:
-    """Return hardware that was measured before with the memory that there is now, and no less reserved than then. Collective."""
+    """Return earlier measured hardware with the current memory; reserved memory is the larger of then and now. Collective."""
     available, reserved, _ = _memory_bytes(device, torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
     smallest, least, host = over_ranks([available, -reserved, memory_of_rank()[0]], dist.ReduceOp.MIN)
     return replace(
@@ -161,26 +161,26 @@ def device_name(device: torch.device) -> str:
 
 
 def _measure_device(device: torch.device, seconds: float, allocated_before: int) -> DeviceSpec:
-    """Measure the slowest rank's compute and the smallest rank's memory; all ranks measure at once, as they train at once.
+    """Measure the slowest rank's compute and the least memory of a rank; all ranks measure at once, as in training.
 
-    This comes after the collectives, because NCCL takes its buffers when it first communicates.
+    Call this after measuring collectives, because NCCL allocates its buffers when it first communicates.
     """
     barrier(device)
     rates = matmul_rates(device, 0.7 * seconds)
     dtypes = [dtype for dtype in DType if dtype.value.startswith(("float", "bfloat"))]
     communicator = _communicator_bytes(device)
-    available, reserved, where = _memory_bytes(device, allocated_before)
+    available, reserved, memory_source = _memory_bytes(device, allocated_before)
     dispatching = operator_seconds(device, 0.1 * seconds)
     if world_size() > 1:
-        reserved -= communicator  # of the group of all ranks
-    known = [copy_rate(device, 0.2 * seconds), available, -reserved, -dispatching, -communicator]
-    agreed = over_ranks([*known, *(rates.get(dtype, 0.0) for dtype in dtypes)], dist.ReduceOp.MIN)
+        reserved -= communicator  # the communicator of the group of all ranks
+    figures = [copy_rate(device, 0.2 * seconds), available, -reserved, -dispatching, -communicator]
+    agreed = over_ranks([*figures, *(rates.get(dtype, 0.0) for dtype in dtypes)], dist.ReduceOp.MIN)
     return DeviceSpec(
         name=all_gather_objects(device_name(device))[0],
         memory_bytes=int(agreed[1]),
-        flops_per_s={dtype: rate for dtype, rate in zip(dtypes, agreed[len(known) :], strict=True) if rate > 0},
+        flops_per_s={dtype: rate for dtype, rate in zip(dtypes, agreed[len(figures) :], strict=True) if rate > 0},
         memory_bytes_per_s=agreed[0],
-        source=f"measured{where}",
+        source=f"measured{memory_source}",
         reserved_bytes=int(-agreed[2]),
         operator_s=-agreed[3],
         unit_s=_hooks_s(device, 0.1 * seconds),
@@ -190,14 +190,14 @@ def _measure_device(device: torch.device, seconds: float, allocated_before: int)
 
 
 def _hooks_s(device: torch.device, seconds: float) -> float:
-    """Measure FSDP2's hooks beside a GPU (`measure_fsdp_overhead` has the CPU's); a process alone takes the presets' figure."""
+    """Measure the CPU time of FSDP2's hooks on CUDA; one process takes the presets' figure. 0 on the CPU (see `measure_fsdp_overhead`)."""
     if device.type == "cpu" or world_size() == 1:
         return 0.0 if device.type == "cpu" else UNIT_S
     return measure_hooks(device, seconds)
 
 
 def _communicator_bytes(device: torch.device) -> int:
-    """Return what NCCL takes for one group of all ranks; a process alone takes the presets' figure. Collective."""
+    """Return the bytes that NCCL allocates for one group of all ranks; with a single process, the presets' figure. Collective."""
     world = world_size()
     if device.type == "cpu" or world == 1:
         return 0 if device.type == "cpu" else COMMUNICATOR_BYTES
@@ -214,13 +214,13 @@ def _communicator_bytes(device: torch.device) -> int:
 
 
 def _memory_bytes(device: torch.device, allocated_before: int) -> tuple[int, int, str]:
-    """Return the bytes that a rank can have, those of them that tensors cannot, and on the CPU where they come from. Collective.
+    """Return a rank's memory, the bytes of it that tensors cannot use, and on the CPU the source of the figure. Collective.
 
-    Tensors cannot have what the device holds outside torch's allocator, and inside it the workspaces of matrix products, which stay.
+    Tensors cannot use memory outside torch's allocator, nor the workspaces of matrix products inside it, which stay allocated.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         workspaces = max(0, torch.cuda.memory_allocated(device) - allocated_before)
         return total, max(0, total - free - torch.cuda.memory_reserved(device)) + workspaces, ""
-    share, where = memory_of_rank()
-    return share, 0, f"; memory: {where}"
+    share, memory_source = memory_of_rank()
+    return share, 0, f"; memory: {memory_source}"

@@ -1,8 +1,8 @@
-"""Memory of this machine as the kernel lets this process have it: control groups may allow less than is built in.
+"""Find the memory that this process may use: control groups (cgroups) may allow less than the machine has.
 
-Limits hold for a group with all groups in it, so that each one from the process's own up to the root counts: `memory.max` and
-`memory.high`, above which a group is throttled, of version 2; `memory.limit_in_bytes` of version 1. File pages that the kernel can drop
-(`inactive_file`) are counted as free.
+A limit applies to a group and all groups in it, so every limit from the process's own group up to the root counts: in version 2
+`memory.max` and `memory.high`, above which a group is throttled; in version 1 `memory.limit_in_bytes`. File pages that the kernel can drop
+(`inactive_file`) count as free.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from ..distributed.process_group import all_gather_objects
 from ..quantities import format_bytes
 
 _STEPS = 16
-"""What others hold counts in so many parts of a limit, so that the same start gives the same plan though their use moves a little."""
+"""Memory of other processes is rounded to this many steps of a limit, so that small changes of it do not change the plan."""
 
 _FILES = {
     "": (("memory.max", "memory.high"), "memory.current", "inactive_file"),
     "memory": (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""By controller (none in version 2): limits, what is used, and what of that can be dropped, in `memory.stat`."""
+"""By controller (none in version 2): files of the limits, file of the used bytes, and the key of droppable bytes in `memory.stat`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLimit:
-    """The machine's memory, or what a control group may take of it."""
+    """The machine's memory, or a control group's limit."""
 
     name: str
     total_bytes: int
     free_bytes: int
 
     def share_bytes(self, ranks: int) -> int:
-        """Return an equal share of what others leave, which is rounded to whole sixteenths."""
+        """Return an equal share of what other processes leave, rounded down to sixteenths of the total."""
         taken = -(-(self.total_bytes - self.free_bytes) * _STEPS // self.total_bytes)
         return self.total_bytes * max(1, _STEPS - taken) // _STEPS // ranks
 
@@ -50,13 +50,13 @@ def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
 
 
 def tightest(limits: Sequence[MemoryLimit]) -> MemoryLimit:
-    """Return what the process can have of them all: the least total, and the least that is free."""
+    """Return the combined limit: the least total, and the least free bytes."""
     least = min(limits, key=lambda limit: limit.total_bytes)
     return replace(least, free_bytes=min(least.total_bytes, *(limit.free_bytes for limit in limits)))
 
 
 def memory_of_rank() -> tuple[int, str]:
-    """Return this rank's share of its machine's memory, and where rank 0's comes from. Collective."""
+    """Return this rank's share of its machine's memory, and the source of rank 0's share. Collective."""
     limits, local = memory_limits(), find_topology().ranks_per_node
     first = rank() // local * local
     share, source = rank_share(limits, all_gather_objects([limit.name for limit in limits])[first : first + local])
@@ -64,7 +64,7 @@ def memory_of_rank() -> tuple[int, str]:
 
 
 def rank_share(limits: Sequence[MemoryLimit], node: Sequence[Sequence[str]]) -> tuple[int, str]:
-    """Return the bytes that one rank may take, and where they come from; `node` has the names of the limits of each rank here."""
+    """Return the bytes that one rank may use and their source; `node` holds the names of each local rank's limits."""
     shares = []
     for limit in limits:
         ranks = sum(limit.name in names for names in node)
@@ -80,7 +80,7 @@ def _group_limits(root: Path) -> Iterator[MemoryLimit]:
             _, controllers, path = line.split(":", 2)
             if controllers in ("", "memory"):
                 mount = root / "sys/fs/cgroup" / controllers
-                # a container may see its own group as the mount, or none of the path
+                # a container may see its own group as the mount, or no part of the path
                 parts = () if "/../" in path else Path(path).parts[1:]
                 own = next((parts[start:] for start in range(len(parts)) if mount.joinpath(*parts[start:]).is_dir()), ())
                 for depth in range(len(own), -1, -1):
@@ -88,12 +88,12 @@ def _group_limits(root: Path) -> Iterator[MemoryLimit]:
 
 
 def _limits(folder: Path, root: Path, files: tuple[tuple[str, ...], str, str]) -> Iterator[MemoryLimit]:
-    """Read a group's files; a group without a limit says `max`, or a number above all memory."""
-    names, used_file, droppable = files
+    """Yield the limits in a group's files; without a limit they hold `max`, or a number above all memory."""
+    names, used_file, droppable_key = files
     for name in names:
         with suppress(OSError, ValueError):
             total = int((folder / name).read_text())
             used = int((folder / used_file).read_text())
             with suppress(OSError, ValueError, KeyError):
-                used -= int(dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())[droppable])
+                used -= int(dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())[droppable_key])
             yield MemoryLimit(name=f"{folder.relative_to(root) / name}", total_bytes=total, free_bytes=max(0, min(total, total - used)))

@@ -1,4 +1,4 @@
-"""Throw-away copies of a model: on the meta device with few blocks, or on a device with random weights."""
+"""Make temporary copies of a model: on the meta device with few blocks, or on a device with random weights."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..planner.description import GatherSpan, UnitDescription
 from ..tracing.equal_blocks import block_key
 
 _SPREAD = 0.02
-"""Weights are uniform within this, about as transformers are initialised, and finite in float16."""
+"""Bound of the uniform random weights: similar to the initialisation of transformers, and finite in float16."""
 
 
 def empty_copy(model: nn.Module, device: torch.device, *, keeps_buffers: bool = False) -> nn.Module:
-    """Return a copy with uninitialised parameters and buffers on a device, or with the model's buffers; shared ones stay shared."""
+    """Return a copy on a device with uninitialised parameters and buffers, or with the model's buffers; shared ones stay shared."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device=device, requires_grad=False), requires_grad=p.requires_grad)
         for p in model.parameters()
@@ -32,7 +32,7 @@ def empty_copy(model: nn.Module, device: torch.device, *, keeps_buffers: bool = 
 
 @torch.no_grad()
 def fill(model: nn.Module, source: nn.Module) -> None:
-    """Fill a copy's weights from a generator of their own; copy buffers, or zero them where the source has none in memory."""
+    """Fill a copy's weights from a separate generator; copy buffers, or zero those that are on the meta device in the source."""
     generators: dict[torch.device, torch.Generator] = {}
     for parameter in model.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -49,10 +49,10 @@ def fill(model: nn.Module, source: nn.Module) -> None:
 
 
 def materialised(model: nn.Module, device: torch.device, compute_dtype: torch.dtype | None) -> nn.Module:
-    """Return a copy of a model on the meta device, with random weights on another.
+    """Return a copy of a meta-device model on `device`, with random weights.
 
-    Parameters get `compute_dtype` as FSDP2's mixed precision casts them, not those of batch norms; None keeps theirs. transformers
-    models set their buffers anew, others must have real ones.
+    Parameters get `compute_dtype` as in FSDP2's mixed precision, except those of batch norms; None keeps their dtypes. transformers models
+    initialise their buffers again; other models must have real ones.
     """
     real = empty_copy(model, device)
     fill(real, model)
@@ -60,17 +60,17 @@ def materialised(model: nn.Module, device: torch.device, compute_dtype: torch.dt
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
             torch.manual_seed(0)
             real.init_weights()  # type: ignore[operator]
-    keeping = batch_norm_parameters(real)
+    uncast = batch_norm_parameters(real)
     for parameter in real.parameters():
-        if compute_dtype is not None and parameter.is_floating_point() and id(parameter) not in keeping:
+        if compute_dtype is not None and parameter.is_floating_point() and id(parameter) not in uncast:
             parameter.data = parameter.data.to(compute_dtype)
     return real
 
 
 def shortened(model: nn.Module, units: tuple[UnitDescription, ...], copies: int) -> nn.Module:
-    """Return a copy on the meta device in which lists of blocks end once `copies` of each kind are there.
+    """Return a copy on the meta device whose lists of blocks end once they hold `copies` of each kind.
 
-    Buffers that were real keep their values; blocks that are not in a `nn.ModuleList` all stay.
+    Real buffers keep their values; blocks outside a `nn.ModuleList` are all kept.
     """
     short = empty_copy(model, torch.device("meta"), keeps_buffers=True)
     modules = modules_by_name(short)
@@ -82,13 +82,13 @@ def shortened(model: nn.Module, units: tuple[UnitDescription, ...], copies: int)
     for parent, blocks in lists.items():
         row = modules[parent]
         if isinstance(row, nn.ModuleList) and len(blocks) == len(row):
-            del row[_enough([block_key(modules[name]) for name in blocks], copies) :]
+            del row[_leading_count([block_key(modules[name]) for name in blocks], copies) :]
     return short
 
 
-def _enough(keys: Sequence[Hashable], copies: int) -> int:
-    """Return how many of the first blocks hold `copies` of each kind, or all there are of it."""
-    places: dict[Hashable, list[int]] = {}
-    for number, key in enumerate(keys, start=1):
-        places.setdefault(key, []).append(number)
-    return max(numbers[:copies][-1] for numbers in places.values())
+def _leading_count(keys: Sequence[Hashable], copies: int) -> int:
+    """Return how many leading blocks contain `copies` of each kind, or all of a kind that has fewer."""
+    counts: dict[Hashable, list[int]] = {}
+    for count, key in enumerate(keys, start=1):
+        counts.setdefault(key, []).append(count)
+    return max(numbers[:copies][-1] for numbers in counts.values())

@@ -1,7 +1,7 @@
-"""How fast a device computes, copies and issues operators, the host beside it, and FSDP2 and the optimizer beside compute and links.
+"""Measure the rates of a device and its host (computation, copies, operators), and the overhead of FSDP2 and the optimizer.
 
-FSDP2's own work is measured with FSDP2 itself: a few units without compute run under `fully_shard` with collectives that send nothing.
-Three kinds of units, with few and many tensors and with few and many bytes, tell apart what a call, a tensor and a byte cost.
+FSDP2's overhead is measured with FSDP2 itself: a few units without computation run under `fully_shard` with collectives that send nothing.
+Three kinds of units, with few or many tensors and few or many bytes, separate the costs per call, per tensor and per byte.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .timing import barrier, call_seconds, median_seconds, over_ranks, rounds, t
 
 _DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16, DType.FLOAT64)
 _MATMUL_SIZES = {"cpu": (256, 512, 768), "cuda": (2048, 4096, 8192)}
-"""Sides of square matrices: large enough for the rate of a transformer's products, small enough to be quick."""
-_LEAST_MATMULS = 3
-# More than the caches hold:
+"""Sides of square matrices: large enough to reach the rate of a transformer's products, small enough to be quick."""
+_MIN_MATMULS = 3
+# These sizes exceed the caches:
 _COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 _LINK_BYTES = 256 * 2**20
 _UPDATE_ELEMENTS = 2**25
@@ -44,13 +44,13 @@ _UNITS = 4
 _WIDTH = 64
 _KINDS = ((1, 128), (16, 128), (16, 2**16))
 """Tensors of a unit and elements of each: one, many, and many that are large (4 MiB together)."""
-_LEAST_ROUNDS, _MOST_ROUNDS = 4, 21
-"""The first warms up."""
+_MIN_ROUNDS, _MAX_ROUNDS = 4, 21
+"""The first round warms up."""
 _STEPS = (OptimizerStep.FOR_LOOP, OptimizerStep.FOREACH, OptimizerStep.FUSED)
 
 
 def matmul_rates(device: torch.device, seconds: float) -> dict[DType, float]:
-    """Return FLOP/s of dense matrix products, the median over a few sizes, by dtype; a dtype without products is left out."""
+    """Return FLOP/s of dense matrix products by dtype, the median over a few sizes; unsupported dtypes are left out."""
     budget_s = seconds / len(_DTYPES)
     rates = {dtype: _matmul_rate(device, getattr(torch, dtype.value), budget_s) for dtype in _DTYPES}
     return {dtype: rate for dtype, rate in rates.items() if rate is not None}
@@ -58,13 +58,13 @@ def matmul_rates(device: torch.device, seconds: float) -> dict[DType, float]:
 
 def _matmul_rate(device: torch.device, dtype: torch.dtype, budget_s: float) -> float | None:
     rates: list[float] = []
-    dice = torch.Generator(device).manual_seed(0)  # the training's own random state stays as it is
+    generator = torch.Generator(device).manual_seed(0)  # so that the training's random state does not change
     deadline = time.perf_counter() + budget_s
     for size in _MATMUL_SIZES[device.type]:
-        if rates and time.perf_counter() + _LEAST_MATMULS * 2 * size**3 / rates[-1] > deadline:
+        if rates and time.perf_counter() + _MIN_MATMULS * 2 * size**3 / rates[-1] > deadline:
             break  # a dtype that this device only emulates
         try:
-            left, right = (torch.randn(size, size, device=device, generator=dice).to(dtype) for _ in range(2))
+            left, right = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
             taken_s = median_seconds(lambda: left @ right, device, budget_s / 8)  # noqa: B023
         except RuntimeError:
             return None
@@ -79,9 +79,9 @@ def copy_rate(device: torch.device, seconds: float) -> float:
 
 
 def operator_seconds(device: torch.device, seconds: float) -> float:
-    """Return the seconds that dispatching one operator takes, forward and backward together, where its work is next to nothing.
+    """Return the seconds to dispatch one operator, as a mean over forward and backward, measured on tiny tensors.
 
-    A GPU runs behind the CPU that queues its kernels: there it is the CPU's time alone, of the quickest run.
+    On a GPU, whose kernels the CPU queues ahead, only the CPU's time of the quickest run counts.
     """
     run = _tiny_step(device)
     with _Counter() as counter:
@@ -91,8 +91,8 @@ def operator_seconds(device: torch.device, seconds: float) -> float:
 
 
 def _tiny_step(device: torch.device) -> Callable[[], None]:
-    """Make forward and backward of a model of many operators, a few hundred kernels: fewer than a GPU's queue holds."""
-    with torch.random.fork_rng(devices=[]):  # the training's own random state stays as it is
+    """Return a function that runs forward and backward of a few hundred kernels: fewer than a GPU's queue holds."""
+    with torch.random.fork_rng(devices=[]):  # so that the training's random state does not change
         layer = [nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)]
         model = nn.Sequential(*(copy.deepcopy(part) for _ in range(8) for part in layer)).to(device)
     rows = torch.ones(2, 8, requires_grad=True, device=device)
@@ -108,31 +108,31 @@ class _Counter(TorchDispatchMode):
 
 
 def measure_host(device: torch.device, seconds: float) -> HostSpec | None:
-    """Measure the slowest host and the least share of a machine's memory, all ranks at once; None on the CPU. Collective.
+    """Measure the slowest host and the least share of a machine's memory, on all ranks at once; return None on the CPU. Collective.
 
     Copies go from pinned memory to the device and back.
     """
     if device.type == "cpu":
         return None
     host = torch.ones(_LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty_like(host, device=device)
+    on_device = torch.empty_like(host, device=device)
     rates = []
-    for target, source in ((there, host), (host, there)):
+    for target, source in ((on_device, host), (host, on_device)):
         barrier(device)
         rates.append(host.nbytes / median_seconds(lambda: target.copy_(source, non_blocking=True), device, seconds / 4))  # noqa: B023
-    share, where = memory_of_rank()
+    share, memory_source = memory_of_rank()
     to_device, to_host, memory, update = over_ranks([*rates, share, update_rate(device, seconds / 2)], dist.ReduceOp.MIN)
     return HostSpec(
         memory_bytes=int(memory),
         to_device_bytes_per_s=to_device,
         to_host_bytes_per_s=to_host,
         update_bytes_per_s=update,
-        source=f"measured; memory: {where}",
+        source=f"measured; memory: {memory_source}",
     )
 
 
 def update_rate(device: torch.device, seconds: float, *, elements: int = _UPDATE_ELEMENTS) -> float:
-    """Return the bytes that a fused AdamW step on this process's cores reads and writes each second, with the threads that torch has."""
+    """Return the bytes per second that a fused AdamW step on the CPU reads and writes, with torch's number of threads."""
     parameter = torch.nn.Parameter(torch.zeros(elements))
     parameter.grad = torch.zeros(elements)
     optimizer = torch.optim.AdamW([parameter], fused=True)
@@ -143,18 +143,18 @@ def update_rate(device: torch.device, seconds: float, *, elements: int = _UPDATE
 
 
 def measure_fsdp_overhead(device: torch.device, seconds: float) -> FsdpOverhead | None:
-    """Measure FSDP2's own work on the CPU, on all ranks at once, for times of the slowest. Collective.
+    """Measure FSDP2's own work on the CPU, on all ranks at once, and return the times of the slowest. Collective.
 
-    None with a single process, which is not sharded, and on CUDA, where the CPU queues kernels ahead and copies go at the speed of memory.
+    Return None for a single process, which is not sharded, and on CUDA, where the CPU queues kernels ahead and copies run at memory speed.
     """
     if device.type != "cpu" or world_size() == 1:
         return None
     clock = work_clock(device)
     models = [_EmptyModel(tensors, numel, device, clock) for tensors, numel in _KINDS]
     taken: dict[str, list[list[float]]] = {}
-    """Seconds of one unit, of each kind of units."""
-    for measure in (_EmptyModel.gather, _EmptyModel.reduce_and_update):  # one after the other, so that each finds memory as it left it
-        for number in rounds(seconds / 2, least=_LEAST_ROUNDS, most=_MOST_ROUNDS):
+    """Seconds of one unit, for each kind of units."""
+    for measure in (_EmptyModel.gather, _EmptyModel.reduce_and_update):  # not interleaved, so that each reuses its own freed memory
+        for number in rounds(seconds / 2, least=_MIN_ROUNDS, most=_MAX_ROUNDS):
             for kind, model in enumerate(models):
                 for name, whole_s in measure(model).items():
                     if number:
@@ -165,14 +165,14 @@ def measure_fsdp_overhead(device: torch.device, seconds: float) -> FsdpOverhead 
     return FsdpOverhead(
         gather=replace(gather, seconds_per_byte=gather.seconds_per_byte / (1 + 1 / world)),
         reduce=reduce,
-        updates={step: replace(one, call_s=0.0, seconds_per_byte=one.seconds_per_byte * world) for step, one in updates.items()},
+        updates={step: replace(work, call_s=0.0, seconds_per_byte=work.seconds_per_byte * world) for step, work in updates.items()},
     )
 
 
 def measure_codecs(device: torch.device, seconds: float) -> tuple[CodecTime, ...]:
-    """Measure to encode and to decode and add an element in each wire format, on all ranks at once, for the slowest. Collective.
+    """Measure encoding an element, and decoding and adding it, in each wire format, on all ranks at once; the slowest counts. Collective.
 
-    Nothing with a single process, which sends nothing.
+    Return nothing for a single process, which sends nothing.
     """
     if world_size() == 1:
         return ()
@@ -183,19 +183,19 @@ def measure_codecs(device: torch.device, seconds: float) -> tuple[CodecTime, ...
         for run in (partial(encode, values, codes, wire), partial(decode, codes, values, wire, add=True)):
             times.append(median_seconds(run, device, seconds / (2 * len(WireFormat))) / _CODEC_ELEMENTS)
     slowest = over_ranks(times)
-    pairs = zip(slowest[::2], slowest[1::2], strict=True)
-    return tuple(CodecTime(wire=wire, encode_s=there, decode_s=back) for wire, (there, back) in zip(WireFormat, pairs, strict=True))
+    by_format = zip(WireFormat, slowest[::2], slowest[1::2], strict=True)
+    return tuple(CodecTime(wire=wire, encode_s=encode_s, decode_s=decode_s) for wire, encode_s, decode_s in by_format)
 
 
 def measure_hooks(device: torch.device, seconds: float) -> float:
-    """Return the CPU's seconds for FSDP2's hooks around a unit in forward: the quickest round of the slowest rank. Collective."""
+    """Return the CPU seconds of FSDP2's hooks around a unit in forward: the quickest round of the slowest rank. Collective."""
     model = _EmptyModel(*_KINDS[0], device, time.perf_counter)
-    taken = [model.gather()["gather"] for _ in rounds(seconds, least=_LEAST_ROUNDS, most=_MOST_ROUNDS)]
+    taken = [model.gather()["gather"] for _ in rounds(seconds, least=_MIN_ROUNDS, most=_MAX_ROUNDS)]
     return over_ranks([min(taken) / _UNITS])[0]
 
 
 def _fit(taken: list[list[float]]) -> WorkTime:
-    """Return the seconds of a call, a tensor and a byte of whole parameters, from the three kinds of units."""
+    """Fit the seconds per call, per tensor and per byte of whole parameters to the three kinds of units."""
     one, many, large = over_ranks([trimmed_mean(seconds) for seconds in taken])
     tensor_s = max(0.0, (many - one) / (_KINDS[1][0] - _KINDS[0][0]))
     nbytes = 4 * _KINDS[2][0] * (_KINDS[2][1] - _KINDS[1][1])
@@ -203,7 +203,7 @@ def _fit(taken: list[list[float]]) -> WorkTime:
 
 
 class _EmptyModel:
-    """Sharded units of one kind without compute, with an optimizer of each kind of step."""
+    """Sharded units of one kind without computation, with one optimizer for each kind of step."""
 
     def __init__(self, tensors: int, numel: int, device: torch.device, clock: Callable[[], float]) -> None:
         self._device, self._clock = device, clock
@@ -221,13 +221,13 @@ class _EmptyModel:
         self._input = torch.zeros(1, requires_grad=True, device=device)
 
     def gather(self) -> dict[str, float]:
-        """Take a step that frees parameters after forward, for the seconds of gathers."""
+        """Run a step that frees parameters after forward, and return the seconds of forward, which gathers them."""
         seconds = self._step(free=True)[0]
         self._model.zero_grad()
         return {"gather": seconds}
 
     def reduce_and_update(self) -> dict[str, float]:
-        """Take a step that keeps parameters, so that backward only reduces, and one of each optimizer."""
+        """Run a step that keeps parameters, so that backward only reduces, then each optimizer; return their seconds."""
         times = {"reduce": self._step(free=False)[1]}
         for step, optimizer in self._optimizers.items():
             started = self._clock()
@@ -250,13 +250,13 @@ class _EmptyModel:
 
 
 class _Unit(nn.Module):
-    """Parameters that forward does nothing with; backward makes a new gradient for each."""
+    """Parameters that forward does not use; backward makes a new gradient for each."""
 
     def __init__(self, tensors: int, numel: int, clock: Callable[[], float]) -> None:
         super().__init__()
         self.clock = clock
         self.gradients_s = 0.0
-        """Seconds that making gradients took, which is not FSDP2's work."""
+        """Seconds spent on making gradients, which is not FSDP2's work."""
         self.tensors = nn.ParameterList(nn.Parameter(torch.zeros(numel // _WIDTH, _WIDTH)) for _ in range(tensors))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:

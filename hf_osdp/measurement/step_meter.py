@@ -1,4 +1,4 @@
-"""Time, peak memory and collectives of real steps, to hold estimates against."""
+"""Measure time, peak memory and collectives of real steps, for comparison with estimates."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from .timing import CollectiveClock, CollectiveTotal, Moment, now, of_last_rank,
 
 _KEPT_STEPS = 1000
 _LOOP_STEPS = 8
-"""Optimizer steps after which the figures of a loop are reported and it is left alone."""
+"""Optimizer steps of a loop that are measured before the figures are reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What real steps of a plan showed, over all ranks."""
+    """Measurements of real steps of a plan, over all ranks."""
 
     steps: int
     median_step_s: float | None
     """Median over the timed steps on the slowest rank; None before any was timed."""
     first_step_s: float | None = None
-    """The first step on the slowest rank, with all that happens once, such as compilation; None before it ended."""
+    """The first step on the slowest rank, which includes one-time work such as compilation; None before it ended."""
     peak_bytes: int | None = None
     """Peak of tensors on the fullest rank; None before it was measured."""
     collectives: tuple[CollectiveTotal, ...] = ()
-    """One step's; empty before it was measured and where there is one rank."""
+    """Totals of one step; empty before they were measured, and with one rank."""
     timings: tuple[CollectiveTiming, ...] = ()
-    """The same as lines over bytes, for the planner."""
+    """The same collectives as linear functions of bytes, for the planner."""
     reserved_bytes: int | None = None
-    """Most that torch's allocator had taken from the device, on any rank; None on the CPU."""
+    """Most bytes that torch's allocator reserved on the device, on any rank; None on the CPU."""
     out_of_memory: bool = False
-    """The device had not enough memory for a step; nothing else was measured then."""
+    """Whether a step ran out of device memory; nothing else was measured then."""
 
 
 class StepMeter:
-    """Measure optimizer steps between `step_begins` and `step_ends`; what lies between steps does not count.
+    """Measure optimizer steps between `step_begins` and `step_ends`; time between steps does not count.
 
-    The first step warms up and is not timed. CUDA: the peak is the largest of the steps' peaks in the allocator. CPU: it is that of the
-    second step, from live tensor bytes (`MemoryTracker`), and that step is not timed. Among several ranks the next `clocked_steps` have
-    their collectives timed (`CollectiveClock`), and count for nothing else.
+    The first step warms up and is not timed. On CUDA the peak is the allocator's largest peak of all steps. On the CPU it is the peak of
+    live tensor bytes (`MemoryTracker`) in the second step, which is not timed. With several ranks, the next `clocked_steps` time only their
+    collectives (`CollectiveClock`).
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class StepMeter:
 
         Args:
             device: where the model runs, for example `"cuda"` or `"cpu"`.
-            held: on the CPU, called as the second step begins: the tensors that count beside those that the step makes, such as
-                `training_tensors`. None counts every tensor, a data set in memory included, as the allocator does on CUDA.
-            clocked_steps: steps whose collectives are timed.
-            compiled: blocks run compiled, whose allocations on the CPU no operator shows: their peak is not measured there.
+            held: on the CPU, returns the tensors that count in addition to those that the second step makes, such as
+                `training_tensors`. None counts every tensor, including a data set in memory, as the allocator does on CUDA.
+            clocked_steps: number of steps whose collectives are timed.
+            compiled: blocks are compiled. On the CPU the peak is then not measured, because no operator shows their allocations.
         """
         self._clocked_steps, self._compiled = clocked_steps, compiled
         self._held = held or existing_tensors
@@ -85,7 +85,7 @@ class StepMeter:
         self.steps = 0
         self.peak_bytes: int | None = None
         self.reserved_bytes: int | None = None
-        """As in `Observation`, of this rank alone."""
+        """As in `Observation`, but only of this rank."""
 
     @property
     def median_step_s(self) -> float | None:
@@ -98,7 +98,7 @@ class StepMeter:
         return (1 if self._on_cuda else 2) + (self._clocked_steps if world_size() > 1 else 0)
 
     def step_begins(self) -> None:
-        """Begin an optimizer step, before its first micro-batch. A step that was begun and did not end is forgotten."""
+        """Begin an optimizer step, before its first micro-batch. A step that was begun and not ended is discarded."""
         self._leave()
         if self._on_cuda:
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -106,7 +106,7 @@ class StepMeter:
         self._began = now(self._device)
 
     def step_ends(self) -> None:
-        """End the step, after the optimizer has stepped; raise ValueError where none was begun."""
+        """End the step, after the optimizer's step; raise ValueError if no step was begun."""
         if self._began is None:
             raise ValueError("step_ends was called without step_begins; call the two around each optimizer step.")
         duration = self._began, now(self._device)
@@ -129,7 +129,7 @@ class StepMeter:
         self._began = None
 
     def summary(self) -> Observation:
-        """Return what was measured over all ranks, the worst rank counting. Collective."""
+        """Return the measurements over all ranks; the worst rank counts. Collective."""
         first = None if self._first is None else seconds_between(*self._first)
         figures = self.steps, self.median_step_s, first, self.peak_bytes, self.reserved_bytes
         largest = over_ranks([-1.0 if value is None else value for value in figures])
@@ -158,7 +158,7 @@ class StepMeter:
             self._entered = self._mode
 
     def _leave(self) -> None:
-        """Stop counting. Modes are a stack: beneath another one, opened since, ours stays without use until that has gone."""
+        """Stop counting. Modes are a stack: if another mode was entered later, ours stays entered but unused until that one exits."""
         self._mode = None
         if self._entered is not None and _get_current_dispatch_mode() is self._entered:
             self._entered.__exit__(None, None, None)
@@ -168,7 +168,7 @@ class StepMeter:
 def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield parameters, gradients, buffers and optimizer state.
 
-    After an evaluation, units that are kept show gathered parameters; their shards are those that the optimizer has.
+    After an evaluation the model may hold gathered parameters; their shards are then found in the optimizer.
     """
     shards = (parameter for group in optimizer.param_groups for parameter in group["params"])
     for parameter in (*model.parameters(), *shards):
@@ -181,9 +181,9 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
 
 
 def existing_tensors() -> Iterator[torch.Tensor]:
-    """Yield every tensor that Python can reach: parameters, optimizer state, buffers, the data in memory."""
+    """Yield every tensor that Python can reach: parameters, optimizer state, buffers, data in memory."""
     for candidate in gc.get_objects():
-        # isinstance would ask proxies such as lazy modules for their __class__.
+        # isinstance would evaluate __class__ of proxies such as lazy modules.
         if issubclass(type(candidate), torch.Tensor):
             yield candidate
             if candidate.is_leaf and candidate.grad is not None:
@@ -191,9 +191,9 @@ def existing_tensors() -> Iterator[torch.Tensor]:
 
 
 class LoopMeter:
-    """Measure the first optimizer steps of any loop by hooks: from the first training forward to the end of the optimizer's step.
+    """Measure the first optimizer steps of any loop with hooks: from the first training forward to the end of the optimizer's step.
 
-    What lies between does not count. The hooks are gone once the steps have been measured.
+    Time between steps does not count. The hooks are removed once the steps have been measured.
     """
 
     def __init__(
@@ -206,10 +206,10 @@ class LoopMeter:
         may_skip: bool,
         steps: int = _LOOP_STEPS,
     ) -> None:
-        """Put hooks on the model and on all optimizers; `report` is called once, on every rank, with the summary.
+        """Register hooks on the model and on all optimizers; `report` is called once, on every rank, with the summary.
 
-        Where a loss scaler `may_skip` the optimizer's step, forward passes beyond its micro-steps begin a new one; else all passes up
-        to the optimizer's step are one. On the CPU model, optimizer and batch count towards the peak beside what a step makes.
+        If a loss scaler `may_skip` the optimizer's step, a new step begins after the plan's number of micro-steps; otherwise all passes
+        up to the optimizer's step are one step. On the CPU the peak includes the model, the optimizer and the batch.
         """
         self._meter = StepMeter(device, self._held, compiled=bool(plan.compiled_classes))
         self._report = report
@@ -218,20 +218,20 @@ class LoopMeter:
         self._optimizer: torch.optim.Optimizer | None = None
         self._batch: list[torch.Tensor] = []
         self._passes = 0
-        me = weakref.ref(self)
+        self_reference = weakref.ref(self)
 
         def stepped(optimizer: torch.optim.Optimizer) -> None:
-            if (meter := me()) is not None:
+            if (meter := self_reference()) is not None:
                 meter._optimizer_stepped(optimizer)
 
-        # That of all optimizers must not keep this model alive; that of the model comes before FSDP2's, which gathers the root.
-        of_optimizers = after_step.add(stepped)
-        weakref.finalize(self, of_optimizers)
-        of_model = model.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True)
-        self._removers: list[Callable[[], object]] = [of_model.remove, of_optimizers]
+        # The optimizers' hook must not keep this model alive; the model's hook runs before FSDP2's, which gathers the root.
+        remove_optimizer_hook = after_step.add(stepped)
+        weakref.finalize(self, remove_optimizer_hook)
+        model_hook = model.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True)
+        self._removers: list[Callable[[], object]] = [model_hook.remove, remove_optimizer_hook]
 
     def finish(self) -> None:
-        """Stop measuring and report what was seen, if a step was. Collective; a second call does nothing."""
+        """Stop measuring, and report the summary if a step was measured. Collective; a second call does nothing."""
         if not self._removers:
             return
         self.stop()
@@ -256,15 +256,15 @@ class LoopMeter:
         self._passes += 1
 
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        mine = {id(parameter) for parameter in self._model.parameters()} if self._passes else set()
-        if not any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
-            return  # hooks see every optimizer of the process
+        own = {id(parameter) for parameter in self._model.parameters()} if self._passes else set()
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            return  # the hook runs for every optimizer of the process
         self._passes, self._optimizer = 0, optimizer
         self._meter.step_ends()
         if self._meter.steps >= self._steps:
             self.finish()
 
     def _held(self) -> list[torch.Tensor]:
-        """Return what lives when a step begins; the optimizer is known from the first one."""
+        """Return the tensors that are live when a step begins; the optimizer is known since the first step."""
         assert self._optimizer is not None
         return [*training_tensors(self._model, self._optimizer), *self._batch]

@@ -1,4 +1,4 @@
-"""How times are taken: on the CPU and on CUDA, alone and on all ranks at once, where the slowest counts; of collectives, too."""
+"""Measure times: on the CPU and on CUDA, of one rank or the slowest of all ranks, and of collectives."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _OPERATORS = {
     "_reduce_scatter_base_": Collective.REDUCE_SCATTER,
     "allreduce_": Collective.ALL_REDUCE,
 }
-"""Names in the namespace `c10d` of what FSDP2 issues, equal in torch 2.11 and 2.13."""
-_SMALLEST_BYTES = 1024
-"""What is smaller is a loss or a gradient norm, not a unit."""
+"""Names in the namespace `c10d` of the collectives that FSDP2 issues, equal in torch 2.11 and 2.13."""
+_MIN_UNIT_BYTES = 1024
+"""Smaller messages are losses or gradient norms, not units."""
 _Key = TypeVar("_Key", bound=Hashable)
 
 
 def now(device: torch.device) -> Moment:
-    """Return the time: the CPU's clock, or an event that is recorded on the current stream, which nothing waits for."""
+    """Return the time: the CPU's clock, or an event recorded on the current stream without waiting for it."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -46,7 +46,7 @@ def now(device: torch.device) -> Moment:
 
 
 def seconds_between(began: Moment, ended: Moment) -> float:
-    """Return the seconds between two moments of one device; on CUDA this waits for the later one."""
+    """Return the seconds between two moments of one device; on CUDA wait for the later one."""
     if isinstance(began, float) or isinstance(ended, float):
         assert isinstance(began, float) and isinstance(ended, float), "both of one device"
         return ended - began
@@ -60,9 +60,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def call_seconds(run: Callable[[], object], device: torch.device, seconds: float, *, waits: bool = True) -> list[float]:
-    """Return the times of three to twenty calls in about so many seconds, after one that warms up.
+    """Return the times of three to twenty calls, within about `seconds`, after one warm-up call.
 
-    They include the device's work where it `waits`; else they end when the CPU has issued it.
+    With `waits` they include the device's work; otherwise they end when the CPU has issued it.
     """
     taken: list[float] = []
     deadline = 0.0
@@ -82,14 +82,14 @@ def median_seconds(run: Callable[[], object], device: torch.device, seconds: flo
 
 
 def barrier(device: torch.device) -> None:
-    """Return when every rank is here and its device is idle."""
+    """Wait until every rank has reached this call and its device is idle."""
     synchronize(device)
     if dist.is_initialized():
         dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
 def over_ranks(values: Sequence[float], op: dist.ReduceOp.RedOpType = dist.ReduceOp.MAX) -> list[float]:
-    """Return the largest of each value over all ranks, or what `op` makes of it. Collective."""
+    """Return each value's maximum over all ranks, or its reduction by `op`. Collective."""
     if world_size() == 1:
         return list(values)
     tensor = torch.tensor(values, dtype=torch.float64, device=collective_device())
@@ -98,7 +98,7 @@ def over_ranks(values: Sequence[float], op: dist.ReduceOp.RedOpType = dist.Reduc
 
 
 def trimmed_mean(values: Sequence[float]) -> float:
-    """Return the mean without the tenth at either end: medians of ranks that wait for each other sum up to less than a step takes."""
+    """Return the mean without the highest and lowest tenth. Medians of ranks that wait for each other would sum to less than a step."""
     trimmed = len(values) // 10
     return statistics.fmean(sorted(values)[trimmed : len(values) - trimmed])
 
@@ -106,8 +106,8 @@ def trimmed_mean(values: Sequence[float]) -> float:
 def rounds(seconds: float, *, least: int, most: int, limit_s: float = float("inf")) -> Iterator[int]:
     """Count rounds until the time is up on some rank; every rank counts the same. Collective.
 
-    Measuring one thing after the other in each round, and not each to its end, spreads what disturbs the machine over all.
-    No round but the first is begun that would end after `limit_s`, not even one of the `least`.
+    Measuring every quantity in each round, instead of one after the other, spreads disturbances of the machine over all of them.
+    After the first, no round begins that would end after `limit_s`, even if fewer than `least` rounds have run.
     """
     began = time.perf_counter()
     for number in range(most):
@@ -119,16 +119,16 @@ def rounds(seconds: float, *, least: int, most: int, limit_s: float = float("inf
 
 
 def cores_are_shared(device: torch.device) -> bool:
-    """Return whether on some node ranks compute on the CPU with more threads than it has cores; the same on every rank. Collective."""
-    crowded = device.type == "cpu" and find_topology().ranks_per_node * torch.get_num_threads() > usable_cores()
-    return bool(over_ranks([crowded])[0])
+    """Return whether ranks on some node compute on the CPU with more threads than cores; the same on every rank. Collective."""
+    oversubscribed = device.type == "cpu" and find_topology().ranks_per_node * torch.get_num_threads() > usable_cores()
+    return bool(over_ranks([oversubscribed])[0])
 
 
 def work_clock(device: torch.device) -> Callable[[], float]:
-    """Return a clock for work of a few milliseconds on the CPU, which all ranks have at once. Collective.
+    """Return a clock for CPU work of a few milliseconds that all ranks do at once. Collective.
 
-    Where ranks share cores, such work seems to be alone, though every rank's has to be done before the next collective ends. There the
-    clock tells the CPU's seconds of this process, times ranks over cores.
+    If ranks share cores, a rank's short work may run undisturbed, but the next collective waits for the work of every rank. Then the
+    clock returns the CPU seconds of this process, times ranks over cores.
     """
     if not cores_are_shared(device):
         return time.perf_counter
@@ -150,23 +150,23 @@ class CollectiveTotal:
     crosses_nodes: bool
     calls: int = 1
     nbytes: int
-    """Of whole tensors (all shards together for all-gather and reduce-scatter), over all calls."""
+    """Bytes of whole tensors (all shards together for all-gather and reduce-scatter), over all calls."""
     seconds: float
-    """Over all calls; as a rank sees them, or without waiting for ranks that come late (`of_last_rank`)."""
+    """Seconds of all calls: as measured on a rank, or without waiting for late ranks (`of_last_rank`)."""
 
 
 class CollectiveClock(TorchDispatchMode):
-    """Times all-gathers, reduce-scatters and all-reduces that are issued inside the context; several announced as one count as one.
+    """Time all-gathers, reduce-scatters and all-reduces issued inside the context; several announced as one count as one.
 
-    On the CPU each is waited for where it is issued, as FSDP2 does on gloo anyway. On CUDA events are recorded on the stream that waits
-    for it, and nothing blocks. A profiler would take device memory there, of which a run near its limit has none.
+    On the CPU each one is waited for when it is issued, as FSDP2 does with gloo anyway. On CUDA events are recorded on the waiting stream,
+    and nothing blocks. A profiler would need device memory there, which a run near its limit does not have.
     """
 
     leaves_compiled_code = True
-    """Blocks that are compiled send nothing, and run without the clock: under a mode they would run as they are."""
+    """Compiled blocks, which send nothing, run without the clock, because under a mode they would run uncompiled."""
 
     def __init__(self, device: torch.device) -> None:
-        """Make a clock for tensors on a device. Collective where the topology is not known yet."""
+        """Make a clock for tensors on a device. Collective if the topology is not known yet."""
         super().__init__()
         self._device = device
         self._ranks_per_node = find_topology().ranks_per_node
@@ -185,7 +185,7 @@ class CollectiveClock(TorchDispatchMode):
 
     @contextmanager
     def _announced(self, collective: Collective, group: dist.ProcessGroup, nbytes: int) -> Iterator[None]:
-        """Time a collective whose calls are issued, and waited for, inside the context."""
+        """Time a collective whose calls are issued and waited for inside the context."""
         call, began, self._is_announced = self._call(collective, group, nbytes), now(self._device), True
         try:
             yield
@@ -195,25 +195,25 @@ class CollectiveClock(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> object:  # noqa: ANN401
         if any(issubclass(cls, DTensor) for cls in types):
-            return NotImplemented  # let it unfold into operators on local tensors, which come here again
+            return NotImplemented  # DTensor then calls operators on local tensors, which are timed here
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or func.namespace != "c10d":
             return func(*args, **kwargs)
         if self._is_announced:
-            # Gloo's pieces are waited for by who sent them: one after the other would never end.
-            return func(*args, **kwargs) if self._device.type == "cpu" else _waited(func(*args, **kwargs))
+            # The sender waits for gloo's pieces; waiting for each one here would deadlock.
+            return func(*args, **kwargs) if self._device.type == "cpu" else _wait_for(func(*args, **kwargs))
         collective = _OPERATORS.get(func.overloadpacket.__name__)
         nbytes = max((leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)), default=0)
-        if collective is None or nbytes < _SMALLEST_BYTES:
+        if collective is None or nbytes < _MIN_UNIT_BYTES:
             return func(*args, **kwargs)
         group = dist.ProcessGroup.unbox(next(value for value in args if isinstance(value, torch.ScriptObject)))
         began = now(self._device)
-        result = _waited(func(*args, **kwargs))
+        result = _wait_for(func(*args, **kwargs))
         self._seen.append((self._call(collective, group, nbytes), began, now(self._device)))
         return result
 
     def calls(self) -> tuple[CollectiveTotal, ...]:
-        """Return what this rank saw, waiting for other ranks included. On CUDA this waits for the last of them."""
+        """Return this rank's calls, including its waiting for other ranks. On CUDA wait for the last call."""
         found = (replace(call, seconds=seconds_between(began, ended)) for call, began, ended in self._seen)
         return tuple(call for call in found if call.group_size > 1)
 
@@ -223,9 +223,9 @@ class CollectiveClock(TorchDispatchMode):
 
 
 def of_last_rank(calls: Sequence[CollectiveTotal]) -> tuple[CollectiveTotal, ...]:
-    """Return the calls with the seconds of the rank that came to each one last: the collective without the waiting. Collective.
+    """Return the calls with the seconds of the rank that reached each one last, which are without waiting. Collective.
 
-    They are empty where ranks saw different numbers of calls.
+    Return no calls if the ranks recorded different numbers of calls.
     """
     least, most = over_ranks([len(calls), -len(calls)], dist.ReduceOp.MIN)
     if least != -most or not calls:
@@ -235,7 +235,7 @@ def of_last_rank(calls: Sequence[CollectiveTotal]) -> tuple[CollectiveTotal, ...
 
 
 def totals_of(calls: Sequence[CollectiveTotal], *, steps: int) -> tuple[CollectiveTotal, ...]:
-    """Return the totals of one step, where `calls` has those of several."""
+    """Return the totals of one step from the calls of several steps."""
     groups = _grouped(calls, lambda call: (call.collective, call.group_size))
     return tuple(
         replace(
@@ -247,7 +247,7 @@ def totals_of(calls: Sequence[CollectiveTotal], *, steps: int) -> tuple[Collecti
 
 
 def timings_of(calls: Sequence[CollectiveTotal]) -> tuple[CollectiveTiming, ...]:
-    """Return lines through the median time of each size of message."""
+    """Fit lines through the median time of each message size."""
     timings = []
     groups = _grouped(calls, lambda call: (call.collective, call.group_size, call.crosses_nodes))
     for (collective, size, crosses), members in sorted(groups.items()):
@@ -265,10 +265,10 @@ def _grouped(calls: Sequence[CollectiveTotal], key: Callable[[CollectiveTotal], 
     return groups
 
 
-def _waited(result: object) -> object:
-    """Return a collective's result, once it is there (on CUDA: for the current stream).
+def _wait_for(result: object) -> object:
+    """Wait for a collective (on CUDA: on the current stream) and return its result.
 
-    NCCL's work is null where it was not asked for one (torch 2.8 and later): `unbox` says so, where a call of its methods ends the process.
+    NCCL's work is null if none was requested (torch 2.8 and later): `unbox` then returns None, and a method call would end the process.
     """
     for boxed in result if isinstance(result, (tuple, list)) else (result,):
         if isinstance(boxed, torch.ScriptObject) and (work := dist.Work.unbox(boxed)) is not None:

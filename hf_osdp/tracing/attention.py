@@ -1,6 +1,6 @@
-"""Which attention kernel torch takes on CUDA, by the rules of torch 2.11 to 2.13, and the FLOPs of attention.
+"""Choose the attention kernel that torch runs on CUDA, by the rules of torch 2.11 to 2.13, and count the FLOPs of attention.
 
-Each rule is a check of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`; the first kernel that passes all of its own runs.
+Each rule is a check in `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`; torch runs the first kernel whose checks all pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 Capability = tuple[int, int]
 
 ASSUMED_CAPABILITY: Capability = (8, 6)
-"""Of a GPU that is not known: from Ampere on none has narrower rules, so that none saves more."""
+"""Compute capability used if the GPU is not known. From Ampere on its rules are the narrowest, so no other GPU saves more activations."""
 _SUPPORTED = (8, 0), (12, 1)
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -27,26 +27,26 @@ class Kernel(str, Enum):
     FLASH = "flash"
     EFFICIENT = "memory-efficient"
     MATH = "math"
-    """Plain products, which save every score of every head."""
+    """Separate matrix products, which save all attention scores of every head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
-    """What torch looks at to choose a kernel."""
+    """The properties of a call by which torch chooses a kernel."""
 
     dtype: torch.dtype
     query: tuple[int, ...]
-    """Shape `[batch, heads, T, d]`, as of key and value."""
+    """Shape `[batch, heads, T, d]`, like those of key and value."""
     key: tuple[int, ...]
     value: tuple[int, ...]
     has_mask: bool = False
     is_causal: bool = False
     dropout: float = 0.0
-    trains: bool = True
-    """An input needs a gradient."""
+    requires_grad: bool = True
+    """Whether an input requires a gradient."""
     enable_gqa: bool = False
     inner_strides_are_one: bool = True
-    """Of query, key and value."""
+    """Whether the last dimension of query, key and value has stride 1."""
 
     @property
     def head_sizes(self) -> set[int]:
@@ -58,30 +58,30 @@ class AttentionCall:
 
     @property
     def groups_heads(self) -> bool:
-        """Fewer heads of keys and values than of queries, in the way that flash and cuDNN take."""
+        """Whether grouped-query attention is enabled with head counts that flash and cuDNN accept."""
         return self.enable_gqa and self.key[1] == self.value[1] and self.query[1] % self.key[1] == 0
 
 
 def attention_kernel(call: AttentionCall, capability: Capability) -> Kernel:
-    """Return the kernel that torch takes on a CUDA device of a compute capability.
+    """Return the kernel that torch runs on a CUDA device with this compute capability.
 
-    The user's `torch.backends.cuda.enable_*_sdp` are not asked for; torch's defaults count.
+    Torch's defaults of `torch.backends.cuda.enable_*_sdp` are assumed; the user's settings are not read.
     """
     shapes = (call.query, call.key, call.value)
     if all(len(shape) == 4 for shape in shapes) and len({shape[0] for shape in shapes}) == 1 and call.inner_strides_are_one:
-        if capability[0] in (9, 10) and _takes_cudnn(call, capability):  # preferred there with cuDNN above 9.15, torch's since 2.11
+        if capability[0] in (9, 10) and _can_use_cudnn(call, capability):  # preferred there since torch 2.11, which ships cuDNN above 9.15
             return Kernel.CUDNN
-        if _takes_flash(call, capability):
+        if _can_use_flash(call, capability):
             return Kernel.FLASH
-        if _takes_efficient(call, capability):
+        if _can_use_efficient(call, capability):
             return Kernel.EFFICIENT
     return Kernel.MATH
 
 
-def _takes_cudnn(call: AttentionCall, capability: Capability) -> bool:
-    """Whether cuDNN runs; heads above 128 need newer versions in part of the cases, but flash takes those, and saves the same."""
+def _can_use_cudnn(call: AttentionCall, capability: Capability) -> bool:
+    """Return whether cuDNN runs. Some heads above 128 need newer versions; flash accepts all of them and saves the same."""
     return (
-        _runs_low_precision(call, capability)
+        _is_low_precision(call, capability)
         and max(call.head_sizes) <= 128
         and not any(size % 8 for size in call.head_sizes)
         and (call.has_equal_heads or call.groups_heads)
@@ -91,11 +91,11 @@ def _takes_cudnn(call: AttentionCall, capability: Capability) -> bool:
     )
 
 
-def _takes_flash(call: AttentionCall, capability: Capability) -> bool:
+def _can_use_flash(call: AttentionCall, capability: Capability) -> bool:
     size = call.query[-1]
-    narrow = call.trains and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0))
+    narrow = call.requires_grad and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0))
     return (
-        _runs_low_precision(call, capability)
+        _is_low_precision(call, capability)
         and not call.has_mask
         and len(call.head_sizes) == 1
         and size <= 256
@@ -105,8 +105,8 @@ def _takes_flash(call: AttentionCall, capability: Capability) -> bool:
     )
 
 
-def _takes_efficient(call: AttentionCall, capability: Capability) -> bool:
-    """Whether the memory-efficient kernel runs; grouped heads came after 2.13 (pytorch/pytorch#191085)."""
+def _can_use_efficient(call: AttentionCall, capability: Capability) -> bool:
+    """Return whether the memory-efficient kernel runs; it supports grouped heads only after torch 2.13 (pytorch/pytorch#191085)."""
     low = call.dtype in _LOW_PRECISION
     alignment = (8 if low else 4) if capability[0] >= 8 else (8 if low and capability[0] == 7 else 1)
     dtypes = (torch.float32, torch.float16, torch.bfloat16) if capability[0] >= 8 else (torch.float32, torch.float16)
@@ -119,39 +119,39 @@ def _takes_efficient(call: AttentionCall, capability: Capability) -> bool:
     )
 
 
-def _runs_low_precision(call: AttentionCall, capability: Capability) -> bool:
+def _is_low_precision(call: AttentionCall, capability: Capability) -> bool:
     return call.dtype in _LOW_PRECISION and _SUPPORTED[0] <= capability <= _SUPPORTED[1]
 
 
 def capability_here() -> Capability | None:
-    """Return that of this process's GPU; None where there is none."""
+    """Return the compute capability of this process's GPU; None without a GPU."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
-def warning_of_math(call: AttentionCall, capability: Capability) -> str:
-    """Say what the math kernel costs a model, why it runs, and what to do."""
+def math_kernel_warning(call: AttentionCall, capability: Capability) -> str:
+    """Return a warning that says what the math kernel saves, why it runs, and the remedy."""
     dtype = str(call.dtype).removeprefix("torch.")
     if call.dtype is torch.bfloat16 and capability[0] < 8:
-        why, remedy = f"bfloat16 has no other on compute capability {capability[0]}.{capability[1]}", "train in fp16"
+        reason, remedy = f"bfloat16 has no other kernel on compute capability {capability[0]}.{capability[1]}", "train in fp16"
     elif call.dtype is torch.float32 and not call.has_equal_heads:
-        why, remedy = "float32 with grouped-query attention has no other before torch 2.14", "train in bf16 or fp16"
+        reason, remedy = "float32 with grouped-query attention has no other kernel before torch 2.14", "train in bf16 or fp16"
     elif call.dtype is torch.float64:
-        why, remedy = "float64 has no other", "train in bf16, or in float32 without grouped heads"
+        reason, remedy = "float64 has no other kernel", "train in bf16, or in float32 without grouped heads"
     else:
         sizes = f"query {list(call.query)}, key {list(call.key)}, value {list(call.value)}"
-        why, remedy = f"no fused kernel takes {dtype} with {sizes}", "use another attn_implementation, or shorter sequences"
+        reason, remedy = f"no fused kernel accepts {dtype} with {sizes}", "use another attn_implementation, or shorter sequences"
     scores = call.query[1] if len(call.query) == 4 else 1
     return (
-        f"Attention runs torch's math kernel, which saves {scores} x {call.query[-2]} x {call.key[-2]} scores of each sample and layer:"
-        f" {why}; {remedy}."
+        f"Attention runs torch's math kernel, which saves {scores} x {call.query[-2]} x {call.key[-2]} scores per sample and layer:"
+        f" {reason}; {remedy}."
     )
 
 
 def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *, backward: bool = False) -> int:
-    """Return the FLOPs of scaled dot-product attention: two products, 2 b h Tq Tk (d + dv), also where a causal mask halves them.
+    """Return the FLOPs of scaled dot-product attention: two products, 2 b h Tq Tk (d + dv), even if a causal mask halves them.
 
-    Shapes are `[..., heads, T, d]`; grouped keys and values count for every query head, as in torch.utils.flop_counter. Backward of
-    fused attention has five products against two (FlashAttention-2, arXiv 2307.08691).
+    Shapes are `[..., heads, T, d]`; grouped keys and values count for every query head, as in torch.utils.flop_counter. Forward of
+    fused attention has two products, backward five (FlashAttention-2, arXiv 2307.08691).
     """
     forward = 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
     return forward * 5 // 2 if backward else forward

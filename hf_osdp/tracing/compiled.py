@@ -1,6 +1,6 @@
-"""Run a block on fake tensors as it runs when compiled: dynamo and AOTAutograd for real, Inductor's kernels by their allocations.
+"""Trace compiled blocks on fake tensors: dynamo and AOTAutograd run, and Inductor's kernels are replaced by their allocations.
 
-The graphs of forward and backward are those that Inductor would get, with the joint graph cut as `activation_memory_budget` says
+The graphs of forward and backward are those that Inductor would receive; `activation_memory_budget` decides where the joint graph is cut
 (`torch._functorch.partitioners`). No code is generated: each graph becomes a `FusedGraph`, which allocates and frees as its kernels do.
 """
 
@@ -27,30 +27,30 @@ from .memory_tracker import MemoryTracker
 from .recorder import Recorder
 from .tensors import DEVICE
 
-_MOST_VARIANTS = 256
-"""Compilations of one forward that dynamo keeps: a batch size and a budget make one."""
+_MAX_VARIANTS = 256
+"""Most compilations of one forward that dynamo keeps: one for each batch size and budget."""
 
 
 class TracedCompiler:
     """Compile forwards for a trace.
 
     Args:
-        mode: of the fake tensors.
-        cuda: stands for CUDA's attention where the trace is one for CUDA.
+        mode: the mode of the fake tensors.
+        cuda: replaces CUDA's attention in a trace for CUDA; None for the CPU.
     """
 
     def __init__(self, mode: FakeTensorMode, cuda: CudaKernels | None = None) -> None:
         self._mode, self._cuda = mode, cuda
         self._memory: MemoryTracker | None = None
         self._runs = 0
-        """Graphs that ran."""
+        """Number of graphs that ran."""
         self._backend = functools.cache(self._make_backend)
 
     @contextmanager
     def recording(self, memory: MemoryTracker) -> Iterator[None]:
-        """Count what compiled forwards and their backwards allocate and compute."""
+        """Record in `memory` what compiled forwards and their backwards allocate and compute."""
         self._memory = memory
-        limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _MOST_VARIANTS)
+        limits = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), _MAX_VARIANTS)
         try:
             with torch._dynamo.config.patch(limits):
                 yield
@@ -58,19 +58,19 @@ class TracedCompiler:
             self._memory = None
 
     def close(self) -> None:
-        """Forget what was compiled: dynamo's caches belong to the code of a forward, and training compiles that for real."""
+        """Clear dynamo's caches: they belong to the code of a forward, and training compiles the same code for real."""
         if self._backend.cache_info().currsize:
             torch._dynamo.reset()
 
     def compile(self, original: Callable[..., Any], recomputation: Recomputation | None = None) -> Callable[..., Any]:
-        """Return the compiled form of a block's forward, for `compiled_by`; calling it raises NotCompiledError where that fails."""
+        """Return a block's compiled forward; calling it raises NotCompiledError if compilation fails."""
         compiled = torch.compile(original, backend=self._backend(budget_of(recomputation)), fullgraph=True, dynamic=False)
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> object:
             name = type(original.__self__).__name__  # type: ignore[attr-defined]
             runs = self._runs
-            with self._outside_modes():
+            with self._modes_disabled():
                 try:
                     output: object = compiled(*args, **kwargs)
                 except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
@@ -84,7 +84,7 @@ class TracedCompiler:
         return forward
 
     def _make_backend(self, budget: float) -> Callable[..., Any]:
-        """Return dynamo's backend for a budget: one object each, since dynamo tells compiled code apart by it, and not by the budget."""
+        """Return dynamo's backend for a budget. Each budget has its own object, because dynamo's cache compares backends, not budgets."""
         from torch._inductor.compile_fx import compile_fx
 
         def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> object:
@@ -93,12 +93,12 @@ class TracedCompiler:
                     node.target = self._cuda.call_attention
             module.recompile()
             with torch._functorch.config.patch(activation_memory_budget=budget, enable_autograd_cache=False):
-                return compile_fx(module, inputs, inner_compile=self._kernels_of)  # type: ignore[arg-type]
+                return compile_fx(module, inputs, inner_compile=self._inner_compile)  # type: ignore[arg-type]
 
         return backend
 
-    def _kernels_of(self, module: fx.GraphModule, inputs: object, **options: object) -> Callable[[list[Any]], list[Any]]:
-        """Return a function that allocates as the kernels of a graph do, in place of Inductor's."""
+    def _inner_compile(self, module: fx.GraphModule, inputs: object, **options: object) -> Callable[[list[Any]], list[Any]]:
+        """Return a function that allocates like a graph's kernels; it replaces Inductor's inner compilation."""
         graph = FusedGraph(module.graph, "cpu" if self._cuda is None else "cuda")
         run = functools.partial(self._run, graph)
         run._boxed_call = True  # type: ignore[attr-defined]  # it empties the list of its arguments
@@ -108,18 +108,18 @@ class TracedCompiler:
         self._runs += 1
         values: dict[fx.Node, Any] = dict(zip(graph.inputs, args, strict=True))
         args.clear()
-        with self._outside_modes(), torch.no_grad():
+        with self._modes_disabled(), torch.no_grad():
             for kernel in graph.kernels:
                 self._launch(kernel, values)
             return [self._result(node, graph, values) if isinstance(node, fx.Node) else node for node in graph.outputs]
 
     def _launch(self, kernel: FusedKernel, values: dict[fx.Node, Any]) -> None:
-        """Allocate what a kernel writes, and let go of what nobody reads after it."""
+        """Allocate what a kernel writes, and release what no later kernel reads."""
         with ExitStack() as stack:
             if isinstance(self._memory, Recorder):
                 stack.enter_context(self._memory.kernel(kernel.flops, kernel.traffic_bytes))
             for node in kernel.writes:
-                values.pop(kernel.takes_over.get(node), None)  # type: ignore[arg-type]
+                values.pop(kernel.reuses.get(node), None)  # type: ignore[arg-type]
                 like = node.meta["val"]
                 values[node] = self._allocate(known_sizes(like.shape), known_sizes(like.stride()), like.dtype)
             scratch = self._allocate((kernel.scratch_bytes,), (1,), torch.uint8) if kernel.scratch_bytes else None
@@ -134,7 +134,7 @@ class TracedCompiler:
         return made
 
     def _result(self, node: fx.Node, graph: FusedGraph, values: dict[fx.Node, Any]) -> object:
-        """Return an output of a graph: a buffer or an input, or a view of one."""
+        """Return an output of a graph: a buffer, an input, or a view of one of them."""
         owner, like = graph.owner[node], node.meta.get("val")
         source = values.get(owner)
         if node is owner or not isinstance(source, torch.Tensor) or not isinstance(like, torch.Tensor):
@@ -144,8 +144,8 @@ class TracedCompiler:
         return source.as_strided(like.shape, like.stride(), like.storage_offset())
 
     @contextmanager
-    def _outside_modes(self) -> Iterator[None]:
-        """Leave the trace's modes, under which dynamo compiles nothing, but for that of fake tensors."""
+    def _modes_disabled(self) -> Iterator[None]:
+        """Disable the trace's modes except the fake tensor mode, because dynamo compiles nothing under them."""
         modes = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
         try:
             with _disable_current_modes(), self._mode:
@@ -156,9 +156,9 @@ class TracedCompiler:
 
 
 class NotCompiledError(DescriptionError):
-    """A block that dynamo cannot take as one graph."""
+    """A block that dynamo cannot compile as one graph."""
 
-    def __init__(self, class_name: str, why: str) -> None:
+    def __init__(self, class_name: str, reason: str) -> None:
         self.class_name = class_name
-        reason = next((line.strip() for line in why.splitlines() if line.strip()), "no reason was given")
-        super().__init__(f"{class_name} does not compile as one graph ({reason[:120].rstrip('.')}).")
+        first = next((line.strip() for line in reason.splitlines() if line.strip()), "no reason was given")
+        super().__init__(f"{class_name} does not compile as one graph ({first[:120].rstrip('.')}).")

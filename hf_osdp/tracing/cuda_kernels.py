@@ -1,6 +1,6 @@
-"""Functions that allocate what CUDA's attention (`attention.py` says which kernel runs) and dropout do, for traces without a GPU.
+"""Allocate like CUDA's attention and dropout kernels in traces without a GPU; `attention.py` chooses the attention kernel.
 
-On the CPU attention with dropout falls back to explicit products, and dropout keeps its noise in the activations' dtype, not in bool.
+The CPU's own kernels differ: attention with dropout falls back to explicit products, and dropout saves its mask in the activations' dtype.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _IN_FLOAT32 = frozenset({
     "l1_loss", "layer_norm", "log", "log10", "log1p", "log2", "log_softmax", "logsumexp", "mse_loss", "nll_loss", "norm", "normalize",
     "pow", "__pow__", "__rpow__", "prod", "reciprocal", "rsqrt", "smooth_l1_loss", "huber_loss", "softmax", "softplus", "sum",
 })  # fmt: skip
-"""What CUDA's autocast computes in float32 and the CPU's does not (AT_FORALL_FP32 in ATen/autocast_mode.h), by Python's names."""
+"""Python names of functions that autocast runs in float32 on CUDA but not on the CPU (AT_FORALL_FP32 in ATen/autocast_mode.h)."""
 
 
 library.define(
@@ -42,40 +42,40 @@ library.define(
 def _attention_outputs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, efficient: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate what a fused kernel returns: its output, and a float32 logsumexp of a row for each query, padded where it is `efficient`.
+    """Allocate what a fused kernel returns: its output, and a float32 logsumexp per query, padded if the kernel is `efficient`.
 
-    It is one operator, as on CUDA, so that a recomputation may save it.
+    It is one operator, as on CUDA, so that selective recomputation can save it.
     """
     batch, heads, length, _ = query.shape
     rows = length + (-length % 32 if efficient else 0)
-    # the kernels write [b, T, h, d] and return a transposed view, so that the caller's reshape copies nothing
+    # The kernels write [b, T, h, d] and return a transposed view, so the caller's reshape copies nothing.
     out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
     return out, query.new_empty((batch, heads, rows), dtype=torch.float32)
 
 
 @library.impl("hf_osdp::attention_backward", "CPU")
 @library.register_fake("hf_osdp::attention_backward")
-def _attention_gradients(  # noqa: PLR0913  as the operator has them
+def _attention_gradients(  # noqa: PLR0913  the operator's arguments
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, logsumexp: torch.Tensor,
     efficient: bool, bias_grad: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Allocate what backward of a fused kernel does: gradients of query, key, value and perhaps bias, then what it frees at its end.
+    """Allocate like backward of a fused kernel: gradients of query, key, value and perhaps bias, then temporary tensors.
 
-    That is float32 query gradients (in float32: as much for the row sums), and for grouped heads gradients of keys and values for each
-    query head. Sources: mha_bwd in flash_attn/flash_api.cpp, _efficient_attention_backward in cuda/attention_backward.cu,
+    The temporary tensors are float32 query gradients (in float32: as much for the row sums), and for grouped heads gradients of keys and
+    values for each query head. Sources: mha_bwd in flash_attn/flash_api.cpp, _efficient_attention_backward in cuda/attention_backward.cu,
     kNeedsAccumGradQ and kKernelComputesDelta in mem_eff_attention/kernel_backward.h. cuDNN's workspace holds the same.
     """
     row_sums = torch.empty_like(logsumexp)
-    wide = [torch.empty_like(query, dtype=torch.float32)]
-    if efficient and query.element_size() < 4 and query.shape[-1] > 128:  # sums that registers cannot hold
-        wide += [torch.empty_like(tensor, dtype=torch.float32) for tensor in (key, value)]
+    temporary_grads = [torch.empty_like(query, dtype=torch.float32)]
+    if efficient and query.element_size() < 4 and query.shape[-1] > 128:  # the sums do not fit in registers
+        temporary_grads += [torch.empty_like(tensor, dtype=torch.float32) for tensor in (key, value)]
     if (heads := query.shape[1]) != key.shape[1]:
-        wide += [tensor.new_empty(tensor.shape[0], tensor.shape[2], heads, tensor.shape[3]) for tensor in (key, value)]
+        temporary_grads += [tensor.new_empty(tensor.shape[0], tensor.shape[2], heads, tensor.shape[3]) for tensor in (key, value)]
     grads = [torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)]
-    return [*grads, *([torch.empty_like(bias)] if bias_grad and bias is not None else []), row_sums, *wide]
+    return [*grads, *([torch.empty_like(bias)] if bias_grad and bias is not None else []), row_sums, *temporary_grads]
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:  # noqa: ANN401
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:  # noqa: ANN401
     query, key, value, bias, ctx.efficient = inputs
     ctx.save_for_backward(query, key, value, bias, *output)
 
@@ -83,11 +83,11 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, tor
 def _attention_backward(ctx: Any, grad: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
     query, key, value, bias, _out, logsumexp = ctx.saved_tensors
     bias_grad = ctx.needs_input_grad[3]
-    made = torch.ops.hf_osdp.attention_backward(grad, query, key, value, bias, logsumexp, ctx.efficient, bias_grad)
-    return *made[:3], made[3] if bias_grad else None, None
+    grads = torch.ops.hf_osdp.attention_backward(grad, query, key, value, bias, logsumexp, ctx.efficient, bias_grad)
+    return *grads[:3], grads[3] if bias_grad else None, None
 
 
-library.register_autograd("hf_osdp::attention", _attention_backward, setup_context=_remember)
+library.register_autograd("hf_osdp::attention", _attention_backward, setup_context=_save_for_backward)
 
 
 @register_flop_formula(torch.ops.hf_osdp.attention)
@@ -101,7 +101,7 @@ def _backward_flops(grad: object, query: Sequence[int], key: Sequence[int], valu
 
 
 class CudaKernels(TorchFunctionMode):
-    """Replace attention and dropout by functions that allocate as CUDA's kernels do, on this machine's GPU if no capability is given."""
+    """Replace attention and dropout by functions that allocate like CUDA's kernels; without a capability, that of this machine's GPU."""
 
     def __init__(self, capability: Capability | None = None) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class CudaKernels(TorchFunctionMode):
     ) -> object:
         kwargs = kwargs or {}
         if func is torch.Tensor.backward and not any(kwargs.values()):
-            with self:  # torch leaves the mode while it handles a call, but blocks that are recomputed in backward need it
+            with self:  # torch disables the mode inside its handler, but blocks that are recomputed in backward need it
                 loss = args[0]
                 _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
             return None
@@ -129,7 +129,7 @@ class CudaKernels(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def call_attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run `scaled_dot_product_attention` as the kernel that CUDA takes would."""
+        """Run `scaled_dot_product_attention` like the kernel that CUDA would choose."""
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         options: dict[str, Any] = {"attn_mask": None, **dict(zip(names, args, strict=False)), **kwargs}
         query, key, value, attn_mask = (options[name] for name in names[:4])
@@ -138,34 +138,34 @@ class CudaKernels(TorchFunctionMode):
         call = AttentionCall(
             dtype=query.dtype, query=tuple(query.shape), key=tuple(key.shape), value=tuple(value.shape), has_mask=attn_mask is not None,
             is_causal=options.get("is_causal", False), dropout=options.get("dropout_p", 0.0), enable_gqa=options.get("enable_gqa", False),
-            trains=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)),
+            requires_grad=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)),
             inner_strides_are_one=all(tensor.stride(-1) == 1 for tensor in (query, key, value)),
         )  # fmt: skip
         kernel = attention_kernel(call, self._capability)
         self.found.setdefault(kernel, call)
         if attn_mask is not None and attn_mask.dtype is torch.bool:
-            attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype)  # the kernels take an additive bias
+            attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype)  # the kernels need an additive bias
         if kernel is Kernel.MATH:
             with torch.autocast("cpu", enabled=False):
                 return _math(query, key, value, attn_mask, call)
         size = value.shape[-1]
         if kernel is Kernel.FLASH and size % 8:
             query, key, value = (F.pad(tensor, (0, -size % 8)) for tensor in (query, key, value))
-        if attn_mask is not None and kernel is Kernel.EFFICIENT and (short := -attn_mask.shape[-1] % 16):
-            attn_mask = F.pad(attn_mask, (0, short))
+        if attn_mask is not None and kernel is Kernel.EFFICIENT and (padding := -attn_mask.shape[-1] % 16):
+            attn_mask = F.pad(attn_mask, (0, padding))
         output: torch.Tensor = torch.ops.hf_osdp.attention(query, key, value, attn_mask, kernel is Kernel.EFFICIENT)[0]
         return output[..., :size]
 
 
 def _cast(value: _Value, dtype: torch.dtype) -> _Value:
-    """Cast an operator's arguments as autocast does: none in float64."""
+    """Cast an operator's arguments as autocast does; it does not cast float64."""
     known = (torch.float32, torch.bfloat16, torch.float16)
     cast: _Value = tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.dtype in known else tensor, value)
     return cast
 
 
 def _math(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, call: AttentionCall) -> torch.Tensor:
-    """Allocate what `_scaled_dot_product_attention_math` does (ATen/native/transformers/attention.cpp): half precision in float32."""
+    """Allocate like `_scaled_dot_product_attention_math` (ATen/native/transformers/attention.cpp): half precision in float32."""
     dtype = query.dtype
     if dtype in (torch.float16, torch.bfloat16):
         query, key, value = query.float(), key.float(), value.float()
@@ -177,9 +177,9 @@ def _math(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: tor
     scores = torch.matmul(query, key.transpose(-2, -1) * 1.0)
     if bias is not None:
         scores.add_(bias)
-    beside = torch.empty_like(scores)  # safe softmax takes one that it does not return
+    temporary = torch.empty_like(scores)  # safe softmax allocates one that it does not return
     weights = torch._safe_softmax(scores, -1)
-    del beside, scores
+    del temporary, scores
     return torch.matmul(_dropout(weights, call.dropout), value).to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""A model or its configuration → what the planner needs to know of it: build, split, find units, trace."""
+"""Describe a model or its configuration for the planner: build it, split it, find its units, trace it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine
 from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
-from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, capability_here, warning_of_math
+from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, capability_here, math_kernel_warning
 from .compiled import NotCompiledError
 from .trace import Trace, TraceOptions, trace_segments
 
 _log = logging.getLogger(__name__)
 TRACED_MICRO_BATCH = 2
-"""Samples around which a model is traced, unless the caller wants others: the fewest through which costs are lines."""
+"""Default batch size around which a model is traced: the smallest from which costs are linear."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DescribeOptions:
-    """What `describe` may be told of a model's training step."""
+    """Options of `describe`: how the model will train."""
 
     sequence_length: int
     """Tokens of one sample."""
@@ -42,34 +42,34 @@ class DescribeOptions:
     compute_dtype: DType | None = None
     """Dtype of gathered parameters and activations; None keeps the parameters' own."""
     autocast: bool = False
-    """Compute in it under `torch.autocast`, as one process does (`Precision.autocast`), and leave the parameters as they are."""
+    """Compute in `compute_dtype` under `torch.autocast`, as one process does (`Precision.autocast`); parameters keep their dtypes."""
     device_type: str = "cpu"
-    """`"cpu"` or `"cuda"`: whose attention and dropout kernels, and whose allocation granularity, count."""
+    """`"cpu"` or `"cuda"`: decides the attention and dropout kernels and the allocation granularity."""
     capability: Capability | None = None
-    """Compute capability of the CUDA device (`DeviceSpec.capability`), which decides on the attention kernel; None takes that of this
-    machine's GPU, or where there is none (8, 6), whose rules are the narrowest from Ampere on."""
+    """Compute capability of the CUDA device (`DeviceSpec.capability`), which decides the attention kernel. None uses this machine's GPU, or
+    without one (8, 6), whose rules are the narrowest from Ampere on."""
     auto_class: object = None
-    """For a configuration, which class to build, see `build_on_meta`."""
+    """For a configuration, the class to build, see `build_on_meta`."""
     inputs: Inputs | None = None
-    """From a number of samples to forward's keyword arguments, labels included, or to what `loss` takes; None makes a training batch for
-    a transformers model."""
+    """A function from a number of samples to forward's keyword arguments, labels included, or to the batch of `loss`; None makes a training
+    batch for a transformers model."""
     activation_checkpointing: bool = False
-    """The blocks will be recomputed in backward. A model that has it switched on already needs no word of it here."""
+    """The blocks will be recomputed in backward. Not needed if the model has activation checkpointing enabled already."""
     recomputation: bool = True
-    """Also trace each block as recomputed in backward, and for CUDA with what it saves on the host, so that the search can choose; of no
-    use where all are checkpointed anyway. Parts of blocks (`split.operators`) are not traced as offloaded."""
+    """Also trace each block as recomputed in backward, and on CUDA as offloaded to the host, so that the search can choose. Has no effect
+    if all blocks are checkpointed. Parts of blocks (`split.operators`) are not traced as offloaded."""
     partial_recomputation: bool = True
-    """Also trace the ways between saving everything and saving the input alone; of no use where least memory alone is asked for."""
+    """Also trace selective recomputation, between saving everything and saving only the input; not needed to find the least memory."""
     compile: bool = False
-    """The blocks' forwards will be compiled, as far as they compile as one graph each (`ModelDescription.compiled_classes`)."""
+    """The blocks' forwards will be compiled if each compiles as one graph (`ModelDescription.compiled_classes`)."""
     micro_batch_size: int = TRACED_MICRO_BATCH
-    """Samples around which a model with compiled blocks is traced: what Inductor saves and when it frees it depends on sizes, so that costs
-    are linear only near them. Costs of other models are linear everywhere."""
+    """Batch size around which a model with compiled blocks is traced. What Inductor saves and when it frees it depends on sizes, so costs
+    are linear only near this one. Costs of other models are linear everywhere."""
     split: ModelSplit = WHOLE_BLOCKS
-    """Describe the model as it is when split so."""
+    """Split the model this way before describing it."""
     loss: Loss | None = None
-    """`loss(model, batch)` gives the loss, or an output that holds it, as `Trainer.compute_loss` does; None runs `model(**batch)`. It may
-    call the model more than once; collectives in it are not sent."""
+    """`loss(model, batch)` returns the loss, or an output that holds it, like `Trainer.compute_loss`; None runs `model(**batch)`. It may
+    call the model more than once; its collectives are not sent."""
 
     def __post_init__(self) -> None:
         if self.device_type not in ("cpu", "cuda"):
@@ -77,20 +77,20 @@ class DescribeOptions:
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """The compute dtype as torch names it."""
+        """The compute dtype as a `torch.dtype`."""
         return None if self.compute_dtype is None else getattr(torch, self.compute_dtype.value)
 
     @property
     def cast_dtype(self) -> torch.dtype | None:
-        """Dtype of parameters and inputs as FSDP2 casts them; None where it leaves them."""
+        """Dtype to which FSDP2 casts parameters and inputs; None if it does not cast them."""
         return None if self.autocast else self.torch_dtype
 
 
 def describe(model_or_config: object, **options: Any) -> ModelDescription:
-    """Describe a model for the planner: its units, and what each costs in memory and work.
+    """Describe a model for the planner: its units, and the memory and computation of each.
 
-    Nothing is allocated and no weight is touched: a fake copy of the model runs forward and backward. The loss alone is
-    taken to outlive forward; a loop that keeps the logits through backward needs their bytes on top.
+    No memory is allocated and no weight is changed: a fake copy of the model runs forward and backward. Only the loss is
+    assumed to outlive forward; a loop that keeps the logits through backward also needs their bytes.
 
     Args:
         model_or_config: a module, real or on the meta device, or a transformers configuration.
@@ -101,8 +101,7 @@ def describe(model_or_config: object, **options: Any) -> ModelDescription:
 
     Raises:
         ValueError: `sequence_length` exceeds the model's positions, or `device_type` is neither of the two.
-        DescriptionError: no blocks were found, the model cannot be traced, or its activations cannot be checkpointed; or it does not
-            run when split so.
+        DescriptionError: no blocks were found, the model cannot be traced or checkpointed, or it does not run when split.
     """
     chosen = DescribeOptions(**options)
     model = model_or_config if isinstance(model_or_config, nn.Module) else build_on_meta(model_or_config, chosen.auto_class)
@@ -113,7 +112,7 @@ def describe(model_or_config: object, **options: Any) -> ModelDescription:
 
 
 class _Describer:
-    """Describe one model, split already."""
+    """Describe one model, which is split already."""
 
     def __init__(self, model: nn.Module, options: DescribeOptions) -> None:
         self._model, self._options = model, options
@@ -137,9 +136,7 @@ class _Describer:
         if self._checkpointed:
             self._refuse_running_statistics()
         if self._options.compile and not self._compiled:
-            _log.warning(
-                "%s has no blocks that could be compiled; name their classes with block_classes, or leave compile out.", self._name
-            )
+            _log.warning("%s has no blocks to compile; name their classes with block_classes, or leave compile out.", self._name)
         found = self._traced()
         batch_bytes, cast_bytes = self._input_bytes()
         return ModelDescription(
@@ -154,7 +151,7 @@ class _Describer:
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in self._model.buffers()),
             input_bytes=batch_bytes,
             output_bytes=found.output_bytes,
-            trace=self._how_traced(found.kernels),
+            trace=self._trace_summary(found.kernels),
             recomputed_by_others=self._checkpointed,
             compiled_classes=self._compiled,
         )
@@ -176,7 +173,7 @@ class _Describer:
         return max(elements, key=lambda dtype: elements[dtype], default=DType.FLOAT32)
 
     def _refuse_running_statistics(self) -> None:
-        """Raise CheckpointingError if a block's forward counts what it sees: it cannot be recomputed."""
+        """Raise CheckpointingError if a block's forward updates running statistics: recomputation would update them twice."""
         blocks = (name for unit in self._units if unit.class_name in self._blocks for name in unit.module_names)
         if (name := next((name for name in blocks if has_running_statistics(self._modules[name])), None)) is not None:
             raise CheckpointingError(
@@ -185,38 +182,38 @@ class _Describer:
             )
 
     def _traced(self) -> Trace:
-        """Trace the model; raise DescriptionError with what failed, and where, if it does not run on fake tensors."""
+        """Trace the model; if it does not run on fake tensors, raise DescriptionError with the error and the module."""
         split = self._options.split
         try:
             trace = self._trace()
         except CheckpointingError:
             raise
-        except Exception as error:  # a model may raise anything under fake tensors
+        except Exception as error:  # under fake tensors a model can raise any exception
             if not split.is_none:
                 raise DescriptionError(f"{self._name} split into {split.describe()} does not run: {error}. Leave it whole.") from error
             if isinstance(error, DescriptionError):
                 raise
             reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".rstrip(".: ")
             raise DescriptionError(
-                f"{self._name} cannot be traced on fake tensors{_where(error)}: {reason}. Pass inputs that its forward accepts; an"
-                " operator of one's own needs a fake kernel (PyTorch's register_fake)."
+                f"{self._name} cannot be traced on fake tensors{_where(error)}: {reason}. Pass inputs that its forward accepts; a"
+                " custom operator needs a fake kernel (PyTorch's register_fake)."
             ) from error
         if Kernel.MATH in trace.kernels and split.is_none:
             capability = self._options.capability or capability_here() or ASSUMED_CAPABILITY
-            _log.warning(warning_of_math(trace.kernels[Kernel.MATH], capability))
+            _log.warning(math_kernel_warning(trace.kernels[Kernel.MATH], capability))
         return trace
 
     def _trace(self) -> Trace:
-        """Trace the model with all that may be chosen for its blocks, or where it cannot run so, with less."""
+        """Trace the model with every option of its blocks; if it does not run so, trace it with fewer options."""
         options = self._options
-        few = max(TRACED_MICRO_BATCH, options.micro_batch_size) if options.compile else TRACED_MICRO_BATCH
+        size = max(TRACED_MICRO_BATCH, options.micro_batch_size) if options.compile else TRACED_MICRO_BATCH
         basic = TraceOptions(
-            samples=(few, few + 1) if options.compile else (1, few, few + 1),  # compiled code is linear near them alone
+            samples=(size, size + 1) if options.compile else (1, size, size + 1),  # costs of compiled code are linear only near these sizes
             compute_dtype=options.cast_dtype, cuda_kernels=options.device_type == "cuda", capability=options.capability,
             autocast=options.torch_dtype if options.autocast else None, loss=options.loss,
             checkpointed_blocks=self._blocks if options.activation_checkpointing else None,
             partial_recomputation=options.partial_recomputation,
-            reuse_equal_blocks=not options.split.operators,  # parts of a block keep what others hand them, which copies do not
+            reuse_equal_blocks=not options.split.operators,  # parts of a block keep inputs from other parts; copies do not
         )  # fmt: skip
         while True:
             try:
@@ -224,22 +221,22 @@ class _Describer:
             except Exception as error:
                 if not self._compiled:
                     raise
-                _log.warning("The model cannot be traced with compiled blocks (%s); they run as they are.", type(error).__name__)
+                _log.warning("The model cannot be traced with compiled blocks (%s); they run uncompiled.", type(error).__name__)
                 _log.debug("The trace with compiled blocks failed.", exc_info=True)
                 self._compiled = ()
 
     def _trace_choices(self, basic: TraceOptions) -> Trace:
         for recomputable, offloadable in self._choices():
             try:
-                return self._trace_as_it_compiles(replace(basic, recomputable=recomputable, offloadable=offloadable))
-            except Exception:  # as a plainer model it may run
+                return self._trace_compiled(replace(basic, recomputable=recomputable, offloadable=offloadable))
+            except Exception:  # with fewer options the model may run
                 if not (recomputable or offloadable):
                     raise
                 _log.debug("Blocks cannot be traced as recomputed or offloaded.", exc_info=True)
         raise AssertionError
 
-    def _trace_as_it_compiles(self, options: TraceOptions) -> Trace:
-        """Trace the model with those of its blocks compiled that can be."""
+    def _trace_compiled(self, options: TraceOptions) -> Trace:
+        """Trace the model with as many of its blocks compiled as possible."""
         while True:
             blocks = [(i, unit) for i, unit in enumerate(self._units) if unit.span is GatherSpan.USE and len(unit.module_names) == 1]
             compiled = frozenset(i for i, unit in blocks if unit.class_name in self._compiled)
@@ -249,23 +246,23 @@ class _Describer:
             except NotCompiledError as error:
                 if error.class_name not in self._compiled:  # the loss
                     raise
-                self._leave_as_it_is(error)
+                self._leave_uncompiled(error)
                 continue
             runs = Counter(segment.unit for segment in trace.segments)
-            again = next((i for i in compiled if runs[i] > 1 or i in trace.outside_reads), None)
-            if again is None:
+            not_a_block = next((i for i in compiled if runs[i] > 1 or i in trace.outside_reads), None)  # see `_units_with_spans`
+            if not_a_block is None:
                 return trace
-            why = "it runs several times in a step, or its weights are read outside of it"  # `_units_with_spans` then makes it no block
-            self._leave_as_it_is(NotCompiledError(self._units[again].class_name, why))
+            reason = "it runs several times in a step, or its weights are read outside of it"
+            self._leave_uncompiled(NotCompiledError(self._units[not_a_block].class_name, reason))
 
-    def _leave_as_it_is(self, error: NotCompiledError) -> None:
-        _log.warning("%s These blocks run as they are.", error)
+    def _leave_uncompiled(self, error: NotCompiledError) -> None:
+        _log.warning("%s These blocks run uncompiled.", error)
         self._compiled = tuple(name for name in self._compiled if name != error.class_name)
 
     def _choices(self) -> list[tuple[frozenset[int], frozenset[int]]]:
-        """Return the units that may be recomputed and offloaded, then those that may be recomputed alone, then none.
+        """Return pairs of units to recompute and units to offload: first both, then only recomputation, then none.
 
-        They are blocks, or the parts that they are split into: units of one module, with others inside, that run once.
+        These units are blocks, or the parts that blocks are split into: one module with submodules, which runs once.
         """
         none = frozenset[int]()
         if not self._options.recomputation or self._checkpointed:
@@ -277,22 +274,22 @@ class _Describer:
         return list(dict.fromkeys([(recomputable, blocks if offloads else none), (recomputable, none), (none, none)]))
 
     def _units_with_spans(self, trace: Trace) -> tuple[UnitDescription, ...]:
-        """Gather for the whole step what runs several times, as ALBERT's one layer does, or is read while it does not run."""
+        """Gather units for the whole step if they run several times, like ALBERT's layer, or are read while they do not run."""
         runs = Counter(segment.unit for segment in trace.segments)
         return tuple(
             replace(unit, span=GatherSpan.STEP) if unit.span is GatherSpan.USE and (runs[i] > 1 or i in trace.outside_reads) else unit
             for i, unit in enumerate(self._units)
         )
 
-    def _how_traced(self, kernels: Mapping[Kernel, AttentionCall]) -> str:
-        """Say for tables how the costs were found, and name the attention kernels of CUDA that were estimated."""
+    def _trace_summary(self, kernels: Mapping[Kernel, AttentionCall]) -> str:
+        """Return how the costs were found, with the CUDA attention kernels that were estimated; tables show it."""
         options, attention = self._options, getattr(getattr(self._model, "config", None), "_attn_implementation", None)
         parts = [f"fake tensors, device {options.device_type}"]
         if kernels:
             assumed = options.capability is None and capability_here() is None
-            where = f" (compute capability {ASSUMED_CAPABILITY[0]}.{ASSUMED_CAPABILITY[1]} assumed)" if assumed else ""
+            note = f" (compute capability {ASSUMED_CAPABILITY[0]}.{ASSUMED_CAPABILITY[1]} assumed)" if assumed else ""
             saves = ", which saves every score" if Kernel.MATH in kernels else ""
-            parts += [f"attention {attention or 'sdpa'} by {' and '.join(sorted(kernels))} kernel{where}{saves}"]
+            parts += [f"attention {attention or 'sdpa'} by {' and '.join(sorted(kernels))} kernel{note}{saves}"]
         elif attention:
             parts += [f"attention {attention}"]
         parts += ["under autocast"] if options.autocast else []
@@ -301,35 +298,35 @@ class _Describer:
         return ", ".join(parts)
 
     def _input_bytes(self) -> tuple[Affine, Affine]:
-        """Return the bytes of a batch throughout a step, and beside them in forward.
+        """Return the bytes of a batch throughout a step, and the additional bytes in forward.
 
         FSDP2 casts floating-point inputs to the compute dtype for the root. Vision models of transformers cast them back to the
         dtype of their sharded parameters, and FSDP2 casts these again for the unit that uses them, which saves the last copy.
         """
         pairs = []
         for samples in (1, 2):
-            held = beside = 0
+            held = in_forward = 0
             for leaf in tree_leaves(plain_batch(self._inputs(samples))):
                 if not isinstance(leaf, torch.Tensor):
                     continue
                 held += leaf.nbytes
                 if (dtype := self._options.cast_dtype) is not None and leaf.is_floating_point() and leaf.dtype is not dtype:
                     held += leaf.numel() * dtype.itemsize
-                    beside += leaf.numel() * (dtype.itemsize + leaf.element_size())
-            pairs.append((held, beside))
+                    in_forward += leaf.numel() * (dtype.itemsize + leaf.element_size())
+            pairs.append((held, in_forward))
         batch, cast = (Affine(constant=2 * one - two, per_sample=two - one) for one, two in zip(*pairs, strict=True))
         return batch, cast
 
 
 def _where(error: Exception) -> str:
-    """Return the innermost module that ran when an error was raised, such as ` in h.0.mlp (GPT2MLP)`; nothing where none did."""
-    frames = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
-    if not (running := [one for one in frames if isinstance(one, nn.Module)]):
+    """Return the innermost module that ran when an error was raised, such as ` in h.0.mlp (GPT2MLP)`; empty if none ran."""
+    owners = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
+    if not (running := [owner for owner in owners if isinstance(owner, nn.Module)]):
         return ""
     name = next((name for name, module in running[0].named_modules() if module is running[-1]), "")
     return f" in {name} ({class_of(running[-1]).__name__})" if name else ""
 
 
 def _with_forward_bytes(segment: Segment, cast: Affine) -> Segment:
-    """Add inputs that were cast for the root, which stay alive in its frame until forward ends."""
+    """Add the bytes of inputs that FSDP2 cast for the root: its frame keeps them alive until forward ends."""
     return replace(segment, forward=replace(segment.forward, peak_bytes=segment.forward.peak_bytes.plus(cast)))

@@ -1,4 +1,4 @@
-"""Outputs like those of an equal block that was traced, so that of equal blocks two are traced and the others do no work."""
+"""Replay the outputs of traced blocks: of equal blocks only two are traced, and the others return outputs of the same shapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SCALARS = (bool, int, float, str, type(None), torch.dtype)
 
 
 def block_key(block: nn.Module) -> Hashable:
-    """Return what makes two blocks cost the same: classes, scalar attributes but the layer's number, parameters."""
+    """Return a key that is equal for blocks of equal cost: classes, scalar attributes except the layer index, parameters and buffers."""
     parts: list[Hashable] = []
     for name, module in block.named_modules():
         attributes = ((key, value) for key, value in vars(module).items() if key not in _POSITION_ATTRIBUTES)
@@ -32,7 +32,7 @@ def block_key(block: nn.Module) -> Hashable:
 
 
 def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """Return what makes two calls of a block cost the same: structure, and shapes, strides and dtypes of the tensors."""
+    """Return a key that is equal for calls of equal cost: structure, and shapes, strides and dtypes of the tensors."""
     leaves, spec = tree_flatten((args, kwargs))
     keys = (
         _TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else leaf if isinstance(leaf, _SCALARS) else type(leaf) for leaf in leaves
@@ -55,45 +55,45 @@ class _TensorSpec(NamedTuple):
 
 
 class RecordedCall(NamedTuple):
-    """What a call returned; `replay` returns the like for other inputs."""
+    """The structure of what a call returned; `replay` makes the same for other inputs."""
 
     spec: TreeSpec
     leaves: tuple[Any, ...]
-    """Scalars as they are, None for tensors."""
-    given: dict[int, int]
-    """Leaves that are inputs, by position: which of them."""
-    made: dict[int, _TensorSpec]
-    """Leaves that are tensors of its own, by position."""
+    """The outputs: scalars unchanged, None for tensors."""
+    input_positions: dict[int, int]
+    """For each output that is an input, the input's position."""
+    new_tensors: dict[int, _TensorSpec]
+    """The outputs that are new tensors, by position."""
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> RecordedCall | None:
-        """Describe an output; None if it holds objects that cannot be made anew."""
+        """Describe an output; return None if it holds objects that cannot be recreated."""
         inputs = {id(leaf): number for number, leaf in reversed(list(enumerate(tree_flatten((args, kwargs))[0])))}
         outputs, spec = tree_flatten(output)
         leaves = tuple(leaf if isinstance(leaf, _SCALARS) else None for leaf in outputs)
         others = {position: leaf for position, leaf in enumerate(outputs) if not isinstance(leaf, _SCALARS)}
-        given = {position: inputs[id(leaf)] for position, leaf in others.items() if id(leaf) in inputs}
-        own = {position: leaf for position, leaf in others.items() if position not in given}
-        if not all(isinstance(leaf, torch.Tensor) for leaf in own.values()):
+        input_positions = {position: inputs[id(leaf)] for position, leaf in others.items() if id(leaf) in inputs}
+        new = {position: leaf for position, leaf in others.items() if position not in input_positions}
+        if not all(isinstance(leaf, torch.Tensor) for leaf in new.values()):
             return None
-        return cls(spec, leaves, given, {position: _TensorSpec.of(leaf) for position, leaf in own.items()})
+        return cls(spec, leaves, input_positions, {position: _TensorSpec.of(leaf) for position, leaf in new.items()})
 
     def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any], anchor: nn.Parameter | None) -> object:
-        """Make outputs of the same shapes, differentiable by the inputs, or by `anchor`, a trainable parameter of the block."""
+        """Make outputs of the same shapes, differentiable by the inputs and by `anchor`, a trainable parameter of the block."""
         inputs, _ = tree_flatten((args, kwargs))
         differentiable = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        specs = tuple(spec for spec in self.made.values() if spec.requires_grad)
+        specs = tuple(spec for spec in self.new_tensors.values() if spec.requires_grad)
         made = iter(_AllocateOutputs.apply(specs, anchor, *differentiable) if specs else ())
         leaves = list(self.leaves)
-        for position, number in self.given.items():
+        for position, number in self.input_positions.items():
             leaves[position] = inputs[number]
-        for position, spec in self.made.items():
+        for position, spec in self.new_tensors.items():
             leaves[position] = next(made) if spec.requires_grad else spec.empty()
         return tree_unflatten(leaves, self.spec)
 
 
 class _AllocateOutputs(torch.autograd.Function):
-    """Allocate outputs in forward and input gradients in backward; keep nothing between."""
+    """Allocate outputs in forward and input gradients in backward; save nothing in between."""
 
     @staticmethod
     def forward(ctx: Any, specs: tuple[_TensorSpec, ...], anchor: object, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401

@@ -1,4 +1,4 @@
-"""A fake copy of a model: same structure, no memory, parameters in the dtype that FSDP2 would gather them in; and what it does."""
+"""Copy a model with fake tensors: same structure, no memory, parameters in the dtype that FSDP2 gathers; watch reads of its parameters."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _LIBRARIES = ("accelerate", "datasets", "hf_osdp", "peft", "sentence_transformer
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype | None = None, *, untie: bool = False) -> nn.Module:
-    """Copy a module, in training mode, with fake parameters and buffers; it may be real or on the meta device, and stays as it is.
+    """Copy a module, in training mode, with fake parameters and buffers; it may be real or on the meta device, and is not changed.
 
-    Floating-point parameters get `compute_dtype`, those of batch norms left out; None keeps theirs. With `untie` a parameter of several
-    names becomes one for each, so that the gradients of its uses appear where they arise.
+    Floating-point parameters get `compute_dtype`, except those of batch norms; None keeps their dtypes. With `untie`, a shared parameter
+    becomes one parameter for each of its names, so that each use has its own gradient.
     """
     memo: dict[int, Any] = {}
-    keeping = batch_norm_parameters(model)
+    uncast = batch_norm_parameters(model)
     for parameter in model.parameters():
-        fake = fake_like(parameter, mode, None if id(parameter) in keeping else compute_dtype)
+        fake = fake_like(parameter, mode, None if id(parameter) in uncast else compute_dtype)
         fake.requires_grad_(parameter.requires_grad)
-        fake._is_param = True  # what `nn.Parameter` makes of a tensor subclass, without its detour through `detach`
+        fake._is_param = True  # as `nn.Parameter` does for a tensor subclass, but without `detach`
         memo[id(parameter)] = fake
     for buffer in model.buffers():
         memo[id(buffer)] = fake_like(buffer, mode)
@@ -53,7 +53,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype
 
 
 def rebound(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401
-    """Return a function, such as a forward replaced on the instance, that uses copies: `copy.deepcopy` keeps its closure as it is."""
+    """Return a copy of a function, such as a forward replaced on an instance, that uses copies; `copy.deepcopy` shares its closure."""
     if isinstance(value, (nn.Module, torch.Tensor)):
         return memo.get(id(value), value)
     if isinstance(value, types.MethodType):
@@ -70,32 +70,32 @@ def rebound(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401
         made = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
         made.__kwdefaults__ = value.__kwdefaults__
         made.__dict__.update(value.__dict__)
-        memo[id(value)] = made  # before its closure, in which it may be itself
+        memo[id(value)] = made  # before its closure, which may refer to the function itself
         for new, old in zip(cells, value.__closure__, strict=True):
-            if old != types.CellType():  # a cell may be empty still
+            if old != types.CellType():  # a cell may still be empty
                 new.cell_contents = rebound(old.cell_contents, memo)
     return memo[id(value)]
 
 
 def _own_state(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401
-    """Return a copy of a container, or of an object of the user's, in which a hook or a loss may count; libraries' objects stay."""
+    """Return a copy of a container or of a user's object, which a hook or a loss may change; objects of libraries are not copied."""
     if _is_of_library(value) and not isinstance(value, (dict, list, set, deque)):
         return memo.get(id(value), value)
     parts = getattr(value, "__dict__", {}).values()
     memo |= {id(part): part for part in parts if id(part) not in memo and _is_of_library(part)}
     try:
         return copy.deepcopy(value, memo)
-    except Exception:  # it holds a file, say
+    except Exception:  # for example, it holds a file
         return value
 
 
 def _is_of_library(value: object) -> bool:
-    """Return whether a value's class, or one that it is made from, such as `Dataset` or `Trainer`, is of a library."""
+    """Return whether a value's class or one of its base classes, such as `Dataset` or `Trainer`, is from a library."""
     return any(cls.__module__.partition(".")[0] in _LIBRARIES for cls in type(value).__mro__)
 
 
-def release_of_stored(module: nn.Module) -> Callable[[], None]:
-    """Return a function that puts back attributes that hold tensors: RecurrentGemma's modules store their last state in themselves."""
+def stored_tensors_releaser(module: nn.Module) -> Callable[[], None]:
+    """Return a function that restores attributes that hold tensors: RecurrentGemma's modules store their last state as attributes."""
     before = [(values, dict(values)) for inner in module.modules() for values in (inner.__dict__, inner._buffers)]
 
     def release() -> None:
@@ -108,9 +108,9 @@ def release_of_stored(module: nn.Module) -> Callable[[], None]:
 
 
 class OutsideReads:
-    """Notice, as a context, the units, of those freed after use, whose parameters are read as attributes while none of their modules runs.
+    """Find, as a context, the units freed after use whose parameters are read as attributes while none of their modules runs.
 
-    At run time such a read, as a loss's of the weight of a head, gathers the unit until the end of backward.
+    At run time such a read, for example of the head's weight by a loss, gathers the unit until the end of backward.
     """
 
     def __init__(self, modules: dict[str, nn.Module], units: Sequence[UnitDescription]) -> None:
@@ -125,39 +125,39 @@ class OutsideReads:
 
     def __enter__(self) -> OutsideReads:
         for module, unit in self._owners.items():
-            module.__dict__["_parameters"] = _NotedParameters(module._parameters, functools.partial(self._note, unit))
+            module.__dict__["_parameters"] = _WatchedParameters(module._parameters, functools.partial(self._note, unit))
         return self
 
     def __exit__(self, *exception: object) -> None:
         for module in self._owners:
             module.__dict__["_parameters"] = dict(module._parameters)
 
-    def running(self, unit: int, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the forward of one of a unit's modules, during which the unit runs."""
+    def wrap_forward(self, unit: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the forward of one of a unit's modules, so that the unit counts as running during it."""
 
-        def noted(*args: Any, **kwargs: Any) -> object:
+        def wrapped(*args: Any, **kwargs: Any) -> object:
             self._running.append(unit)
             try:
                 return forward(*args, **kwargs)
             finally:
                 self._running.pop()
 
-        return noted
+        return wrapped
 
     def _note(self, unit: int) -> None:
-        in_backward = torch._C._current_graph_task_id() != -1  # where only forwards that are recomputed run
+        in_backward = torch._C._current_graph_task_id() != -1  # in backward only recomputed forwards run
         if unit not in self._running and not in_backward:
             self.found.add(unit)
 
 
-class _NotedParameters(dict[str, Any]):
-    """A module's parameters; reading one as an attribute calls `note`, going through all does not."""
+class _WatchedParameters(dict[str, Any]):
+    """A module's parameters; reading one as an attribute calls `note`, iterating over all does not."""
 
     def __init__(self, parameters: dict[str, Any], note: Callable[[], None]) -> None:
         super().__init__(parameters)
         self._note = note
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401
-        if not torch.compiler.is_dynamo_compiling():  # a block that is compiled reads its own
+        if not torch.compiler.is_dynamo_compiling():  # a compiled block reads its own parameters
             self._note()
         return super().__getitem__(name)

@@ -1,7 +1,7 @@
-"""Real values of small tensors, carried beside fake ones, so that a model may ask for them: masks, counts, branches.
+"""Keep real values of small tensors for fake ones, so that a model can read them: masks, counts, branches.
 
-Of a batch the integers and masks are known, and so is all that is computed from them alone. Where a mask's values are not known, all of
-it counts as true. Real tensors that a loss brings in, as those of a reference model, become fake ones.
+The integers and masks of a batch are known, and so is everything computed only from them. A mask whose values are not known counts as
+all true. Real tensors that a loss uses, such as those of a reference model, become fake ones.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from .tensors import DEVICE, fake_like, is_dtensor, tensors_in
 
 aten = torch.ops.aten
 
-_MOST_KNOWN = 2**22
-"""Elements up to which integers and masks are computed for real: milliseconds."""
-_MOST_KNOWN_FLOATS = 2**12
-"""The same of floating-point numbers: lengths, weights of samples, and no activations."""
+_MAX_KNOWN = 2**22
+"""Most elements of integers and masks for which real values are computed, which takes milliseconds."""
+_MAX_KNOWN_FLOATS = 2**12
+"""Most elements of floating-point tensors: it includes lengths and sample weights, but not activations."""
 _UNKNOWN = object()
-_LIKE = frozenset({aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full})
-"""They take shape and dtype of their first argument, and no value."""
-_UNSET = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided})
-"""They make memory whose values nobody knows."""
-_INDEXED = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten._unsafe_index_put})
-"""Their second argument is a list of indices."""
+_LIKE_FIRST = frozenset({aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full})
+"""Operators that use the shape and dtype of their first argument, but not its values."""
+_UNINITIALISED = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided})
+"""Operators that allocate uninitialised memory."""
+_INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten._unsafe_index_put})
+"""Operators whose second argument is a list of indices."""
 
 
 class KnownValues(TorchDispatchMode):
-    """Answer data-dependent operators on fake tensors, and if `alone` collectives as if this process were the only one.
+    """Compute data-dependent operators on fake tensors, and if `alone`, collectives as if this process were the only one.
 
     Enter it right after the `FakeTensorMode`, so that the modes above see each operator once, with the memory of its result.
     """
@@ -45,37 +45,37 @@ class KnownValues(TorchDispatchMode):
         super().__init__()
         self._alone = alone
         self._values: dict[int, tuple[torch.UntypedStorage, weakref.ref[torch.UntypedStorage]]] = {}
-        """By fake storage, so that views and what is written through them are right by themselves; with the fake one itself."""
+        """Real and fake storages by fake storage, so that views share values and see what is written through other views."""
         self._fakes = WeakIdKeyDictionary()
-        """Of real tensors that came in."""
+        """Fake tensors of the real tensors that operators received."""
 
-    def know(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """Remember a tensor's values, unless they are too many; its views share them."""
+    def store(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """Store a tensor's values, unless it is too large; its views share them."""
         storage = fake.untyped_storage()
-        if not _is_small(fake) or storage.nbytes() > 8 * _MOST_KNOWN or real.device.type == "meta":
+        if not _is_small(fake) or storage.nbytes() > 8 * _MAX_KNOWN or real.device.type == "meta":
             return
         key = storage._cdata
         with _disable_current_modes():
             values = torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage()
             self._values[key] = values, weakref.ref(storage, lambda _: self._values.pop(key, None))
-            once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in fake.stride())  # memory that elements share
+            once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in fake.stride())  # expanded elements share memory
             value = self.value(fake)
             assert value is not None
             value[once].copy_(real.detach()[once])
 
     def fakes_of(self, batch: Mapping[str, Any], mode: FakeTensorMode, floating_dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """Make fake tensors like those of a batch, in new mappings; floating-point ones in `floating_dtype` if given."""
+        """Return a batch with fake tensors in new mappings; floating-point ones get `floating_dtype` if given."""
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             made = fake_like(tensor, mode, floating_dtype)
-            self.know(made, tensor)
+            self.store(made, tensor)
             return made
 
         fakes: dict[str, Any] = tree_map_only(torch.Tensor, fake, plain_batch(batch))
         return fakes
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the values of a tensor, in memory that its views share, or None."""
+        """Return the values of a tensor, in memory that its views share; None if they are not known."""
         if not isinstance(tensor, FakeTensor):
             return tensor.detach() if tensor.device == DEVICE and _is_small(tensor) else None
         storage = tensor.untyped_storage()
@@ -88,30 +88,30 @@ class KnownValues(TorchDispatchMode):
     def knows_all(self, storages: Iterable[torch.UntypedStorage]) -> bool:
         return all(storage._cdata in self._values for storage in storages)
 
-    def only_fakes(
+    def with_fakes(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], mode: FakeTensorMode
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return an operator's arguments with fake tensors, which count nowhere, in the place of real ones."""
+        """Return an operator's arguments with real tensors replaced by fake ones, whose memory is not counted."""
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             if isinstance(tensor, FakeTensor):
                 return tensor
             if tensor not in self._fakes:
-                with _disable_current_modes():  # or it would count
+                with _disable_current_modes():  # so that its memory is not counted
                     self._fakes[tensor] = fake_like(tensor, mode)
-                self.know(self._fakes[tensor], tensor)
+                self.store(self._fakes[tensor], tensor)
             made: torch.Tensor = self._fakes[tensor]
             return made
 
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": DEVICE}
-        fresh = func is aten.lift_fresh.default  # which brings in what was made just now
+        fresh = func is aten.lift_fresh.default  # its argument is a new tensor
         if not fresh and not all(isinstance(tensor, FakeTensor) for tensor in tensors_in((args, kwargs))):
             args, kwargs = tree_map_only(torch.Tensor, fake, (args, kwargs))
         return args, kwargs
 
     def count(self, mask: torch.Tensor, shape: torch.Size) -> int:
-        """Count the elements that are true in a mask, expanded to this shape if need be; all where they are not known."""
+        """Count the true elements of a mask, expanded to this shape; if its values are not known, count all elements."""
         values = self.value(mask)
         if values is None:
             return shape.numel()
@@ -126,18 +126,18 @@ class KnownValues(TorchDispatchMode):
         kwargs, packet = kwargs or {}, func._overloadpacket
         if func.namespace == "c10d" and self._alone:
             return self._as_if_alone(func, args)
-        if packet in _ANSWERS:
+        if packet in _FALLBACKS:
             real = self._computed(func, args, kwargs)
-            return _ANSWERS[packet](self, *args, **kwargs) if real is _UNKNOWN else tree_map_only(torch.Tensor, self._made_fake, real)
+            return _FALLBACKS[packet](self, *args, **kwargs) if real is _UNKNOWN else tree_map_only(torch.Tensor, self._to_fake, real)
         indexed = args
-        if packet in _INDEXED:
+        if packet in _INDEXING:
             indexed = (args[0], [position for index in args[1] for position in self._positions(index)], *args[2:])
         result = func(*indexed, **kwargs)
-        self._carry(func, args, kwargs, result)
+        self._propagate(func, args, kwargs, result)
         return result
 
-    def _carry(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
-        """Compute an operator's result for real where all its arguments are known; what it writes otherwise is known no more."""
+    def _propagate(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+        """Store an operator's real result if all its arguments are known; else forget the values of what it writes."""
         if func.is_view and isinstance(args[0], FakeTensor):
             return
         made = list(tensors_in(result))
@@ -148,38 +148,38 @@ class KnownValues(TorchDispatchMode):
             return
         for fake, value in zip(made, tensors_in(real), strict=True):
             if fake.untyped_storage()._cdata not in self._values:
-                self.know(fake, value)
+                self.store(fake, value)
 
     def _computed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        """Return the operator's result for known values, or `_UNKNOWN`."""
-        if torch.Tag.nondeterministic_seeded in func.tags or func._overloadpacket in _UNSET:
+        """Return the operator's result for known values, else `_UNKNOWN`."""
+        if torch.Tag.nondeterministic_seeded in func.tags or func._overloadpacket in _UNINITIALISED:
             return _UNKNOWN
         with _disable_current_modes(), torch.no_grad():
-            if func._overloadpacket in _LIKE:  # of the first argument's shape and dtype, and not of its values
+            if func._overloadpacket in _LIKE_FIRST:  # its values do not matter
                 args = (torch.zeros((), dtype=args[0].dtype).expand(args[0].shape), *args[1:])
             if any(self.value(tensor) is None for tensor in tensors_in((args, kwargs))):
                 return _UNKNOWN
             try:
                 return func(*tree_map_only(torch.Tensor, self.value, args), **tree_map_only(torch.Tensor, self.value, kwargs))
-            except (RuntimeError, IndexError):  # ids of another vocabulary, for example, which do no harm to a trace
+            except (RuntimeError, IndexError):  # for example token ids of another vocabulary, which are harmless in a trace
                 return _UNKNOWN
 
-    def _made_fake(self, real: torch.Tensor) -> torch.Tensor:
+    def _to_fake(self, real: torch.Tensor) -> torch.Tensor:
         fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=DEVICE)
-        self.know(fake, real)
+        self.store(fake, real)
         return fake
 
     def _positions(self, index: object) -> list[Any]:
-        """Return an index as it is, or for a mask the positions where it is true, one tensor for each of its dimensions."""
+        """Return an index unchanged; for a mask return the positions of its true elements, one tensor for each of its dimensions."""
         if not isinstance(index, torch.Tensor) or index.dtype not in (torch.bool, torch.uint8):
             return [index]
         return [_empty(self.count(index, index.shape)) for _ in range(index.dim())]
 
     def _as_if_alone(self, func: OpOverload, args: tuple[Any, ...]) -> object:
-        """Answer a collective: what is gathered is the input, as often as there is room for it."""
+        """Compute a collective: the output is the input, repeated to fill it."""
         from torch._C._distributed_c10d import FakeWork
 
-        inputs = list(tensors_in(args[1]))  # none where it is reduced or sent in place
+        inputs = list(tensors_in(args[1]))  # none if it works in place
         for tensor in tensors_in(args[0]) if inputs else ():
             source, target = self.value(inputs[0]), self.value(tensor)
             if len(inputs) > 1 or source is None or target is None or target.numel() % source.numel():
@@ -192,14 +192,14 @@ class KnownValues(TorchDispatchMode):
 
 
 def is_known(func: OpOverload, result: object) -> bool:
-    """Whether an operator's result would be known, were its arguments."""
+    """Return whether an operator's result would be known if its arguments were."""
     packet = func._overloadpacket
-    is_small = not func.is_view and packet not in _UNSET and all(map(_is_small, tensors_in(result)))
-    return is_small or packet in _ANSWERS or packet in _INDEXED
+    is_small = not func.is_view and packet not in _UNINITIALISED and all(map(_is_small, tensors_in(result)))
+    return is_small or packet in _FALLBACKS or packet in _INDEXING
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    return tensor.numel() <= (_MOST_KNOWN_FLOATS if tensor.is_floating_point() or tensor.is_complex() else _MOST_KNOWN)
+    return tensor.numel() <= (_MAX_KNOWN_FLOATS if tensor.is_floating_point() or tensor.is_complex() else _MAX_KNOWN)
 
 
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
@@ -208,7 +208,7 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             yield from tensors_in(args[number] if number < len(args) else kwargs.get(argument.name))
 
 
-# Answers where values are not known.
+# Fallback results if values are not known.
 
 
 def _empty(*shape: int) -> torch.Tensor:
@@ -216,12 +216,12 @@ def _empty(*shape: int) -> torch.Tensor:
 
 
 def _scalar(known: KnownValues, tensor: torch.Tensor) -> bool | int | float:
-    """Answer False, or 1: a number that divides, and passes the threshold under which a layer is dropped."""
+    """Return False or 1: code can divide by 1, and a layer's random drop (LayerDrop) compares against a smaller threshold."""
     return False if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 
 def _unique(known: KnownValues, tensor: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, ...]:
-    """Answer every element once, with the inverse and the counts, asked for or not."""
+    """Return every element as unique, with the inverse and the counts."""
     return tensor.new_empty(tensor.numel()), _empty(*tensor.shape), _empty(tensor.numel())
 
 
@@ -241,7 +241,7 @@ def _ctc_loss(
     target_lengths: Sequence[int] | torch.Tensor,
     *args: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Answer a loss for each sample, and log probabilities of every prefix of its target, blanks between."""
+    """Return a loss for each sample, and log probabilities of every prefix of its target with blanks in between."""
     if isinstance(target_lengths, torch.Tensor):
         values = known.value(target_lengths)
         with _disable_current_modes():
@@ -250,7 +250,7 @@ def _ctc_loss(
     return log_probs.new_empty(samples), log_probs.new_empty(samples, frames, 2 * max(target_lengths) + 1)
 
 
-_ANSWERS: dict[object, Callable[..., object]] = {
+_FALLBACKS: dict[object, Callable[..., object]] = {
     aten._local_scalar_dense: _scalar,
     aten.equal: lambda known, tensor, other: False,
     aten.nonzero: lambda known, tensor: _empty(tensor.numel(), tensor.dim()),

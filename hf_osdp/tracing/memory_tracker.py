@@ -1,4 +1,4 @@
-"""Track live tensor storages, operator by operator, on real or fake tensors: bytes on device and host, kinds."""
+"""Track live tensor storages, operator by operator, on real or fake tensors: bytes on device and host, by kind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CUDA_BLOCK_BYTES = 512
 
 
 class Kind(str, Enum):
-    """What bytes hold, as `MemoryBreakdown` names it, or that they are on the host."""
+    """What bytes hold, as named in `MemoryBreakdown`, or that they are on the host."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -48,7 +48,7 @@ _KIND_BY_FUNCTION = {
     ("_fsdp_param.py", "to_accumulated_grad_if_needed"): Kind.GRADIENTS,
     ("_fsdp_param.py", "accumulate_unsharded_grad_if_needed"): Kind.GRADIENTS,
 }
-"""Functions of torch/distributed/fsdp/_fully_shard, and what their allocations hold."""
+"""Functions of torch/distributed/fsdp/_fully_shard, with the kind of their allocations."""
 
 
 class _Target(NamedTuple):
@@ -67,14 +67,14 @@ class _Storage:
 class MemoryTracker(TorchDispatchMode):
     """Count the bytes of live storages that operators make inside the context; to count fake ones, enter the `FakeTensorMode` first.
 
-    Storages that existed before count only if they were given to `track`, resized ones at their present size. Scratch memory inside a
-    kernel is not seen, nor are allocations of other threads. A fake storage, which always claims to be on the CPU, counts as the host's
-    if `track` said so, if an operator made it of such a storage, or if FSDP2 copied it there (see `host_copies`).
+    Storages that existed before count only if they were passed to `track`; resized ones count with their current size. Scratch memory
+    inside a kernel and allocations of other threads are not counted. A fake storage always reports the CPU; it counts as host memory if
+    `track` says so, if an operator made it from host memory, or if FSDP2 copied it there (see `host_copies`).
 
     Args:
-        block_bytes: each storage on the device is rounded up to a multiple of this: 512 as on CUDA, 1 for the CPU.
-        device_type: count only storages on this type of device; None counts all but `meta`.
-        by_kind: find out the kind of each storage from the function that allocates it; else all are activations.
+        block_bytes: each storage on the device is rounded up to a multiple of this: 512 on CUDA, 1 on the CPU.
+        device_type: count only storages on this type of device; None counts all except `meta`.
+        by_kind: find the kind of each storage from the function that allocates it; else all are activations.
         locks_pages: pinned host memory is rounded as `pinned_bytes` does.
     """
 
@@ -93,40 +93,40 @@ class MemoryTracker(TorchDispatchMode):
         self._fake_mode: object = None
         self._live = dict.fromkeys(Kind, 0)
         self.current_bytes = self.peak_bytes = 0
-        """On the device: alive now, and at most since the start or the last `reset_peak`."""
+        """Live bytes on the device: now, and the peak since the start or the last `reset_peak`."""
         self.host_peak_bytes = 0
         self.peak_by_kind = dict(self._live)
         """Bytes of each kind when the device's peak was reached."""
 
     def reset_peak(self) -> None:
-        """Start the peaks again from what is alive now."""
+        """Reset the peaks to the bytes that are live now."""
         self.peak_bytes, self.host_peak_bytes, self.peak_by_kind = self.current_bytes, self._live[Kind.HOST], dict(self._live)
 
     def track(self, tensors: Iterable[torch.Tensor | None], kind: Kind | None = None, *, pinned: bool = False) -> None:
         """Count tensors that were made outside, for example parameters and optimizer states.
 
-        `kind` holds for storages that are counted already, too, but what is on the host stays there; None asks the calling functions.
-        `pinned` ones lie in page-locked host memory.
+        `kind` also changes the kind of storages that are counted already, except those on the host; None finds it from the calling
+        functions. `pinned` tensors are in page-locked host memory.
         """
         for tensor, storage in storages_in(list(tensors)):
             if not self._counts(tensor):
                 continue
-            known = self._storages.get(storage._cdata)
-            if known is not None and kind is not None and known.kind is not Kind.HOST:
+            entry = self._storages.get(storage._cdata)
+            if entry is not None and kind is not None and entry.kind is not Kind.HOST:
                 if kind is Kind.HOST:
                     self._forget(storage._cdata)
                 else:
-                    self._live[known.kind] -= known.nbytes
-                    self._live[kind] += known.nbytes
-                    known.kind = kind
+                    self._live[entry.kind] -= entry.nbytes
+                    self._live[kind] += entry.nbytes
+                    entry.kind = kind
             with self._targeting(None if kind is None else _Target(kind, pinned)):
                 self._update(storage)
 
     @contextmanager
     def host_copies(self) -> Iterator[None]:
-        """Make FSDP2's copies between host and device, which are none between equal devices, and allocate offloaded activations there.
+        """Count FSDP2's copies between host and device, which fake tensors skip as both are on the CPU, and offloaded activations.
 
-        `Tensor.to` is patched: its caller tells the direction.
+        `Tensor.to` is patched: its caller decides the direction.
         """
         original = torch.Tensor.to
 
@@ -146,13 +146,13 @@ class MemoryTracker(TorchDispatchMode):
             with host_memory(on_host):
                 yield
         finally:
-            del torch.Tensor.to  # what it inherits is seen again
+            del torch.Tensor.to  # restores the inherited method
 
     def __enter__(self) -> MemoryTracker:
         self._fake_mode = active_fake_mode()
         self._stock_resize = torch.UntypedStorage.resize_
 
-        def resize_(storage: torch.UntypedStorage, size: int) -> object:  # which is no operator
+        def resize_(storage: torch.UntypedStorage, size: int) -> object:  # not an operator, so no mode sees it
             result = self._stock_resize(storage, size)
             on_device = self._device_type is None or storage.device.type == self._device_type
             if storage._cdata in self._storages or (on_device and storage.device.type != "meta"):
@@ -171,7 +171,7 @@ class MemoryTracker(TorchDispatchMode):
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         if any(map(is_dtensor, types)):
-            return NotImplemented  # let it unfold into operators on local tensors, which come here again
+            return NotImplemented  # DTensor then calls operators on local tensors, which are counted here
         kwargs, target = kwargs or {}, self._target
         if target is None and self._live[Kind.HOST]:
             read = (self._storages.get(storage._cdata) for _, storage in storages_in((args, kwargs)))
@@ -183,7 +183,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _update_results(self, result: object, arguments: object) -> None:
-        """Count an operator's results that are not its arguments' memory: views, and what was written in place."""
+        """Count an operator's results, except those in its arguments' memory: views and in-place results."""
         before: set[int] | None = None
         for tensor, storage in storages_in(result):
             if storage._cdata not in self._storages:
@@ -196,19 +196,19 @@ class MemoryTracker(TorchDispatchMode):
 
     def _update(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()
-        known = self._storages.get(key)
-        if known is None:
+        entry = self._storages.get(key)
+        if entry is None:
             kind, pinned = self._target or (self._kind_of_caller() if self._by_kind else Kind.ACTIVATIONS, False)
-            known = self._storages[key] = _Storage(weakref.ref(storage, lambda _: self._forget(key)), kind, pinned)
-        before = known.nbytes
-        if known.kind is Kind.HOST:
-            known.nbytes = pinned_bytes(nbytes) if known.pinned and self._locks_pages else nbytes
-            self._live[Kind.HOST] += known.nbytes - before
+            entry = self._storages[key] = _Storage(weakref.ref(storage, lambda _: self._forget(key)), kind, pinned)
+        before = entry.nbytes
+        if entry.kind is Kind.HOST:
+            entry.nbytes = pinned_bytes(nbytes) if entry.pinned and self._locks_pages else nbytes
+            self._live[Kind.HOST] += entry.nbytes - before
             self.host_peak_bytes = max(self.host_peak_bytes, self._live[Kind.HOST])
             return
-        known.nbytes = -(-nbytes // self._block_bytes) * self._block_bytes
-        self.current_bytes += known.nbytes - before
-        self._live[known.kind] += known.nbytes - before
+        entry.nbytes = -(-nbytes // self._block_bytes) * self._block_bytes
+        self.current_bytes += entry.nbytes - before
+        self._live[entry.kind] += entry.nbytes - before
         if self.current_bytes > self.peak_bytes:
             self.peak_bytes, self.peak_by_kind = self.current_bytes, dict(self._live)
 
@@ -221,19 +221,19 @@ class MemoryTracker(TorchDispatchMode):
     def _counts(self, tensor: torch.Tensor) -> bool:
         if isinstance(tensor, FakeTensor):
             if tensor.fake_mode is not self._fake_mode:
-                return False  # DTensor finds out shapes under a fake mode of its own
+                return False  # DTensor infers shapes under its own fake mode
         elif tensor.device.type == "meta":
             return False
         return self._device_type is None or tensor.device.type == self._device_type
 
     def _kind_of_caller(self) -> Kind:
-        """Find out what a new storage holds from the functions that are running; what no known one makes is activations."""
+        """Return the kind of a new storage from the functions that are running; activations if none of them is known."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             code = frame.f_code
             kind = _KIND_BY_FUNCTION.get((code.co_filename.rpartition("/")[2], code.co_name))
             if kind is Kind.BUFFERS and frame.f_locals.get("reduce_scatter_input") is not None:
-                return Kind.GRADIENTS  # of a reduction's storages the first is the buffer that is sent, and the others become gradients
+                return Kind.GRADIENTS  # a reduction's first storage is the buffer that is sent; the others become gradients
             if kind is not None:
                 return kind
             if "/torch/optim/" in code.co_filename:
@@ -251,10 +251,10 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def _copy_target(caller: FrameType) -> _Target | None:
-    """Return what a copy by FSDP2 between host and device makes; None for other callers of `Tensor.to`."""
+    """Return what FSDP2's copy between host and device makes; None for other callers of `Tensor.to`."""
     match caller.f_code.co_filename.rpartition("/")[2], caller.f_code.co_name:
         case "_fsdp_param.py", "all_gather_inputs":
             return _Target(Kind.GATHERED)
-        case "_fsdp_collectives.py", "foreach_reduce":  # what is added to a gradient that is there comes over in ordinary memory
+        case "_fsdp_collectives.py", "foreach_reduce":  # a gradient that is accumulated is copied to unpinned memory
             return _Target(Kind.HOST, pinned=not caller.f_locals["to_accumulate_grad"])
     return None

@@ -1,8 +1,8 @@
-"""Which operators of a block are worth saving where the rest of its forward runs again in backward.
+"""Choose the operators of a block whose outputs are worth saving when the rest of its forward runs again in backward.
 
-For each amount of memory the best to save are those with the most time for each byte: a *frontier* from saving the input alone to saving
-all that autograd asks for. What an operator takes is found on fake tensors, at a rough rate of FLOPs and bytes: devices differ in it, but
-not so much that the order of operators does. The search gets each way with its bytes and work, as traced, and the device's own rates.
+For each amount of memory, the best outputs to save are those with the most time per byte: a *frontier* from saving only the input to saving
+all that autograd saves. An operator's time is estimated on fake tensors from its FLOPs and bytes at rough rates; devices differ, but rarely
+in the order of operators. The search receives each way with its traced bytes and work, and uses the device's own rates.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from .tensors import storages_in
 
 _log = logging.getLogger(__name__)
 _FLOPS_PER_BYTE = {"cpu": 20.0, "cuda": 150.0}
-"""Products that a device makes while it moves a byte: about 0.5 TFLOP/s at 25 GB/s, 312 TFLOP/s at 2 TB/s (A100, bf16)."""
-_MOST_WAYS = 6
-"""Of a block, beside saving all: more hardly add to the frontier, and each is traced."""
-_LEAST_GAIN = 0.003
-"""Part of the frontier's whole area by which a way must add to it."""
-_OPERATORS_OF_MODES = 1.5
-"""What an operator takes longer inside `selective_contexts`, as a multiple of its own dispatch: some 8 µs (torch 2.13, CPU)."""
-_NAMED = 0.05
-"""Part of the largest output from which an operator is named."""
+"""FLOPs that a device computes while it moves a byte: about 0.5 TFLOP/s at 25 GB/s, 312 TFLOP/s at 2 TB/s (A100, bf16)."""
+_MAX_WAYS = 6
+"""Most ways to recompute a block, without saving all: each is traced, and more ways hardly improve the frontier."""
+_MIN_GAIN = 0.003
+"""Least share of the frontier's area that a way must add."""
+_MODE_OVERHEAD = 1.5
+"""Additional time of an operator inside `selective_contexts`, as a multiple of its own dispatch: about 8 µs (torch 2.13, CPU)."""
+_NAMED_SHARE = 0.05
+"""Operators are named if their output exceeds this share of the largest one."""
 
 Point = tuple[float, float]
-"""Bytes that are saved, and work that is left for backward."""
+"""Bytes that are saved, and work that backward has to repeat."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,14 +52,14 @@ class LoggedCall:
     flops: int
     traffic_bytes: int
     saved_bytes: int = 0
-    """Of its outputs; 0 where they cannot be saved: views, what is written in place, what the block returns. Casts are not listed."""
+    """Bytes of its outputs; 0 if they cannot be saved: views, tensors written in place, outputs of the block."""
 
 
 class OperatorLog(TorchDispatchMode):
-    """List the operators of one call of a block, whose modules are told apart while the log is on.
+    """List the operators of one call of a block, each with the module that ran it; casts are not listed.
 
     Raises:
-        DescriptionError: inside, where the block draws from a `torch.Generator` of its own, which checkpointing does not restore.
+        DescriptionError: inside the context, if the block draws from its own `torch.Generator`, which checkpointing does not restore.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -69,15 +69,15 @@ class OperatorLog(TorchDispatchMode):
         self._running = [""]
         self._hooks = ExitStack()
         self._storages: dict[int, LoggedCall] = {}
-        """By storage, the call that made it; where it was freed and its address used again, the later one."""
+        """The call that made each storage; the latest one if an address was used again."""
         self.calls: list[LoggedCall] = []
-        """In the order in which they ran."""
+        """The calls in the order in which they ran."""
 
     def __enter__(self) -> OperatorLog:
         for name, module in self._block.named_modules():
             if name:
                 self._hooks.callback(module.register_forward_pre_hook(lambda *_, name=name: self._running.append(name)).remove)
-                self._hooks.callback(module.register_forward_hook(self._leaving, always_call=True).remove)
+                self._hooks.callback(module.register_forward_hook(self._leave_module, always_call=True).remove)
         super().__enter__()
         return self
 
@@ -90,12 +90,12 @@ class OperatorLog(TorchDispatchMode):
     ) -> object:
         kwargs, call = kwargs or {}, self._counter.name(func)
         if kwargs.get("generator") is not None:
-            _warn_of_generator(type(self._block).__name__)
-            raise DescriptionError(f"{type(self._block).__name__} draws from a torch.Generator of its own.")
+            _warn_about_generator(type(self._block).__name__)
+            raise DescriptionError(f"{type(self._block).__name__} draws from its own torch.Generator.")
         before = {storage._cdata for _, storage in storages_in((args, kwargs))}
         result = func(*args, **kwargs)
         if func._schema.is_mutable:
-            self._exclude(before)  # some of them are written
+            self._exclude(before)  # the operator writes some of them
         if call is None:
             return result
         cost = PhaseRecord()
@@ -109,7 +109,7 @@ class OperatorLog(TorchDispatchMode):
         return result
 
     def returned(self, output: object) -> None:
-        """Leave out what the block returns: its caller may change it in place, and the next block saves it as its input."""
+        """Exclude what the block returns: its caller may change it in place, and the next block saves it as its input."""
         self._exclude({storage._cdata for _, storage in storages_in(output)})
         self._storages.clear()
 
@@ -117,50 +117,50 @@ class OperatorLog(TorchDispatchMode):
         for key in storages & set(self._storages):
             self._storages[key].saved_bytes = 0
 
-    def _leaving(self, *_: object) -> None:
+    def _leave_module(self, *_: object) -> None:
         self._running.pop()
 
 
 @functools.cache
-def _warn_of_generator(block: str) -> None:
+def _warn_about_generator(block: str) -> None:
     _log.warning(
-        "%s draws random numbers from a torch.Generator of its own; recomputation would draw others, so that no block is recomputed."
+        "%s draws random numbers from its own torch.Generator; recomputation would draw different ones, so no block is recomputed."
         " Draw from torch's default generator to allow it.", block,
     )  # fmt: skip
 
 
-def recomputations(calls: Sequence[LoggedCall], beside_input: int, device_type: str) -> tuple[Recomputation, ...]:
-    """Return ways to recompute a block of these operators, from that which saves its input alone to that which saves most.
+def recomputations(calls: Sequence[LoggedCall], saved_bytes: int, device_type: str) -> tuple[Recomputation, ...]:
+    """Return ways to recompute a block of these operators, from the one that saves only the input to the one that saves most.
 
-    Saving all takes `beside_input` bytes beyond the input, at the batch size of `calls`.
+    Saving all takes `saved_bytes` in addition to the input, at the batch size of `calls`.
     """
-    work = {one.call: _work(one.flops, one.traffic_bytes, device_type) for one in calls}
+    work = {op.call: _work(op.flops, op.traffic_bytes, device_type) for op in calls}
     whole = sum(work.values()) or 1.0
-    paying = (one for one in calls if one.saved_bytes and work[one.call])
-    worth = sorted(paying, key=lambda one: work[one.call] / one.saved_bytes, reverse=True)
+    savable = (op for op in calls if op.saved_bytes and work[op.call])
+    best_first = sorted(savable, key=lambda op: work[op.call] / op.saved_bytes, reverse=True)
     corners = [(0.0, whole)]
-    for one in worth:
+    for op in best_first:
         nbytes, left = corners[-1]
-        corners.append((nbytes + one.saved_bytes, left - work[one.call]))
-    corners.append((float(max(1, beside_input)), 0.0))
-    counts = corner_indices(corners, most=_MOST_WAYS, least_gain=_LEAST_GAIN)[:-1]
-    order = {one.call: number for number, one in enumerate(calls)}
+        corners.append((nbytes + op.saved_bytes, left - work[op.call]))
+    corners.append((float(max(1, saved_bytes)), 0.0))
+    counts = corner_indices(corners, most=_MAX_WAYS, least_gain=_MIN_GAIN)[:-1]
+    order = {op.call: number for number, op in enumerate(calls)}
     names = _names(calls)
     ways = []
     for count in counts:
-        saved = sorted(worth[:count], key=lambda one: order[one.call])
-        largest = max((one.saved_bytes for one in saved), default=0)
-        named = tuple(dict.fromkeys(names[one.call] for one in saved if one.saved_bytes > _NAMED * largest))
+        saved = sorted(best_first[:count], key=lambda op: order[op.call])
+        largest = max((op.saved_bytes for op in saved), default=0)
+        named = tuple(dict.fromkeys(names[op.call] for op in saved if op.saved_bytes > _NAMED_SHARE * largest))
         share = round(max(0.0, corners[count][1] / whole), 3)
-        ways.append(Recomputation(saved_calls=tuple(one.call for one in saved), share=share, names=named))
+        ways.append(Recomputation(saved_calls=tuple(op.call for op in saved), share=share, names=named))
     return tuple(ways)
 
 
 def corner_indices(points: Sequence[Point], *, most: int, least_gain: float) -> list[int]:
     """Return the indices of at most `most` corners of the lower hull of points, by rising bytes, and of the last point.
 
-    Left out are points with more bytes than the last, or that a mix of two others is no worse than, then those with which least of the
-    hull's area goes, and those that add less to it than `least_gain` of the rectangle around the first and the last point.
+    Points are left out if they have more bytes than the last, or if a mix of two others is as good. Then the corners that add least to the
+    hull's area are removed: those above `most`, and those below `least_gain` of the rectangle around the first and the last point.
     """
     last = len(points) - 1
     hull: list[int] = []
@@ -181,7 +181,7 @@ def corner_indices(points: Sequence[Point], *, most: int, least_gain: float) -> 
 
 
 def worthwhile(plain: Segment, ways: Sequence[Segment], device_type: str, samples: int) -> list[int]:
-    """Return which ways, as traced, are better than a mix of their neighbours; the first always is one."""
+    """Return the indices of the traced ways that are better than a mix of their neighbours; the first always is."""
 
     def point(segment: Segment) -> Point:
         backward = segment.backward
@@ -192,7 +192,7 @@ def worthwhile(plain: Segment, ways: Sequence[Segment], device_type: str, sample
 
 
 def with_share(way: RecomputedSegment, whole: RecomputedSegment, plain: Segment, device_type: str, samples: int) -> RecomputedSegment:
-    """Return a way with a budget with the part of a full recomputation's work that is left, as traced; others as they are."""
+    """Set the share of a full recomputation's work that a way with a budget repeats, as traced; return other ways unchanged."""
     if way.recomputation.budget is None:
         return way
     part, all_of_it, none = (
@@ -204,34 +204,34 @@ def with_share(way: RecomputedSegment, whole: RecomputedSegment, plain: Segment,
 
 
 def with_modes(costs: Segment, way: Recomputation) -> Segment:
-    """Return the costs with the CPU's time in the modes that save and replay outputs, as operators that it issues beside the own."""
+    """Add the CPU time of the modes that save and replay outputs to the costs, as additional operators."""
     if not way.saved_calls:
         return costs
-    in_modes = costs.forward.operators.scaled(_OPERATORS_OF_MODES, constants=True)  # of forward, and about as many when it runs again
+    in_modes = costs.forward.operators.scaled(_MODE_OVERHEAD, constants=True)  # in forward, and about as many in its second run
     forward, backward = (replace(phase, operators=phase.operators.plus(in_modes)) for phase in (costs.forward, costs.backward))
     return replace(costs, forward=forward, backward=backward)
 
 
 def _work(flops: float, traffic_bytes: float, device_type: str) -> float:
-    """Return bytes that move, with FLOPs counted as the bytes that move in their time."""
+    """Return the work in bytes: those that move, plus those that could move in the time of the FLOPs."""
     return flops / _FLOPS_PER_BYTE[device_type] + traffic_bytes
 
 
 def _triangle(a: Point, b: Point, c: Point) -> float:
-    """Return twice the area of a triangle: positive where b lies below the line from a to c."""
+    """Return twice the area of a triangle: positive if b is below the line from a to c."""
     return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
 
 
 def _names(calls: Sequence[LoggedCall]) -> dict[str, str]:
-    """Return what a person calls each call: the module of a product by as much of its name as tells it apart, else the operator."""
-    modules = {one.module for one in calls if one.flops and one.module}
+    """Return a readable name for each call: for a product the shortest distinct name of its module, else the operator."""
+    modules = {op.module for op in calls if op.flops and op.module}
     endings = Counter(name.split(".")[-1] for name in modules)
 
-    def name_of(one: LoggedCall) -> str:
-        operator = one.call.partition("#")[0]
-        if not one.flops or operator == "attention" or not one.module:
+    def name_of(op: LoggedCall) -> str:
+        operator = op.call.partition("#")[0]
+        if not op.flops or operator == "attention" or not op.module:
             return operator
-        parts = one.module.split(".")
+        parts = op.module.split(".")
         return parts[-1] if endings[parts[-1]] == 1 else ".".join(parts[-2:])
 
-    return {one.call: name_of(one) for one in calls}
+    return {op.call: name_of(op) for op in calls}

@@ -30,11 +30,11 @@ aten = torch.ops.aten
 
 _DEVICE_OF = torch.ops.prim.device.default
 _PICKS_ROWS = frozenset({aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward})
-"""Their first argument is a table of which they read about as many bytes as they write."""
+"""Operators whose first argument is a table, from which they read about as many bytes as they write."""
 _MOVES_NOTHING = frozenset({
     aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.lift_fresh, aten._unsafe_view,
 })  # fmt: skip
-"""They allocate or alias without touching memory, though their schemas do not say so."""
+"""Operators that allocate or alias without reading or writing memory, though their schemas do not say so."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,9 +46,9 @@ class PhaseRecord:
     operators: int = 0
 
     def count(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
-        """Count an operator: its FLOPs where torch.utils.flop_counter has a formula for it, else the bytes that it reads and writes."""
+        """Count an operator: its FLOPs if torch.utils.flop_counter has a formula for it, else the bytes that it reads and writes."""
         packet = func._overloadpacket
-        if func.namespace == "prim":  # what a fake tensor is asked about itself
+        if func.namespace == "prim":  # a query about a fake tensor, not a computation
             return
         self.operators += 1
         if operator_name(func) == "attention" and packet not in flop_registry:
@@ -67,24 +67,24 @@ class PhaseRecord:
 
 @dataclass(slots=True, kw_only=True)
 class SegmentRecord:
-    """What was seen of one segment at one batch size; live bytes are levels of the whole trace."""
+    """The record of one segment at one batch size; live bytes are those of the whole trace."""
 
     unit: int
     first_node: int
     copy_of: SegmentRecord | None = None
-    """The equal segment that was traced in this one's place."""
+    """The equal segment that was traced instead of this one."""
     start_bytes: int = 0
     end_bytes: int = 0
     sent_bytes: int = 0
-    """What was offloaded to the host until backward."""
+    """Bytes that were offloaded to the host until backward."""
     gradients: list[str] = field(default_factory=list)
-    """Names of parameters of which its backward made the gradients, as far as they were named."""
+    """Names of the parameters whose gradients its backward made, if a name was passed for them."""
     input_gradient_bytes: int = 0
-    """Live bytes above `start_bytes` when its backward was done: the gradient of its input, less an input freed with it."""
+    """Live bytes above `start_bytes` after its backward: the gradient of its input, less an input freed with it."""
     release: Callable[[], None] | None = None
-    """Drops what its modules have stored in themselves."""
+    """Removes the tensors that its modules store as attributes."""
     kept_bytes: int = 0
-    """What that freed when backward was done: live until the next step, with all that autograd holds for it."""
+    """Bytes that `release` freed after backward: they stay live until the next step, with all that autograd holds for them."""
     forward: PhaseRecord = field(default_factory=PhaseRecord)
     backward: PhaseRecord = field(default_factory=PhaseRecord)
 
@@ -92,19 +92,19 @@ class SegmentRecord:
 class Recorder(MemoryTracker):
     """Split a forward and backward pass on fake tensors into segments, and count their bytes as the tracker does.
 
-    Call `enter` and `leave` around each unit's module, `begin_backward` between the passes and `close_backward` after them. What runs
-    outside of them is unit 0's, the root's.
+    Call `enter` and `leave` around each unit's module, `begin_backward` between the passes and `close_backward` after them. Operators
+    outside of units belong to the root, unit 0.
     """
 
     def __init__(self, mode: FakeTensorMode, known: KnownValues, seen: dict[object, Repeatable | None], *, block_bytes: int) -> None:
-        """Record operators on tensors of a mode, whose values are `known`; `seen` keeps what operators returned for other recorders."""
+        """Record operators on a mode's tensors, whose values are in `known`; `seen` shares operators' results between recorders."""
         super().__init__(block_bytes=block_bytes)
         self._mode, self._known, self._seen = mode, known, seen
         self.records: list[SegmentRecord] = []
         self.inside = False
         self._current = self._pending = SegmentRecord(unit=0, first_node=_get_sequence_nr())
         self._in_backward = False
-        self._graded: list[nn.Parameter] = []
+        self._with_gradients: list[nn.Parameter] = []
         self._first_nodes: list[int] = []
         self._end_node = 0
 
@@ -114,12 +114,12 @@ class Recorder(MemoryTracker):
         return self._pending
 
     def leave(self) -> None:
-        """End it: what follows is the root's."""
+        """End the unit's segment; the operators that follow belong to the root."""
         self.inside = False
         self._pending = SegmentRecord(unit=0, first_node=_get_sequence_nr())
 
     def begin_backward(self) -> None:
-        """Close forward, after everything that does not outlive it has been released."""
+        """End forward; call this after releasing everything that does not outlive it."""
         self._close_forward()
         self._in_backward = True
         self._first_nodes = [record.first_node for record in self.records]
@@ -127,15 +127,15 @@ class Recorder(MemoryTracker):
         self._enter_backward(self.records[-1])
 
     def note_gradient(self, parameter: nn.Parameter, name: str | None) -> None:
-        """Drop a parameter's gradient when the segment's backward ends; for `register_post_accumulate_grad_hook`."""
-        self._graded.append(parameter)
+        """Note a parameter's gradient, which is freed when the segment's backward ends; for `register_post_accumulate_grad_hook`."""
+        self._with_gradients.append(parameter)
         if name is not None:
             self._current.gradients.append(name)
 
     @contextmanager
     def kernel(self, flops: int, traffic_bytes: int) -> Iterator[None]:
-        """Count a kernel that no operator shows; what it allocates is tracked inside the context."""
-        self._follow()
+        """Count a kernel that is no operator; its allocations are tracked inside the context."""
+        self._switch_segment()
         yield
         phase = self._phase
         phase.matmul_flops += flops
@@ -147,28 +147,28 @@ class Recorder(MemoryTracker):
         self, func: OpOverload, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         if func is _DEVICE_OF and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device  # torch asks at every operator
-        with torch._C.DisableTorchFunction():  # shapes and the like come from the tensors, not through a mode for functions
-            args, kwargs = self._known.only_fakes(func, args, kwargs or {}, self._mode)
-            self._follow()
+            return args[0].fake_device  # torch queries it at every operator
+        with torch._C.DisableTorchFunction():  # so that reading shapes does not go through function modes
+            args, kwargs = self._known.with_fakes(func, args, kwargs or {}, self._mode)
+            self._switch_segment()
             phase, call = self._phase, Call(func, args, kwargs)
             result = self._repeated(call, phase)
             if result is None:
-                began = replace(phase)
+                before = replace(phase)
                 result = super().__torch_dispatch__(func, types, args, kwargs)
                 phase.count(func, args, kwargs, result)
                 if call.key is not None and call.key not in self._seen:
-                    costs = (getattr(phase, name) - getattr(began, name) for name in ("matmul_flops", "traffic_bytes"))
+                    costs = (getattr(phase, name) - getattr(before, name) for name in ("matmul_flops", "traffic_bytes"))
                     self._seen[call.key] = Repeatable.of(call, result, is_known(func, result), *costs)
             phase.levels.append(self.current_bytes)
         return result
 
     def _repeated(self, call: Call, phase: PhaseRecord) -> object:
-        """Return what an operator returned before for the same key, and count it; None where it has to run."""
+        """Make and count an operator's result from an earlier one with the same key; return None if the operator has to run."""
         seen = None if call.key is None else self._seen.get(call.key)
         if seen is None or (seen.is_small and self._known.knows_all(call.storages)):
             return None
-        result = seen.again(call, self._mode)
+        result = seen.repeat(call, self._mode)
         for tensor in () if seen.is_view else tensors_in(result):
             self._update(tensor.untyped_storage())
         phase.operators += 1
@@ -178,17 +178,17 @@ class Recorder(MemoryTracker):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Spare each operator a wrapper: code that dynamo compiles runs outside of this mode."""
+        """Return False to spare each operator a wrapper: code that dynamo compiles runs outside of this mode."""
         return False
 
     @property
     def _phase(self) -> PhaseRecord:
         return self._current.backward if self._in_backward else self._current.forward
 
-    def _follow(self) -> None:
-        """Go to the segment to which what runs now belongs; a pending one opens, as until now frees belonged to the one before."""
+    def _switch_segment(self) -> None:
+        """Switch to the segment of the current operator; a pending segment opens only now, as earlier frees belong to the previous one."""
         if self._in_backward:
-            self._follow_backward()
+            self._switch_backward_segment()
         elif not self.records or self._pending is not self._current:
             self._close_forward()
             self._current = self._pending
@@ -200,8 +200,8 @@ class Recorder(MemoryTracker):
         if self.records:
             self._current.end_bytes = self.current_bytes
 
-    def _follow_backward(self) -> None:
-        """Switch to the segment whose autograd node runs; gradient accumulation and recomputation stay where they are."""
+    def _switch_backward_segment(self) -> None:
+        """Switch to the segment whose autograd node runs; gradient accumulation and recomputation stay in the current one."""
         node = torch._C._current_autograd_node()
         number = self._end_node if node is None else node._sequence_nr()
         if number >= self._end_node:
@@ -217,9 +217,9 @@ class Recorder(MemoryTracker):
 
     def close_backward(self) -> None:
         record = self._current
-        for parameter in self._graded:
+        for parameter in self._with_gradients:
             parameter.grad = None
-        self._graded.clear()
+        self._with_gradients.clear()
         if record.release is not None:
             before = self.current_bytes
             record.release()
@@ -228,5 +228,5 @@ class Recorder(MemoryTracker):
 
 
 def _bytes(value: object) -> int:
-    """Return the bytes behind tensors; an expanded one has fewer than its elements say."""
+    """Return the bytes of tensors' memory; an expanded tensor has fewer than its elements need."""
     return sum(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) for tensor in tensors_in(value))

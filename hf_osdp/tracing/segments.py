@@ -1,4 +1,4 @@
-"""Segment records at two or three batch sizes → segments, whose costs are linear in the batch size."""
+"""Fit segments, whose costs are linear in the batch size, to segment records at two or three batch sizes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from ..planner.description import PhaseCost, Segment
 from .recorder import PhaseRecord, SegmentRecord
 
 Samples = Sequence[int]
-"""The batch sizes: two that rise by one, and before them perhaps another, down to which costs may be no line."""
+"""The traced batch sizes: two consecutive ones, preceded perhaps by a smaller one, at which costs may be above the line."""
 
 
 def segments_of(traces: Sequence[Sequence[SegmentRecord]], samples: Samples) -> list[Segment]:
-    """Make segments of one trace at each batch size; raise DescriptionError where they do not run through the same units."""
+    """Fit segments to one trace per batch size; raise DescriptionError if the traces do not run the same units."""
     if len({tuple(record.unit for record in trace) for trace in traces}) > 1:
         raise DescriptionError(f"The model runs other units with {samples[0]} samples than with {samples[-1]}; its costs are not linear.")
-    alike = list(zip(*traces, strict=True))
-    kept = [linear_bytes([(record.copy_of or record).kept_bytes for record in records], samples) for records in alike]
-    return _with_kept([_segment(records, samples) for records in alike], kept)
+    by_segment = list(zip(*traces, strict=True))
+    kept = [linear_bytes([(record.copy_of or record).kept_bytes for record in records], samples) for records in by_segment]
+    return _with_kept([_segment(records, samples) for records in by_segment], kept)
 
 
 def _with_kept(segments: Sequence[Segment], kept: Sequence[Affine]) -> list[Segment]:
-    """Add to each backward what the modules of later segments have kept, as RecurrentGemma's keep a state."""
+    """Add to each backward the bytes that modules of later segments keep, such as RecurrentGemma's state."""
     found: list[Segment] = []
     later = Affine()
     for segment, own in zip(reversed(segments), reversed(kept), strict=True):
@@ -36,21 +36,21 @@ def _with_kept(segments: Sequence[Segment], kept: Sequence[Affine]) -> list[Segm
 
 
 def held_by_recomputed(plain: Segment, recomputed: Segment) -> Affine:
-    """Return what a segment between blocks frees when blocks save, and not when they keep it to run again: T5's position bias."""
+    """Return the bytes of a segment between blocks that only recomputed blocks hold, as their input: for example T5's position bias."""
     return _excess(recomputed.saved_bytes, plain.saved_bytes)
 
 
 def with_offloaded(plain: list[Segment], offloaded: list[Segment], offloadable: Collection[int]) -> list[Segment]:
-    """Note in the plain segments what leaves the device when it is offloaded: less than is sent, where others hold it too."""
+    """Set the bytes that offloading sends, and those that it frees on the device: fewer, if other segments hold them too."""
     found = []
-    for one, other in zip(plain, offloaded, strict=True):
-        away = _excess(one.saved_bytes, other.saved_bytes)
-        found.append(replace(one, own_saved_bytes=away, sent_bytes=other.sent_bytes) if one.unit in offloadable else one)
+    for segment, other in zip(plain, offloaded, strict=True):
+        freed = _excess(segment.saved_bytes, other.saved_bytes)
+        found.append(replace(segment, own_saved_bytes=freed, sent_bytes=other.sent_bytes) if segment.unit in offloadable else segment)
     return found
 
 
 def with_first_sample(segment: Segment, first: Segment) -> Segment:
-    """Return a segment that was fitted without the first batch size as that size shows it where it is neither recomputed nor offloaded."""
+    """Return a segment with the plain costs of `first`, whose fit includes the first batch size."""
     return replace(
         first, held_bytes=segment.held_bytes, recomputed=segment.recomputed, own_saved_bytes=segment.own_saved_bytes,
         sent_bytes=segment.sent_bytes,
@@ -58,12 +58,12 @@ def with_first_sample(segment: Segment, first: Segment) -> Segment:
 
 
 def is_idle(segment: Segment) -> bool:
-    """Whether nothing happened: views, or a glance at a shape between two blocks."""
+    """Return whether a segment costs nothing, for example only views between two blocks."""
     return segment.saved_bytes == Affine() and segment.forward == PhaseCost() and segment.backward == PhaseCost()
 
 
 def linear_bytes(values: Sequence[float], samples: Samples) -> Affine:
-    """Fit bytes at the batch sizes: linear through the last two, and not below the first."""
+    """Fit bytes at the batch sizes: a line through the last two, raised if the first is above it."""
     fit = _linear(values[-2:], samples[-2:])
     return Affine(constant=fit.constant + max(0.0, values[0] - fit(samples[0])), per_sample=fit.per_sample)
 
@@ -75,7 +75,7 @@ def _linear(values: Sequence[float], samples: Samples) -> Affine:
 
 
 def _excess(one: Affine, other: Affine) -> Affine:
-    """Return what one function has above another, each coefficient by itself."""
+    """Return the difference of two functions, with each negative coefficient set to 0."""
     return Affine(constant=max(0.0, one.constant - other.constant), per_sample=max(0.0, one.per_sample - other.per_sample))
 
 
@@ -94,7 +94,7 @@ def _segment(records: Sequence[SegmentRecord], samples: Samples) -> Segment:
 
 
 def _released(record: SegmentRecord) -> int:
-    """Return what a replayed block's caller freed, as the mask after the last block: the block itself frees what it allocates."""
+    """Return the bytes that a replayed block's caller freed, such as the mask after the last block; the block frees only its own."""
     return 0 if record.copy_of is None else max(0, record.start_bytes - record.end_bytes)
 
 
@@ -109,9 +109,9 @@ def _phase(records: Sequence[PhaseRecord], floors: Sequence[int], samples: Sampl
 
 
 def _peak(levels: Sequence[Sequence[int]], samples: Samples) -> Envelope:
-    """Return the highest moment, whatever the batch size: each moment's bytes are c_m + s_m b, with its own coefficients.
+    """Return the peak as a function of the batch size b: the maximum over moments m of c_m + s_m b.
 
-    In backward, gradients of activations rule early and those of parameters late.
+    In backward, gradients of activations dominate early and those of parameters late.
     """
     highest = [max(0, max(moments, default=0)) for moments in levels]
     moments = list(zip(*levels[-2:], strict=True)) if len(levels[-2]) == len(levels[-1]) else [(highest[-2], highest[-1])]

@@ -1,4 +1,4 @@
-"""Tensors and storages behind arguments, wrappers and views; fake tensors like real ones, and operators called on them."""
+"""Find tensors and storages in arguments, wrappers and views; make fake tensors and call operators on them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 aten = torch.ops.aten
 
 DEVICE = torch.device("cpu")
-"""Where fake tensors claim to be; a CPU-only build aborts on fake CUDA tensors."""
+"""Device of fake tensors; a CPU-only build of torch aborts on fake CUDA tensors."""
 
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, floating_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Make a fake tensor of the same shape and strides; a floating-point one gets `floating_dtype` if given."""
+    """Return a fake tensor of the same shape and strides; a floating-point one gets `floating_dtype` if given."""
     dtype = floating_dtype if floating_dtype is not None and tensor.is_floating_point() else tensor.dtype
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=DEVICE)
@@ -49,12 +49,12 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @functools.cache
 def is_dtensor(cls: type) -> bool:
-    tensor = sys.modules.get("torch.distributed.tensor")  # there are none where it was never imported, and planning does without
+    tensor = sys.modules.get("torch.distributed.tensor")  # without the import there are no DTensors; planning does not import it
     return tensor is not None and issubclass(cls, tensor.DTensor)
 
 
 def storages_in(value: object) -> Iterator[tuple[torch.Tensor, torch.UntypedStorage]]:
-    """Yield each plain tensor in an operator's arguments or result with its storage; sparse tensors have none of their own."""
+    """Yield each plain tensor in an operator's arguments or result with its storage; sparse tensors, which have none, are left out."""
     for tensor in tensors_in(value):
         for plain in (tensor,) if type(tensor) is FakeTensor else plain_tensors(tensor):
             try:
@@ -65,9 +65,9 @@ def storages_in(value: object) -> Iterator[tuple[torch.Tensor, torch.UntypedStor
 
 
 def call_operator(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Call an operator, on fake tensors also where torch's shape function is narrower than its kernels.
+    """Call an operator; on fake tensors replace `aten._grouped_mm`, whose shape function accepts less than its kernels.
 
-    `aten._grouped_mm` (experts) computes in float32 on the CPU, but its shape function takes bfloat16 only.
+    `aten._grouped_mm` (experts) computes in float32 on the CPU, but its shape function accepts only bfloat16.
     """
     if func._overloadpacket is not aten._grouped_mm or args[0].dtype is torch.bfloat16 or not isinstance(args[0], FakeTensor):
         return func(*args, **kwargs)

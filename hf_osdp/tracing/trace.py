@@ -1,4 +1,4 @@
-"""One micro-batch's forward and backward on fake tensors, at a few batch sizes → what each segment saves, peaks at and computes."""
+"""Trace forward and backward of one micro-batch on fake tensors, at a few batch sizes: what each segment saves and computes, its peaks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .attention import AttentionCall, Capability, Kernel
 from .compiled import TracedCompiler
 from .cuda_kernels import CudaKernels
 from .equal_blocks import RecordedCall, block_key, call_key
-from .fake_model import OutsideReads, fake_copy, release_of_stored
+from .fake_model import OutsideReads, fake_copy, stored_tensors_releaser
 from .known_values import KnownValues
 from .memory_tracker import CUDA_BLOCK_BYTES
 from .recomputation import LoggedCall, OperatorLog, recomputations, with_modes, with_share, worthwhile
@@ -35,56 +35,56 @@ from .repeated import Repeatable
 from .segments import Samples, held_by_recomputed, is_idle, linear_bytes, segments_of, with_first_sample, with_offloaded
 
 _BUDGETS = (0.13, 0.28, 0.53, 0.78)
-"""Of compiled blocks, beside saving the input alone and all: torch's partitioner knows no more than 4 to 6 different cuts of a block."""
-_TRACED_OF_EQUALS = 2
-"""Of equal blocks, the first two are traced: the first one's input is held by the model's own forward, too."""
+"""Budgets traced for compiled blocks, in addition to 0 and 1: torch's partitioner finds only 4 to 6 different cuts of a block."""
+_TRACED_EQUAL_BLOCKS = 2
+"""Number of equal blocks that are traced: the first one differs, because the model's own forward also holds its input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    """How a model runs in a trace."""
+    """Options of a trace: how the model runs."""
 
     compute_dtype: torch.dtype | None = None
-    """Dtype of gathered parameters and of floating-point inputs; None leaves both."""
+    """Dtype of gathered parameters and of floating-point inputs; None keeps their dtypes."""
     cuda_kernels: bool = False
-    """Allocate as CUDA's attention and dropout do, else as the CPU does."""
+    """Allocate like CUDA's attention and dropout kernels instead of the CPU's."""
     capability: Capability | None = None
-    """Of the CUDA device, see `CudaKernels`."""
+    """Compute capability of the CUDA device, see `CudaKernels`."""
     autocast: torch.dtype | None = None
-    """Run forward under autocast in this dtype, with parameters as they are."""
+    """Run forward under autocast in this dtype; parameters keep their dtypes."""
     checkpointed_blocks: Sequence[str] | None = None
     """Classes whose activations are recomputed in backward, see `checkpoint_blocks`; None for none."""
     recomputable: Collection[int] = ()
-    """Indices of units, of one module each, that are traced again under each way to recompute them (`Segment.recomputed`)."""
+    """Indices of units, of one module each, that are also traced with each way to recompute them (`Segment.recomputed`)."""
     compiled: Collection[int] = ()
-    """Indices of units, of one module each, whose forward runs as torch.compile would have it."""
+    """Indices of units, of one module each, whose forward is compiled."""
     offloadable: Collection[int] = ()
-    """Indices of units, of one module each, that are traced once more as offloaded (`Segment.own_saved_bytes`), recomputed or not."""
+    """Indices of units, of one module each, that are also traced as offloaded (`Segment.own_saved_bytes`), recomputed or not."""
     partial_recomputation: bool = True
-    """Also under ways that save some operators' outputs."""
+    """Also trace the ways that save some operators' outputs."""
     reuse_equal_blocks: bool = True
     """Trace only the first two of equal blocks."""
     loss: Loss | None = None
-    """Computes the loss from a model and a batch; None takes the model's output for the batch."""
+    """Computes the loss from a model and a batch; None uses the loss in the model's output for the batch."""
     samples: Samples = (1, 2, 3)
-    """Batch sizes: costs are linear through the last two, which rise by one, and raised where a first of three lies above.
+    """Batch sizes. Costs are lines through the last two, which are consecutive, raised if the first of three is above the line.
 
-    A single sample alone is no good point: expanding a dimension of size 1 copies nothing, so torch takes other paths. Blocks that are
-    recomputed or offloaded are traced at the last two.
+    A batch of one sample is no good point for a line: expanding a dimension of size 1 copies nothing, so torch runs other code. Recomputed
+    and offloaded blocks are traced at the last two.
     """
 
 
 class Trace(NamedTuple):
-    """What was seen of a model."""
+    """The result of a trace."""
 
     segments: tuple[Segment, ...]
-    """In forward order, in bytes and FLOPs for each micro-batch; the loss alone outlives forward."""
+    """In forward order, with bytes and FLOPs of one micro-batch; only the loss outlives forward."""
     output_bytes: Affine
-    """Of the other outputs, such as logits, which come on top where the training loop holds them."""
+    """Bytes of the other outputs, such as logits, which are additional if the training loop holds them."""
     outside_reads: frozenset[int]
-    """Units with a parameter that is read while none of their modules runs, as a loss reads the weight of a head."""
+    """Units with a parameter that is read while none of their modules runs, for example the head's weight by a loss."""
     kernels: Mapping[Kernel, AttentionCall]
-    """The attention kernels of CUDA that would run, each with its first call."""
+    """The CUDA attention kernels that would run, each with its first call."""
 
 
 def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: Inputs, options: TraceOptions) -> Trace:
@@ -92,11 +92,11 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
 
     Args:
         model: real or on the meta device; it is not modified.
-        units: the model's units, as `find_units` gives them.
-        inputs: keyword arguments of forward, or what the loss takes, for a number of samples.
-        options: how it runs.
+        units: the model's units, as `find_units` returns them.
+        inputs: a function from a number of samples to keyword arguments of forward, or to the batch of the loss.
+        options: how the model runs.
 
-    Raise DescriptionError where the traces do not run through the same units, or whatever the model raises under fake tensors.
+    Raise DescriptionError if the traces do not run the same units. Exceptions of the model under fake tensors are passed on.
     """
     tracer, samples = _Tracer(model, units, inputs, options), options.samples
     try:
@@ -104,7 +104,7 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
-        samples = samples[-2:]  # batch norm of pooled features trains on no single sample
+        samples = samples[-2:]  # batch norm of pooled features cannot train on a single sample
         records = tracer.run(samples)
     first, plain = segments_of(records, samples), segments_of(records[-2:], samples[-2:])
     output_bytes = linear_bytes(tracer.output_bytes, samples)
@@ -112,7 +112,7 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
     def traced(recomputed: Mapping[int, Recomputation] = {}, offloaded: Collection[int] = ()) -> list[Segment]:
         again = segments_of(tracer.run(samples[-2:], recomputed, offloaded), samples[-2:])
         if [segment.unit for segment in again] != [segment.unit for segment in plain]:
-            raise DescriptionError("The model runs other units where its blocks are recomputed or offloaded.")
+            raise DescriptionError("The model runs other units when its blocks are recomputed or offloaded.")
         return again
 
     found = plain
@@ -121,7 +121,7 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
     if options.recomputable:
         found = _with_recomputed(found, traced, lambda: tracer.recomputed_calls, options)
     return Trace(
-        segments=tuple(with_first_sample(one, single) for one, single in zip(found, first, strict=True) if not is_idle(single)),
+        segments=tuple(with_first_sample(segment, single) for segment, single in zip(found, first, strict=True) if not is_idle(single)),
         output_bytes=output_bytes,
         outside_reads=frozenset(tracer.reads.found),
         kernels=tracer.kernels,
@@ -134,39 +134,39 @@ def _with_recomputed(
     recomputed_calls: Callable[[], Mapping[int, Sequence[LoggedCall]]],
     options: TraceOptions,
 ) -> list[Segment]:
-    """Return the segments with each way to recompute them that is worth its bytes, as traced."""
-    wholly = dict.fromkeys(options.recomputable, Recomputation())
-    full = traced(wholly)
+    """Return the segments, each with the traced ways to recompute it that are worth their bytes."""
+    fully = dict.fromkeys(options.recomputable, Recomputation())
+    full = traced(fully)
     logs = recomputed_calls()
     if options.offloadable:
-        full = with_offloaded(full, traced(wholly, options.offloadable), options.offloadable)
+        full = with_offloaded(full, traced(fully, options.offloadable), options.offloadable)
     device_type, samples = "cuda" if options.cuda_kernels else "cpu", options.samples[-2]
     ways: dict[int, tuple[Recomputation, ...]] = {}
-    for one, other in zip(plain, full, strict=True) if options.partial_recomputation else ():
-        if one.unit in options.compiled and one.unit in wholly:
-            ways[one.unit] = tuple(Recomputation(budget=budget) for budget in _BUDGETS)
-        elif one.unit in logs and one.unit in wholly:
-            beside_input = one.saved_bytes.bytes(samples) - other.saved_bytes.bytes(samples)
-            ways[one.unit] = recomputations(logs[one.unit], beside_input, device_type)[1:]
+    for segment, recomputed in zip(plain, full, strict=True) if options.partial_recomputation else ():
+        if segment.unit in options.compiled and segment.unit in fully:
+            ways[segment.unit] = tuple(Recomputation(budget=budget) for budget in _BUDGETS)
+        elif segment.unit in logs and segment.unit in fully:
+            saved_bytes = segment.saved_bytes.bytes(samples) - recomputed.saved_bytes.bytes(samples)
+            ways[segment.unit] = recomputations(logs[segment.unit], saved_bytes, device_type)[1:]
     traces = [full]
     for number in range(max(map(len, ways.values()), default=0)):
-        partly = {unit: ways[unit][min(number, len(ways[unit]) - 1)] for unit in ways if ways[unit]}
-        traces.append(traced(wholly | partly))
+        partially = {unit: ways[unit][min(number, len(ways[unit]) - 1)] for unit in ways if ways[unit]}
+        traces.append(traced(fully | partially))
     found = []
-    for index, one in enumerate(plain):
-        if one.unit not in wholly:
-            found.append(replace(one, held_bytes=held_by_recomputed(one, full[index])))
+    for index, segment in enumerate(plain):
+        if segment.unit not in fully:
+            found.append(replace(segment, held_bytes=held_by_recomputed(segment, full[index])))
             continue
-        own = (Recomputation(), *ways.get(one.unit, ()))
-        forms = [RecomputedSegment(recomputation=way, costs=with_modes(trace[index], way)) for way, trace in zip(own, traces, strict=False)]
-        kept = worthwhile(one, [form.costs for form in forms], device_type, samples)
-        found.append(replace(one, recomputed=tuple(with_share(forms[number], forms[0], one, device_type, samples) for number in kept)))
+        tried = (Recomputation(), *ways.get(segment.unit, ()))
+        forms = [RecomputedSegment(recomputation=way, costs=with_modes(run[index], way)) for way, run in zip(tried, traces, strict=False)]
+        kept = worthwhile(segment, [form.costs for form in forms], device_type, samples)
+        found.append(replace(segment, recomputed=tuple(with_share(forms[i], forms[0], segment, device_type, samples) for i in kept)))
     return found
 
 
 @contextmanager
 def _forwards_restored(model: nn.Module) -> Iterator[None]:
-    """Take off what forwards are replaced by inside the context."""
+    """Restore forwards that are replaced inside the context when it ends."""
     before = {module: module.__dict__.get("forward") for module in model.modules()}
     try:
         yield
@@ -178,7 +178,7 @@ def _forwards_restored(model: nn.Module) -> Iterator[None]:
 
 
 class _Tracer:
-    """Runs of a fake copy of a model, each under other ways to recompute and offload its blocks."""
+    """Run a fake copy of a model, each time with other ways to recompute and offload its blocks."""
 
     def __init__(self, model: nn.Module, units: Sequence[UnitDescription], inputs: Inputs, options: TraceOptions) -> None:
         self._model, self._units, self._options = model, units, options
@@ -190,27 +190,27 @@ class _Tracer:
         self._modules = modules_by_name(self._fake)
         slices = [part for head in self._fake.modules() if isinstance(head, SplitHead) for part in head.untie().items()]
         self._segments = segment_modules(self._modules, units)
-        """Units' indices with the modules whose calls are segments."""
+        """The modules whose calls are segments, with the indices of their units."""
         blocks = [(i, module) for i, module in self._segments if units[i].span is GatherSpan.USE]
         self._keys = {i: block_key(module) for i, module in blocks} if options.reuse_equal_blocks else {}
-        """Of units whose blocks may equal others."""
+        """Keys by which blocks are compared, by unit."""
         unit_of = {module: i for i, module in self._segments}
         self._segments += [(unit_of[shared], own) for own, shared in slices]
         self._step_names = _step_names(units)
         self._seen: dict[object, Repeatable | None] = {}
-        """Operators that ran, see `Recorder`."""
+        """Results of operators that ran, see `Recorder`."""
         self._trains = any(parameter.requires_grad for parameter in self._fake.parameters())
-        """Else the model is evaluated alone, and there is no backward."""
+        """Whether any parameter is trainable; else no backward runs."""
         self._logs: dict[int, list[list[LoggedCall]]] = {}
         """Operators of recomputed units in the last run: for each batch those of forward, then those of its second run."""
-        self._like: dict[int, int] = {}
-        """Of units that were not traced in the last run, the equal one that was."""
+        self._equal_to: dict[int, int] = {}
+        """For each unit that was not traced in the last run, the equal unit that was."""
         self.output_bytes: list[int] = []
-        """Of each batch of the last run."""
+        """Bytes of outputs for each batch of the last run."""
         self._recorder: Recorder
-        """Of the batch that runs."""
+        """The recorder of the current batch."""
         self._calls: dict[Hashable, list[tuple[SegmentRecord, RecordedCall]]] = {}
-        """Of that batch, those of equal blocks that were traced."""
+        """The traced calls of equal blocks in the current batch."""
         self._cuda = CudaKernels(options.capability) if options.cuda_kernels else None
         self.kernels: Mapping[Kernel, AttentionCall] = {} if self._cuda is None else self._cuda.found
         self._compiler = TracedCompiler(self._mode, self._cuda)
@@ -219,24 +219,24 @@ class _Tracer:
     def run(
         self, samples: Samples, recomputed: Mapping[int, Recomputation] = {}, offloaded: Collection[int] = ()
     ) -> list[list[SegmentRecord]]:
-        """Return what was seen with each number of samples."""
+        """Return the segment records of each batch size."""
         autocast, loss = self._options.autocast, self._options.loss
-        self._logs, self._like, self.output_bytes = {}, {}, []
+        self._logs, self._equal_to, self.output_bytes = {}, {}, []
         with _forwards_restored(self._fake), ExitStack() as stack:
             stack.callback(self._compiler.close)
-            self._change_blocks(recomputed, offloaded)
+            self._transform_blocks(recomputed, offloaded)
             stack.enter_context(host_memory(lambda like: None))
             stack.enter_context(self.reads)
             if autocast is not None:
                 stack.enter_context(forward_replaced(self._fake, under_autocast(self._fake.forward, autocast)))
-            if loss is not None:  # which may call the model that it knows, as trainers do with `self.model`
+            if loss is not None:  # it may call the original model, as trainers do with `self.model`
                 stack.enter_context(forward_replaced(self._model, self._fake.__call__))
             self._wrap(stack)
             records = [self._run(self._batches[count]) for count in samples]
         _refuse_fake_gradients(self._model)
         return records
 
-    def _change_blocks(self, recomputed: Mapping[int, Recomputation], offloaded: Collection[int]) -> None:
+    def _transform_blocks(self, recomputed: Mapping[int, Recomputation], offloaded: Collection[int]) -> None:
         """Compile, recompute and offload the blocks' forwards."""
 
         def block(index: int) -> nn.Module:
@@ -256,17 +256,17 @@ class _Tracer:
 
     @property
     def recomputed_calls(self) -> dict[int, Sequence[LoggedCall]]:
-        """Operators that run again in backward, of units that are wholly recomputed, at the fewer samples.
+        """Operators of fully recomputed units that run again in backward, at the smaller batch size.
 
-        Torch stops when the last tensor that backward needs is there again. What can be saved, forward says.
+        Torch stops recomputing once backward has all tensors that it needs. Which outputs can be saved is known from forward.
         """
         traced: dict[int, Sequence[LoggedCall]] = {}
         for unit, logs in self._logs.items():
-            if len(logs) >= 4:  # forward and its second run, for two batches and more
-                ahead, again = logs[:2]
-                forward = {one.call: one for one in ahead}
-                traced[unit] = [forward[one.call] for one in again if one.call in forward]
-        return traced | {unit: traced[other] for unit, other in self._like.items() if other in traced}
+            if len(logs) >= 4:  # forward and its second run, for at least two batches
+                first_run, second_run = logs[:2]
+                forward = {op.call: op for op in first_run}
+                traced[unit] = [forward[op.call] for op in second_run if op.call in forward]
+        return traced | {unit: traced[other] for unit, other in self._equal_to.items() if other in traced}
 
     def _logged(self, unit: int, module: nn.Module) -> Callable[..., Any]:
         original = module.forward
@@ -307,9 +307,9 @@ class _Tracer:
         return recorder.records
 
     def _wrap(self, stack: ExitStack) -> None:
-        """Put recording forwards on the copy's units and gradient hooks on its parameters, until the stack is left."""
+        """Record the forwards of the copy's units and hook the gradients of its parameters, until the stack is closed."""
         for unit, module in self._segments:
-            stack.enter_context(forward_replaced(module, self.reads.running(unit, self._recording(unit, module))))
+            stack.enter_context(forward_replaced(module, self.reads.wrap_forward(unit, self._recording(unit, module))))
         for name, parameter in self._fake.named_parameters():
             if parameter.requires_grad:
                 note = functools.partial(self._note_gradient, name=self._step_names.get(canonical_name(name)))
@@ -319,7 +319,7 @@ class _Tracer:
         self._recorder.note_gradient(parameter, name)
 
     def _recording(self, unit: int, module: nn.Module) -> Callable[..., Any]:
-        """Wrap a unit's forward: its call is a segment; of equal calls after the second, the outputs alone are made."""
+        """Wrap a unit's forward, so that its call is a segment; after two equal calls, the next ones are only replayed."""
         calls = self._calls
         original = module.forward
         anchor = next((p for p in module.parameters() if p.requires_grad), None)
@@ -329,15 +329,15 @@ class _Tracer:
             if recorder.inside or torch._C._current_graph_task_id() != -1:
                 return original(*args, **kwargs)  # a call inside another, or recomputed in backward
             key = (self._keys[unit], call_key(args, kwargs)) if unit in self._keys else None
-            if len(calls.get(key, ())) == _TRACED_OF_EQUALS:
+            if len(calls.get(key, ())) == _TRACED_EQUAL_BLOCKS:
                 record, call = calls[key][-1]
                 recorder.enter(unit, copy_of=record)
-                self._like[unit] = record.unit
+                self._equal_to[unit] = record.unit
                 output = call.replay(args, kwargs, anchor)
                 recorder.leave()
                 return output
             record = recorder.enter(unit)
-            record.release = release_of_stored(module)
+            record.release = stored_tensors_releaser(module)
             args, kwargs = cast_floating((args, kwargs), self._options.compute_dtype)
             output = original(*args, **kwargs)
             recorder.leave()
@@ -350,16 +350,16 @@ class _Tracer:
 
 
 def _step_names(units: Sequence[UnitDescription]) -> dict[str, str]:
-    """Return every name of each parameter that is gathered for the whole step, with the one that its unit lists."""
+    """Return the names of parameters gathered for the whole step, shared ones included, each with the name in its unit."""
     whole = [unit for unit in units if unit.span is GatherSpan.STEP]
     names = {p.name: p.name for unit in whole for p in unit.parameters}
     return names | {name: shared[0] for unit in whole for shared in unit.shared for name in shared}
 
 
 def _refuse_fake_gradients(model: nn.Module) -> None:
-    """Take off gradients that a trace has left on the model itself, and raise DescriptionError if there are some."""
-    graded = [(name, parameter) for name, parameter in model.named_parameters() if isinstance(parameter.grad, FakeTensor)]
-    for _, parameter in graded:
+    """Remove gradients that a trace left on the original model, and raise DescriptionError if any were found."""
+    found = [(name, parameter) for name, parameter in model.named_parameters() if isinstance(parameter.grad, FakeTensor)]
+    for _, parameter in found:
         parameter.grad = None
-    if graded:
-        raise DescriptionError(f"The loss uses {graded[0][0]} of a model that it keeps; use the model that is passed to it.")
+    if found:
+        raise DescriptionError(f"The loss uses {found[0][0]} of a model that it stores; use the model that is passed to it.")

@@ -70,7 +70,7 @@ def test_compared_has_the_rows_of_compare(planner, folder, monkeypatch):
 def test_warnings_are_kept_with_what_was_traced(planner):
     turing = replace(QUESTION, device="titan-rtx", precision="bf16", memory_limit="")
     first, again = planner.plan(turing), planner.plan(replace(turing, memory_limit="20GiB"))
-    assert first.warnings == again.warnings and "bfloat16 has no other on compute capability 7.5" in first.warnings[0]
+    assert first.warnings == again.warnings and "bfloat16 has no other kernel on compute capability 7.5" in first.warnings[0]
     assert planner.plan(QUESTION).warnings == ()
 
 

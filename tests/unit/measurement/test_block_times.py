@@ -122,7 +122,7 @@ class Row(nn.Module):
 
 def test_stopwatch_gives_each_section_its_own_time():
     model = Row()
-    watch = Stopwatch(model, find_units(model, ["Slow"]), CPU, None, meets=True)
+    watch = Stopwatch(model, find_units(model, ["Slow"]), CPU, None, barriers=True)
     with watch.attached():
         sections, seconds = watch.measure(model)
     assert sections == [0, 1, 0, 2, 0]

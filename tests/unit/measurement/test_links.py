@@ -115,19 +115,19 @@ def emulated_measurement(
     """Seconds on a clock that only calls of collectives move, sizes of messages of each, and the timings; four ranks on two nodes."""
     clock, sent = [0.0], []
 
-    def timed(test: links._Test, nbytes: int, device: torch.device) -> float:
+    def timed(test: links._CollectiveTest, nbytes: int, device: torch.device) -> float:
         taken = latency_s + nbytes / bytes_per_s
         clock[0] += taken
         return taken
 
-    def choose(test: links._Test, device: torch.device, **limits: float) -> float:
+    def choose(test: links._CollectiveTest, device: torch.device, **limits: float) -> float:
         spent_s = stock(test, device, **limits)
         sent.append(set(test.taken))
         return spent_s
 
-    stock = links._Test.choose_sizes
-    monkeypatch.setattr(links._Test, "timed", timed)
-    monkeypatch.setattr(links._Test, "choose_sizes", choose)
+    stock = links._CollectiveTest.choose_sizes
+    monkeypatch.setattr(links._CollectiveTest, "timed", timed)
+    monkeypatch.setattr(links._CollectiveTest, "choose_sizes", choose)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(links, "cores_are_shared", lambda device: shared_cores)
     with fake_process_group(4):
@@ -158,13 +158,13 @@ def test_linear_fit_stays_physical_under_noise():
 
 
 def test_measure_collectives_adds_the_wait_for_the_last_of_ranks_that_share_cores(monkeypatch):
-    monkeypatch.setattr(links, "_late_seconds", lambda device: 0.25)
+    monkeypatch.setattr(links, "_wait_seconds", lambda device: 0.25)
     _, _, found = emulated_measurement(monkeypatch, bytes_per_s=1e9, latency_s=1e-4, shared_cores=True)
     assert found
     assert all(one.latency_s == pytest.approx(0.2501, rel=0.01) for one in found)
 
 
-def test_late_seconds_is_what_a_call_after_work_takes_beyond_both(monkeypatch):
+def test_wait_seconds_is_what_a_call_after_work_takes_beyond_both(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(links.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(links, "call_seconds", lambda *_, **__: [links._WORK_S])  # one product is all the work
@@ -177,7 +177,7 @@ def test_late_seconds_is_what_a_call_after_work_takes_beyond_both(monkeypatch):
     monkeypatch.setattr(links.torch, "mm", lambda *_, **__: spend(0.02))
     monkeypatch.setattr(links.dist, "all_reduce", lambda *_, **__: spend(0.003, waits=True))
     monkeypatch.setattr(links, "barrier", lambda device: waiting.clear())
-    assert links._late_seconds(CPU) == pytest.approx(0.5)
+    assert links._wait_seconds(CPU) == pytest.approx(0.5)
 
 
 def test_work_clock_counts_the_work_of_all_ranks_where_they_share_cores(monkeypatch):

@@ -27,7 +27,7 @@ from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
 from hf_osdp.tracing.describe import describe
-from hf_osdp.tracing.recomputation import LoggedCall, OperatorLog, _warn_of_generator
+from hf_osdp.tracing.recomputation import LoggedCall, OperatorLog, _warn_about_generator
 from tests.helpers.problems import problem
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
@@ -261,7 +261,7 @@ class DrawingModel(nn.Module):
 
 
 def test_blocks_with_a_generator_of_their_own_are_not_recomputed(caplog):
-    _warn_of_generator.cache_clear()
+    _warn_about_generator.cache_clear()
 
     def described(generator: torch.Generator | None):
         model = DrawingModel(generator)
@@ -272,7 +272,7 @@ def test_blocks_with_a_generator_of_their_own_are_not_recomputed(caplog):
     assert not any(found.recomputations)
     said = [record.getMessage() for record in caplog.records]
     assert said == [
-        "Drawing draws random numbers from a torch.Generator of its own; recomputation would draw others, so that no block is recomputed."
+        "Drawing draws random numbers from its own torch.Generator; recomputation would draw different ones, so no block is recomputed."
         " Draw from torch's default generator to allow it."
     ]
     job = TrainingJob(global_batch_size=2, recompute=True)

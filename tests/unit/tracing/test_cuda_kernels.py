@@ -50,7 +50,7 @@ RULES = [
     (call(size=256), H100, Kernel.FLASH),
     (call(size=256), RTX_3090, Kernel.FLASH),
     (call(size=256, dropout=0.1), RTX_3090, Kernel.EFFICIENT),
-    (call(size=256, dropout=0.1, trains=False), RTX_3090, Kernel.FLASH),
+    (call(size=256, dropout=0.1, requires_grad=False), RTX_3090, Kernel.FLASH),
     (call(size=224), RTX_3090, Kernel.EFFICIENT),
     (call(size=288), A100, Kernel.EFFICIENT),
     (call(size=288, **GROUPED), A100, Kernel.MATH),

@@ -200,7 +200,7 @@ def test_loss_that_reads_a_weight_of_the_model_it_knows_is_refused(gpt2):
     def loss(model, batch):
         return model(**batch).loss + gpt2.lm_head.weight.square().sum()
 
-    with pytest.raises(DescriptionError, match=r"lm_head\.weight of a model that it keeps; use the model that is passed"):
+    with pytest.raises(DescriptionError, match=r"lm_head\.weight of a model that it stores; use the model that is passed"):
         trace_segments(gpt2, find_units(gpt2), training_batch(gpt2, TOKENS), TraceOptions(loss=loss))
     assert gpt2.lm_head.weight.grad is None
 
