@@ -1,4 +1,4 @@
-"""A checkpoint in another layout, in one process and without the training script. Training itself reads every layout as it is."""
+"""Convert a checkpoint to another layout, in one process and without the training script. Training reads every layout unconverted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .states import write_shards
 from .writer import CheckpointWriter
 
 _TRAINER = "trainer_state.json"
-_SEVERAL = ("optimizer_1", "pytorch_model_fsdp_1", "model_1")
+_OTHER_MODELS = ("optimizer_1", "pytorch_model_fsdp_1", "model_1")
 
 
 class Target(Enum):
@@ -30,19 +30,19 @@ class Target(Enum):
     SINGLE = "single"
     """Accelerate or the Trainer in one process: safetensors; optimizer states by position."""
     WEIGHTS = "weights"
-    """Safetensors alone, as `from_pretrained` reads them."""
+    """Only safetensors, as `from_pretrained` reads them."""
 
 
 def convert(source: Path, target: Path, *, to: Target) -> None:
-    """Write a checkpoint again, with a copy of what else is in it. All of its weights, and then optimizer states, are in memory meanwhile.
+    """Write a checkpoint in another layout, and copy its other files. First all weights, then all optimizer states are in memory at once.
 
-    Refused are a target that exists, damage, several models, optimizer states by position, and adapters as weights alone.
+    Refuse an existing target, a damaged source, several models, optimizer states by position, and adapters with `Target.WEIGHTS`.
     """
     if target.exists():
-        raise ValueError(f"{target} exists already; give a folder that does not.")
+        raise ValueError(f"{target} already exists; give a folder that does not.")
     check_checkpoint(source)
-    if several := [path.name for path in source.iterdir() if path.name.startswith(_SEVERAL)]:
-        raise ValueError(f"{source} holds several models ({several[0]}); load it in the training script, which reads every layout.")
+    if others := [path.name for path in source.iterdir() if path.name.startswith(_OTHER_MODELS)]:
+        raise ValueError(f"{source} holds several models ({others[0]}); load it in the training script, which reads every layout.")
     weights, optimizer = layouts.find_model(source), None
     if to is not Target.WEIGHTS:
         with suppress(CheckpointError):  # a checkpoint of weights has none
@@ -51,7 +51,7 @@ def convert(source: Path, target: Path, *, to: Target) -> None:
     with CheckpointWriter().new(target) as staging:
         _write_weights(staging.path, layouts.read_weights(weights), to)
         if optimizer is not None:
-            _write_optimizer(staging.path, layouts.read_optimizer(optimizer), to, beside_trainer=(source / _TRAINER).is_file())
+            _write_optimizer(staging.path, layouts.read_optimizer(optimizer), to, from_trainer=(source / _TRAINER).is_file())
         _copy_rest(source, staging.path, own, to)
 
 
@@ -64,16 +64,16 @@ def _write_weights(folder: Path, weights: dict[str, torch.Tensor], to: Target) -
         case Target.WHOLE:
             torch.save(weights, layouts.model_path(folder, sharded=False))
         case Target.SINGLE | Target.WEIGHTS:
-            from huggingface_hub import save_torch_state_dict  # knows tied weights, and splits what is too large for one file
+            from huggingface_hub import save_torch_state_dict  # handles tied weights, and splits large files
 
             save_torch_state_dict(weights, folder, max_shard_size="50GB")
 
 
-def _write_optimizer(folder: Path, state: dict[str, Any], to: Target, *, beside_trainer: bool) -> None:
+def _write_optimizer(folder: Path, state: dict[str, Any], to: Target, *, from_trainer: bool) -> None:
     if layouts.is_positional(state):
         raise CheckpointError(
-            "The optimizer's state goes by the parameters' positions, as one process writes it; load the checkpoint in the training script,"
-            " which reads every layout, or convert its weights alone."
+            "The optimizer's states are stored by the parameters' positions, as one process writes them; load the checkpoint in the"
+            " training script, which reads every layout, or convert only its weights."
         )
     path = layouts.optimizer_path(folder, sharded=False)
     match to:
@@ -82,7 +82,7 @@ def _write_optimizer(folder: Path, state: dict[str, Any], to: Target, *, beside_
         case Target.WHOLE:
             torch.save(state, path)
         case Target.SINGLE:
-            torch.save(at_positions(state), path.with_name("optimizer.pt") if beside_trainer else path)
+            torch.save(at_positions(state), path.with_name("optimizer.pt") if from_trainer else path)
 
 
 def _copy_rest(source: Path, target: Path, own: set[str], to: Target) -> None:
@@ -93,4 +93,4 @@ def _copy_rest(source: Path, target: Path, own: set[str], to: Target) -> None:
         if path.is_file() and not skipped and not (target / name).exists():
             shutil.copyfile(path, target / name)
     if to is Target.SINGLE and (target / "rng_state_0.pth").is_file():
-        (target / "rng_state_0.pth").replace(target / "rng_state.pth")  # as the Trainer calls it in one process
+        (target / "rng_state_0.pth").replace(target / "rng_state.pth")  # the Trainer's name in one process

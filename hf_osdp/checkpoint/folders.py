@@ -1,12 +1,12 @@
 """Folders of checkpoints: a new one is complete or invisible, and one run at a time writes into an output folder.
 
-osdp_checkpoint.json              what a complete checkpoint holds; written last, and read first
-.partial/4f0c9a1e/checkpoint-30   all ranks write into it
-checkpoint-30                     the same folder, moved when all of it is on the disk and its manifest is written
-.partial/checkpoint-30.replaced   what had this name before, until the new one is in its place
-.partial/checkpoint-30.removed    one that is being removed
-.partial/lock                     locked by the run that writes checkpoint-N; NAME.lock by that which writes NAME
-.partial/training.json            which training runs there, see resume.py
+osdp_checkpoint.json              manifest of a complete checkpoint; written last, and read first
+.partial/4f0c9a1e/checkpoint-30   staging folder, into which all ranks write
+checkpoint-30                     the same folder, moved when it is completely on the disk and its manifest is written
+.partial/checkpoint-30.replaced   the old folder of this name, until the new one is in its place
+.partial/checkpoint-30.removed    a checkpoint that is being removed
+.partial/lock                     locked by the run that writes checkpoint-N; NAME.lock by the run that writes NAME
+.partial/training.json            the training that runs in the folder, see resume.py
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from .safe import check_inside
 MANIFEST_NAME = "osdp_checkpoint.json"
 VERSION = 1
 _CHUNK_BYTES = 1 << 20
-_MOST_BYTES = 64 << 20
-"""The largest manifest that is read; one of a million files is smaller."""
+_MAX_MANIFEST_BYTES = 64 << 20
+"""Larger manifests are not read; a manifest of a million files is smaller."""
 _log = logging.getLogger(__name__)
 PARTIAL = ".partial"
 _LOCK, _REPLACED, _REMOVED = "lock", ".replaced", ".removed"
 _NUMBERED = re.compile(r"checkpoint[-_](\d+)")
-"""The Trainer's folders, and those that Accelerate names."""
+"""Names of checkpoints by the Trainer and by Accelerate."""
 _LOCK_WAIT_S = 60.0
 """How long to wait for another run to end: a restart may begin while file systems still hold the lock of a machine that failed."""
 _locks: dict[Path, BaseFileLock] = {}
-"""Of this process, or of that which it was forked from."""
+"""Locks of this process, or of the process from which it was forked."""
 _staged: set[Path] = set()
 """Folders in which this process writes checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """A file as it was written: bytes, and `zlib.crc32`, which finds damage, not forgery."""
+    """Size of a file in bytes, and its `zlib.crc32`, which detects damage but not forgery."""
 
     size: int
     crc32: int
@@ -70,33 +70,33 @@ class FileRecord:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     files: Mapping[str, FileRecord]
-    """By path inside the folder, with `/`."""
+    """Files by their path in the folder, with `/`."""
     world_size: int
-    """Ranks that wrote it."""
+    """Number of ranks that wrote the checkpoint."""
     plan: str | None = None
     """Fingerprint of the plan that ran."""
     global_batch_size: int | None = None
     """Samples of an optimizer step of that plan."""
     versions: Mapping[str, str] | None = None
-    """Of the packages that wrote it."""
+    """Versions of the packages that wrote the checkpoint."""
     training: str | None = None
-    """Which training wrote it, see `resume.py`; None for the first in its folder."""
+    """Id of the training that wrote the checkpoint, see `resume.py`; None for the first training in the folder."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """What continues the same training only if it stays: seed, dataset, precision, optimizer, what the plan sends."""
+    """Settings that must not change for the same training to continue: seed, dataset, precision, optimizer, communication."""
 
     def to_json(self) -> str:
         return json.dumps({"format": VERSION, **asdict(self)}, indent=1)
 
     @classmethod
     def load(cls, folder: Path) -> Manifest | None:
-        """Return a folder's manifest, None where it has none. Raise CheckpointError where it is damaged or names a file outside of it."""
+        """Return a folder's manifest or None. Raise CheckpointError if it is damaged or names a file outside of the folder."""
         path = folder / MANIFEST_NAME
         if not path.is_file():
             return None
-        content = read_json(path, "manifest", CheckpointError, limit_bytes=_MOST_BYTES)
+        content = read_json(path, "manifest", CheckpointError, limit_bytes=_MAX_MANIFEST_BYTES)
         if isinstance(content, dict) and (found := content.pop("format", VERSION)) != VERSION:
             raise CheckpointError(
-                f"{path} has format {found!r}, this version of hf_osdp reads {VERSION}; update hf_osdp, or take another one."
+                f"{path} has format {found!r}, but this version of hf_osdp reads {VERSION}; update hf_osdp, or use another checkpoint."
             )
         manifest = validated(cls, content, lambda problem: CheckpointError(f"{path} cannot be read ({problem}); it is damaged."))
         for name in manifest.files:
@@ -105,7 +105,7 @@ class Manifest:
 
 
 def damage(folder: Path, files: Iterable[tuple[str, FileRecord]]) -> str | None:
-    """Return what is wrong with files of a checkpoint; None where all is as it was written."""
+    """Return what is wrong with files of a checkpoint; None if all files are as they were written."""
     for name, record in files:
         path = folder / name
         try:
@@ -114,7 +114,7 @@ def damage(folder: Path, files: Iterable[tuple[str, FileRecord]]) -> str | None:
             if (size := path.stat().st_size) != record.size:
                 return f"{name} has {size} of {record.size} bytes"
             if FileRecord.of(path).crc32 != record.crc32:
-                return f"{name} has another checksum than when it was written"
+                return f"{name} has a different checksum than when it was written"
         except OSError as error:  # a bad sector, or no permission
             return f"{name} cannot be read ({error})"
     return None
@@ -129,17 +129,17 @@ def numbered_checkpoints(folder: Path) -> list[Path]:
 
 
 def lock_checkpoints(parent: Path, name: str | None = None) -> None:
-    """Keep other runs from writing the checkpoint of this name, or `checkpoint-N`, into a folder until `unlock_checkpoints` or the end.
+    """Keep other runs from writing the checkpoint of this name, or `checkpoint-N`, until `unlock_checkpoints` or the process ends.
 
-    What an interrupted run left of them is finished or removed. CheckpointError: another run writes them, and does not end within a minute.
+    Finish or remove what an interrupted run left. Raise CheckpointError if another run writes them and does not end within a minute.
     """
     path = _lock_path(parent, name)
     if path in _locks:
         return
     if not _try_lock(path):
-        _log.warning("Another run writes checkpoints into %s; waiting up to %g s for its end.", parent, _LOCK_WAIT_S)
+        _log.warning("Another run writes checkpoints into %s; waiting up to %g s for it to end.", parent, _LOCK_WAIT_S)
         if not _try_lock(path, _LOCK_WAIT_S):
-            raise CheckpointError(f"Another run writes checkpoints into {parent}; give this run a folder of its own.")
+            raise CheckpointError(f"Another run writes checkpoints into {parent}; give this run another folder.")
     pattern = "checkpoint[-_]*" if name is None else glob.escape(name)
     restore_replaced(parent, pattern)
     staged = {inside.parent for inside in path.parent.glob(f"*/{pattern}")} - _staged
@@ -148,14 +148,14 @@ def lock_checkpoints(parent: Path, name: str | None = None) -> None:
 
 
 def unlock_checkpoints(parent: Path, name: str | None = None) -> None:
-    """Let other runs write checkpoints again that `lock_checkpoints` has locked."""
+    """Release the lock of `lock_checkpoints`, so that other runs can write these checkpoints."""
     path = _lock_path(parent, name)
     lock = _locks.pop(path, None)
     if lock is not None and lock.is_locked:  # not in a process that was forked from the one with the lock
         with suppress(OSError):
             path.unlink()
             lock.release()
-            path.parent.rmdir()  # not where something else is in it
+            path.parent.rmdir()  # fails if other files are in it
 
 
 def is_locked_elsewhere(parent: Path) -> bool:
@@ -179,7 +179,7 @@ def _lock_path(parent: Path, name: str | None) -> Path:
 
 
 def _try_lock(path: Path, seconds: float = 0.0) -> bool:
-    """Lock a file; return False where another run has it, so many seconds later too. Where none can be locked, nothing is locked."""
+    """Lock a file; return False if another run still holds the lock after these seconds. Without write access, lock nothing."""
     lock = FileLock(path, thread_local=False)  # another thread may release it
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,15 +187,15 @@ def _try_lock(path: Path, seconds: float = 0.0) -> bool:
     except Timeout:
         return False
     except OSError:
-        _log.debug("Nothing is locked", exc_info=True)  # the first checkpoint tells of a folder that cannot be written
+        _log.debug("Nothing is locked", exc_info=True)  # the first checkpoint reports a folder that cannot be written
     _locks[path] = lock
     return True
 
 
 def prepare_staging(folder: Path) -> Path:
-    """Make an empty folder in which a checkpoint is written until it is complete; the last part of its name stays."""
+    """Make an empty staging folder, of the same name as the checkpoint's, in which a checkpoint is written until it is complete."""
     if Path.cwd().is_relative_to(folder):
-        raise ValueError(f"A checkpoint cannot take the place of {folder}, in which this program runs; give a folder inside it.")
+        raise ValueError(f"A checkpoint cannot replace {folder}, this program's working directory; give a folder inside it.")
     lock_checkpoints(folder.parent, lock_name(folder))
     staging = folder.parent / PARTIAL / uuid.uuid4().hex[:8] / folder.name
     try:
@@ -212,7 +212,7 @@ def discard_staging(staging: Path) -> None:
 
 
 def complete(folder: Path, staging: Path, manifest: Manifest, parts: Iterable[Mapping[str, FileRecord]]) -> None:
-    """Write the manifest of a staging folder whose files are all there, and let the checkpoint appear. CheckpointError: it cannot be."""
+    """Write the manifest of a staging folder that has all files, and publish the checkpoint. Raise CheckpointError if that fails."""
     files = {name: record for part in parts for name, record in part.items()}
     try:
         for path in staging.rglob("*"):
@@ -242,7 +242,7 @@ def flush(path: Path) -> None:
 
 
 def _publish(staging: Path, folder: Path) -> None:
-    """Give the staging folder its name. What had the name keeps the files that were no checkpoint's."""
+    """Rename the staging folder to the checkpoint's name, and keep a user's files of the old folder of that name."""
     replaced = folder.parent / PARTIAL / f"{folder.name}{_REPLACED}"
     if folder.exists():
         folder.rename(replaced)
@@ -255,7 +255,7 @@ def _publish(staging: Path, folder: Path) -> None:
 
 
 def _keep_user_files(replaced: Path, folder: Path) -> None:
-    """Move what is no part of the old checkpoint into the new one's folder: logs and models that a user keeps there."""
+    """Move files that are not part of the old checkpoint into the new folder: logs and models that a user keeps there."""
     if not replaced.exists():
         return
     try:
@@ -271,7 +271,7 @@ def _keep_user_files(replaced: Path, folder: Path) -> None:
 
 
 def restore_replaced(parent: Path, pattern: str = "*") -> None:
-    """Finish replacements that were interrupted: the old folder comes back where the new one is not there yet."""
+    """Finish interrupted replacements: restore the old folder if the new one is not in its place."""
     for replaced in (parent / PARTIAL).glob(f"{pattern}{_REPLACED}"):
         folder = parent / replaced.name.removesuffix(_REPLACED)
         if folder.exists():
@@ -281,7 +281,7 @@ def restore_replaced(parent: Path, pattern: str = "*") -> None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint; interrupted amid that, it is invisible. Of a link only the link goes. What cannot be removed is warned of."""
+    """Remove a checkpoint, of a link only the link; an interrupted removal leaves it invisible. Log a warning if it cannot be removed."""
     hidden = folder.parent / PARTIAL / f"{folder.name}{_REMOVED}"
     try:
         if folder.is_symlink():

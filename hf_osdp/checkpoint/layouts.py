@@ -1,4 +1,4 @@
-"""Which files of a folder hold weights and optimizer states, as Accelerate, the Trainer and one process write them; reads them whole."""
+"""Find and read the files of weights and optimizer states in every layout: of Accelerate, of the Trainer, and of one process."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _STATE_FILE = re.compile(
     r"|(model\.safetensors|pytorch_model\.bin)\.index\.json"
 )
 _STATE_FOLDER = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
-"""What Accelerate, the Trainer and this package write."""
+"""Files and folders of state that Accelerate, the Trainer and this package write."""
 
 
 def is_state(path: Path) -> bool:
-    """Return whether a file or folder is a checkpoint's state by its name; the rest is configuration, tokenizer, or a user's."""
+    """Return whether a file or folder is state by its name; others are configuration, tokenizer, or a user's files."""
     return (_STATE_FOLDER if path.is_dir() else _STATE_FILE).fullmatch(path.name) is not None
 
 
@@ -42,27 +42,27 @@ def optimizer_path(folder: Path, index: int = 0, *, sharded: bool) -> Path:
 
 
 def find_model(folder: Path, index: int = 0) -> Path:
-    """Return where a checkpoint's weights are: a folder of shards, or a file. Raise CheckpointError where they are nowhere."""
+    """Return the path of a checkpoint's weights: a folder of shards, or a file. Raise CheckpointError if there are none."""
     return _found(folder, _model_names(index), "weights")
 
 
 def find_optimizer(folder: Path, index: int = 0) -> Path:
-    """Return where a checkpoint's optimizer state is, as `find_model`."""
+    """Return the path of a checkpoint's optimizer states, as `find_model` does."""
     return _found(folder, _optimizer_names(index), "optimizer state")
 
 
 def is_sharded(path: Path) -> bool:
-    """Return whether weights or optimizer states are in shards, by the name alone: the same on every rank."""
+    """Return whether weights or optimizer states are in shards, from the name only, so that all ranks agree."""
     return not path.suffix
 
 
 def is_of_one_process(weights: Path) -> bool:
-    """Return whether one process wrote weights, in one of its own layouts."""
+    """Return whether weights are in a layout that one process writes."""
     return not weights.name.startswith("pytorch_model_fsdp")
 
 
 def _model_names(index: int) -> list[str]:
-    """Return names in the order in which they are looked for: of shards, of whole tensors, of what one process writes."""
+    """Return names in search order: of shards, of whole tensors, of the layouts of one process."""
     number = f"_{index}" if index else ""
     names = [f"pytorch_model_fsdp_{index}", f"pytorch_model_fsdp{number}.bin", f"model{number}.safetensors", f"pytorch_model{number}.bin"]
     return names if index else [*names, "model.safetensors.index.json", "adapter_model.safetensors"]
@@ -80,7 +80,7 @@ def _found(folder: Path, names: Sequence[str], what: str) -> Path:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return a model's weights, all in memory, by Hugging Face names. Raise CheckpointError where they cannot be read."""
+    """Return a model's whole weights by Hugging Face names. Raise CheckpointError if they cannot be read."""
     if is_sharded(path):
         return dict(_unsharded(path, "model"))
     match path.suffix:
@@ -92,25 +92,25 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_optimizer(path: Path) -> dict[str, Any]:
-    """Return an optimizer's state, `{"state": {...}, "param_groups": [...]}` by names, or by positions where one process wrote it."""
+    """Return an optimizer's state, `{"state": {...}, "param_groups": [...]}`, by names, or by positions if one process wrote it."""
     state = _unsharded(path, "optimizer") if is_sharded(path) else load_file(path)
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
-        raise CheckpointError(f"{path} holds no optimizer's state; take another checkpoint.")
+        raise CheckpointError(f"{path} holds no optimizer state; use another checkpoint.")
     return dict(state)
 
 
 def is_positional(state: Mapping[str, Any]) -> bool:
-    """Return whether an optimizer's state goes by the parameters' positions."""
+    """Return whether an optimizer's state is stored by the parameters' positions."""
     return any(isinstance(key, int) for group in state["param_groups"] for key in group["params"])
 
 
 def named_state(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Return a state that goes by positions with names. Raise CheckpointError where it is of other numbers of groups or parameters."""
+    """Replace positions in a state by names. Raise CheckpointError if it has other numbers of groups or parameters."""
     saved, own = [len(group["params"]) for group in state["param_groups"]], [len(names) for names in groups]
     if saved != own:
         raise CheckpointError(
-            f"The checkpoint's optimizer has parameter groups of {saved} parameters, this one of {own};"
-            " make the optimizer with the groups that it was saved with."
+            f"The checkpoint's optimizer has parameter groups of {saved} parameters, but this one of {own};"
+            " make the optimizer with the groups of the checkpoint."
         )
     pairs = list(zip(state["param_groups"], groups, strict=True))
     names = {position: name for group, own_names in pairs for position, name in zip(group["params"], own_names, strict=True)}
@@ -124,35 +124,35 @@ def _safetensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_safetensors(path)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); take another checkpoint.") from None
+        raise CheckpointError(f"{path} cannot be read ({error}); use another checkpoint.") from None
 
 
 def _of_several_files(index: Path) -> dict[str, torch.Tensor]:
-    """Return weights in several files, as transformers writes large ones."""
+    """Return weights from several files, as transformers writes those of large models."""
     try:
         names = sorted(set(read_json(index, "index of weights", CheckpointError)["weight_map"].values()))
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} cannot be read ({type(error).__name__}: {error}); take another checkpoint.") from None
+        raise CheckpointError(f"{index} cannot be read ({type(error).__name__}: {error}); use another checkpoint.") from None
     return {name: value for file in names for name, value in _safetensors(index.parent / check_inside(file)).items()}
 
 
 class _WholePlanner(SafePlanner, _EmptyStateDictLoadPlanner):
-    """Make the tensors that the index names, and read them whole."""
+    """Create the tensors that the index names, and read them whole."""
 
 
-def _unsharded(path: Path, key: str) -> Any:  # noqa: ANN401  # what the checkpoint has
+def _unsharded(path: Path, key: str) -> Any:  # noqa: ANN401  # whatever the checkpoint contains
     state: dict[str, Any] = {}
     reader = SafeReader(path)
-    reader.read_metadata()  # its errors are lines of ours; torch would log a traceback and try again
+    reader.read_metadata()  # raises our one-line errors now; torch would log a traceback and try again
     try:
         _load_state_dict(state, storage_reader=reader, planner=_WholePlanner(), no_dist=True)
         return state[key]
     except (CheckpointException, RuntimeError, KeyError, ValueError, OSError, EOFError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({cause_of(error)}); take another checkpoint.") from None
+        raise CheckpointError(f"{path} cannot be read ({cause_of(error)}); use another checkpoint.") from None
 
 
 def cause_of(error: BaseException) -> str:
-    """Return an error in one line; torch's own exception holds those of all ranks."""
+    """Return an error in one line; of torch's exception, which holds errors of all ranks, the first."""
     if isinstance(error, CheckpointException):
         rank, (inner, _) = next(iter(sorted(error.failures.items())))
         return f"rank {rank}: {cause_of(inner)}"

@@ -1,7 +1,7 @@
-"""Find the checkpoint from which a training resumes: the last complete one of this training; what is damaged is named.
+"""Find the checkpoint from which a training resumes: the last complete one of this training. Damaged ones are logged and skipped.
 
-`.partial/training.json` in an output folder names the training that runs there, as the manifests of its checkpoints do.
-Where it names none, every checkpoint in the folder is this training's.
+`.partial/training.json` in an output folder holds the id of the training that runs there, as the manifests of its checkpoints do.
+Without this file, every checkpoint in the folder belongs to this training.
 """
 
 from __future__ import annotations
@@ -38,49 +38,49 @@ from .layouts import find_model, find_optimizer
 from .safe import special_file
 
 _log = logging.getLogger(__name__)
-_NOTE = "training.json"
+_TRAINING_FILE = "training.json"
 
 
 def checkpoint_to_resume(
     folder: str | Path, resume_from_checkpoint: str | Path | bool | None = None, *, marker: str | None = None, after_restart: bool = True
 ) -> Path | None:
-    """Return the checkpoint from which a training is to resume, and note whether it is a new training. Collective.
+    """Return the checkpoint from which to resume training, and record in the folder whether this is a new training. Collective.
 
     Args:
-        folder: the training's output.
-        resume_from_checkpoint: True is the last complete checkpoint in the folder, whichever training wrote it. None is a new training.
-            False, too, and a restart does not resume it. A path is this checkpoint.
-        marker: a file that every usable checkpoint has.
-        after_restart: where torchrun or SLURM starts an interrupted training again, resume from the last complete checkpoint that it wrote.
+        folder: the training's output folder.
+        resume_from_checkpoint: True resumes from the last complete checkpoint in the folder, of any training; a path from that checkpoint.
+            None begins a new training; False does too, and also ignores checkpoints after a restart.
+        marker: the name of a file that every usable checkpoint has.
+        after_restart: if torchrun or SLURM restarts an interrupted training, resume from the last complete checkpoint that it wrote.
 
     Returns:
-        Its path, the same on every rank; None where training starts from the beginning.
+        The checkpoint's path, the same on every rank; None if training starts from the beginning.
 
     Raises:
-        CheckpointError: the checkpoint that was given is damaged, or another run trains in the folder; on every rank.
+        CheckpointError: the given checkpoint is damaged, or another run trains in the folder; on every rank.
     """
-    folder, asked = Path(folder), resume_from_checkpoint
+    folder, choice = Path(folder), resume_from_checkpoint
     on_rank_zero(lambda: lock_checkpoints(folder) if folder.is_dir() else None)
-    if asked is True:
-        _note_training(folder, is_new=False)
+    if choice is True:
+        _record_training(folder, is_new=False)
     else:
         start_fresh(folder)
-    if asked is True or (asked is not False and after_restart and is_restart()):
+    if choice is True or (choice is not False and after_restart and is_restart()):
         found = last_checkpoint(folder, marker=marker)
-        if found is not None and (asked is True or _has_optimizer(found)):
+        if found is not None and (choice is True or _has_optimizer(found)):
             return found
-    if asked is None or isinstance(asked, bool):
+    if choice is None or isinstance(choice, bool):
         return None
-    check_checkpoint(asked)
-    return Path(asked)
+    check_checkpoint(choice)
+    return Path(choice)
 
 
 def last_checkpoint(folder: str | Path, *, marker: str | None = None) -> Path | None:
     """Return the newest complete checkpoint among `checkpoint-N` (or `checkpoint_N`) in a folder, or None, on every rank. Collective.
 
-    One that is damaged is named in the log and passed over, and so is one without a manifest, unless no checkpoint there has one. After a
-    restart, those of an earlier training are not taken, where `checkpoint_to_resume` has noted that a new one began. A `marker` is a file
-    that every usable checkpoint has.
+    Damaged checkpoints are logged and skipped, and so are those without a manifest, unless no checkpoint in the folder has one. After a
+    restart, checkpoints of an earlier training are skipped if `checkpoint_to_resume` recorded that a new one began. `marker` is the name of
+    a file that every usable checkpoint has.
     """
     folder, restarted = Path(folder), is_restart()
 
@@ -90,8 +90,8 @@ def last_checkpoint(folder: str | Path, *, marker: str | None = None) -> Path | 
         known = any((path / MANIFEST_NAME).is_file() for path in found)
         return [(path, _missing_part(path, marker, known=known)) for path in found]
 
-    for path, lacking in on_rank_zero(candidates):
-        problem = lacking or _damage(path)
+    for path, missing in on_rank_zero(candidates):
+        problem = missing or _damage(path)
         if problem is None:
             return path
         if rank() == 0:
@@ -100,22 +100,22 @@ def last_checkpoint(folder: str | Path, *, marker: str | None = None) -> Path | 
 
 
 def check_checkpoint(folder: str | Path) -> None:
-    """Refuse a checkpoint that is not there, or not as its manifest says, or has special files; on every rank. Collective."""
+    """Refuse a checkpoint that does not exist, differs from its manifest, or has special files; on every rank. Collective."""
     folder = Path(folder)
 
     def look() -> None:
-        if not folder.exists():  # it was being replaced when that start was interrupted
+        if not folder.exists():  # an earlier run may have been interrupted while it replaced the checkpoint
             restore_replaced(folder.parent, escape(folder.name))
         if not folder.is_dir():
-            raise CheckpointError(f"There is no checkpoint {folder}; give the path of one.")
+            raise CheckpointError(f"There is no checkpoint {folder}; give the path of a checkpoint.")
 
     on_rank_zero(look)
     if problem := _damage(folder):
-        raise CheckpointError(f"Checkpoint {folder} is damaged: {problem}; take one before it.")
+        raise CheckpointError(f"Checkpoint {folder} is damaged: {problem}; use an earlier checkpoint.")
 
 
 def warn_of_changes(folder: Path, settings: Mapping[str, str], plan: Plan | None) -> None:
-    """Log on rank 0, in one line, what is set otherwise than when a checkpoint was saved."""
+    """Log on rank 0, in one line, the settings that differ from those of a checkpoint."""
     if rank() or (manifest := Manifest.load(folder)) is None:
         return
     saved = {"global batch": manifest.global_batch_size, "communication": EXACT, "local steps": "None", **manifest.settings}
@@ -127,13 +127,13 @@ def warn_of_changes(folder: Path, settings: Mapping[str, str], plan: Plan | None
     if changed:
         texts = [", ".join(f"{name} {values[name]}" for name in changed) for values in (saved, now)]
         _log.warning(
-            "%s was saved with %s; this run has %s: it does not continue the same training. To continue it, set what was saved%s.",
+            "%s was saved with %s; this run has %s: it does not continue the same training. To continue it, use the saved settings%s.",
             folder, *texts, f" (OSDPConfig(global_batch_size={manifest.global_batch_size}))" if "global batch" in changed else "",
         )  # fmt: skip
 
 
 def _missing_part(path: Path, marker: str | None, *, known: bool) -> str | None:
-    """Return what a checkpoint needs and does not have; where none has a manifest (not `known`), another program may have written them."""
+    """Return what a checkpoint lacks, or None. A missing manifest counts only if others in the folder have one (`known`)."""
     if marker is not None and not (path / marker).is_file():
         return f"{marker} is missing"
     if (path / MANIFEST_NAME).is_file():
@@ -146,7 +146,7 @@ def _missing_part(path: Path, marker: str | None, *, known: bool) -> str | None:
 
 
 def _has_optimizer(folder: Path) -> bool:
-    """Return whether a restart may resume from a checkpoint; with `save_only_model` there is nothing to go on with. Collective."""
+    """Return whether a checkpoint has the optimizer states that a restart needs; with `save_only_model` it has none. Collective."""
     try:
         on_rank_zero(lambda: find_optimizer(folder))
     except CheckpointError as error:
@@ -157,7 +157,7 @@ def _has_optimizer(folder: Path) -> bool:
 
 
 def _damage(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint, of which each rank reads a share. Collective."""
+    """Return what is wrong with a checkpoint, or None; each rank checks a share of the files. Collective."""
 
     def listed() -> list[tuple[str, FileRecord]] | str:
         for path in folder.rglob("*"):
@@ -176,24 +176,24 @@ def _damage(folder: Path) -> str | None:
 
 
 def is_restart() -> bool:
-    """Return whether this start continues a training that was interrupted: torchrun counts restarts on each machine alone. Collective."""
-    return max(all_gather_objects(restart_count())) > 0
+    """Return whether this start continues an interrupted training. Collective."""
+    return max(all_gather_objects(restart_count())) > 0  # torchrun counts restarts on each machine separately
 
 
 def start_fresh(folder: str | Path) -> None:
-    """Note, but for a restart, that a new training begins in a folder, which does not resume from what lies there. Collective."""
+    """Record, except after a restart, that a new training begins in a folder and ignores earlier checkpoints. Collective."""
     if not is_restart():
-        _note_training(Path(folder), is_new=True)
+        _record_training(Path(folder), is_new=True)
 
 
-def _note_training(folder: Path, *, is_new: bool) -> None:
-    """Write the note, or remove it where all checkpoints are the training's own. Collective."""
+def _record_training(folder: Path, *, is_new: bool) -> None:
+    """Write the training's id, or remove the file if all checkpoints belong to the training. Collective."""
 
     def write() -> None:
         if is_locked_elsewhere(folder):
             return
-        path = folder / PARTIAL / _NOTE
-        with suppress(OSError):  # the first checkpoint tells of a folder that cannot be written
+        path = folder / PARTIAL / _TRAINING_FILE
+        with suppress(OSError):  # the first checkpoint reports a folder that cannot be written
             if is_new and numbered_checkpoints(folder):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(path, json.dumps({"training": uuid.uuid4().hex}))
@@ -204,23 +204,23 @@ def _note_training(folder: Path, *, is_new: bool) -> None:
 
 
 def training_of_folder(folder: Path) -> str | None:
-    """Return the training that an output folder's note names; None where all checkpoints are its own. CheckpointError: it is damaged."""
-    path = folder / PARTIAL / _NOTE
+    """Return the id of an output folder's training; None if all checkpoints belong to it. Raise CheckpointError for a damaged file."""
+    path = folder / PARTIAL / _TRAINING_FILE
     if not path.is_file():
         return None
 
     def error(line: str) -> CheckpointError:
         return CheckpointError(f"{line.rstrip('.')}. Remove it to resume from the last checkpoint, whichever training wrote it.")
 
-    content = read_json(path, "note of the training", error)
+    content = read_json(path, "training id", error)
     training = content.get("training", "") if isinstance(content, dict) else ""
     if training is None or (isinstance(training, str) and training):
         return training
-    raise error(f"{path} is no note of a training")
+    raise error(f"{path} holds no training id")
 
 
 def own_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints that the training in an output folder wrote, the newest first; damaged ones may be among them."""
+    """Return the checkpoints of an output folder's training, the newest first, including damaged ones."""
     training = training_of_folder(folder)
 
     def is_own(path: Path) -> bool:
@@ -234,7 +234,7 @@ def own_checkpoints(folder: Path) -> list[Path]:
 
 
 def recorded_manifest(folder: str | Path) -> Manifest | None:
-    """Return the newest manifest of the training that this start resumes after a restart; None without one. Collective."""
+    """Return the newest manifest of the training that this restart continues; None if there is none, or no restart. Collective."""
 
     def newest() -> Manifest | None:
         for path in own_checkpoints(Path(folder)):

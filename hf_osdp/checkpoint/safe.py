@@ -1,4 +1,4 @@
-"""Read what checkpoints hold without running anything that a file says. Special files were refused by `resume.check_checkpoint`."""
+"""Read checkpoints without running code from their files. `resume.check_checkpoint` has already refused special files."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ from torch.distributed.checkpoint.planner import ReadItem
 from ..errors import CheckpointError
 
 _INDEX = ".metadata"
-"""What torch.distributed.checkpoint calls its index."""
+"""File name of torch.distributed.checkpoint's index."""
 _NUMPY_TYPES: list[Any] = [multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32)), multiarray.scalar]
-"""What the state of numpy's generator is pickled as."""
-_MOST_INDEX_BYTES = 1 << 30
-"""A few hundred bytes for each shard; a 70B model on a thousand ranks has 0.2 GB."""
+"""Types in the pickled state of numpy's generator."""
+_MAX_INDEX_BYTES = 1 << 30
+"""An index takes a few hundred bytes for each shard; for a 70B model on a thousand ranks 0.2 GB."""
 
 
-def load_file(path: Path, *, numpy: bool = False) -> Any:  # noqa: ANN401  # what the file has
-    """Return what `torch.save` wrote of tensors and plain values, and with `numpy` of its arrays, on the CPU; refuse anything else."""
+def load_file(path: Path, *, numpy: bool = False) -> Any:  # noqa: ANN401  # whatever the file contains
+    """Load a file of `torch.save` onto the CPU; refuse anything but tensors, plain values and, with `numpy`, numpy arrays."""
     try:
         with torch.serialization.safe_globals(_NUMPY_TYPES if numpy else []):
             return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; take another checkpoint.") from None
+        raise CheckpointError(f"{path} is missing; use another checkpoint.") from None
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
-        # Torch's first line advises to read the file without care; what it found stands further down.
+        # The first line of torch's message advises to load the file unsafely; the reason is further down.
         found = re.search(r"Unsupported \w+: [^\n]*?(?= was not| Please|\n|$)", str(error))
         reason = found.group(0) if found else str(error).split("\n")[0]
-        raise CheckpointError(f"{path} cannot be read as tensors and plain values ({reason}); take another checkpoint.") from None
+        raise CheckpointError(f"{path} cannot be read as tensors and plain values ({reason}); use another checkpoint.") from None
 
 
 def check_inside(name: object) -> str:
-    """Return a file's name. Raise CheckpointError where it does not stay inside the folder it is said to be in."""
+    """Return a file's name. Raise CheckpointError if the path leads outside of the checkpoint's folder."""
     if isinstance(name, str) and name and "\\" not in name and "\0" not in name:
         path = PurePosixPath(name)
         if not path.is_absolute() and ".." not in path.parts and ":" not in path.parts[0]:
             return name
-    shown = repr(name) if isinstance(name, str) else f"of type {type(name).__name__}"  # a hostile value's repr may take for ever
+    shown = repr(name) if isinstance(name, str) else f"of type {type(name).__name__}"  # a hostile value's repr may never end
     raise CheckpointError(f"The checkpoint names a file {shown} outside of its folder; it was not written by training, do not use it.")
 
 
 def special_file(path: Path) -> str | None:
-    """Return why reading a path may block for ever, as the end of a sentence; None for files and folders, and for what is missing."""
+    """Return why reading a path may block forever, as the end of a sentence; None for files, folders and missing paths."""
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -63,22 +63,22 @@ def special_file(path: Path) -> str | None:
 
 
 class SafeReader(FileSystemReader):
-    """torch.distributed.checkpoint's reader; its index, which is a pickle, may hold its own dataclasses and nothing else."""
+    """torch.distributed.checkpoint's reader, whose index, a pickle, may contain only that package's dataclasses and plain values."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the index; refuse one that is missing, damaged, or names files outside of the folder."""
+        """Return the index; refuse an index that is missing, damaged, or names files outside of the folder."""
         path = Path(self.path) / _INDEX
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing; take another checkpoint.")
-        if (size := path.stat().st_size) > _MOST_INDEX_BYTES:
-            raise CheckpointError(f"{path} has {size} bytes, more than the {_MOST_INDEX_BYTES} of any index; it is damaged.")
+            raise CheckpointError(f"{path} is missing; use another checkpoint.")
+        if (size := path.stat().st_size) > _MAX_INDEX_BYTES:
+            raise CheckpointError(f"{path} has {size} bytes, but an index has at most {_MAX_INDEX_BYTES}; use another checkpoint.")
         try:
             with path.open("rb") as file:
                 index = _checked_index(_IndexUnpickler(file).load())
         except CheckpointError:
             raise
-        except Exception as error:  # a damaged pickle raises anything
-            raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); take another checkpoint.") from None
+        except Exception as error:  # a damaged pickle may raise any exception
+            raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); use another checkpoint.") from None
         for info in (index.storage_data or {}).values():
             check_inside(getattr(info, "relative_path", None))
         index.storage_meta = index.storage_meta or metadata.StorageMeta()
@@ -87,10 +87,10 @@ class SafeReader(FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """torch.distributed.checkpoint's planner; what is no tensor is read as plain values only."""
+    """torch.distributed.checkpoint's planner, which reads only tensors and plain values."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        """Read one value. The base class, which would run what it reads, gets one that was read and written again."""
+        """Load one value safely and pass a new pickle of it to the base class, which would run code in the original."""
         safe = BytesIO()
         torch.save(torch.load(value, map_location="cpu", weights_only=True), safe)
         safe.seek(0)
@@ -98,39 +98,39 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 def _checked_index(index: object) -> Metadata:
-    """Refuse what is no index, and values that torch hashes or compares later, and that are no plain ones."""
+    """Refuse an object that is not an index, and values other than plain ones that torch would hash or compare later."""
     if not isinstance(index, Metadata):
-        raise TypeError(f"a {type(index).__name__} is no index")
+        raise TypeError(f"a {type(index).__name__} is not an index")
     tensors = [stored for stored in index.state_dict_metadata.values() if isinstance(stored, TensorStorageMetadata)]
     chunks = [chunk for stored in tensors for chunk in stored.chunks]
     sizes = [*(stored.size for stored in tensors), *(size for chunk in chunks for size in (chunk.offsets, chunk.sizes))]
     if any(type(size) is not torch.Size for size in sizes):
-        raise TypeError("a tensor's size is no size")
+        raise TypeError("a tensor's size is not a torch.Size")
     if any(type(part) not in (str, int) for path in (index.planner_data or {}).values() for part in path):
-        raise TypeError("a name is no text")
+        raise TypeError("a name is not a string")
     return index
 
 
 def _refusal(what: str) -> CheckpointError:
-    return CheckpointError(f"The checkpoint's index asks for {what}, which no index holds; do not use it.")
+    return CheckpointError(f"The checkpoint's index contains {what}, which does not belong in an index; do not use it.")
 
 
 def _by_scalar(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return `make`, which looks its argument up, for numbers and text only."""
+    """Restrict a look-up function to numbers and strings."""
 
-    def made(value: object) -> object:
+    def checked(value: object) -> object:
         if type(value) not in (str, int):
-            raise TypeError(f"a {type(value).__name__} is no name")
+            raise TypeError(f"a {type(value).__name__} is not a name")
         return make(value)
 
-    return made
+    return checked
 
 
 class _IndexUnpickler(pickle._Unpickler):
-    """Know what an index is made of.
+    """Unpickle only the types of an index, and dicts with simple keys.
 
-    The one in Python, 2.5 times as slow as C's (10 s for 50,000 tensors in shards), can be told which keys a dict may have: the hash of
-    a tuple that holds another twice, and so on, takes twice as long with every level.
+    The Python unpickler, 2.5 times as slow as C's (10 s for 50,000 tensors in shards), lets us check the keys of dicts before they are
+    hashed: a tuple that contains another one twice, and so on, takes twice as long to hash with every level.
     """
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = dict(pickle._Unpickler.dispatch)
@@ -161,7 +161,7 @@ class _IndexUnpickler(pickle._Unpickler):
             self.stack[-1][key] = value
 
     def _refuse(self) -> None:
-        raise _refusal("a set")  # or a dict of the oldest protocol
+        raise _refusal("a set")  # or a dict of the oldest pickle protocol
 
     dispatch[pickle.SETITEMS[0]], dispatch[pickle.SETITEM[0]] = _set_items, _set_item
     dispatch |= dict.fromkeys((pickle.ADDITEMS[0], pickle.FROZENSET[0], pickle.DICT[0]), _refuse)
@@ -175,7 +175,7 @@ _KNOWN: dict[str, Any] = {f"{kind.__module__}.{kind.__qualname__}": kind for kin
 _KNOWN |= {
     f"{kind.__module__}.{kind.__qualname__}": _by_scalar(kind) for kind in (metadata._MEM_FORMAT_ENCODING, torch.serialization._get_layout)
 }
-# Paths are pickled by their classes' old or new home, and written on either system.
+# Pickled paths name their classes' old or new module, and may be Windows paths.
 _KNOWN |= {
     f"{home}.{kind.__name__}": PurePosixPath for home in ("pathlib", "pathlib._local") for kind in (PosixPath, WindowsPath, PurePosixPath)
 }

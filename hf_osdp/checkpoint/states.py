@@ -1,4 +1,4 @@
-"""Weights, optimizer and random states to and from a checkpoint of any plan and world; all that a plain loop resumes from."""
+"""Save and load weights, optimizer and random states of any plan and world size, and the whole checkpoint of a plain loop."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ from .safe import SafePlanner, SafeReader, load_file
 from .writer import CheckpointWriter, Staging, on_every_rank
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
-"""Keys of the states in folders of shards, as Accelerate has them."""
+"""Accelerate's keys of the states in folders of shards."""
 PROGRESS_NAME = "custom_checkpoint_0.pkl"
 _TRAINERS_NAMES = {"cpu": "torch_manual_seed", "cuda": "torch_cuda_manual_seed", "python": "random_state", "numpy": "numpy_random_seed"}
-"""Of random states → Accelerate's."""
+"""The Trainer's names of random states → Accelerate's names."""
 
 
 def save_model(
     folder: Path, model: nn.Module, *, sharded: bool, index: int = 0, trainable_only: bool = False, files: FileSystem | None = None
 ) -> None:
-    """Write weights under their Hugging Face names into a checkpoint's folder. Collective; all raise CheckpointError where it fails.
+    """Write weights under their Hugging Face names into a checkpoint's folder. Collective; all raise CheckpointError if it fails.
 
-    Where it is `sharded`, each rank writes its shards, to the disk or to `files`; else rank 0 writes whole tensors. `index` is of the
-    model, where there are several. `trainable_only` leaves frozen parameters and buffers out, as for adapters.
+    If `sharded`, each rank writes its shards, to the disk or to `files`; else rank 0 writes whole tensors. `index` is the model's number
+    among several. `trainable_only` leaves frozen parameters and buffers out, as for adapters.
     """
     free_gathered(model)
     weights = named_weights(model) if sharded else full_state_dict(model)
@@ -74,7 +74,7 @@ def save_model(
 def save_optimizer(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool, index: int = 0, files: FileSystem | None = None
 ) -> None:
-    """Write an optimizer's state by its parameters' Hugging Face names. Collective. As `save_model`."""
+    """Write an optimizer's state by its parameters' Hugging Face names. Collective; arguments and errors are as for `save_model`."""
     if sharded:
         write_shards(layouts.optimizer_path(folder, index, sharded=True), {_OPTIMIZER: optimizer_state(model, optimizer)}, files)
         return
@@ -83,19 +83,19 @@ def save_optimizer(
 
 
 def write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) -> None:
-    """Write a state by torch.distributed.checkpoint, each rank what it holds. Collective; all raise CheckpointError where one does."""
-    writer = FileSystemWriter(path, sync_files=False)  # they are flushed with the rest of the checkpoint
+    """Write a state by torch.distributed.checkpoint, on each rank its shards. Collective; all raise CheckpointError if one fails."""
+    writer = FileSystemWriter(path, sync_files=False)  # `CheckpointWriter` flushes all files of the checkpoint
     writer.fs = files or writer.fs
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # where there is one process
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # in a single process
         try:
             save_shards(state, storage_writer=writer, process_group=gloo_group())
-        except CheckpointException as failed:  # of any rank, on every rank
-            raise CheckpointError(f"{path} cannot be written ({layouts.cause_of(failed)}); the checkpoint before it is the last.") from None
+        except CheckpointException as failed:  # raised on every rank if any rank fails
+            raise CheckpointError(f"{path} cannot be written ({layouts.cause_of(failed)}); the previous checkpoint is the last.") from None
 
 
 def load_model(folder: Path, model: nn.Module, *, index: int = 0, trainable_only: bool = False) -> None:
-    """Load weights, whatever wrote them. Collective; all raise CheckpointError where they are missing, damaged or of another model."""
+    """Load weights of any layout. Collective; all ranks raise CheckpointError if they are missing, damaged or of another model."""
     free_gathered(model)
     path = on_rank_zero(lambda: layouts.find_model(folder, index))
     targets = named_weights(model)
@@ -122,7 +122,7 @@ def load_model(folder: Path, model: nn.Module, *, index: int = 0, trainable_only
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, index: int = 0) -> None:
-    """Load an optimizer's state, whatever wrote it. Collective; all raise CheckpointError where it is missing or does not fit."""
+    """Load an optimizer's state of any layout. Collective; all ranks raise CheckpointError if it is missing or does not fit."""
     path = on_rank_zero(lambda: layouts.find_optimizer(folder, index))
     try:
         if layouts.is_sharded(path) and isinstance(model, FSDPModule):
@@ -141,7 +141,7 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def _load_sharded_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load states, of which each rank reads what it holds. A parameter that had no gradient when it was saved has no state."""
+    """Load states in shards; each rank reads its own. Parameters without a gradient at the time of saving have no state."""
     mine = optimizer_state(model, optimizer, as_target=True)
     index, saved, group_keys = _index_of(path), dict[str, dict[str, Any]](), set[str]()
     for flat, keys in index.planner_data.items():
@@ -167,19 +167,19 @@ def _index_of(path: Path) -> Metadata:
 def _read_shards(path: Path, state: dict[str, Any]) -> None:
     try:
         load_shards(state, storage_reader=SafeReader(path), planner=SafePlanner(), process_group=gloo_group())
-    except CheckpointException as failed:  # of any rank, on every rank
-        raise CheckpointError(f"{path} cannot be read ({layouts.cause_of(failed)}); take another checkpoint.") from None
+    except CheckpointException as failed:  # raised on every rank if any rank fails
+        raise CheckpointError(f"{path} cannot be read ({layouts.cause_of(failed)}); use another checkpoint.") from None
 
 
 def _read_on_rank_zero(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what `read` gives on rank 0, an empty dict elsewhere. All ranks raise where it does."""
+    """Return the result of `read` on rank 0, an empty dict elsewhere. All ranks raise if `read` does."""
     found: dict[str, Any] = {}
     on_rank_zero(lambda: found.update(read()))
     return found
 
 
 def _saved_names(saved: Iterable[str], targets: Mapping[str, torch.Tensor], path: Path, *, strict: bool) -> dict[str, str]:
-    """Return for each of the model's names the one under which it was saved; of tied names one is enough. Refuse what does not fit."""
+    """Map the model's names to those in the file, which may hold only one of several tied names; refuse names that do not fit."""
     own = {_adapter_name(name, targets): name for name in saved}
     by_tensor = {id(target): own[name] for name, target in targets.items() if name in own}
     found = {name: own.get(name) or by_tensor[id(target)] for name, target in targets.items() if id(target) in by_tensor}
@@ -193,7 +193,7 @@ def _saved_names(saved: Iterable[str], targets: Mapping[str, torch.Tensor], path
 
 
 def _adapter_name(name: str, names: Iterable[str]) -> str:
-    """Return the model's own name: peft's files leave the adapter's out, `lora_A.weight` is `lora_A.default.weight`."""
+    """Return the model's own name of a saved one; peft's files omit the adapter's name: `lora_A.weight` is `lora_A.default.weight`."""
     if name in names or not name.startswith("base_model."):
         return name
     adapters = (full for full in names if ".default" in full)
@@ -204,7 +204,7 @@ def save_loop(
     writer: CheckpointWriter, folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *,
     others: Mapping[str, Stateful], progress: Mapping[str, Any], sharded: bool,
 ) -> None:  # fmt: skip
-    """Write a loop's checkpoint; arguments and errors are as for `stage_loop`. Collective."""
+    """Write a plain loop's checkpoint; arguments and errors are as for `stage_loop`. Collective."""
     with writer.new(folder, optimizer=optimizer_name(optimizer)) as staging:
         stage_loop(staging, model, optimizer, others=others, progress=progress, sharded=sharded)
 
@@ -213,9 +213,9 @@ def stage_loop(
     staging: Staging, model: nn.Module, optimizer: torch.optim.Optimizer, *,
     others: Mapping[str, Stateful], progress: Mapping[str, Any], sharded: bool,
 ) -> None:  # fmt: skip
-    """Write what a loop's checkpoint holds: `others` have a state each, by the file's name; `progress` is rank 0's. Collective.
+    """Write the files of a loop's checkpoint: model, optimizer, random states, `others` by file name, rank 0's `progress`. Collective.
 
-    All ranks raise CheckpointError where it cannot be written.
+    All ranks raise CheckpointError if a file cannot be written.
     """
     save_model(staging.path, model, sharded=sharded, files=staging.file_system)
     save_optimizer(staging.path, model, optimizer, sharded=sharded, files=staging.file_system)
@@ -225,7 +225,7 @@ def stage_loop(
         for name, owner in others.items():
             torch.save(owner.state_dict(), staging.path / name)
         torch.save(dict(progress), staging.path / PROGRESS_NAME)
-        load_file(staging.path / PROGRESS_NAME, numpy=True)  # what could not be read again is better known now
+        load_file(staging.path / PROGRESS_NAME, numpy=True)  # fail now if it could not be read on resuming
 
     on_rank_zero(save_rest)
 
@@ -234,16 +234,16 @@ def load_loop(
     folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer, *,
     others: Mapping[str, Stateful], writer: CheckpointWriter | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Resume from a checkpoint, whatever plan and however many ranks wrote it; return what was saved as progress. Collective.
+    """Resume from a checkpoint of any plan and number of ranks, and return its saved progress. Collective.
 
-    All ranks raise CheckpointError where it is damaged, incomplete, or of another model.
+    All ranks raise CheckpointError if it is damaged, incomplete, or of another model.
     """
     folder = Path(folder)
     check_checkpoint(folder)
 
     def read_rest() -> dict[str, Any]:
-        if absent := [name for name in others if not (folder / name).is_file()]:
-            raise CheckpointError(f"Checkpoint {folder} lacks {absent[0]}, which this run needs; take another.")
+        if missing := [name for name in others if not (folder / name).is_file()]:
+            raise CheckpointError(f"Checkpoint {folder} lacks {missing[0]}, which this run needs; take another.")
         return {name: load_file(folder / name, numpy=True) for name in (*others, PROGRESS_NAME) if (folder / name).is_file()}
 
     rest = on_rank_zero(read_rest)
@@ -265,7 +265,7 @@ def save_random_states(folder: Path, rank: int) -> None:
 
 
 def load_random_states(folder: Path, rank: int) -> None:
-    """Set this process's generators as they were saved; a rank that was not there gets its own, from rank 0's and its number."""
+    """Restore this process's random states; a rank that was not saved gets a new state, derived from rank 0's and its own number."""
     names = {rank: (f"random_states_{rank}.pkl", f"rng_state_{rank}.pth"), 0: ("random_states_0.pkl", "rng_state_0.pth", "rng_state.pth")}
     for number in (rank, 0):
         for path in (folder / name for name in names[number]):
@@ -293,4 +293,4 @@ def _set_random_states(path: Path, *, of_other_rank: int | None) -> None:
             for device, own in zip(range(torch.cuda.device_count()), [cuda] if torch.is_tensor(cuda) else cuda, strict=False):
                 torch.cuda.set_rng_state(own, device)
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
-        raise CheckpointError(f"{path} holds no random states ({error}); take another checkpoint.") from None
+        raise CheckpointError(f"{path} holds no random states ({error}); use another checkpoint.") from None

@@ -1,4 +1,4 @@
-"""Write checkpoints one after the other, while training waits or while it goes on."""
+"""Write checkpoints one after the other, while training waits or continues."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from .folders import FileRecord, Manifest, complete, discard_staging, flush, loc
 from .resume import training_of_folder
 
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
-"""What torch.distributed.checkpoint calls a rank's files."""
-_SEEN_S = 10.0
-"""How long a new folder may take to be seen on another machine."""
+"""Names of a rank's files in torch.distributed.checkpoint."""
+_VISIBLE_S = 10.0
+"""How long a new folder may take to become visible on another machine."""
 _PAUSE_S = 0.05
 _LONGEST_WRITE = timedelta(hours=24)
 T = TypeVar("T")
@@ -38,11 +38,11 @@ T = TypeVar("T")
 
 class _Memory(BytesIO):
     def close(self) -> None:
-        """Stay, though torch closes it."""
+        """Do nothing, because torch closes the stream before its content is read."""
 
 
 class HeldFileSystem(FileSystem):
-    """Keep shards in memory, to be written later; everything else goes to the disk."""
+    """Keep shards in memory, to be written later; write all other files to the disk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,12 +66,12 @@ class Staging(NamedTuple):
 
 
 class CheckpointWriter:
-    """Write a run's checkpoints. Its arguments are attributes, which may be changed between two checkpoints.
+    """Write a run's checkpoints. The arguments are attributes, which may be changed between two checkpoints.
 
     Args:
-        plan: the one that runs.
-        settings: of the training, for the manifest: what must stay for the training to continue.
-        in_background: shards are copied to the host's memory, and go to the disk while training goes on.
+        plan: the plan that runs.
+        settings: for the manifest: settings that must not change for the same training to continue.
+        in_background: copy shards to the host's memory, and write them to the disk while training continues.
     """
 
     def __init__(self, *, plan: Plan | None = None, settings: Mapping[str, str] | None = None, in_background: bool = False) -> None:
@@ -84,15 +84,15 @@ class CheckpointWriter:
 
     @contextmanager
     def new(self, folder: str | Path, **settings: str) -> Iterator[Staging]:
-        """Write a new checkpoint into what this gives, once the one before is complete; at the end it appears under its name. Collective.
+        """Wait for the previous checkpoint, yield where to write a new one, and publish it under its name at the end. Collective.
 
-        In the background only shards are written: other files are to be there at the end. CheckpointError: this one, or the one before,
-        cannot be written, or another run writes there; on every rank.
+        Only shards are written in the background: all other files must exist at the end of the context. Every rank raises CheckpointError
+        if this checkpoint or the previous one cannot be written, or another run writes there.
         """
         self.wait()
         folder = Path(folder).resolve()
         staged = on_rank_zero(lambda: prepare_staging(folder))
-        if rank() == 0:  # other runs may write there when this writer is gone
+        if rank() == 0:  # let other runs write there once this writer is deleted
             weakref.finalize(self, unlock_checkpoints, folder.parent, lock_name(folder))
         on_every_rank(lambda: _wait_for_folder(staged))
         staging = Staging(staged, HeldFileSystem() if self.in_background else FileSystem())
@@ -106,10 +106,10 @@ class CheckpointWriter:
         if plan := self.plan:
             sends = {**manifest.settings, "communication": plan.communication, "local steps": str(plan.local_steps)}
             manifest = replace(manifest, settings=sends, plan=plan.fingerprint, global_batch_size=plan.global_batch_size)
-        host_barrier()  # rank 0 sums what others wrote to the disk
+        host_barrier()  # rank 0 computes the checksums of files that other ranks wrote
         group = gloo_group()
         if self.in_background and group is not None:
-            group = self._group = self._group or dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)  # the thread's own
+            group = self._group = self._group or dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)  # used only by the thread
         self._thread = threading.Thread(target=self._write, args=(staging, folder, manifest, group, rank()), name="checkpoint")
         self._thread.start()
         waits_in_background[self.wait] = None
@@ -117,7 +117,7 @@ class CheckpointWriter:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete. Collective; all raise CheckpointError where it could not be written."""
+        """Wait until the last checkpoint is complete. Collective; all ranks raise CheckpointError if it could not be written."""
         if self._thread is None:  # the same on every rank
             return
         self._thread.join()
@@ -126,7 +126,7 @@ class CheckpointWriter:
         _checked(all_gather_objects(self._error))
 
     def _write(self, staging: Staging, folder: Path, manifest: Manifest, group: dist.ProcessGroup | None, number: int) -> None:
-        """In the thread: write what is held, and on rank 0 complete the checkpoint when every rank has."""
+        """Write the shards that are held in memory, then complete the checkpoint on rank 0 when every rank has written. Run in a thread."""
         held = getattr(staging.file_system, "held", {})
 
         def own_part() -> dict[str, FileRecord]:
@@ -143,25 +143,25 @@ class CheckpointWriter:
             parts = _checked(all_gather_objects(part, group))
             if number == 0:
                 training = None
-                with suppress(CheckpointError):  # a damaged note of the training must not cost the checkpoint
+                with suppress(CheckpointError):  # a damaged training id must not prevent the checkpoint
                     training = training_of_folder(folder.parent)
                 complete(folder, staging.path, replace(manifest, training=training), parts)
 
         part = _result_or_error(own_part)
         held.clear()
-        self._error = _result_or_error(finish)  # None where it is complete
+        self._error = _result_or_error(finish)  # None if it is complete
         if self._error is not None and number == 0:
             discard_staging(staging.path)
 
 
 def on_every_rank(act: Callable[[], T]) -> list[T]:
-    """Return what `act` gives on each rank. Collective; every rank raises CheckpointError where one fails."""
+    """Run `act` on each rank and return the results of all. Collective; every rank raises CheckpointError if one fails."""
     return _checked(all_gather_objects(_result_or_error(act)))
 
 
 def _wait_for_folder(staged: Path) -> None:
-    """Refuse a folder that rank 0 made and this rank's machine does not have; other machines may see it late."""
-    deadline = time.monotonic() + _SEEN_S
+    """Wait until this rank's machine sees the folder that rank 0 made; raise CheckpointError if it does not."""
+    deadline = time.monotonic() + _VISIBLE_S
     while not staged.is_dir():
         if time.monotonic() > deadline:
             raise CheckpointError(
@@ -171,18 +171,18 @@ def _wait_for_folder(staged: Path) -> None:
 
 
 def _result_or_error(act: Callable[[], T]) -> T | str:
-    """Return what `act` gives, or the line that tells of its error."""
+    """Return the result of `act`, or its error's message in one line."""
     try:
         return act()
     except CheckpointError as error:
         return str(error)
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        return f"The checkpoint could not be written on rank {rank()} ({text}); the one before it is the last."
+        return f"The checkpoint could not be written on rank {rank()} ({text}); the previous checkpoint is the last."
 
 
 def _checked(parts: list[Any]) -> list[Any]:
-    """Return what all ranks give, of which none is an error's line."""
+    """Return the results of all ranks; raise CheckpointError if one of them is an error's message."""
     if error := next((part for part in parts if isinstance(part, str)), None):
         raise CheckpointError(error)
     return parts

@@ -1,4 +1,4 @@
-"""The GPU of this process, and torch's allocator on it: segments that expand, unless the user has said otherwise."""
+"""The GPU of this process, and torch's allocator on it, which uses expandable segments unless the user chose otherwise."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _EXPANDABLE = "expandable_segments"
 
 
 def own_gpu() -> torch.device:
-    """Return this process's GPU, and make it torch's current one.
+    """Return this process's GPU, and make it torch's current device.
 
-    It is the process group's own (`init_process_group(device_id=...)`, which leaves torch's current device as it is). Without one it is
-    torch's current device, where a group exists or another device than the first was chosen; else that of `LOCAL_RANK`, counted round
-    the GPUs that this process sees, of which a launcher may show it one.
+    It is the process group's device (`init_process_group(device_id=...)`, which does not change torch's current device), if set. Else it is
+    torch's current device if a group exists or the current device is not the first; else `LOCAL_RANK` modulo the number of GPUs that this
+    process sees, since a launcher may show it only one.
     """
     current = torch.cuda.current_device()
     bound = getattr(dist.group.WORLD, "bound_device_id", None) if dist.is_initialized() else None
@@ -35,10 +35,10 @@ def own_gpu() -> torch.device:
 
 
 def prefer_expandable_segments() -> None:
-    """Have torch's allocator for CUDA expand its segments (`expandable_segments:True`), if nobody has set it or taken another allocator.
+    """Switch on expandable segments of torch's CUDA allocator, unless the user set `expandable_segments` or chose another allocator.
 
-    FSDP2's buffers and parameters differ in size from unit to unit; in segments that expand they leave few gaps (docs/estimates.md).
-    Processes that this one starts find it set. Nothing happens where CUDA is initialised already or not there, or the system is not Linux.
+    FSDP2's buffers and parameters differ in size from unit to unit; in expandable segments they leave few gaps (docs/estimates.md).
+    Child processes inherit the setting. Do nothing if CUDA is already initialised or missing, or the system is not Linux.
     """
     settings = _allocator_settings()
     chosen = _EXPANDABLE in settings or settings.get("backend", "native") != "native"
@@ -46,18 +46,18 @@ def prefer_expandable_segments() -> None:
         return
     name = next((name for name in reversed(_VARIABLES) if variable(name)), _VARIABLES[0])
     text = f"{variable(name)},{_EXPANDABLE}:True".lstrip(",")
-    torch._C._accelerator_setAllocatorSettings(text)  # the variable itself is read when torch is loaded
+    torch._C._accelerator_setAllocatorSettings(text)  # torch reads the variable only when it is imported
     set_variable(name, text)
 
 
 def has_fixed_segments() -> bool:
-    """Return whether segments of CUDA's allocator do not expand in this process, after `prefer_expandable_segments`."""
+    """Return whether this process's CUDA allocator has no expandable segments, after `prefer_expandable_segments`."""
     settings = _allocator_settings()
     return settings.get(_EXPANDABLE) != "True" and settings.get("backend", "native") == "native"
 
 
 def _allocator_settings() -> dict[str, str]:
-    """Return the allocator's settings by name: those of variables and, since torch 2.13, of calls."""
+    """Return the allocator's settings by name: from environment variables and, since torch 2.13, from calls."""
     texts = [variable(name) for name in _VARIABLES]
     if hasattr(torch._C, "_accelerator_getAllocatorSettings"):  # torch 2.13
         texts.append(torch._C._accelerator_getAllocatorSettings())

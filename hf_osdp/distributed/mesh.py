@@ -1,4 +1,4 @@
-"""Device meshes of a plan, the nodes that ranks lie on, and the device that collectives of the whole world run on."""
+"""Device meshes of a plan, the topology of nodes and ranks, and the device for collectives of the default process group."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ SHARD_AXIS = "shard"
 NODES_AXIS = "nodes"
 MACHINES_AXIS = "machines"
 Layout = tuple[int, int]
-"""Stage size, 1 for a single stage, 0 for the replicas of `Meshes.replicas_beside`; and shard size."""
+"""Stage size (1 for a single stage, 0 for the replicas of `Meshes.replicas_beside`) and shard size."""
 _apart: WeakKeyDictionary[dist.ProcessGroup, Apart] = WeakKeyDictionary()
-"""Of the model that a plan was applied to last, by the process group of all ranks."""
+"""Groups of the last model to which a plan was applied, by the default process group."""
 _topologies: WeakKeyDictionary[dist.ProcessGroup, Topology] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Equal nodes; ranks are numbered node by node."""
+    """Nodes with equally many ranks, which are numbered node by node."""
 
     nodes: int
     ranks_per_node: int
@@ -42,18 +42,18 @@ class Topology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apart:
-    """A rank's groups where machines train apart, under local steps."""
+    """A rank's process groups under local steps, with which each machine trains its own model."""
 
     machine: dist.ProcessGroup
-    """The ranks of its machine, which share a model."""
+    """The ranks of this machine, which share a model."""
     between: dist.ProcessGroup
-    """The ranks of its place in each machine, which hold the same part of their models."""
+    """The ranks with the same number on each machine, which hold the same part of their models."""
 
 
 class Meshes:
-    """The meshes of one process group, of its own machine where `machines` train apart. Collective: all ranks ask in the same order.
+    """Meshes of the default process group, or of this machine if `machines` train apart. Collective: all ranks call in the same order.
 
-    Shard groups are neighbouring ranks, so that they stay inside a node where the size allows it.
+    Shard groups are neighbouring ranks, so that they stay inside a node if their size allows it.
     """
 
     def __init__(self, device_type: str, *, machines: int = 1) -> None:
@@ -66,23 +66,23 @@ class Meshes:
         self._formed: dict[Layout, DeviceMesh] = {}
 
     def mesh(self, shard_size: int) -> DeviceMesh:
-        """Return the mesh whose shard axis has `shard_size` ranks: (W,) where the whole world shards, else (W / shard_size, shard_size)."""
+        """Return the mesh whose shard axis has `shard_size` ranks: (W,) if all W ranks shard, else (W / shard_size, shard_size)."""
         return self._mesh((1, shard_size), mesh_axes(self.world_size, shard_size))
 
     @cached_property
     def reduces_beside(self) -> bool:
-        """Whether replicas are reduced beside backward in a thread: over gloo nothing else hides a slow link. Collective the first time."""
+        """Whether a thread reduces replicas during backward: with gloo, only this hides a slow link. Collective on first use."""
         return self.machines == 1 and is_gloo(dist.distributed_c10d._get_default_group(), self.device_type) and find_topology().nodes > 1
 
     def replicas_beside(self, shard_size: int) -> dist.ProcessGroup:
-        """Return a group of a unit's replicas in which nothing else is sent: what a thread sends must not meet other collectives."""
+        """Return a separate process group of a unit's replicas, since a thread's collectives must not mix with others."""
         return self._mesh((0, shard_size), mesh_axes(self.world_size, shard_size)).get_group(REPLICATE_AXIS)
 
     def stages(self, shard_size: int, stage_size: int) -> Stages:
         """Return this rank's groups between nodes of `stage_size` ranks and inside its node, for collectives over `shard_size` ranks."""
         axes = stage_axes(self.world_size, shard_size, stage_size)
         nodes = self.mesh(stage_size)
-        if shard_size == self.world_size:  # replicas of node groups are the ranks of the same place
+        if shard_size == self.world_size:  # the replicas of a node group are the ranks with the same number in each node
             return Stages(between=nodes.get_group(REPLICATE_AXIS), within=nodes.get_group(SHARD_AXIS))
         return Stages(between=self._mesh((stage_size, shard_size), axes).get_group(NODES_AXIS), within=nodes.get_group(SHARD_AXIS))
 
@@ -95,7 +95,7 @@ class Meshes:
         return whole[names]
 
     def train_apart(self) -> None:
-        """Have what looks at all gradients of a model look at those of this machine, where machines train apart. Collective."""
+        """Record this rank's groups if machines train apart, so that norms and sums of gradients cover only this machine. Collective."""
         world = dist.distributed_c10d._get_default_group()
         _apart.pop(world, None)
         if self.machines > 1:
@@ -104,7 +104,7 @@ class Meshes:
             _apart[world] = Apart(machine=machine, between=self._between)
 
     def prepare(self, plan: Plan) -> None:
-        """Make all that the plan needs, in the same order on every rank. Collective."""
+        """Make all meshes that the plan needs, in the same order on every rank. Collective."""
         for stage_size, shard_size in sorted(self._needed(plan)):
             match stage_size:
                 case 0:
@@ -115,7 +115,7 @@ class Meshes:
                     self.stages(shard_size, stage_size)
 
     def keep(self, plan: Plan) -> None:
-        """Give back the process groups that the plan does not need: each holds memory on the device. Collective."""
+        """Destroy the process groups that the plan does not need, because each holds memory on the device. Collective."""
         for layout in sorted(set(self._formed) - self._needed(plan)):
             destroy_mesh(self._formed.pop(layout))
 
@@ -132,7 +132,7 @@ class Meshes:
 
 
 def mesh_axes(world_size: int, shard_size: int) -> dict[str, int]:
-    """Return the axes of a shard size's mesh and their ranks; the last varies fastest with the rank. See `Meshes.mesh`."""
+    """Return the axes of a mesh and their sizes; the last axis varies fastest with the rank. See `Meshes.mesh`."""
     if shard_size < 1 or world_size % shard_size:
         sizes = ", ".join(map(str, divisors(world_size)))
         raise ValueError(f"shard_size={shard_size} does not divide the world size {world_size}; use {sizes}.")
@@ -142,40 +142,40 @@ def mesh_axes(world_size: int, shard_size: int) -> dict[str, int]:
 
 
 def stage_axes(world_size: int, shard_size: int, stage_size: int) -> dict[str, int]:
-    """Return the axes of the mesh for collectives in two stages, of sizes that a `UnitDecision` has. See `Meshes.stages`."""
+    """Return the axes of the mesh for collectives in two stages; sizes are those of a `UnitDecision`. See `Meshes.stages`."""
     return {REPLICATE_AXIS: world_size // shard_size, NODES_AXIS: shard_size // stage_size, SHARD_AXIS: stage_size}
 
 
 def destroy_mesh(mesh: DeviceMesh) -> None:
-    """Give a mesh's process groups back, but for the world's own. Collective."""
+    """Destroy a mesh's process groups, except the default one. Collective."""
     for group in mesh.get_all_groups():
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
 
 
 def world_size() -> int:
-    """Return the number of ranks of the default process group; 1 where there is none."""
+    """Return the number of ranks of the default process group; 1 without a group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Return this process's rank in the default process group; 0 where there is none."""
+    """Return this process's rank in the default process group; 0 without a group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def apart() -> Apart | None:
-    """Return this rank's groups where machines train apart; None where all ranks share the model."""
+    """Return this rank's groups if machines train apart; None if all ranks share the model."""
     return _apart.get(dist.group.WORLD) if dist.group.WORLD is not None else None
 
 
 def sharing_ranks() -> int:
-    """Return the number of ranks that share a model with this one, itself included."""
+    """Return the number of ranks that share a model with this rank, including itself."""
     groups = apart()
     return world_size() if groups is None else groups.machine.size()
 
 
 def collective_device() -> torch.device:
-    """Return the device on which tensors must lie for a collective of the default process group."""
+    """Return the device that tensors need for a collective of the default process group."""
     if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
         return own_gpu()
     return torch.device("cpu")
@@ -184,8 +184,8 @@ def collective_device() -> torch.device:
 def find_topology() -> Topology:
     """Return the nodes of the process group, the same on every rank; without a process group there is one rank on one node.
 
-    A node is what torchrun's number of its agent says, else the host's name. Collective the first time; found once for each process group.
-    Errors are those of `topology_of`.
+    Nodes are distinguished by the number of torchrun's agent, else by the host's name. Cached for each process group; collective on first
+    use. Errors are those of `topology_of`.
     """
     if (world := dist.group.WORLD) is None:
         return Topology(nodes=1, ranks_per_node=1)
@@ -197,19 +197,19 @@ def find_topology() -> Topology:
 
 
 def topology_of(names: Sequence[str]) -> Topology:
-    """Return the topology of ranks on nodes of these names, in rank order; or raise HardwareError where nodes or their ranks are uneven."""
+    """Return the topology from each rank's node name; raise HardwareError if nodes have unequal or non-consecutive ranks."""
     runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
     if len(runs) != len(set(names)):
         split = next(name for name, _ in runs if sum(other == name for other, _ in runs) > 1)
         raise HardwareError(
-            f"Ranks of {split} are not numbered one after the other; start the ranks of a node together (with srun:"
+            f"Ranks of {split} are not numbered consecutively; start the ranks of a node together (with srun:"
             " --distribution=block), because groups are neighbouring ranks."
         )
     counts = [count for _, count in runs]
     if len(set(counts)) > 1:
         listed = ", ".join(f"{name}: {count}" for name, count in runs)
         raise HardwareError(
-            f"Nodes hold different numbers of processes ({listed}); start equally many on each, for example {min(counts)},"
+            f"Nodes have different numbers of processes ({listed}); start equally many on each, for example {min(counts)},"
             " because groups follow the nodes."
         )
     return Topology(nodes=len(runs), ranks_per_node=counts[0])

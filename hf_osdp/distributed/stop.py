@@ -1,4 +1,4 @@
-"""Stop all ranks after the same step when one of them has received SIGTERM."""
+"""Stop all ranks after the same step when one of them receives SIGTERM."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from .process_group import gloo_group
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""What a shell reports of a process that SIGTERM ended: the launcher knows that the run is not over."""
+"""Exit code of a process that SIGTERM ended, by which the launcher knows that the run is not finished."""
 waits_in_background: dict[Callable[[], None], None] = {}
-"""What `StopSignal.exit` waits for, on every rank in the same order: collective calls that return, or raise, when something is done."""
+"""Collective calls that `StopSignal.exit` makes, on every rank in the same order, to wait for work in the background; they may raise."""
 
 
 class Stopped(SystemExit):
@@ -24,7 +24,7 @@ class Stopped(SystemExit):
 
 
 class StopSignal:
-    """Note SIGTERM, and tell all ranks at the same step.
+    """Handle SIGTERM, so that all ranks stop after the same step.
 
     ```python
     with StopSignal() as stop:
@@ -34,26 +34,26 @@ class StopSignal:
             if stop.agreed():            # on every rank, after every optimizer step
                 accelerator.save_state("out/checkpoint-last")
                 break
-    stop.exit()                          # where SIGTERM ended the loop: once the checkpoint is complete, with code 143
+    stop.exit()                          # if SIGTERM ended the loop: exit with code 143 once the checkpoint is complete
     ```
 
-    The ranks' answers travel while the next step runs, so that nobody waits for them: all stop one step after the signal. On CUDA they
-    go through the host, and the device's stream is not waited for.
+    The all-reduce of the signal runs during the next step, so that no rank waits for it: all ranks stop one step after the signal. It uses
+    gloo on the host, also with CUDA, and does not synchronise the device's stream.
 
-    Outside of the `with`, in forks, and in threads other than the main one, SIGTERM does what it did. Where it ended the loop, a further
-    one does nothing any more: a launcher sends it to the other ranks as soon as one has ended, and they may still be writing.
+    Outside of the `with`, in forked processes, and in threads other than the main one, SIGTERM keeps its previous effect. Once it has ended
+    the loop, further ones are ignored: a launcher sends it to the other ranks as soon as one has exited, and they may still be writing.
     """
 
     def __init__(self) -> None:
         self.received = False
-        """SIGTERM came to this process."""
+        """This process has received SIGTERM."""
         self.stopped = False
-        """A rank had it, and all know."""
+        """All ranks know that a rank has received SIGTERM."""
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
         self._before: Callable[[int, FrameType | None], object] | int | None = None
         self._process = os.getpid()
         self._ends = False
-        """The process is to end: SIGTERM does nothing more until it has."""
+        """The process is about to exit, and ignores SIGTERM until then."""
 
     def __enter__(self) -> StopSignal:
         self.start()
@@ -69,10 +69,10 @@ class StopSignal:
         self.received = self.stopped = self._ends = False
         if threading.current_thread() is threading.main_thread():
             self._process, before = os.getpid(), signal.signal(signal.SIGTERM, self._note)
-            self._before = self._before if before == self._note else before  # it stayed where SIGTERM ended a loop before
+            self._before = self._before if before == self._note else before  # our handler stays after SIGTERM has ended a loop
 
     def agreed(self) -> bool:
-        """Return whether a rank had its signal before the step before this one ended; the same on every rank. Collective, once a step."""
+        """Return whether a rank had received SIGTERM by the end of the previous step; the same on every rank. Collective, once per step."""
         if (group := gloo_group()) is None:
             self.stopped = self.received
             return self.stopped
@@ -85,7 +85,7 @@ class StopSignal:
         return self.stopped
 
     def finish(self) -> None:
-        """Listen no more; where SIGTERM ended the loop, it does nothing more until the process ends. Collective."""
+        """Restore the SIGTERM handler; if SIGTERM ended the loop, keep ignoring it until the process exits. Collective."""
         try:
             if self._pending is not None:
                 self._pending[1].wait()
@@ -100,9 +100,9 @@ class StopSignal:
         self._pending = None
 
     def exit(self) -> None:
-        """End the process where SIGTERM ended the loop, with the code that says so; nothing where it did not.
+        """Exit with `EXIT_CODE` if SIGTERM ended the loop, else do nothing.
 
-        Collective where a checkpoint is still being written in the background: it is complete then.
+        First wait until a checkpoint that is written in the background is complete, which is collective.
 
         Raises:
             Stopped: SIGTERM ended the loop.
@@ -115,7 +115,7 @@ class StopSignal:
             raise Stopped(EXIT_CODE)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Note the signal; a fork, which is no rank, ends by it."""
+        """Record the signal; end a forked process, which is not a rank."""
         self.received = True
         if os.getpid() != self._process:
             signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)

@@ -277,7 +277,7 @@ def _against_unit_steps(trainer: Trainer) -> str | None:
         return reason_against_unit_steps(trainer.optimizer)
     name = OptimizerNames(trainer.args.optim).value
     known = trainer.optimizer_cls_and_kwargs is None and knows_trainer_name(name)
-    return None if known else f"the optimizer of optim={name!r} may keep what all its parameters share"
+    return None if known else f"the optimizer of optim={name!r} may keep state that all its parameters share"
 
 
 def requested_config(

@@ -1,4 +1,4 @@
-"""Descriptions and measured machines, kept on disk for later starts in the folder that `OSDP_CACHE` names."""
+"""Cache model descriptions and measured hardware on disk for later starts, in the folder that `OSDP_CACHE` names."""
 
 from __future__ import annotations
 
@@ -36,52 +36,52 @@ from ..tracing.describe import describe
 
 T = TypeVar("T")
 MEASURED_EARLIER = "measured earlier"
-"""How the source of such hardware begins."""
-_MOST_AGE_S = 24 * 3600
-"""Machines drift."""
-_MOST_FILES = 256
-_KNOWN_CODE = {"torch", "transformers", "peft", "hf_osdp"}
-"""Packages whose code is told by a version or a hash; the code of other modules may change under the same names."""
+"""Prefix of the source of hardware that was read from the cache."""
+_MAX_AGE_S = 24 * 3600
+"""A machine's speed changes over time."""
+_MAX_FILES = 256
+_KNOWN_PACKAGES = {"torch", "transformers", "peft", "hf_osdp"}
+"""Packages whose code a version or a hash identifies; the code of other modules may change under the same names."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kept:
-    """A description, with what describing warned of."""
+class _CachedDescription:
+    """A description and the warnings that were logged while it was made."""
 
     description: ModelDescription
     warnings: tuple[str, ...]
 
 
 def describe_once(model: nn.Module, **options: Any) -> ModelDescription:
-    """Describe a model of transformers, or take what was found when the same one was described before, by the same code and versions.
+    """Describe a transformers model, or return the cached description of the same model, made by the same code and versions.
 
-    Files lie in `OSDP_CACHE` (else `hf_osdp` under `HF_HOME`, else `~/.cache/huggingface`), where the oldest make room; `OSDP_CACHE=0`
-    keeps none. With `inputs`, `loss` or modules that are code of others, nothing is kept.
+    Files are stored in `OSDP_CACHE` (else in `hf_osdp` under `HF_HOME`, else under `~/.cache/huggingface`); the oldest are deleted first.
+    `OSDP_CACHE=0` switches the cache off. Descriptions with `inputs`, `loss` or modules of other packages are not cached.
     """
     folder = cache_folder()
-    of_code = options.get("inputs") is not None or options.get("loss") is not None or not hasattr(model, "config")
-    if folder is None or of_code or any(type(module).__module__.partition(".")[0] not in _KNOWN_CODE for module in model.modules()):
+    own_code = options.get("inputs") is not None or options.get("loss") is not None or not hasattr(model, "config")
+    if folder is None or own_code or any(type(module).__module__.partition(".")[0] not in _KNOWN_PACKAGES for module in model.modules()):
         return describe(model, **options)
     path = folder / f"{_key(model, options)}.json"
-    if (kept := _read(path, _Kept)) is not None:
+    if (cached := _read(path, _CachedDescription)) is not None:
         with suppress(OSError):
             path.touch()
-        for text in kept.warnings:
+        for text in cached.warnings:
             _log.warning("%s", text)
-        return kept.description
+        return cached.description
     with warnings_of_package() as texts:
         description = describe(model, **options)
-    _write(path, _Kept(description=description, warnings=tuple(texts)))
+    _write(path, _CachedDescription(description=description, warnings=tuple(texts)))
     with suppress(OSError):
-        for old in sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)[_MOST_FILES:]:
+        for old in sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)[_MAX_FILES:]:
             old.unlink()
     return description
 
 
 @contextmanager
 def warnings_of_package() -> Iterator[list[str]]:
-    """Collect what the package warns of, which the command line has on stderr."""
+    """Collect the warnings that the package logs."""
     texts: list[str] = []
     handler, logger = logging.Handler(logging.WARNING), logging.getLogger(__package__.partition(".")[0])
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
@@ -93,10 +93,10 @@ def warnings_of_package() -> Iterator[list[str]]:
 
 
 def cache_folder() -> Path | None:
-    """Return where results are kept; None for nowhere."""
-    asked = variables().get("OSDP_CACHE")
-    if asked is not None and asked != "1":  # 1 as in other switches, and no folder of that name
-        return None if asked in ("", "0") else Path(asked)
+    """Return the cache's folder; None if the cache is off."""
+    value = variables().get("OSDP_CACHE")
+    if value is not None and value != "1":  # 1 switches the cache on; it is not a folder's name
+        return None if value in ("", "0") else Path(value)
     return Path(variable("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hf_osdp"
 
 
@@ -113,47 +113,47 @@ def _key(model: Any, options: Mapping[str, Any]) -> str:  # noqa: ANN401  (a mod
 
 @cache
 def code_hash() -> str:
-    """Return a hash of the code that makes what is kept."""
-    adapters = version("peft") if find_spec("peft") else ""
-    found = hashlib.sha256(f"{platform.python_version()} {torch.__version__} {transformers.__version__} {adapters}".encode())
+    """Return a hash of this package's code and of the versions on which cached results depend."""
+    peft = version("peft") if find_spec("peft") else ""
+    digest = hashlib.sha256(f"{platform.python_version()} {torch.__version__} {transformers.__version__} {peft}".encode())
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
-        found.update(file.read_bytes())
-    return found.hexdigest()
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def measured_once(*, device_type: str, seconds: float) -> Hardware:
-    """Measure the machine as `measure_hardware`, or take what was measured on the same one within the last day. Collective.
+    """Measure the machine by `measure_hardware`, or return what was measured on the same machine within the last day. Collective.
 
-    The memory is that of now. Rank 0 has the file. What is measured while more is to be done than there are cores is not kept.
+    Memory sizes are always read anew. Rank 0 has the file. A measurement on a machine with a load above its cores is not cached.
     """
     device = measuring_device(device_type)
     ranks = all_gather_objects((platform.node(), device_name(device), usable_cores()))
     name = hashlib.sha256(repr((code_hash(), seconds, find_topology(), ranks)).encode()).hexdigest()[:32]
     folder = cache_folder()
     path = None if folder is None else folder / "machines" / f"{name}.json"
-    found = on_rank_zero(lambda: _of_last_day(path))
-    if found is None:
+    cached = on_rank_zero(lambda: _read_recent(path))
+    if cached is None:
         is_busy = os.getloadavg()[0] > usable_cores()
         hardware = measure_hardware(device_type=device_type, seconds=seconds)
         on_rank_zero(lambda: None if is_busy or path is None else _write(path, hardware))
         return hardware
-    text, age_s = found
+    text, age_s = cached
     hardware = with_memory_of_now(validated(Hardware, json.loads(text), ValueError), device)
     ago = f"{age_s / 3600:.0f} h" if age_s >= 5400 else f"{age_s / 60:.0f} min"
     source = f"{MEASURED_EARLIER}, {ago} ago; OSDP_CACHE=0 measures it anew"
     return replace(hardware, device=replace(hardware.device, source=source))
 
 
-def _of_last_day(path: Path | None) -> tuple[str, float] | None:
-    """Return what a file holds, as JSON, and its age in seconds."""
+def _read_recent(path: Path | None) -> tuple[str, float] | None:
+    """Return a file's hardware, as JSON, and its age in seconds; None if it is missing, damaged or too old."""
     with suppress(OSError):
-        if path is not None and 0 <= (age_s := time.time() - path.stat().st_mtime) < _MOST_AGE_S:
+        if path is not None and 0 <= (age_s := time.time() - path.stat().st_mtime) < _MAX_AGE_S:
             return None if (hardware := _read(path, Hardware)) is None else (json.dumps(plain(hardware)), age_s)
     return None
 
 
 def _read(path: Path, cls: type[T]) -> T | None:
-    """Return what a file holds; None where it is missing or damaged."""
+    """Return a file's value; None if the file is missing or damaged."""
     try:
         return validated(cls, read_json(path, "cache"), ValueError)
     except (OSError, ValueError):
@@ -161,6 +161,6 @@ def _read(path: Path, cls: type[T]) -> T | None:
 
 
 def _write(path: Path, value: object) -> None:
-    with suppress(OSError):  # a folder that cannot be written keeps nothing
+    with suppress(OSError):  # without a writable folder nothing is cached
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(plain(value)))

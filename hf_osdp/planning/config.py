@@ -17,7 +17,7 @@ from ..quantities import parse_limit
 
 STRATEGIES = tuple(strategy.value for strategy in Strategy)
 COMMUNICATIONS = (EXACT, *(wire.value for wire in WireFormat))
-_KNOWN = {"strategy": STRATEGIES, "on_oom": ("raise", "replan"), "communication": COMMUNICATIONS}
+_ALLOWED_VALUES = {"strategy": STRATEGIES, "on_oom": ("raise", "replan"), "communication": COMMUNICATIONS}
 _TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "plan": ((Plan, str, Path), "a Plan or the path of a plan file"),
     "hardware": ((Hardware, str), "a Hardware or the name of a preset"),
@@ -27,7 +27,7 @@ _TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
         "a function from a number of samples to forward's keyword arguments, which no file holds: OSDPConfig(inputs=...) in the script",
     ),
 }
-_WITHOUT_EFFECT_ON_PLAN = (
+_IGNORED_WITH_PLAN = (
     "strategy", "operator_splitting", "on_oom", "recalibrate", "hardware", "profile", "nodes", "memory_margin",
     "recompute", "host_offload", "offload_optimizer", "offload_activations", "split_vocabulary", "compile",
     "other_optimizers",
@@ -36,20 +36,20 @@ _WITHOUT_EFFECT_ON_PLAN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OSDPConfig:
-    """What to plan for, and what to leave to the planner.
+    """Options of OSDP: what to plan for, and which decisions to leave to the planner.
 
     Raises:
-        ValueError: at construction, where a value cannot be used; the message gives value, limit and remedy.
+        ValueError: at construction, if a value cannot be used; the message gives value, limit and remedy.
     """
 
     memory_limit: int | float | str | None = None
-    """Bytes of each device that training may use, as a number or as text such as `"8GiB"`; None: all that it has."""
+    """Bytes that training may use on each device, as a number or as text such as `"8GiB"`; None allows all of the device's memory."""
     memory_margin: float | None = None
-    """Share of the limit that the plan leaves free; None: 0.06 on CUDA, whose allocator holds more than tensors, nothing on the CPU."""
+    """Share of the limit that the plan leaves free; None is 0.06 on CUDA, whose allocator holds more than tensors, and 0 on the CPU."""
     strategy: str = "osdp"
-    """`osdp` searches unit by unit; `fsdp`, `ddp`, `zero2`, `hsdp` and `two_stage` run that one strategy for every unit."""
+    """`osdp` decides for each unit; `fsdp`, `ddp`, `zero2`, `hsdp` and `two_stage` apply that one strategy to every unit."""
     block_classes: tuple[str, ...] | str | None = None
-    """Classes that become units, as names or one comma-separated string; None finds them from the model."""
+    """Classes that become units, as names or one comma-separated string; None finds them in the model."""
     sequence_length: int | None = None
     """Tokens of one sample; None takes it from the data."""
     global_batch_size: int | None = None
@@ -57,79 +57,79 @@ class OSDPConfig:
     micro_batch_size: int | None = None
     """Samples that one process runs at once; None lets the planner decide."""
     reduce_every_micro_step: bool | None = None
-    """True reduce-scatters gradients in each micro-step, and replicas all-reduce once, in the last; False reduces all in the
-    last; None lets the planner decide."""
+    """True reduce-scatters gradients in each micro-step, and replicas all-reduce once, in the last; False reduces only in the last; None
+    lets the planner decide."""
     recompute: bool | None = None
-    """True recomputes the activations of every block in backward, False of none; None lets the planner decide for each."""
+    """True recomputes the activations of every block in backward, False of no block; None lets the planner decide for each."""
     host_offload: bool | None = None
-    """True holds the states of every unit in the host's memory, False of none; None lets the planner decide for each."""
+    """True keeps the states of every unit in the host's memory, False of no unit; None lets the planner decide for each."""
     offload_optimizer: bool | None = None
-    """True has the optimizer's states of every unit wait in the host's memory and come to the device for the step, False of none; None lets
-    the planner decide for each. Parameters and gradients stay on the device."""
+    """True keeps the optimizer states of every unit in the host's memory and copies them to the device for the step, False of no unit; None
+    lets the planner decide for each. Parameters and gradients stay on the device."""
     offload_activations: bool | None = None
-    """True has what every block saves for backward wait in the host's memory, False of none; None lets the planner decide for each."""
+    """True keeps every block's saved activations in the host's memory until backward, False those of none; None lets the planner decide."""
     step_in_backward: bool | None = None
-    """Step each unit within backward, as soon as its gradients are reduced, so that no more than one unit's are there: True wherever the
-    layout allows, False nowhere; None where a Trainer neither clips (`max_grad_norm=0`) nor scales the loss, nor has a callback read
-    gradients. Between backward and `optimizer.step()` these gradients are None. Plans with accumulation do without."""
+    """Step each unit within backward, as soon as its gradients are reduced, so that the gradients of only one unit exist at once: True
+    wherever the layout allows it, False nowhere; None if a Trainer neither clips (`max_grad_norm=0`) nor scales the loss, and no callback
+    reads gradients. Between backward and `optimizer.step()` these gradients are None. Plans with accumulation never do this."""
     other_optimizers: tuple[str, ...] | str | None = None
-    """Values of `TrainingArguments.optim`, as names or one comma-separated string, of which the Trainer may take one in the place of what
-    its arguments say, where a step is then faster, or fits at all: `"adamw_torch_8bit"`. That trains with other arithmetic, so None takes
-    none. Restarts keep the optimizer that training began with."""
+    """Values of `TrainingArguments.optim`, as names or one comma-separated string: the Trainer may use one of them instead of its own if a
+    step is then faster, or only then fits: `"adamw_torch_8bit"`. This changes the arithmetic of training, so None allows none. Restarts
+    keep the optimizer with which training began."""
     communication: str = EXACT
-    """The coarsest form in which parameters and gradients may be sent where a link is slow: `bf16`, `int8` with a scale for each block, or
-    `int4`, of gradients alone, `exact` sends all as it is. The planner takes less than that where it pays, by unit and direction; sums are
-    made in float32. Training is then another in its rounding: docs/communication.md has what that did to the loss."""
+    """The coarsest format in which parameters and gradients may be sent over slow links: `bf16`, `int8` with a scale for each block, or
+    `int4`, for gradients only; `exact` changes nothing. The planner chooses a format for each unit and direction if it saves time; sums are
+    computed in float32. This changes the rounding of training: docs/communication.md shows the effect on the loss."""
     local_steps: int | None = None
-    """Optimizer steps that each machine takes by itself before the machines average how far they went; None averages gradients in every
-    step. This is another algorithm, DiLoCo, for links between machines that are very slow: docs/local_steps.md."""
+    """Optimizer steps that each machine takes alone before the machines average their changes of the parameters; None averages gradients in
+    every step. This is a different algorithm, DiLoCo, for very slow links between machines: docs/local_steps.md."""
     outer_learning_rate: float = 0.7
-    """Of the outer step of `local_steps`."""
+    """Learning rate of the outer step of `local_steps`."""
     outer_momentum: float = 0.9
-    """Of the outer step of `local_steps`, in Nesterov's form."""
+    """Nesterov momentum of the outer step of `local_steps`."""
     compile: bool | str = False
-    """Compile the forward of each block, with Inductor, before it is sharded: elementwise operators run as one kernel, and less is saved
-    for backward. The first steps take longer, seconds to minutes. Blocks that do not compile as one graph run as they are; blocks stay
-    whole. `"auto"` compiles where that pays within the run, by the estimate, and says why where it does not."""
+    """Compile the forward of each block with Inductor before it is sharded: elementwise operators run as one kernel, and less is saved
+    for backward. The first steps take longer, seconds to minutes. Blocks that do not compile as one graph run eager; blocks are not split.
+    `"auto"` compiles if that saves time within the run by the estimate, and logs the reason if it does not."""
     operator_splitting: bool = True
-    """The planner may split blocks into operator units, and operators into slices, where memory binds and that pays."""
+    """The planner may split blocks into operator units, and operators into slices, if memory is short and the split makes steps faster."""
     split_vocabulary: bool | None = None
-    """The loss may be computed in pieces, or the vocabulary projection with it in slices; `outputs.logits` are then computed where they are
-    read. None allows it where the Trainer takes the loss from the model, and in no other loop."""
+    """The loss may be computed in pieces, or together with the vocabulary projection in slices; `outputs.logits` are then computed only
+    when they are read. None allows it if the Trainer takes the loss from the model, and in no other loop."""
     inputs: Callable[[int], Mapping[str, Any]] | None = None
-    """A function from a number of samples to forward's keyword arguments, labels included, for a model whose batch cannot be found
-    out; Python only. None makes one."""
+    """A function from a number of samples to forward's keyword arguments, including labels, for a model whose batch cannot be derived;
+    Python only. None makes a batch from the model."""
     plan: Plan | str | Path | None = None
-    """A plan, or the file of one, to run as it is instead of searching."""
+    """A plan, or the path of a plan file, to run unchanged instead of searching."""
     hardware: Hardware | str | None = None
     """A description or the name of a preset; None measures this machine when the run starts."""
     nodes: int | None = None
-    """Machines that the processes are spread over; None finds out. A given description, profile or plan already says so."""
+    """Number of machines of the run; None detects it. Leave it out with a hardware description, profile or plan, which states it."""
     profile: Profile | str | Path | None = None
-    """What `hf-osdp profile` measured on this machine, or the file of it: hardware and times of blocks, measured no more."""
+    """The result of `hf-osdp profile` on this machine, or its file: hardware and block times, which are then not measured again."""
     recalibrate: bool = False
-    """Before training starts, try the plan for a few steps on a throw-away copy of the model, correct the estimates by what is
-    seen, and plan again, until the plan stands (at most 3 rounds). The plan that runs is one that was tried and fits."""
+    """Before training starts, try the plan for a few steps on a temporary copy of the model, correct the estimates by the measurements, and
+    plan again, until the plan no longer changes (at most 3 rounds). The plan that runs was tried and fits."""
     compare: bool = True
-    """Estimate DDP, ZeRO-2, FSDP and HSDP beside the plan."""
+    """Also estimate DDP, ZeRO-2, FSDP and HSDP, to compare them with the plan."""
     async_save: bool = False
-    """Checkpoints of several processes are written in shards (`state_dict_type="SHARDED_STATE_DICT"`) while training goes on; each is
+    """Checkpoints of several processes are written in shards (`state_dict_type="SHARDED_STATE_DICT"`) while training continues; each is
     complete before the next begins, and before training ends."""
     resume_after_restart: bool = True
-    """The Trainer, started again by `torchrun --max-restarts` or a SLURM requeue, goes on from the last complete checkpoint."""
+    """After a restart by `torchrun --max-restarts` or a SLURM requeue, the Trainer continues from the last complete checkpoint."""
     save_on_sigterm: bool = True
-    """The Trainer, sent SIGTERM on any rank, finishes its step, saves a checkpoint and ends."""
+    """On SIGTERM at any rank, the Trainer finishes its step, saves a checkpoint and exits."""
     on_oom: str = "raise"
-    """Out of device memory all the same: `raise` says where and which plan is safer; `replan` has the launcher (`torchrun
-    --max-restarts 3`) start all ranks again by that plan, from the last complete checkpoint."""
+    """If a device runs out of memory in spite of the plan, `raise` reports where, and a safer plan; `replan` lets the launcher (`torchrun
+    --max-restarts 3`) restart all ranks with that plan, from the last complete checkpoint."""
 
     @property
     def wire(self) -> WireFormat | None:
-        """The coarsest format that may be sent; None where all is sent as it is."""
+        """The coarsest format that may be sent; None for exact communication."""
         return None if self.communication == EXACT else WireFormat(self.communication)
 
     def outer(self, machines: int = 2) -> LocalSteps | None:
-        """Return the local steps that are asked for, on so many machines; None where there are none."""
+        """Return the requested local steps on this number of machines; None without `local_steps`."""
         if self.local_steps is None:
             return None
         outer = {name: getattr(self, name) for name in ("outer_learning_rate", "outer_momentum")}
@@ -143,7 +143,7 @@ class OSDPConfig:
         self._check_combinations()
 
     def _check_values(self) -> None:
-        """Refuse values that are not of their field's kind."""
+        """Refuse values of the wrong type or out of range."""
         if self.memory_limit is not None:
             parse_limit(self.memory_limit)
         if self.memory_margin is not None:
@@ -152,10 +152,10 @@ class OSDPConfig:
             name, value, problem = field.name, getattr(self, field.name), None
             if value is None and field.default is None:
                 continue
-            if name in _KNOWN and value not in _KNOWN[name]:
-                problem = f"is not known; use one of {', '.join(_KNOWN[name])}"
+            if name in _ALLOWED_VALUES and value not in _ALLOWED_VALUES[name]:
+                problem = f"is not known; use one of {', '.join(_ALLOWED_VALUES[name])}"
             elif str(field.type).startswith("bool") and not isinstance(value, bool) and (name, value) != ("compile", "auto"):
-                problem = f"is not a switch; use true or false{', or auto' if name == 'compile' else ''}"
+                problem = f"must be true or false{', or auto' if name == 'compile' else ''}"
             elif field.type == "int | None" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 problem = "must be a whole number of at least 1, or left out"
             elif name in _TYPES and not isinstance(value, _TYPES[name][0]):
@@ -164,55 +164,55 @@ class OSDPConfig:
                 raise ValueError(f"{name}={value!r} {problem}.")
 
     def _check_local_steps(self) -> None:
-        """Refuse local steps beside what they are not made for, and options of theirs without them."""
+        """Refuse local steps with options that they do not support, and options of local steps without them."""
         if self.outer() is None:
             if (self.outer_learning_rate, self.outer_momentum) != (0.7, 0.9):
                 raise ValueError("outer_learning_rate and outer_momentum have no effect without local_steps; leave them out.")
             return
         refused = {**dict.fromkeys(("recalibrate", "host_offload", "offload_optimizer", "step_in_backward"), True), "on_oom": "replan"}
-        for name, asked in refused.items():
-            if getattr(self, name) == asked:
-                raise ValueError(f"local_steps={self.local_steps} cannot run beside {self._shown(name)}; leave one of the two out.")
+        for name, value in refused.items():
+            if getattr(self, name) == value:
+                raise ValueError(f"local_steps={self.local_steps} cannot run with {self._shown(name)}; leave one of the two out.")
 
     def _check_combinations(self) -> None:
-        """Refuse options that others leave without effect."""
+        """Refuse options that have no effect together with others."""
         problem = None
         if self.plan is not None:
             defaults = {field.name: field.default for field in fields(self)}
-            if name := next((name for name in _WITHOUT_EFFECT_ON_PLAN if getattr(self, name) != defaults[name]), None):
+            if name := next((name for name in _IGNORED_WITH_PLAN if getattr(self, name) != defaults[name]), None):
                 problem = f"plan runs a given plan as it is, so {self._shown(name)} would have no effect"
         elif self.profile is not None and (self.hardware is not None or self.nodes is not None):
-            beside = self._shown("hardware" if self.hardware is not None else "nodes")
-            problem = f"profile already says what the hardware is, so {beside} would have no effect"
+            other = self._shown("hardware" if self.hardware is not None else "nodes")
+            problem = f"profile already describes the hardware, so {other} would have no effect"
         elif self.recalibrate and self.communication != EXACT:
-            problem = f"recalibrate=True learns the links' speed from what is sent as it is, beside {self._shown('communication')}"
+            problem = f"recalibrate=True measures links by exact communication, but the run has {self._shown('communication')}"
         elif self.split_vocabulary and (not self.operator_splitting or self.strategy != "osdp"):
-            beside = self._shown("strategy" if self.operator_splitting else "operator_splitting")
-            problem = f"split_vocabulary=True has no effect beside {beside}"
+            other = self._shown("strategy" if self.operator_splitting else "operator_splitting")
+            problem = f"split_vocabulary=True has no effect with {other}"
         if problem is not None:
             raise ValueError(f"{problem}; leave one of the two out.")
         if self.nodes is not None and isinstance(self.hardware, Hardware):
-            raise ValueError(f"nodes={self.nodes} was given beside a hardware description with {self.hardware.nodes}; leave nodes out.")
+            raise ValueError(f"nodes={self.nodes} was given with a hardware description of {self.hardware.nodes}; leave nodes out.")
 
     def _shown(self, name: str) -> str:
-        """Return an option as a message quotes it; values and files may be long."""
+        """Return an option for a message, without values that may be long."""
         return name if name in ("hardware", "profile") else f"{name}={getattr(self, name)!r}"
 
     @property
     def memory_limit_bytes(self) -> int | None:
-        """The memory limit in bytes, or None where the device decides."""
+        """The memory limit in bytes; None for all of the device's memory."""
         return None if self.memory_limit is None else parse_limit(self.memory_limit)
 
     @classmethod
     def from_options(cls, options: Mapping[str, object]) -> OSDPConfig:
-        """Read options as they stand in a YAML file or a dict; `osdp: true` beside them is accepted, as the accelerate file has it.
+        """Make a configuration from the options of a YAML file or a dict, which may contain `osdp: true`, as the accelerate file does.
 
         Raises:
             ValueError: an option is not known, or its value cannot be used.
         """
         known = [field.name for field in fields(cls)]
         if options.get("osdp", True) is not True:
-            raise ValueError(f"osdp: {options['osdp']!r} stands among the options of OSDP; only osdp: true can.")
+            raise ValueError(f"osdp: {options['osdp']!r} cannot be combined with other options of OSDP; use osdp: true or leave it out.")
         options = {name: value for name, value in options.items() if name != "osdp"}
         unknown = sorted(str(name) for name in options if name not in known)
         if unknown:
@@ -220,23 +220,23 @@ class OSDPConfig:
         return cls(**options)  # type: ignore[arg-type]
 
     def options(self) -> dict[str, object]:
-        """Return all fields, with defaults filled in: a mapping that no other place's options can change in `merged_config`."""
+        """Return all fields, with defaults filled in: as the first place of `merged_config`, this mapping overrides all others."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def stated_options(asked: OSDPConfig | Mapping[str, object] | None) -> dict[str, object]:
-    """Return what the caller set: every key of a mapping, the fields of a configuration that are not at their default."""
-    if asked is not None and not isinstance(asked, (OSDPConfig, Mapping)):
-        raise ValueError(f"osdp={asked!r} is of type {type(asked).__name__}; use an OSDPConfig or a mapping of its fields.")
-    if isinstance(asked, OSDPConfig):
-        return {field.name: value for field in fields(asked) if (value := getattr(asked, field.name)) != field.default}
-    return dict(asked or {})
+def stated_options(osdp: OSDPConfig | Mapping[str, object] | None) -> dict[str, object]:
+    """Return the options that the caller set: every key of a mapping; the fields of a configuration that differ from their default."""
+    if osdp is not None and not isinstance(osdp, (OSDPConfig, Mapping)):
+        raise ValueError(f"osdp={osdp!r} is of type {type(osdp).__name__}; use an OSDPConfig or a mapping of its fields.")
+    if isinstance(osdp, OSDPConfig):
+        return {field.name: value for field in fields(osdp) if (value := getattr(osdp, field.name)) != field.default}
+    return dict(osdp or {})
 
 
 def merged_config(*places: OSDPConfig | Mapping[str, object] | None) -> OSDPConfig:
-    """Return one configuration from several places, the strongest first, and so the accelerate file last; errors are `from_options`'.
+    """Merge the options of several places, of which earlier ones override later ones; `stated_options` says what each sets.
 
-    A mapping states each key that it has; a configuration states the fields that are not at their default.
+    Errors are those of `from_options`.
     """
     merged: dict[str, object] = {}
     for place in reversed(places):
@@ -245,7 +245,7 @@ def merged_config(*places: OSDPConfig | Mapping[str, object] | None) -> OSDPConf
 
 
 def _names(option: str, names: Iterable[str] | None, kind: str, example: str) -> tuple[str, ...] | None:
-    """Return an option's names, given as several or as `"GPT2Block, BertLayer"`, as a tuple."""
+    """Return an option's names as a tuple; they were given as a sequence or as one string, `"GPT2Block, BertLayer"`."""
     if names is None:
         return None
     parts = names.split(",") if isinstance(names, str) else list(names)

@@ -1,4 +1,4 @@
-"""Out of device memory in spite of the plan: say where, by how much, and which plan is safer; with `on_oom="replan"`, restart by it."""
+"""Out of memory in spite of the plan: report where, by how much, and a safer plan; with `on_oom="replan"`, restart with that plan."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from ..quantities import format_bytes, format_seconds
 from ..sharding.environment import parameter_groups
 from .recalibrate import estimated
 
-_LEAST_SHARE = 0.05
-"""The limit is lowered by at least this share: with fragmentation, or other processes on the device, the peak says nothing."""
+_MIN_REDUCTION = 0.05
+"""The limit is lowered by at least this share: with fragmentation, or other processes on the device, the observed peak is too low."""
 _HOST_SIGNS = ("defaultcpuallocator: can't allocate memory", "error code 12 (cannot allocate memory)")  # c10/core/impl/alloc_cpu.cpp
 _DEVICE_SIGNS = (
     "cuda out of memory",  # c10/cuda/CUDACachingAllocator.cpp; DataParallel raises it again as a RuntimeError (torch/_utils.py)
@@ -45,7 +45,7 @@ _CUDA_ERROR_MEMORY_ALLOCATION = 2  # in `torch.AcceleratorError.error_code`
 _GATHERS = ("unshard", "wait_for_unshard", "pre_forward", "pre_backward", "_prefetch_unshard")
 _FSDP_FILE, _AUTOGRAD_FILE, _OPTIMIZER_FILE = "_fsdp_param_group.py", "torch/autograd/graph.py", "torch/optim/"
 _AMOUNT = r"(\d+(?:\.\d+)?) ([KMGT]iB|bytes)"
-_ASKED = re.compile(f"[Tt]ried to allocate {_AMOUNT}")
+_REQUESTED = re.compile(f"[Tt]ried to allocate {_AMOUNT}")
 _ALLOCATED = re.compile(f"Of the allocated memory {_AMOUNT} is allocated by PyTorch")
 """In the message of torch's allocator."""
 
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether an error says that memory ran out, on the device or on the host."""
+    """Return whether an error reports that the device or the host is out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if not isinstance(error, RuntimeError):
@@ -64,12 +64,12 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def is_of_host(error: BaseException) -> bool:
-    """Return whether it was the host's memory that ran out, for an error of which `is_out_of_memory` is true."""
+    """Return whether an out-of-memory error, as found by `is_out_of_memory`, is about the host's memory."""
     return isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in _HOST_SIGNS)
 
 
 def place_of(error: BaseException, model: nn.Module, units: Sequence[UnitDescription]) -> str:
-    """Return the moment of a training step in which an error was raised, with its unit where that is known."""
+    """Return the moment of a training step in which an error was raised, with its unit if that is known."""
     by_name = modules_by_name(model)
     by_fqn = {name: unit.label for unit in units for name in (unit.fqn, *unit.module_names)}
     labels = {id(by_name[name]): unit.label for unit in units for name in unit.module_names}
@@ -86,7 +86,7 @@ def place_of(error: BaseException, model: nn.Module, units: Sequence[UnitDescrip
         if _OPTIMIZER_FILE in file:
             return "the optimizer's step"
     if not in_backward:
-        return "what lies between model and optimizer"
+        return "code between model and optimizer"
     begun = [m for m in model.modules() if any(g._training_state is TrainingState.PRE_BACKWARD for g in parameter_groups(m))]
     blocks = {id(by_name[name]) for unit in units if unit.span is GatherSpan.USE for name in unit.module_names}
     running = [labels[id(m)] for m in begun if id(m) in blocks]  # other units are in backward until the step ends
@@ -94,26 +94,26 @@ def place_of(error: BaseException, model: nn.Module, units: Sequence[UnitDescrip
 
 
 def safer_limit(problem: PlanningProblem, plan: Plan, needed_bytes: int | None) -> int:
-    """Return the limit to plan under after a plan that needed more than it was estimated to.
+    """Return the limit to plan under after a plan that needed more than its estimate.
 
-    The limit falls by what the plan needed above its estimate, by a twentieth at least, and so far that the plan itself fits no more:
-    limit' = min(limit - max(needed - estimate, limit / 20), estimate - estimate / 20); `needed_bytes` may not be known.
+    Lower the limit by what the plan needed above its estimate, by at least a twentieth, and so far that the plan itself no longer fits:
+    limit' = min(limit - max(needed - estimate, limit / 20), estimate - estimate / 20). `needed_bytes` is None if it is unknown.
     """
     limit, estimate = problem.memory_limit_bytes, plan.peak_bytes or problem.memory_limit_bytes
-    over = max((needed_bytes or 0) - estimate, int(limit * _LEAST_SHARE))
-    return max(1, min(limit - over, int(estimate * (1 - _LEAST_SHARE))))
+    over = max((needed_bytes or 0) - estimate, int(limit * _MIN_REDUCTION))
+    return max(1, min(limit - over, int(estimate * (1 - _MIN_REDUCTION))))
 
 
 class OutOfMemoryHandler:
-    """Explain errors of memory in one model's training, and restart all ranks where `on_oom="replan"`."""
+    """Explain out-of-memory errors in one model's training, and restart all ranks if `on_oom="replan"`."""
 
     def __init__(
         self, model: nn.Module, plan: Plan, units: Sequence[UnitDescription],
         *, problem: PlanningProblem | None, on_oom: str, device: torch.device,
     ) -> None:  # fmt: skip
-        """Explain errors that reach `sys.excepthook` from here on, too, as long as this handler lives.
+        """Install a hook that also explains errors that reach `sys.excepthook`, as long as this handler exists.
 
-        The plan has been applied to the model; `problem` is what it was found for, None where it was given.
+        The plan has been applied to the model. `problem` is the planning problem that it solves; None for a plan that the user gave.
         """
         self._model, self._plan, self._units = model, plan, tuple(units)
         self._problem, self._replans, self._device = problem, on_oom == "replan", device
@@ -128,7 +128,7 @@ class OutOfMemoryHandler:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Explain out-of-memory errors raised in this context, which come out with another message."""
+        """Replace the message of out-of-memory errors raised in this context by an explanation."""
         try:
             yield
         except Exception as error:
@@ -136,45 +136,45 @@ class OutOfMemoryHandler:
             raise
 
     def handle(self, error: BaseException) -> None:
-        """Explain an error of memory, once, in its own message; and note the next plan's limit where a launcher starts all ranks again."""
+        """Put an explanation into an out-of-memory error's message, once; record the next plan's limit if a launcher restarts all ranks."""
         if not is_out_of_memory(error) or hasattr(error, "explained_by_osdp"):
             return
         original = " ".join(str(error).split())
         try:
             text, limit_bytes = self.explain(error)
-        except Exception:  # the error itself is worth more than its explanation
-            _log.warning("An error of memory could not be explained.", exc_info=True)
+        except Exception:  # a failed explanation must not replace the error itself
+            _log.warning("The out-of-memory error could not be explained.", exc_info=True)
             return
-        hindrance = "there is no other plan" if limit_bytes is None else restart.reason_not_to_restart()
-        if self._replans and limit_bytes is not None and hindrance is None:
+        obstacle = "there is no other plan" if limit_bytes is None else restart.reason_not_to_restart()
+        if self._replans and limit_bytes is not None and obstacle is None:
             restart.note_limit(limit_bytes)
-            text += " The launcher starts all ranks again, by that plan."
+            text += " The launcher restarts all ranks with that plan."
         elif self._replans:
-            text += f' on_oom="replan" cannot start again: {hindrance}.'
-        elif hindrance is None:
-            text += ' With on_oom="replan" the run goes on by it.'
+            text += f' on_oom="replan" cannot restart: {obstacle}.'
+        elif obstacle is None:
+            text += ' With on_oom="replan" the run continues with it.'
         error.explained_by_osdp = True  # type: ignore[attr-defined]
         error.args = (f"{text} ({original})",)
 
     def explain(self, error: BaseException) -> tuple[str, int | None]:
-        """Return the explanation of an error in one line, and the limit of a safer plan where there is one."""
+        """Return the explanation of an error in one line, and the limit of a safer plan if one exists."""
         place, problem = place_of(error, self._model, self._units), self._problem
         who = f"rank {dist.get_rank()} on {socket.gethostname()}" if dist.is_initialized() else socket.gethostname()
         if self._device.type == "cuda" and is_of_host(error):
             return (
-                f"Out of the host's memory on {who} in {place}. Use fewer workers of data loaders, host_offload=False or"
+                f"Out of host memory on {who} in {place}. Use fewer DataLoader workers, host_offload=False or"
                 " offload_activations=False, or a machine or container with more memory."
             ), None
-        asked, allocated = _bytes_in(_ASKED, str(error)), self._allocated(str(error))
-        seen = "what was allocated is not known" + (f", {format_bytes(asked)} were asked for" if asked else "")
+        requested, allocated = _bytes_in(_REQUESTED, str(error)), self._allocated(str(error))
+        seen = "the allocated bytes are not known" + (f", {format_bytes(requested)} were requested" if requested else "")
         if allocated is not None:
-            seen = f"{format_bytes(allocated)} were allocated and {format_bytes(asked or 0)} more asked for"
-        peak = "an amount that it does not state" if self._plan.peak_bytes is None else format_bytes(self._plan.peak_bytes)
+            seen = f"{format_bytes(allocated)} were allocated and {format_bytes(requested or 0)} more requested"
+        peak = "an unknown amount" if self._plan.peak_bytes is None else format_bytes(self._plan.peak_bytes)
         limit = "" if problem is None else f" of a limit of {format_bytes(problem.memory_limit_bytes)}"
         text = f"Out of memory on {who} in {place}: the plan was estimated to need {peak}{limit}, {seen}."
         if problem is None:
             return f"{text} The plan was given; plan again under a lower memory_limit.", None
-        limit_bytes = safer_limit(problem, self._plan, None if allocated is None else allocated + (asked or 0))
+        limit_bytes = safer_limit(problem, self._plan, None if allocated is None else allocated + (requested or 0))
         try:
             safer = search(replace(problem, memory_limit_bytes=limit_bytes)).plan
         except InfeasibleError as infeasible:
@@ -185,7 +185,7 @@ class OutOfMemoryHandler:
         ), limit_bytes
 
     def _allocated(self, text: str) -> int | None:
-        """Return the bytes that torch's message names, else the highest that its allocator saw, with what the device reserves."""
+        """Return the allocated bytes in torch's message, else its allocator's peak, plus what the device reserves."""
         reserved = 0 if self._problem is None else self._problem.hardware.outside_bytes(self._plan.communicators)
         allocated = _bytes_in(_ALLOCATED, text)
         if allocated is None and self._device.type == "cuda":
@@ -194,6 +194,6 @@ class OutOfMemoryHandler:
 
 
 def _bytes_in(pattern: re.Pattern[str], text: str) -> int | None:
-    """Return an amount that a message names."""
+    """Return the amount that a pattern finds in a message."""
     found = pattern.search(text)
     return None if found is None else int(float(found[1]) * 1024 ** "BKMGT".index(found[2][0].upper()))

@@ -1,4 +1,4 @@
-"""Plan a run: from a model, a configuration and what the caller knows to the one plan that every process runs."""
+"""Plan a run: from a model, a configuration and the caller's facts, find the one plan that every process runs."""
 
 from __future__ import annotations
 
@@ -40,41 +40,41 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """A plan with all that it was made from."""
+    """A plan and the values from which it was made."""
 
     plan: Plan
-    """The same on every process."""
+    """The plan, the same on every process."""
     units: tuple[UnitDescription, ...]
-    """The model's, split as the plan says."""
+    """The model's units after the plan's split."""
     inputs: PlanInputs | None = None
-    """What the plan was made from, on rank 0 corrected by what trials showed; None where a given plan runs without an estimate."""
+    """The planner's inputs, on rank 0 corrected by the trials; None if a given plan runs without an estimate."""
     search: SearchResult | None = None
-    """The plan's estimates; on rank 0 only, and None where a plan was given."""
+    """The plan's estimates; on rank 0 only, and None for a given plan."""
     comparison: tuple[StrategyResult, ...] | None = None
-    """Other strategies at their own best batch sizes; on rank 0 only, where they were asked for."""
+    """Other strategies at their own best batch sizes; on rank 0 only, and None unless requested."""
     planning_s: float = 0.0
-    """Seconds that describing, measuring, searching and trying took."""
+    """Seconds for describing, measuring, searching and trying."""
     open_step_s: float | None = None
-    """Estimated seconds of a step where recomputation is left to the planner; None where it is."""
+    """Estimated seconds of a step if the planner decided about recomputation; None if it does, or without an estimate."""
     optimizer: OptimizerChoice | None = None
-    """Which of several optimizers that may run does; None where there is no choice."""
+    """The choice among several allowed optimizers; None if there is no choice."""
     compilation: Compilation | None = None
-    """What compiled blocks gain, where they were asked for; None where it was not looked for, or cannot be told."""
+    """Estimated gain of compiled blocks, if requested; None if it was not or cannot be estimated."""
     rounds: tuple[Round, ...] = ()
     """Plans that were tried."""
     meshes: Meshes | None = None
-    """Made for the trials, for training to use again."""
+    """Meshes that the trials made, for training to use again."""
     findings: tuple[Finding, ...] = ()
-    """What the preflight checks found."""
+    """Findings of the preflight checks."""
 
     @property
     def hardware(self) -> Hardware | None:
-        """What was planned for; None where a plan was given."""
+        """The hardware of the search; None for a given plan."""
         return None if self.inputs is None else self.inputs.hardware
 
     @property
     def problem(self) -> PlanningProblem | None:
-        """What the plan was searched for; None where a plan was given."""
+        """The problem that the plan solves; None for a given plan."""
         inputs, limit = self.inputs, self.plan.memory_limit_bytes
         if inputs is None or inputs.hardware is None or limit is None:
             return None
@@ -82,17 +82,17 @@ class PlannedRun:
 
 
 def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
-    """Describe the model, measure the hardware, search on rank 0, and give every process the plan. Collective.
+    """Describe the model, measure the hardware, search on rank 0, and return the same plan, checked, on every process. Collective.
 
-    The model is not sharded yet; its parameters may be on the meta device. The plan has been checked on every process.
+    The model must not be sharded; its parameters may be on the meta device.
 
     Raises:
         InfeasibleError: no plan meets the memory limit.
         LaunchError: ranks run different versions.
         PlanError: a given plan cannot be read, or is not for this model and run.
         PlanMismatchError: ranks have different models, plans or options.
-        PreflightError: the run would fail, or train something else than was meant.
-        ValueError: sizes do not fit together, or a name is not known.
+        PreflightError: the run would fail, or not train what was meant.
+        ValueError: sizes or options contradict each other, or a name is not known.
     """
     started = time.perf_counter()
     require_same_run(model, config, facts)
@@ -109,18 +109,18 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
 
 
 def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
-    """Search on rank 0, and try the plan if that is asked for. Collective."""
-    as_they_are = replace(config, compile=False)
+    """Search on rank 0, and try the plan if requested. Collective."""
+    eager = replace(config, compile=False)
     found, optimizer = find_plan_and_optimizer(model, config, facts)
     if config.compile == "auto" and isinstance(found.outcome, InfeasibleError):
-        return _searched(model, as_they_are, facts)
+        return _searched(model, eager, facts)
     plan, problem = found.plan, found.problem
     plan.check(problem.description, plan.ranks_of_machine(facts.world_size))
     compilation = None
     if config.compile == "auto" or (config.compare and config.compile):
         compilation = on_rank_zero(lambda: weigh(found, facts.steps))
         if compilation is not None and config.compile == "auto" and not compilation.pays:
-            return replace(_searched(model, as_they_are, facts), compilation=compilation)
+            return replace(_searched(model, eager, facts), compilation=compilation)
     rounds: tuple[Round, ...] = ()
     meshes = Meshes(facts.device_type) if config.recalibrate and dist.is_initialized() else None
     if config.recalibrate:
@@ -140,16 +140,16 @@ def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedR
 
 
 def _open_step_s(found: FoundPlan) -> float | None:
-    """Return the estimated seconds of a step where the planner decides what is recomputed; None where it does, or that cannot be told."""
+    """Return the estimated seconds of a step if the planner decided what is recomputed; None if it does, or without an estimate."""
     config, facts, model = found.builder.config, found.builder.facts, found.builder.model
     if not (facts.trains and found.problem.description.recomputed_by_others) or config.profile is not None:
-        return None  # times of a profile are of blocks that are recomputed
-    left_open = replace(facts, activation_checkpointing=False)
+        return None  # the profile's block times include recomputation
+    open_facts = replace(facts, activation_checkpointing=False)
     try:
         with without_checkpointing(model):
-            builder = ProblemBuilder(model, replace(config, recompute=None), left_open, hardware=found.problem.hardware)
+            builder = ProblemBuilder(model, replace(config, recompute=None), open_facts, hardware=found.problem.hardware)
             return search(replace(builder.build(), memory_limit_bytes=found.problem.memory_limit_bytes)).time.step_s
-    except (OSDPError, ValueError):  # it is advice
+    except (OSDPError, ValueError):  # the estimate is only advice
         return None
 
 
@@ -166,13 +166,13 @@ def _trial(model: nn.Module, config: OSDPConfig, facts: RunFacts, problem: Plann
 
 
 def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
-    """Take the plan that the user gave, if it is for this run. Collective."""
+    """Load and check the plan that the user gave. Collective."""
     given = config.plan
     assert given is not None
     plan = plan_from_rank_zero(lambda: given if isinstance(given, Plan) else Plan.load(Path(given)))
-    if facts.offloads_all and (stay := sum(not unit.on_host for unit in plan.units)):
+    if facts.offloads_all and (on_device := sum(not unit.on_host for unit in plan.units)):
         raise PlanError(
-            f"cpu_offload asks for every unit on the host, but {stay} of the plan's stay on the device; leave it out, or plan again."
+            f"cpu_offload moves every unit to the host, but the plan keeps {on_device} on the device; leave it out, or plan again."
         )
     if facts.activation_checkpointing and any(unit.activations != Activations.SAVE for unit in plan.units):
         raise PlanError(
@@ -195,28 +195,28 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
     check_given_plan(plan, config, peak_bytes)
     here = find_topology().ranks_per_node
     if plan.devices_per_node not in (None, here) and rank() == 0:
-        _log.warning("The plan was made for %d devices a node, here there are %d; plan again for these.", plan.devices_per_node, here)
+        _log.warning("The plan was made for %d devices per node, but this run has %d; plan again.", plan.devices_per_node, here)
     if inputs is not None:
         return PlannedRun(plan=plan, units=inputs.description.units, inputs=inputs)
     low_precision = facts.precision.compute is not None
     return PlannedRun(plan=plan, units=split_units(model, plan.split, config.block_classes, low_precision=low_precision))
 
 
-def check_given_plan(plan: Plan, asked: OSDPConfig, peak_bytes: int | None = None) -> None:
-    """Raise PlanError for a plan that would run another training than was asked for, or not fit; None as peak is what the plan states."""
-    problem, reduces, limit = None, asked.reduce_every_micro_step, asked.memory_limit_bytes
-    if asked.global_batch_size not in (None, plan.global_batch_size):
-        problem = f"The plan takes {plan.global_batch_size} samples a step, but {asked.global_batch_size} are asked for."
-    elif asked.micro_batch_size not in (None, plan.micro_batch_size):
-        problem = f"The plan runs {plan.micro_batch_size} samples at once, but batches hold {asked.micro_batch_size}."
+def check_given_plan(plan: Plan, config: OSDPConfig, peak_bytes: int | None = None) -> None:
+    """Raise PlanError if a plan contradicts the configuration or does not fit; `peak_bytes=None` uses the peak that the plan states."""
+    problem, reduces, limit = None, config.reduce_every_micro_step, config.memory_limit_bytes
+    if config.global_batch_size not in (None, plan.global_batch_size):
+        problem = f"The plan takes {plan.global_batch_size} samples a step, but {config.global_batch_size} are asked for."
+    elif config.micro_batch_size not in (None, plan.micro_batch_size):
+        problem = f"The plan runs {plan.micro_batch_size} samples at once, but batches hold {config.micro_batch_size}."
     elif reduces is not None and any(unit.reduce_every_micro_step is not reduces for unit in plan.units):
-        problem = f"The plan has units with reduce_every_micro_step={not reduces}, the opposite is asked for."
-    elif (asked.sequence_length or 0) > plan.sequence_length:
-        problem = f"The plan is for {plan.sequence_length} tokens a sample, but samples have {asked.sequence_length}."
+        problem = f"The plan has units with reduce_every_micro_step={not reduces}, but the configuration says the opposite."
+    elif (config.sequence_length or 0) > plan.sequence_length:
+        problem = f"The plan is for {plan.sequence_length} tokens a sample, but samples have {config.sequence_length}."
     elif limit is not None:
         peak, shown = plan.peak_bytes if peak_bytes is None else peak_bytes, format_bytes(limit)
         if peak is None:
-            raise PlanError(f"The plan states no peak to hold against memory_limit={shown}. Plan again, or leave memory_limit out.")
+            raise PlanError(f"The plan states no peak to compare with memory_limit={shown}. Plan again, or leave memory_limit out.")
         if peak > limit:
             problem = f"The plan needs {format_bytes(peak)}, more than memory_limit={shown}."
     if problem is not None:
@@ -224,13 +224,13 @@ def check_given_plan(plan: Plan, asked: OSDPConfig, peak_bytes: int | None = Non
 
 
 def _check_options(config: OSDPConfig, facts: RunFacts) -> None:
-    """Refuse a precision that cannot run, options that have no effect in this run, and trials that would not be of what then runs."""
+    """Refuse a precision that cannot run, options without effect in this run, and trials that would differ from the training."""
     if facts.precision.compute is DType.FLOAT16 and facts.device_type == "cpu" and facts.world_size == 1:
         raise ValueError("fp16 in a single process on the CPU is not supported; use bf16, or start two processes or more.")
     if config.other_optimizers and not facts.optimizer_choices:
         raise ValueError(
-            f"other_optimizers={','.join(config.other_optimizers)!r} is for a Trainer that makes its optimizer from optim=...; here it is"
-            " made otherwise. Leave it out, or give the one that you want."
+            f"other_optimizers={','.join(config.other_optimizers)!r} needs a Trainer that makes its optimizer from optim=..., which this"
+            " run does not. Leave it out, or pass the optimizer that you want."
         )
     if facts.cpu_offload and config.host_offload is False:
         raise ValueError("host_offload=False, but cpu_offload moves all states to the host; leave one of the two out.")
@@ -244,7 +244,7 @@ def _check_options(config: OSDPConfig, facts: RunFacts) -> None:
 
 
 def _known(run: PlannedRun, config: OSDPConfig, facts: RunFacts) -> KnownRun:
-    """Return what the preflight checks look at."""
+    """Return the values that the preflight checks need."""
     needed, classes, plan = None, tuple(dict.fromkeys(unit.class_name for unit in run.units)), run.plan
     if run.inputs is not None:
         classes = run.inputs.description.block_classes

@@ -1,4 +1,4 @@
-"""The preflight checks, one function each: of the model, of the devices, of the output folder; and what the ranks found together."""
+"""Preflight checks of the model, the devices and the output folder, one function each, and the merged findings of all ranks."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from ..quantities import format_bytes, format_count, format_seconds
 from .facts import RunFacts, RunFolder
 
 _NUMBERED = re.compile(r"\.(\d+)(?=\.)")
-_WAITING = 0.25
-"""A link is slow where a step waits for communication for more than this part."""
-_FASTER = 1.1
-"""Another strategy is named where a step of the one asked for takes this much longer."""
-_AS_FAST = 0.8
-"""bf16 is native where its rate is at least this part of fp16's."""
+_MAX_WAITING = 0.25
+"""A link is slow if a step waits for communication for more than this share of its time."""
+_MIN_SPEEDUP = 1.1
+"""Recommend another strategy only if its step is this many times as fast."""
+_NATIVE_SHARE = 0.8
+"""bf16 is native if its rate is at least this share of fp16's."""
 _FIXED_SEGMENTS_MARGIN = 0.2
-"""Share of a limit that gaps between tensors take in segments that do not expand, at most (docs/estimates.md)."""
+"""Largest share of a limit that is lost in gaps between tensors with segments that do not expand (docs/estimates.md)."""
 _SLACK_BYTES = 2**30
-"""Driver, context and communicators may take this much beyond what is known of them."""
+"""Bytes that driver, context and communicators may take in addition to the known amounts."""
 
 
 class Check(str, Enum):
@@ -63,7 +63,7 @@ class Check(str, Enum):
 
 
 class Severity(str, Enum):
-    """A note is worth knowing, a warning asks for action, an error stops the run."""
+    """A note informs, a warning calls for action, an error stops the run."""
 
     NOTE = "note"
     WARNING = "warning"
@@ -80,31 +80,31 @@ class Finding:
 
     @property
     def line(self) -> str:
-        """Severity and message, such as `warning: ...`."""
+        """Severity and message: `warning: ...`."""
         return f"{self.severity.value}: {self.message}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Memory of a device now, as this process sees it. The CPU's is its node's, shared by all ranks there."""
+    """Memory of a device now, as this process sees it. For the CPU it is the node's memory, which all ranks of the node share."""
 
     name: str
     total_bytes: int
     free_bytes: int
     own_bytes: int
-    """Held by this process's tensors already, or kept by its allocator."""
+    """Bytes that this process's tensors already hold, or its allocator reserves."""
     sharing: int = 1
-    """Ranks that use it together."""
+    """Number of ranks that share the memory."""
 
 
 def refuse_errors(findings: Iterable[Finding | None]) -> None:
-    """Raise a PreflightError that has all errors in one line, if there are any."""
+    """Raise a PreflightError with all errors in one line, if there are any."""
     if errors := [finding.message for finding in findings if finding is not None and finding.severity is Severity.ERROR]:
         raise PreflightError(" ".join(errors))
 
 
 def whole_in_one_unit(units: Sequence[UnitDescription]) -> Finding | None:
-    """Find a unit that holds more than half of the model, with repeated blocks in it: sharding then saves little."""
+    """Find a unit that holds more than half of the model and contains repeated blocks: sharding then saves little."""
     total, largest = sum(unit.numel for unit in units), max(units, key=lambda unit: unit.numel)
     elements: dict[str, set[str]] = {}
     for parameter in largest.parameters:
@@ -115,34 +115,34 @@ def whole_in_one_unit(units: Sequence[UnitDescription]) -> Finding | None:
         return None
     message = (
         f"Unit {largest.label} ({largest.class_name}) holds {format_count(largest.numel)} of {format_count(total)} parameters, all"
-        f" {len(repeated)} of {name} among them, and gathers them at once; name the class of those with block_classes."
+        f" {len(repeated)} of {name} among them, and gathers them at once; set block_classes to the class of those."
     )
     return Finding(Check.BLOCKS, Severity.WARNING, message)
 
 
-def unused_block_classes(asked: Sequence[str] | None, found: Sequence[str]) -> Finding | None:
-    """Find classes that were asked for and make no unit; where none does, the model cannot be described."""
-    if not (unused := [name for name in asked or () if name not in found]):
+def unused_block_classes(requested: Sequence[str] | None, found: Sequence[str]) -> Finding | None:
+    """Find requested classes that make no unit. If no class makes one, the description has already failed."""
+    if not (unused := [name for name in requested or () if name not in found]):
         return None
     message = (
-        f"block_classes has {', '.join(unused)}, of which the model has none, or none outside of other blocks; units are"
-        f" {', '.join(found)}. Leave it out where it was meant for another model."
+        f"block_classes has {', '.join(unused)}, but the model has no such module outside of other blocks; units are"
+        f" {', '.join(found)}. Leave it out if it was meant for another model."
     )
     return Finding(Check.BLOCKS, Severity.NOTE, message)
 
 
 def split_ties(model: nn.Module) -> Finding | None:
-    """Find weights that the configuration ties and the model holds twice: they would be trained apart, and loading keeps one of them."""
+    """Find weights that the configuration ties but the model holds twice: they would train separately, and loading keeps only one."""
     base = without_adapters(model)
     try:
         ties = base.get_expanded_tied_weights_keys(all_submodels=True)  # type: ignore[operator]
-    except (AttributeError, ValueError):  # another module, or names that adapters have changed
+    except (AttributeError, ValueError):  # not a transformers model, or adapters have changed the names
         return None
     parameters = dict(base.named_parameters(remove_duplicate=False))
     for copy, source in ties.items():
         if copy in parameters and source in parameters and parameters[copy] is not parameters[source]:
             message = (
-                f"The configuration ties {copy} to {source}, but the model has two parameters: they would be trained apart, and a saved"
+                f"The configuration ties {copy} to {source}, but the model has two parameters: they would train separately, and a saved"
                 " model is loaded with one of them. Call model.tie_weights(), or set config.tie_word_embeddings=False."
             )
             return Finding(Check.TIES, Severity.ERROR, message)
@@ -150,15 +150,14 @@ def split_ties(model: nn.Module) -> Finding | None:
 
 
 def no_masters(units: Sequence[UnitDescription], precision: Precision) -> Finding | None:
-    """Find trainable parameters in half precision without float32 masters: an optimizer's small updates are rounded away."""
+    """Find trainable parameters in half precision without float32 masters: rounding then discards the optimizer's small updates."""
     names = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
     half = [p for unit in units for p in unit.parameters if p.requires_grad and p.dtype in names]
     if precision.compute is not None or not half:
         return None
     message = (
-        f"{format_count(sum(p.numel for p in half))} trainable parameters are in {half[0].dtype.value}, and mixed_precision=no has the"
-        f" optimizer update them in it, where small updates are rounded away; use mixed_precision={names[half[0].dtype]}, or load the"
-        " model in float32."
+        f"{format_count(sum(p.numel for p in half))} trainable parameters are in {half[0].dtype.value}, and with mixed_precision=no the"
+        f" optimizer loses small updates by rounding; use mixed_precision={names[half[0].dtype]}, or load the model in float32."
     )
     return Finding(Check.MASTERS, Severity.WARNING, message)
 
@@ -172,20 +171,20 @@ def nothing_to_train(model: nn.Module) -> Finding | None:
 
 
 def frozen(units: Sequence[UnitDescription], *, in_optimizer: int = 0) -> Finding | None:
-    """Find that some parameters are frozen, `in_optimizer` of which the optimizer was given."""
+    """Find frozen parameters, of which the optimizer received `in_optimizer`."""
     parameters = [p for unit in units for p in unit.parameters]
-    still = [p for p in parameters if not p.requires_grad]
-    if not still or len(still) == len(parameters):
+    without_grad = [p for p in parameters if not p.requires_grad]
+    if not without_grad or len(without_grad) == len(parameters):
         return None
-    count, total = (format_count(sum(p.numel for p in some)) for some in (still, parameters))
-    message = f"{count} of {total} parameters are frozen, without gradients and optimizer states; to thaw any, plan again."
+    count, total = (format_count(sum(p.numel for p in some)) for some in (without_grad, parameters))
+    message = f"{count} of {total} parameters are frozen, without gradients and optimizer states; to unfreeze any, plan again."
     if in_optimizer:
-        message += f" The optimizer was given {in_optimizer} of them, which it leaves alone."
+        message += f" The optimizer received {in_optimizer} of them, which it does not update."
     return Finding(Check.FROZEN, Severity.NOTE, message)
 
 
 def fp16_for_bf16(precision: Precision, native_on: str | None) -> Finding | None:
-    """Find float16, which needs loss scaling, where bfloat16 is as fast; `native_on` names a device that has it natively."""
+    """Find float16, which needs loss scaling, although bfloat16 is as fast; `native_on` is the name of a device with native bfloat16."""
     if native_on is None or precision.compute is not DType.FLOAT16:
         return None
     message = (
@@ -196,18 +195,18 @@ def fp16_for_bf16(precision: Precision, native_on: str | None) -> Finding | None
 
 
 def slow_link(plan: Plan, hardware: Hardware | None, time: TimeEstimate | None, others: Sequence[StrategyResult] = ()) -> Finding | None:
-    """Find units that are gathered between nodes over a link for which every step waits; arguments are as in `KnownRun`."""
+    """Find units whose gathers cross a link between nodes that makes every step wait; arguments are as in `KnownRun`."""
     if hardware is None or time is None or hardware.nodes == 1 or not time.step_s:
         return None
     crossing = sum(unit.shard_size > hardware.devices_per_node and not unit.two_stage for unit in plan.units)
     waiting = time.total("exposed_s") / time.step_s
-    if not crossing or waiting <= _WAITING:
+    if not crossing or waiting <= _MAX_WAITING:
         return None
     remedy = "try strategy=osdp, hsdp or two_stage"
     if plans := [row.result.plan for row in others if row.result is not None]:
         best = max(plans, key=lambda p: p.samples_per_s or 0.0)
         gain = (best.samples_per_s or 0.0) / (plan.global_batch_size / time.step_s)
-        if gain < _FASTER:
+        if gain < _MIN_SPEEDUP:
             return None
         remedy = f"strategy={best.strategy} is estimated to be {gain:.1f} times as fast under the same limit"
     message = (
@@ -219,24 +218,24 @@ def slow_link(plan: Plan, hardware: Hardware | None, time: TimeEstimate | None, 
 
 
 def fixed_segments(free_share: float) -> Finding | None:
-    """Find a share of the limit left free that gaps in segments which do not expand may pass."""
+    """Find a free share of the limit that is smaller than the gaps that segments without expansion may have."""
     if free_share >= _FIXED_SEGMENTS_MARGIN:
         return None
     message = (
-        f"expandable_segments is off, so that gaps between tensors may take more than the {free_share:.0%} of the limit that stay free; set"
+        f"expandable_segments is off, so gaps between tensors may take more than the free {free_share:.0%} of the limit; set"
         f" PYTORCH_ALLOC_CONF=expandable_segments:True, or memory_margin={_FIXED_SEGMENTS_MARGIN}."
     )
     return Finding(Check.ALLOCATOR, Severity.WARNING, message)
 
 
 def memory_now(memory: DeviceMemory, needed_bytes: int, communicators: int) -> Finding | None:
-    """Find that the plan's tensors have no room now, or that other processes use the device."""
+    """Find that the plan's tensors do not fit the available memory, or that other processes use the device."""
     available, needed = memory.free_bytes + memory.own_bytes, memory.sharing * needed_bytes
     if needed > available:
         whose = f"The plan's {memory.sharing} ranks here need" if memory.sharing > 1 else "The plan needs"
         message = (
             f"{whose} {format_bytes(needed)} on {memory.name}, but {format_bytes(available)} of {format_bytes(memory.total_bytes)} are"
-            " there now; end what holds the rest, or plan again with a lower memory limit."
+            " available now; end the processes that hold the rest, or plan again with a lower memory limit."
         )
         return Finding(Check.PROCESSES, Severity.WARNING if memory.name == "cpu" else Severity.ERROR, message)
     ours = CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES
@@ -244,18 +243,18 @@ def memory_now(memory: DeviceMemory, needed_bytes: int, communicators: int) -> F
     if memory.name == "cpu" or outside <= ours + _SLACK_BYTES:
         return None
     message = (
-        f"{format_bytes(outside)} of {memory.name} are held outside of this process's tensors, where CUDA and NCCL take about"
-        f" {format_bytes(ours)}: other processes are on it (nvidia-smi lists them) and may take more. End them, or choose another device"
+        f"{format_bytes(outside)} of {memory.name} are held outside of this process's tensors, but CUDA and NCCL take only about"
+        f" {format_bytes(ours)}: other processes use it (nvidia-smi lists them) and may take more. End them, or choose another device"
         " with CUDA_VISIBLE_DEVICES."
     )
     return Finding(Check.PROCESSES, Severity.WARNING, message)
 
 
 def checkpoint_bytes(units: Sequence[UnitDescription], optimizer: OptimizerSpec | None, *, adapters: bool = False) -> int:
-    """Return the bytes of one checkpoint, whatever the plan: each parameter once, and the states of those that are trained.
+    """Return the bytes of one checkpoint, which do not depend on the plan: all parameters, and the states of the trained ones.
 
-    None as optimizer stands for weights alone, `adapters` for trained parameters alone. Quantized states are saved in float32;
-    schedulers, random states and the Trainer's notes are kilobytes.
+    `optimizer=None` counts weights only, `adapters` trained parameters only. Quantized states are saved in float32. Schedulers,
+    random states and the Trainer's state take only kilobytes and are not counted.
     """
     parameters = [parameter for unit in units for parameter in unit.parameters]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -264,25 +263,25 @@ def checkpoint_bytes(units: Sequence[UnitDescription], optimizer: OptimizerSpec 
 
 
 def not_writable(folder: RunFolder) -> Finding | None:
-    """Find that no file can be made in the folder, or in its nearest existing parent. Nothing is left behind."""
-    where = _nearest(folder)
+    """Find that no file can be made in the folder, or in its nearest existing parent. Leave no file behind."""
+    nearest = _nearest(folder)
     try:
-        with tempfile.TemporaryFile(dir=where) as handle:
+        with tempfile.TemporaryFile(dir=nearest) as handle:
             handle.write(b"\0")
         return None
     except OSError as problem:
-        reason = f"cannot be written ({problem.strerror})" if where.is_dir() else "is a file"
-    shown = folder.path if where == Path(folder.path).absolute() else f"{folder.path}: {where}"
+        reason = f"cannot be written ({problem.strerror})" if nearest.is_dir() else "is a file"
+    shown = folder.path if nearest == Path(folder.path).absolute() else f"{folder.path}: {nearest}"
     return Finding(Check.FOLDER, Severity.ERROR, f"Output folder {shown} {reason}; give a folder that can be written.")
 
 
 def too_small(folder: RunFolder, units: Sequence[UnitDescription], optimizer: OptimizerSpec) -> Finding | None:
-    """Find that checkpoints do not fit on the disk: while one is written, one more than are kept. Quotas are not seen."""
+    """Find that checkpoints do not fit on the disk, which needs room for one more than are kept. Quotas are not checked."""
     size = checkpoint_bytes(units, optimizer if folder.saves and folder.states else None, adapters=folder.adapters)
     free = shutil.disk_usage(_nearest(folder)).free
     kept = 1 if folder.limit is None else folder.limit
-    there = sum(1 for _ in Path(folder.path).glob("checkpoint[-_]*"))
-    wanted = max(1, kept + 1 - there) if folder.saves else 1
+    existing = sum(1 for _ in Path(folder.path).glob("checkpoint[-_]*"))
+    wanted = max(1, kept + 1 - existing) if folder.saves else 1
     if wanted * size <= free:
         return None
     has = f"the disk of {folder.path} has {format_bytes(free)} free"
@@ -292,44 +291,44 @@ def too_small(folder: RunFolder, units: Sequence[UnitDescription], optimizer: Op
         message = f"A checkpoint takes {format_bytes(size)}, but {has}; free some space, or give another folder."
     else:
         message = (
-            f"A checkpoint takes {format_bytes(size)}, and {has}: room for {free // size} of the {wanted} that will lie there at once; free"
+            f"A checkpoint takes {format_bytes(size)}, and {has}: room for {free // size} of the {wanted} that will be stored at once; free"
             " some space, give another folder, or keep fewer with save_total_limit."
         )
     return Finding(Check.FOLDER, Severity.ERROR if folder.saves and free < size else Severity.WARNING, message)
 
 
 def _nearest(folder: RunFolder) -> Path:
-    """Return the folder itself, or its nearest parent that exists."""
+    """Return the folder, or its nearest parent that exists."""
     path = Path(folder.path).absolute()
     return next(place for place in (path, *path.parents) if place.exists())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownRun:
-    """What is known of a run before it starts; None where it is not."""
+    """Values of a run before it starts; None if unknown."""
 
     facts: RunFacts
     units: Sequence[UnitDescription]
-    """Of the model as it will be trained."""
+    """Units of the model as it will be trained."""
     asked_classes: Sequence[str] | None = None
     found_classes: Sequence[str] = ()
     plan: Plan | None = None
     hardware: Hardware | None = None
     bf16_on: str | None = None
-    """The device's name where it computes bfloat16 as fast as float16."""
+    """The device's name if it computes bfloat16 as fast as float16."""
     time: TimeEstimate | None = None
-    """The plan's; None where the search chose the plan out of everything, for this hardware: no other is better."""
+    """The plan's time; None if the search had all strategies to choose from, so that no other is faster."""
     others: Sequence[StrategyResult] = ()
-    """What other strategies would take under the same limit, where that was estimated."""
+    """Estimates of other strategies under the same limit, if made."""
     needed_bytes: int | None = None
-    """The plan's highest moment, tensors alone."""
+    """The plan's peak of tensors alone."""
     memory: DeviceMemory | None = None
     has_fixed_segments: bool = False
-    """CUDA's allocator serves tensors from segments that do not expand."""
+    """CUDA's allocator uses segments that do not expand."""
 
 
 def check_run(known: KnownRun, model: nn.Module) -> tuple[Finding, ...]:
-    """Return what all ranks find before a run, or raise its errors; device memory and bfloat16 support are looked up here. Collective."""
+    """Look up device memory and bfloat16 support, and return the findings of all ranks; raise PreflightError for errors. Collective."""
     device, device_type = None if known.hardware is None else known.hardware.device, known.facts.device_type
     return merged_findings(
         findings_of(
@@ -344,7 +343,7 @@ def check_run(known: KnownRun, model: nn.Module) -> tuple[Finding, ...]:
 
 
 def findings_of(known: KnownRun) -> tuple[Finding, ...]:
-    """Return what is wrong with a run, as far as this process can see, in the order of the checks."""
+    """Return this process's findings about a run, in the order of the checks."""
     facts = known.facts
     found = [
         whole_in_one_unit(known.units),
@@ -365,25 +364,25 @@ def findings_of(known: KnownRun) -> tuple[Finding, ...]:
 
 
 def merged_findings(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Return the findings of all ranks, each once: rank 0's, else the first rank's; all raise if an error is among them. Collective."""
+    """Return each finding of all ranks once, from the lowest rank that has it; every rank raises if one is an error. Collective."""
     first: dict[tuple[Check, Severity], Finding] = {}
     for rank, found in enumerate(all_gather_objects(tuple(findings))):
         for finding in found:
-            said = finding if rank == 0 else replace(finding, message=f"On rank {rank}: {finding.message}")
-            first.setdefault((finding.check, finding.severity), said)
+            named = finding if rank == 0 else replace(finding, message=f"On rank {rank}: {finding.message}")
+            first.setdefault((finding.check, finding.severity), named)
     refuse_errors(first.values())
     return tuple(first.values())
 
 
 def check_model(model: nn.Module, *, trains: bool = True) -> None:
-    """Refuse, before it is described, a model whose tied weights are separate parameters, or that is to be trained and is all frozen."""
+    """Refuse a model whose tied weights are separate parameters, or a model to train without trainable parameters."""
     refuse_errors((split_ties(model), nothing_to_train(model) if trains else None))
 
 
 def device_memory(device_type: str, model: nn.Module | None = None) -> DeviceMemory | None:
-    """Return the memory of this rank's device now; None where a plan is made for a device that is not here. Collective.
+    """Return the memory of this rank's device now; None if the plan is for a device that this machine does not have. Collective.
 
-    The model's parameters on the CPU belong to this process, and as many to each other rank of the node.
+    On the CPU, each rank of the node is assumed to hold as many bytes of parameters as this process.
     """
     if device_type == "cuda":
         if not torch.cuda.is_available():
@@ -398,10 +397,10 @@ def device_memory(device_type: str, model: nn.Module | None = None) -> DeviceMem
 
 
 def bf16_on(device: DeviceSpec | None, device_type: str) -> str | None:
-    """Return the device's name where it computes bfloat16 as fast as float16, or has no float16; torch is asked if no rates are known."""
+    """Return the device's name if it computes bfloat16 as fast as float16, or has no float16; without rates, ask torch."""
     if device is not None:
         bf16, fp16 = (device.flops_per_s.get(dtype) for dtype in (DType.BFLOAT16, DType.FLOAT16))
-        is_native = bf16 is not None and (fp16 is None or bf16 >= _AS_FAST * fp16)
+        is_native = bf16 is not None and (fp16 is None or bf16 >= _NATIVE_SHARE * fp16)
         return device.name if is_native else None
     if device_type == "cuda" and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.cuda.get_device_name(own_gpu())

@@ -1,6 +1,6 @@
-"""Run a few real steps of a plan on a throw-away copy of the model, to measure what it needs before training starts.
+"""Run a few real steps of a plan on a temporary copy of the model, to measure its memory and time before training starts.
 
-No rank holds a second whole model: the copy is made on the meta device, sharded there, and only then given memory. Weights are
+No rank holds a second whole model: the copy is made and sharded on the meta device, and only then allocated. Weights are
 small random numbers; peak and time do not depend on them.
 """
 
@@ -30,19 +30,19 @@ from ..sharding.steps import batch_on, make_optimizer, train_step
 from .out_of_memory import is_out_of_memory
 
 TIMED_STEPS = 3
-"""Steps whose time is measured, and as many whose collectives are; medians count."""
+"""Steps whose time is measured, and as many more whose collectives are measured; results are medians."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Model and batches that a plan is tried with. Every rank has the same."""
+    """Model and batches to try plans with. They are the same on every rank."""
 
     model: nn.Module
-    """Unsharded; it is copied and stays as it is. On any rank it may be on the meta device."""
+    """The unsharded model, which is copied and not changed. On any rank it may be on the meta device."""
     units: tuple[UnitDescription, ...]
     job: TrainingJob
     inputs: Inputs
-    """From a number of samples to forward's keyword arguments, as `describe` takes them."""
+    """Returns forward's keyword arguments for a number of samples, as for `describe`."""
     device: torch.device
     block_classes: tuple[str, ...] = ()
     """Blocks that are recomputed in backward."""
@@ -50,13 +50,13 @@ class Trial:
 
 
 def probe(plan: Plan, trial: Trial, meshes: Meshes | None, *, timed_steps: int = TIMED_STEPS) -> Observation:
-    """Run a plan for a few steps and throw everything away but the observation. Collective.
+    """Run a plan for a few steps and return only the observation; the copy is freed. Collective.
 
-    Random number generators are left as they were found. On CUDA each rank first takes its steps alone, with collectives that
-    send nothing (the same allocations): a rank that runs out of memory there keeps no other waiting. So many steps are timed, at least 1,
-    and as many others for their collectives. `meshes` is None where there is no process group.
+    Random number generators keep their states. On CUDA each rank first takes steps alone, with collectives that send nothing but
+    allocate the same memory, so that no other rank waits for a rank that runs out of memory. `timed_steps` (at least 1) steps are timed,
+    and as many more for their collectives. `meshes` is None without a process group.
     """
-    find_topology()  # now, while all ranks are here: what follows looks it up, and ranks may fail one by one
+    find_topology()  # collective and cached; call it before ranks may fail one by one
     with random_states_kept([trial.device] if trial.device.type == "cuda" else []):
         seen = (_on_cuda if trial.device.type == "cuda" else _observe)(plan, trial, meshes, timed_steps)
     _give_back(trial.device)
@@ -64,7 +64,7 @@ def probe(plan: Plan, trial: Trial, meshes: Meshes | None, *, timed_steps: int =
 
 
 def _on_cuda(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int) -> Observation:
-    """Measure memory with each rank alone first, then time with all."""
+    """Measure memory with each rank alone first, then time with all ranks."""
     (before,) = over_ranks([torch.cuda.memory_allocated(trial.device)], dist.ReduceOp.MIN)
     alone = None if meshes is None else SilentMeshes(meshes.device_type)
     silent = replace(trial, job=replace(trial.job, clips_gradients=False))  # a norm would be summed over the world
@@ -74,7 +74,7 @@ def _on_cuda(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int) 
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        failed = True  # what follows must not run inside the handler: the traceback keeps the copy alive
+        failed = True  # leave the handler before freeing memory: the traceback keeps the copy alive
     finally:
         if alone is not None:
             alone.close()
@@ -86,7 +86,7 @@ def _on_cuda(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int) 
 
 
 def _observe(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int, *, summed: bool = True) -> Observation:
-    """Measure steps on a copy that is freed on return, over all ranks; `summed=False` returns no figures, and asks no other rank."""
+    """Measure steps on a copy that is freed on return; with `summed=False` return no figures, and communicate with no other rank."""
     model = sharded_copy(plan, trial, meshes)
     optimizer = make_optimizer(model, trial.job.optimizer, plan, trial.units)
     batch = batch_on(trial.inputs, plan.micro_batch_size, trial.device)
@@ -106,7 +106,7 @@ def _observe(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int, 
 
 
 def sharded_copy(plan: Plan, trial: Trial, meshes: Meshes | None) -> nn.Module:
-    """Return a copy of the model under the plan, on the device, with random weights. Collective."""
+    """Return a copy of the model, sharded by the plan, on the device, with random weights. Collective."""
     policy = mp_policy(trial.job.precision)
     model = empty_copy(trial.model, torch.device("meta") if needs_process_group(plan, policy) else trial.device)
     if trial.activation_checkpointing:
@@ -119,7 +119,7 @@ def sharded_copy(plan: Plan, trial: Trial, meshes: Meshes | None) -> nn.Module:
 
 
 class SilentMeshes(Meshes):
-    """Meshes of the same shapes whose collectives send nothing: a rank runs alone, and allocates as it does among all."""
+    """Meshes of the same shapes whose collectives send nothing: a rank can run alone, with the same allocations as among all ranks."""
 
     def __init__(self, device_type: str) -> None:
         from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
@@ -127,7 +127,7 @@ class SilentMeshes(Meshes):
         super().__init__(device_type)
 
     def form(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-        """Form a mesh on the backend `fake`."""
+        """Make a mesh with the backend `fake`."""
         return init_device_mesh(self.device_type, shape, mesh_dim_names=names, backend_override=dict.fromkeys(names, "fake"))
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class SilentMeshes(Meshes):
 
 
 def _give_back(device: torch.device) -> None:
-    """Free the copy, whose modules and hooks refer to each other, and torch's cache of it."""
+    """Free the copy, whose modules and hooks refer to each other, and the allocator's cache."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The one road to a plan: from a model, a configuration and what is known of the run to a planning problem, and its search."""
+"""Build a planning problem from a model, a configuration and the run's facts, and search it. All plans of runs are found here."""
 
 from __future__ import annotations
 
@@ -31,45 +31,45 @@ from .config import OSDPConfig
 from .facts import RunFacts, check_limit, of_one_machine, training_job
 
 Trace: TypeAlias = Callable[..., ModelDescription]
-"""`describe`, or what is called as it is."""
+"""`describe`, or a function with the same arguments."""
 _log = logging.getLogger(__name__)
-_MOST_DESCRIPTIONS = 3
-"""Of a model with compiled blocks, each at another micro-batch size."""
+_MAX_DESCRIPTIONS = 3
+"""Most descriptions of a model with compiled blocks, each at another micro-batch size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundPlan:
-    """What the search for a run's plan found."""
+    """Result of the search for a run's plan."""
 
     builder: ProblemBuilder
-    """With the configuration and the facts that were planned for."""
+    """Holds the configuration and the facts of the run."""
     whole: ModelDescription
     """The model before it is split."""
     problem: PlanningProblem
-    """What was searched: the model whole or split, whichever trains faster."""
+    """The problem that was searched, of the whole or the split model, whichever trains faster."""
     outcome: Plan | InfeasibleError
 
     @property
     def plan(self) -> Plan:
-        """The plan, the same on every process; raise InfeasibleError where none fits."""
+        """The plan, the same on every process; raise InfeasibleError if no plan fits."""
         if isinstance(self.outcome, InfeasibleError):
             raise self.outcome
         return self.outcome
 
     @property
     def eager(self) -> ModelDescription | None:
-        """The model without compilation; None where no block is compiled, or times were measured."""
+        """The model without compilation; None if no block is compiled, or times were measured."""
         return self.builder.eager if self.whole.compiled_classes and not self.builder.is_timed else None
 
     def compared(self, *, compiles: bool = False) -> tuple[StrategyResult, ...]:
-        """Return every strategy at its own best batch, OSDP first; `compiles` also describes eager blocks as compiled, in seconds."""
+        """Return every strategy at its own best batch, OSDP first; `compiles` also compares with compiled blocks, which takes seconds."""
         other = self._compiled() if compiles and not self.whole.compiled_classes else self.eager
         (hardware, job), problem = self.builder.together, replace(self.problem, description=self.whole)
         rows = compare_strategies(replace(problem, hardware=hardware, job=job), split=self.problem.description, other=other)
         return (best_of(self.problem, LOCAL_STEPS), *rows) if self.builder.config.local_steps is not None else rows
 
     def _compiled(self) -> ModelDescription | None:
-        """Return the model whole with compiled blocks, as its best plan runs it; None where none compile, or times were measured."""
+        """Return the whole model with compiled blocks, at its best plan's batch; None if no block compiles, or times were measured."""
         builder = self.builder
         if builder.is_timed:
             return None
@@ -83,8 +83,8 @@ def find_plan(
 ) -> FoundPlan:
     """Search on rank 0 for the run's fastest plan that fits. Collective; arguments and errors are those of `ProblemBuilder`.
 
-    One process runs under autocast, without FSDP2, if all units stay on the device, which is tried first. FSDP2 runs units on the host,
-    with its mixed precision.
+    A single process can run under autocast without FSDP2 if all units stay on the device; that is tried first. Units on the host need
+    FSDP2 and its mixed precision.
     """
     builder = partial(ProblemBuilder, model, hardware=hardware, trace=trace)
     if facts.precision.autocast and not (facts.offloads_all or config.host_offload):
@@ -100,10 +100,10 @@ class ProblemBuilder:
     def __init__(
         self, model: nn.Module, config: OSDPConfig, facts: RunFacts, *, hardware: Hardware | None = None, trace: Trace = describe
     ) -> None:
-        """Resolve job, limit and, for None, the configuration's hardware or this machine's, measured. Collective where that is None.
+        """Find out job, limit and hardware; for `hardware=None` use the configuration's, or measure this machine. Collective if None.
 
-        `trace` is `describe`, or keeps what that returns. Raise HardwareError where nothing is known of a host that is asked for,
-        ProfileError where the profile cannot be read, ValueError where sizes, limit and hardware do not fit together.
+        `trace` is `describe`, or a cache of it. Raise HardwareError if offload needs a host that the hardware does not describe,
+        ProfileError if the profile cannot be read, ValueError if sizes, limit and hardware contradict each other.
         """
         self.model, self.config, self.facts, self.trace = model, config, facts, trace
         self._describe = cache(Describer(model, config, facts, trace).describe)
@@ -112,12 +112,12 @@ class ProblemBuilder:
         self.is_timed = self._profile is not None and bool(self._profile.segments)
         after_oom = hardware is None
         if hardware is None:
-            named = config.hardware if self._profile is None else self._profile.hardware
-            hardware = hardware_of_run(named, device_type=facts.device_type, nodes=config.nodes, measure=measured_once)
+            given = config.hardware if self._profile is None else self._profile.hardware
+            hardware = hardware_of_run(given, device_type=facts.device_type, nodes=config.nodes, measure=measured_once)
             hardware = hardware.with_margin(config.memory_margin)
         _check_host(hardware, config, facts)
         self.together = hardware, self.job
-        """Hardware and job where all machines train together in every step."""
+        """Hardware and job without local steps, for strategies in which all machines synchronise in every step."""
         if config.local_steps is not None:
             hardware, self.job = of_one_machine(hardware, self.job, config)
         self.hardware = hardware
@@ -126,7 +126,7 @@ class ProblemBuilder:
         self.limit_bytes = limit_after_oom(limit) if after_oom else limit
 
     def build(self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int = TRACED_MICRO_BATCH) -> PlanningProblem:
-        """Return the problem of the model with a split, compiled blocks at this size; or raise DescriptionError, ProfileError."""
+        """Return the problem of the model with a split, compiled at this micro-batch size; raise DescriptionError or ProfileError."""
         description = self._describe(split, micro_batch_size=micro_batch_size)
         if self._profile is not None and split.is_none:
             description = with_block_times(description, self._profile)
@@ -139,17 +139,17 @@ class ProblemBuilder:
         )
 
     def find(self) -> FoundPlan:
-        """Search on rank 0; what is compiled is described at the micro-batch size that the plan takes. Collective."""
+        """Search on rank 0; describe compiled blocks at the plan's micro-batch size. Collective."""
         found, described = self._find(TRACED_MICRO_BATCH), {1, TRACED_MICRO_BATCH}
-        while found.whole.compiled_classes and isinstance(found.outcome, Plan) and len(described) < _MOST_DESCRIPTIONS:
+        while found.whole.compiled_classes and isinstance(found.outcome, Plan) and len(described) < _MAX_DESCRIPTIONS:
             if (size := found.outcome.micro_batch_size) in described:
                 break
             described.add(size)
             found = self._find(size)
         steps = found.outcome.accumulation_steps if isinstance(found.outcome, Plan) else 1
         if self.config.step_in_backward and steps > 1 and rank() == 0:
-            said = "step_in_backward=True has no effect: the plan accumulates %d micro-steps; a smaller global batch would let units step."
-            _log.warning(said, steps)
+            message = "step_in_backward=True has no effect: the plan accumulates %d micro-steps; use a smaller global batch."
+            _log.warning(message, steps)
         return found
 
     def _find(self, micro_batch_size: int) -> FoundPlan:
@@ -163,12 +163,12 @@ class ProblemBuilder:
             return found(outcome=error)
 
     def _best_split(self, whole: PlanningProblem, micro_batch_size: int) -> ModelSplit:
-        """Return how the model trains fastest, whole or split; a model whose times a profile holds stays whole."""
+        """Return the split with which the model trains fastest, or none; a model with block times from a profile is not split."""
         config, facts = self.config, self.facts
         if not config.operator_splitting or self.is_timed:
             return whole.description.split
         vocabulary = facts.reads_loss_alone if config.split_vocabulary is None else config.split_vocabulary
-        operators = not (facts.activation_checkpointing or whole.description.compiled_classes)  # parts of these are no units
+        operators = not (facts.activation_checkpointing or whole.description.compiled_classes)  # such blocks cannot be cut into units
         splits = partial(
             possible_splits, self.model, whole.description, vocabulary=vocabulary, operators=operators,
             slices=facts.optimizer.takes_slices,
@@ -187,7 +187,7 @@ def plan_from_rank_zero(make: Callable[[], Plan]) -> Plan:
 
 
 class Describer:
-    """Describe the model with the loop's own batches and loss where these can be traced, else with the model's usual batch."""
+    """Describe the model with the loop's own batches and loss if these can be traced, else with the model's usual batch."""
 
     def __init__(self, model: nn.Module, config: OSDPConfig, facts: RunFacts, trace: Trace = describe) -> None:
         self._model, self._config, self._facts, self._trace = model, config, facts, trace
@@ -197,7 +197,7 @@ class Describer:
     def describe(
         self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int = TRACED_MICRO_BATCH, least_memory: bool = False
     ) -> ModelDescription:
-        """Describe the model with a split, for the `least_memory` without choices that never need less; or raise DescriptionError."""
+        """Describe the model with a split, or raise DescriptionError; `least_memory` omits options that never lower the least peak."""
         sizes = {
             "micro_batch_size": micro_batch_size if self._config.compile else TRACED_MICRO_BATCH,
             "partial_recomputation": not least_memory,
@@ -208,9 +208,9 @@ class Describer:
             if not self._may_fall_back or isinstance(error, CheckpointingError) or not split.is_none:
                 raise
             _log.warning(
-                "What %s computes from its batches cannot be traced (%s): the estimate is that of the model's own loss on %d tokens;"
-                " a lower memory_limit leaves room for what is missing.",
-                "the loop's own loss" if self._loss else "the model", str(error).rstrip("."), self._config.sequence_length,
+                "%s cannot be traced with its batches (%s): the estimate uses the model's own loss on %d tokens;"
+                " set a lower memory_limit to leave room for what is missing.",
+                "The loop's own loss" if self._loss else "The model", str(error).rstrip("."), self._config.sequence_length,
             )  # fmt: skip
         self._inputs, self._loss, self._may_fall_back = None, None, False
         return self._describe(split, **sizes)
@@ -254,16 +254,16 @@ def _profile(config: OSDPConfig) -> Profile | None:
 
 
 def _check_host(hardware: Hardware, config: OSDPConfig, facts: RunFacts) -> None:
-    """Refuse to offload to a host that is not there or not known."""
+    """Refuse to offload if the device is the CPU or the host is not known."""
     name = next((name for name in ("host_offload", "offload_optimizer", "offload_activations") if getattr(config, name)), None)
     if facts.device_type == "cpu":
         if name:
             raise ValueError(f"{name}=True, but the CPU trains in the host's own memory; leave {name} out.")
         if facts.cpu_offload:
-            _log.warning("cpu_offload has no effect on the CPU: there is no other memory to move states to.")
+            _log.warning("cpu_offload has no effect on the CPU, which trains in the host's own memory; leave it out.")
     elif (facts.cpu_offload or name) and hardware.host is None:
-        what = "Saved activations" if config.offload_activations else "All states"
+        tensors = "Saved activations" if config.offload_activations else "All states"
         raise HardwareError(
-            f"{what} are to move to the host, but the host of {hardware.device.name} is not known;"
+            f"{tensors} are to move to the host, but the host of {hardware.device.name} is not known;"
             " leave hardware out to have it measured, or give a profile or Hardware(host=...)."
         )

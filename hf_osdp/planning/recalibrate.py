@@ -1,4 +1,4 @@
-"""Try a plan, correct the estimates by what was observed, and plan again, until the plan stands."""
+"""Try a plan, correct the estimates by the observations, and plan again, until the plan no longer changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..quantities import format_bytes
 
 MOST_ROUNDS = 3
 _OUT_OF_MEMORY_MARGIN = 0.02
-"""A plan that ran out of memory is taken to need this much more than the limit; its real need is not known."""
+"""Share above the limit that a plan is assumed to need if it ran out of memory; its real peak is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,16 +27,16 @@ class Round:
 
     plan: Plan
     estimated_peak_bytes: int
-    """Of tensors, by what was known before the round."""
+    """Estimated peak of tensors before the round's correction."""
     estimated_step_s: float
     observed: Observation
     correction: Correction
-    """What the observation changed."""
+    """Correction of the estimates that follows from the observation."""
     fits: bool
-    """The observed peak, with what no tensor can have, is within the limit less the margin."""
+    """The observed peak, with the memory outside of tensors, is within the limit less the margin."""
 
     def peak_on(self, hardware: Hardware) -> int:
-        """Return the observed peak with what no tensor can have."""
+        """Return the observed peak with the memory outside of tensors."""
         return (self.observed.peak_bytes or 0) + hardware.outside_bytes(self.plan.communicators)
 
 
@@ -50,10 +50,10 @@ def estimated(problem: PlanningProblem, plan: Plan) -> SearchResult:
 def recalibrate(
     plan: Plan, problem: PlanningProblem, probe: Callable[[Plan], Observation]
 ) -> tuple[Plan, tuple[Round, ...], PlanningProblem]:
-    """Try the problem's plan and those that follow from what is observed. Collective, as `probe`, which tries a plan.
+    """Try the problem's plan, and then the plans of the corrected problems, by `probe`. Collective.
 
     Return the fastest plan of those that were tried and fit, the same on every rank; the rounds; the problem, on rank 0 with all
-    corrections. Raise InfeasibleError where every plan that was tried passed the limit, or none fits by what was observed.
+    corrections. Raise InfeasibleError if every plan that was tried exceeded the limit, or no plan fits the corrected estimates.
     """
     rounds: list[Round] = []
     done = False
@@ -77,7 +77,7 @@ def recalibrate(
 
 
 def _round(problem: PlanningProblem, plan: Plan, observed: Observation) -> Round:
-    """Hold an observation against the estimate."""
+    """Compare an observation with the estimate."""
     limit = problem.room_bytes - problem.hardware.outside_bytes(plan.communicators)
     estimate = estimated(problem, plan)
     peak = int(limit * (1 + _OUT_OF_MEMORY_MARGIN)) + 1 if observed.out_of_memory else observed.peak_bytes
@@ -95,7 +95,7 @@ def _round(problem: PlanningProblem, plan: Plan, observed: Observation) -> Round
 
 
 def _next(problem: PlanningProblem, rounds: list[Round]) -> tuple[Plan, bool]:
-    """Return the plan to try next and False, or the fastest that fits of those that were tried and True."""
+    """Return the next plan to try and False, or the fastest tried plan that fits and True."""
     fitting = [past for past in rounds if past.fits]
     remedies: tuple[str, ...] = ()
     try:
@@ -113,7 +113,7 @@ def _next(problem: PlanningProblem, rounds: list[Round]) -> tuple[Plan, bool]:
 def _infeasible(problem: PlanningProblem, rounds: list[Round], remedies: tuple[str, ...]) -> InfeasibleError:
     hardware, limit, tried = problem.hardware, problem.memory_limit_bytes, []
     for past in rounds:
-        needed = "more memory than there is" if past.observed.peak_bytes is None else format_bytes(past.peak_on(hardware))
+        needed = "more memory than is available" if past.observed.peak_bytes is None else format_bytes(past.peak_on(hardware))
         estimate = format_bytes(past.estimated_peak_bytes + hardware.outside_bytes(past.plan.communicators))
         tried.append(f"plan {past.plan.fingerprint} needed {needed}, estimated {estimate}")
     peaks = (past.peak_on(hardware) for past in rounds if past.observed.peak_bytes is not None)

@@ -1,4 +1,4 @@
-"""Run the real FSDP2 step of a plan on fake tensors, and see what it allocates, without memory, devices or peers; search with that."""
+"""Run the real FSDP2 step of a plan on fake tensors, without memory, devices or other ranks, and search by its allocations."""
 
 from __future__ import annotations
 
@@ -41,48 +41,48 @@ from ..tracing.known_values import KnownValues
 from ..tracing.memory_tracker import CUDA_BLOCK_BYTES, Kind, MemoryTracker
 
 _OPTIONS = {"device_type", "capability", "auto_class", "inputs", "activation_checkpointing", "loss"}
-"""Of `DescribeOptions`; all else stands in the description."""
-_ROUNDS = 4
-"""The second round's estimate holds what the first was short of, so that a third is needed only where the new plan errs otherwise."""
+"""Accepted fields of `DescribeOptions`; the description contains the others."""
+_MAX_ROUNDS = 4
+"""The second round corrects the first one's estimate, so that a third is needed only if the new plan has a different error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What one optimizer step of a plan allocates on rank 0, the fullest."""
+    """Allocations of one optimizer step of a plan on rank 0, which has the largest shards."""
 
     peak_bytes: int
-    """Most bytes of live tensors at once; what the device reserves for itself is not among them."""
+    """Most bytes of live tensors at once, without what the device reserves for itself."""
     breakdown: MemoryBreakdown
-    """The same by kind, at the highest moment."""
+    """The peak by kind of memory."""
     host_bytes: int
-    """Most bytes on the host at once, of units that live there."""
+    """Most bytes on the host at once, of units that are kept there."""
     seconds: float
-    """How long the simulation took."""
+    """Duration of the simulation."""
 
 
 def simulate(model_or_config: object, plan: Plan, *, description: ModelDescription, job: TrainingJob, **options: Any) -> Simulation:
-    """Run one optimizer step of a plan for real, in a fake process group of its world size, on fake tensors.
+    """Run one real optimizer step of a plan on fake tensors, in a fake process group of the plan's world size.
 
     Layout, gathers, prefetch, reductions and the optimizer are FSDP2's and torch's own; no weight is touched and nothing is
     sent. This process must not have a process group.
 
     Args:
-        model_or_config: as `describe` takes it; left as it is.
-        plan: the plan that runs.
-        description: of the model, for its units and sequence length.
+        model_or_config: as for `describe`; it is not changed.
+        plan: the plan to run.
+        description: the model's description, for its units and sequence length.
         job: precision, optimizer, and whether the loop holds outputs.
-        options: what `describe` was told: `device_type`, `capability`, `auto_class`, `inputs`, `activation_checkpointing`, `loss`.
+        options: the options given to `describe`: `device_type`, `capability`, `auto_class`, `inputs`, `activation_checkpointing`, `loss`.
 
     Raises:
-        TypeError: another of `describe`'s options.
-        ValueError: `device_type` is neither of the two, or the optimizer has more than three states.
+        TypeError: an option is not one of these.
+        ValueError: `device_type` is neither `cpu` nor `cuda`, or the optimizer has more than three states.
         PlanError: the plan is for another model.
-        OSDPError: this process has a process group, or the plan is one of local steps.
+        OSDPError: this process has a process group, or the plan has local steps.
     """
     if plan.local_steps is not None:
         raise OSDPError("A simulation does not synchronise machines; leave local_steps out, or do not simulate.")
     if unknown := options.keys() - _OPTIONS:
-        raise TypeError(f"simulate() takes no {min(unknown)}; of describe's options it takes {', '.join(sorted(_OPTIONS))}.")
+        raise TypeError(f"simulate() has no option {min(unknown)}; its options are {', '.join(sorted(_OPTIONS))}.")
     chosen = DescribeOptions(sequence_length=description.sequence_length, **options)
     started = time.perf_counter()
     model = model_or_config if isinstance(model_or_config, nn.Module) else build_on_meta(model_or_config, chosen.auto_class)
@@ -131,10 +131,10 @@ class SimulatedRound:
     found: SearchResult
     simulation: Simulation
     job: TrainingJob
-    """The job that was searched for, with the correction of the rounds before."""
+    """The job of the search, with the corrections of earlier rounds."""
 
     def peak_on(self, hardware: Hardware) -> int:
-        """Return the simulated peak with what no tensor can have."""
+        """Return the simulated peak with the memory outside of tensors."""
         return self.simulation.peak_bytes + hardware.outside_bytes(self.found.plan.communicators)
 
 
@@ -144,15 +144,15 @@ def search_and_simulate(model_or_config: object, problem: PlanningProblem, **opt
     Arguments are as for `simulate` and `search`; `capability` is that of the problem's hardware.
 
     Returns:
-        The rounds; the last one's plan is the answer. One round where the first plan's simulation fits.
+        The rounds; the last one has the plan. There is only one round if the first plan's simulation fits.
 
     Raises:
-        InfeasibleError: no plan fits, or none does with what the simulation found beside the estimate.
-        OSDPError: the simulations still passed the limit after four rounds.
+        InfeasibleError: no plan fits, by the estimate or by the estimate corrected by simulations.
+        OSDPError: the simulations still exceed the limit after four rounds.
     """
     hardware, limit = problem.hardware, problem.memory_limit_bytes
     rounds: list[SimulatedRound] = []
-    while len(rounds) < _ROUNDS:
+    while len(rounds) < _MAX_ROUNDS:
         found = search(problem)
         simulation = simulate(
             model_or_config, found.plan, description=problem.description, job=problem.job, capability=hardware.device.capability, **options
@@ -164,7 +164,7 @@ def search_and_simulate(model_or_config: object, problem: PlanningProblem, **opt
         problem = replace(problem, job=Correction(extra_bytes=short_bytes).of_job(problem.job))
     least = hardware.limit_for(min(r.peak_on(hardware) for r in rounds))
     raise OSDPError(
-        f"No plan's simulated peak is within {format_bytes(limit)} after {_ROUNDS} rounds (the least was"
+        f"No plan's simulated peak is within {format_bytes(limit)} after {_MAX_ROUNDS} rounds (the least was"
         f" {format_bytes(least)}); give a limit of {format_bytes(least)}, or plan without simulation."
     )
 
@@ -178,7 +178,7 @@ def _run_step(
     memory: MemoryTracker,
     loss: Loss | None,
 ) -> None:
-    """Run one tracked optimizer step, with optimizer states as after an earlier one."""
+    """Run one optimizer step and track its memory, with the optimizer states of an earlier step in place."""
     host = host_parameters(model)
     memory.track(host, Kind.HOST, pinned=True)
     memory.track(model.parameters(), Kind.PARAMETERS)
@@ -191,7 +191,7 @@ def _run_step(
     memory.track(_states_of(optimizer, host), Kind.HOST)
     memory.track([*model.buffers(), *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))], Kind.MODEL_BUFFERS)
     memory.reset_peak()
-    # norms are a few bytes, and cannot be read from fakes
+    # the norm takes a few bytes, and its value cannot be read from a fake tensor
     train_step(model, optimizer, batch, plan, replace(job, clips_gradients=False), loss)
 
 
@@ -201,10 +201,10 @@ def _states_of(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tens
 
 @contextmanager
 def _separate_shape_propagation() -> Iterator[None]:
-    """Let DTensor find out shapes in a fake mode of its own.
+    """Let DTensor propagate shapes in its own fake mode.
 
-    It runs operators on whole fake tensors for that. In torch 2.11 it does so in the mode that is active, where they would count as
-    if they were there.
+    DTensor runs operators on whole fake tensors to find shapes. In torch 2.11 it uses the active mode, which would count these tensors
+    as allocated memory.
     """
     original = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -221,11 +221,11 @@ def _separate_shape_propagation() -> Iterator[None]:
 
 @contextmanager
 def fake_process_group(world_size: int) -> Iterator[None]:
-    """Give this process a process group in which it is rank 0 and nothing is sent; raise OSDPError where there is one already."""
+    """Make a process group in which this process is rank 0 and nothing is sent; raise OSDPError if a process group exists."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise OSDPError("This process has a process group already, so no other can be simulated here; simulate in a process of its own.")
+        raise OSDPError("This process already has a process group, so it cannot simulate another; simulate in a separate process.")
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         yield

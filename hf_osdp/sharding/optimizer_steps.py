@@ -1,4 +1,4 @@
-"""Steps of an optimizer on a sharded model: bound to its shards though made before, by device, on local shards as plain tensors."""
+"""Optimizers on a sharded model: rebind them to its shards, and step them by device, on local shards as plain tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .muon import is_muon, is_shared, step_sharded
 from .optimizer import ELEMENT_WISE, check_optimizer, unwrapped
 
 _FUSED_ON_HOST = (torch.optim.Adam, torch.optim.AdamW)
-"""Optimizers of torch whose fused step takes shards on the CPU; its fused SGD and Adagrad know no sharded tensors."""
+"""Torch's optimizers whose fused step supports shards on the CPU; its fused SGD and Adagrad do not support sharded tensors."""
 _KERNELS = {"foreach", "fused"}
 
 
@@ -35,23 +35,23 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def release_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Parameter, str]) -> None:
-    """Put names in the place of parameters, so that the optimizer does not keep the unsharded model alive meanwhile.
+    """Replace an optimizer's parameters by their names, so that it does not keep the unsharded model alive.
 
-    Until `rebind_parameters` it cannot be used. One that has state, or a parameter that the model does not have, is refused unchanged.
+    It cannot be used until `rebind_parameters`. Refuse, unchanged, an optimizer with state or with parameters of another model.
     """
     inner = unwrapped(optimizer)
-    # Adagrad makes its state when it is made; `rebind_parameters` makes it again.
+    # Adagrad creates its state in its constructor; `rebind_parameters` creates it again.
     new_adagrad = type(inner) is torch.optim.Adagrad and not any(state["step"] for state in inner.state.values())
     if optimizer.state and not new_adagrad:
         raise OSDPError(
-            f"{type(inner).__name__} has state from before the model was sharded: it has taken steps, or makes state when it is made;"
-            " make it from the sharded model's parameters, or give a new AdamW, Adam, SGD or RMSprop."
+            f"{type(inner).__name__} has state from before the model was sharded: it has taken steps, or its constructor makes state;"
+            " make it from the sharded model's parameters, or use a new AdamW, Adam, SGD or RMSprop."
         )
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if strange := [p for p in held if not isinstance(p, str) and p not in old_names]:
+    if unknown := [p for p in held if not isinstance(p, str) and p not in old_names]:
         raise OSDPError(
-            f"The optimizer holds a parameter of shape {tuple(strange[0].shape)} that the model does not have; make it from"
-            " model.parameters(), and where a loss has parameters of its own, make it a module of the model."
+            f"The optimizer holds a parameter of shape {tuple(unknown[0].shape)} that the model does not have; make it from"
+            " model.parameters(), and if the loss has parameters, make it a module of the model."
         )
     inner.state.clear()
     for group in optimizer.param_groups:
@@ -59,9 +59,9 @@ def release_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.P
 
 
 def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Parameter, str], model: nn.Module) -> None:
-    """Point an optimizer, without state, at the sharded parameters, found by `old_names`. Groups and hyperparameters stay.
+    """Replace the parameters of an optimizer without state by the sharded ones, found by `old_names`. Groups and hyperparameters stay.
 
-    A parameter that is split is replaced by all its slices. Optimizers are refused as by `release_parameters`.
+    A sliced parameter is replaced by all its slices. Refuse the same optimizers as `release_parameters`.
     """
     release_parameters(optimizer, old_names)
     new = {canonical_name(name): [parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
@@ -77,7 +77,7 @@ def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Pa
 
 
 def step_on_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Let an optimizer of a model that a plan was applied to step by device, and keep the positions of what is split."""
+    """Let the optimizer of a model under a plan step by device, and keep the positions of sliced parameters in its state dict."""
     inner = unwrapped(optimizer)
     check_optimizer(inner, _apart(model))
     step_by_device(inner, host_parameters(model))
@@ -86,22 +86,22 @@ def step_on_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 def _apart(model: nn.Module) -> list[nn.Parameter]:
-    """Return parameters that are on the host, or slices of one that is split."""
+    """Return parameters that are on the host, or slices of a whole parameter."""
     named = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
     return host_parameters(model) + [named[part] for whole in split_names(model).values() for part in whole.parts]
 
 
 def step_by_device(optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter] = ()) -> None:
-    """Have an optimizer step the parameters of each device, and plain ones and shards, by themselves.
+    """Make an optimizer step the parameters of each device separately, and plain tensors separately from shards.
 
-    torch's foreach and fused kernels fail where plain tensors and DTensors share a group, and by default an optimizer gives up its
-    foreach kernels for a whole group where one parameter lies on the CPU. While the optimizer steps, each of its groups is replaced
-    by one group for each kind. Before and after it is as it was made, so that schedulers, checkpoints and the user see the same
-    groups under every plan. On the `host` Adam and AdamW step with fused kernels. A second call replaces the first.
+    torch's foreach and fused kernels fail if plain tensors and DTensors share a group, and by default an optimizer does not use foreach
+    kernels for a group with a parameter on the CPU. During the step, each group is replaced by one group for each kind; before and after,
+    the groups are the original ones, so that schedulers, checkpoints and the user see the same groups under every plan. Adam and AdamW
+    step parameters on the `host` with fused kernels. A second call replaces the first.
 
-    An optimizer that is not torch's own steps the local shards, as plain tensors, and its states are plain tensors of their shapes: other
-    packages' kernels do not know DTensors (torchao's, compiled for the shard of one rank, fail on another's where rows are uneven). What
-    torch's Muon has in shards is stepped after the others (`muon.py`). Hooks that are made later run before all this.
+    An optimizer that is not torch's own steps the local shards as plain tensors, and its states are plain tensors of their shapes: other
+    packages' kernels do not support DTensors (torchao's, compiled for one rank's shard, fail on another's if rows are uneven). Shards of
+    torch's Muon are stepped after the others (`muon.py`). Hooks that are registered later run before ours.
     """
     if (before := _stepper(optimizer)) is not None:
         before.remove()
@@ -109,9 +109,9 @@ def step_by_device(optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter
 
 
 def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.optim.Optimizer], object]) -> None:
-    """Prepare every optimizer of this model when it first steps, and `bind` it: in a plain loop no call tells of them.
+    """Prepare and `bind` every optimizer of this model at its first step, because a plain loop does not pass us its optimizers.
 
-    Among several ranks it is checked (`check_optimizer`).
+    With several ranks, check it by `check_optimizer`.
     """
     host, apart, of = host_parameters(model), _apart(model), weakref.ref(model)
     ids = {id(parameter) for parameter in model.parameters()}
@@ -123,7 +123,7 @@ def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.op
         if world_size() > 1 or apart:
             check_optimizer(optimizer, apart)
         elif is_bitsandbytes(optimizer):
-            spec_of_bitsandbytes(optimizer)  # refuses what a step of ours leaves out
+            spec_of_bitsandbytes(optimizer)  # refuses options that our step does not support
         if _stepper(optimizer) is None:
             step_by_device(optimizer, host)
         if (owner := of()) is not None:
@@ -141,9 +141,9 @@ class _StepByDevice:
         self._on_shards, self._in_float32 = steps_shards(optimizer), in_float32(optimizer)
         self._stand_ins: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._gathered: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
-        """By group, what is stepped by gathers once the optimizer's own step is done."""
+        """Groups and their parameters that are gathered and stepped after the optimizer's own step."""
         self._without_modes = ExitStack()
-        self._of = weakref.ref(optimizer)  # which holds this one: its states are to go when it does
+        self._of = weakref.ref(optimizer)  # a weak reference, because the optimizer holds this object
         self._handles = [optimizer.register_step_pre_hook(self.begin), optimizer.register_step_post_hook(self.end)]
         optimizer.register_step_pre_hook = self._register_before  # type: ignore[method-assign]
 
@@ -153,7 +153,7 @@ class _StepByDevice:
         vars(self._of()).pop("register_step_pre_hook", None)
 
     def _register_before(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register a hook that runs before ours, so that it finds the optimizer's own groups, and may change gradients."""
+        """Register a hook to run before ours, so that it sees the optimizer's own groups, and may change gradients."""
         optimizer = self._of()
         assert optimizer is not None, "it is called on the optimizer"
         handle = torch.optim.Optimizer.register_step_pre_hook(optimizer, hook)
@@ -164,7 +164,7 @@ class _StepByDevice:
         return handle
 
     def begin(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.restore(optimizer)  # a step that raised left its parts behind
+        self.restore(optimizer)  # an earlier step may have raised before its end
         whole = optimizer.param_groups
         self._parts = [self._split(optimizer, group) for group in whole]
         if self._stand_ins or self._gathered:
@@ -176,7 +176,7 @@ class _StepByDevice:
                 optimizer.state[shard] = optimizer.state.pop(parameter)
         if is_bitsandbytes(optimizer):
             quantize_as_whole(optimizer, self._in_float32)
-        # torch.compile, which other packages step with, refuses to run where calls are being counted
+        # other packages step with torch.compile, which refuses to run under a dispatch mode such as a FLOP counter
         if self._on_shards and not type(optimizer).__module__.startswith(("torch.", "hf_osdp.")):
             self._without_modes.enter_context(_disable_current_modes())
 
@@ -189,14 +189,14 @@ class _StepByDevice:
         self.restore(optimizer)
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give the optimizer its own groups and states back."""
+        """Restore the optimizer's own groups and states."""
         self._without_modes.close()
         self._gathered = []
         if self._whole is None:
             self._stand_ins = []
             return
         for group, parts in zip(self._whole, self._parts, strict=True):
-            if parts[0] is not group:  # some optimizers count in their groups
+            if parts[0] is not group:  # some optimizers keep counters in their groups
                 group.update({key: value for key, value in parts[0].items() if key not in {"params", *_KERNELS}})
         for parameter, shard in self._stand_ins:
             if shard in optimizer.state:
@@ -206,7 +206,7 @@ class _StepByDevice:
         optimizer.param_groups, self._whole, self._parts, self._stand_ins = self._whole, None, [], []
 
     def _split(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the group itself where all of it is of one kind on the device, else one group for each kind."""
+        """Return the group itself if all its parameters are of one kind on the device, else one group for each kind."""
         kinds: dict[tuple[torch.device, bool, bool], list[nn.Parameter]] = {}
         given = group["params"]
         if is_muon(optimizer) and (shared := [p for p in given if is_shared(p)]):
@@ -218,8 +218,8 @@ class _StepByDevice:
                 parameter = self._stand_in(parameter)
             kinds.setdefault((local(parameter).device, isinstance(parameter, DTensor), on_host), []).append(parameter)
         fuses = type(optimizer) in _FUSED_ON_HOST and not group["differentiable"]
-        as_it_is = len(given) == len(group["params"]) and not self._stand_ins
-        if len(kinds) < 2 and as_it_is and not (fuses and any(on_host for _, _, on_host in kinds)):
+        unchanged = len(given) == len(group["params"]) and not self._stand_ins
+        if len(kinds) < 2 and unchanged and not (fuses and any(on_host for _, _, on_host in kinds)):
             return [group]
         parts = []
         for (_, _, on_host), parameters in kinds.items():
@@ -227,7 +227,7 @@ class _StepByDevice:
             if on_host and fuses:
                 kernels = {"foreach": False, "fused": True}
                 for state in (optimizer.state[parameter] for parameter in parameters if parameter in optimizer.state):
-                    if isinstance(state.get("step"), torch.Tensor):  # fused kernels want it here, and a checkpoint may have had it there
+                    if isinstance(state.get("step"), torch.Tensor):  # fused kernels need it on the CPU; a checkpoint may not
                         state["step"] = state["step"].cpu()
             parts.append({**group, **kernels, "params": parameters})
         return parts or [{**group, "params": []}]
@@ -235,14 +235,14 @@ class _StepByDevice:
     def _stand_in(self, parameter: Any) -> nn.Parameter:  # noqa: ANN401  (a parameter that is a DTensor)
         """Return a plain parameter with the memory of this rank's shard and its gradient."""
         shard = nn.Parameter(local(parameter).detach())
-        shard.whole = parameter  # type: ignore[attr-defined]  # for who decides by its size
+        shard.whole = parameter  # type: ignore[attr-defined]  # for optimizers that decide by the whole size
         shard.grad = None if parameter.grad is None else local(parameter.grad)
         self._stand_ins.append((parameter, shard))
         return shard
 
 
 def step_parts(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Take the step of some of an optimizer's parameters, with the groups' options as they are now; its hooks do not run."""
+    """Step some of an optimizer's parameters, with the groups' current options, without the optimizer's hooks."""
     whole, chosen = optimizer.param_groups, {id(parameter) for parameter in parameters}
     stepper = _stepper(optimizer)
     parts = [{**group, "params": [p for p in group["params"] if id(p) in chosen]} for group in whole]
@@ -250,7 +250,7 @@ def step_parts(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Paramet
     try:
         if stepper is not None:
             stepper.begin(optimizer, (), {})
-        type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # what torch has wrapped with hooks
+        type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # the step without torch's hooks
         if stepper is not None:
             stepper.end(optimizer, (), {})
     finally:
@@ -260,16 +260,16 @@ def step_parts(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Paramet
 
 
 def steps_shards(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer steps local shards as plain tensors, and holds its states so: all but torch's element-wise ones."""
+    """Return whether an optimizer steps, and keeps states for, local shards as plain tensors: all except torch's element-wise ones."""
     return type(unwrapped(optimizer)) not in ELEMENT_WISE
 
 
 def refuse_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a step with a closure, which makes the gradients only after a hook before the step has taken them."""
+    """Refuse a step with a closure, which computes gradients only after our hook before the step has used them."""
     if any(map(callable, (*args[1:], kwargs.get("closure")))):
         raise OSDPError(
-            f"{type(optimizer).__name__}.step(closure) would step shards by the gradients of before the closure; run the forward and"
-            " backward first, and call step() without it."
+            f"{type(optimizer).__name__}.step(closure) would step shards by gradients from before the closure; run forward and"
+            " backward first, and call step() without a closure."
         )
 
 

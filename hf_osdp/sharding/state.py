@@ -1,7 +1,7 @@
 """A model's weights and its optimizer's state under Hugging Face names, sharded or whole.
 
-Torch's own functions refuse full state dicts where tensors lie on two devices, and broadcast the memory of what is not contiguous.
-Here each tensor is gathered and broadcast by itself, and each rank copies its part to wherever that lies.
+Torch's own functions refuse full state dicts with tensors on two devices, and broadcast non-contiguous tensors by their raw memory.
+Here each tensor is gathered and broadcast alone, and each rank copies its part to the device of its shard.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from .optimizer_steps import steps_shards
 from .weight_reads import end_step
 
 _SET_BY_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
-"""Keys of an optimizer's groups that are not the optimizer's own."""
+"""Keys of an optimizer's groups that schedulers add."""
 OptimizerState = dict[str, Any]
 """`{"state": {name: {key: value}}, "param_groups": [{"params": [names], ...}]}`"""
 
 
 class SlicedTensor(torch.Tensor):
-    """A tensor without data of its own, whose slices (`parts`, at their places in `whole`) are DTensors or plain tensors.
+    """A wrapper without data of its own, whose slices (`parts`, at their offsets in `whole`) are DTensors or plain tensors.
 
-    It is saved and loaded by the protocol of DTensor itself (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`),
-    without communication, and can do nothing else.
+    It can only be saved and loaded, by DTensor's protocol (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`),
+    without communication.
     """
 
     parts: tuple[torch.Tensor, ...]
@@ -67,13 +67,13 @@ class SlicedTensor(torch.Tensor):
     ) -> object:
         if func is torch.ops.aten.detach.default:
             return args[0]
-        raise NotImplementedError(f"{func} on a {cls.__name__}, which can only be saved and loaded; take what it is made of.")
+        raise NotImplementedError(f"{func} on a {cls.__name__}, which can only be saved and loaded; use its parts.")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)})"
 
     def _chunks(self) -> Iterator[tuple[ChunkStorageMetadata, torch.Tensor]]:
-        """Yield this rank's chunks of the whole, each with the part that holds it."""
+        """Yield this rank's chunks of the whole tensor, each with the part that holds it."""
         for part, start in zip(self.parts, self.whole.starts, strict=True):
             if isinstance(part, DTensor):
                 chunks = part.__create_chunk_list__() if local(part).numel() else []
@@ -102,11 +102,11 @@ class SlicedTensor(torch.Tensor):
 
 
 def _for_checkpoint(value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401  # numbers too
-    """Return an optimizer's state as it is saved: a plain tensor of the shard's shape as a DTensor, sharded as its parameter.
+    """Return an optimizer's state as it is saved: a plain tensor of the shard's shape becomes a DTensor, sharded as its parameter.
 
-    Quantized states of torchao's optimizers are saved and loaded in float32, on the host, so that they go over to any plan, any number of
-    ranks, and AdamW. Where they are quantized in the same blocks again, codes of Fp8 come back as they were; those of 8 and 4 bits but for
-    blocks whose largest element is negative, which their tables hold rounded.
+    Quantized states of torchao's optimizers are saved and loaded in float32, on the host, so that any plan, any number of ranks, and AdamW
+    can load them. Quantized again in the same blocks, Fp8 states are restored exactly; 8-bit and 4-bit states too, except blocks whose
+    largest element is negative, which their tables round.
     """
     if not torch.is_tensor(value) or isinstance(value, DTensor) or not value.dim() or value.shape != local(parameter).shape:
         return value
@@ -115,7 +115,7 @@ def _for_checkpoint(value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401
 
 
 def _as_held(value: Any, before: Any) -> Any:  # noqa: ANN401  # numbers too
-    """Return a state as the optimizer holds it, quantized where the one `before` is."""
+    """Return a loaded state as the optimizer holds it, quantized if the previous state `before` is."""
     if not torch.is_tensor(value):
         return value
     if not _is_quantized(before):
@@ -129,10 +129,10 @@ def _is_quantized(value: object) -> bool:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Show shards everywhere.
+    """Free all gathered parameters, so that the model's parameters are shards.
 
-    After a forward without backward, units that are kept go on showing gathered parameters; an optimizer made from those would update
-    what nobody reads.
+    After a forward without backward, units that keep gathered parameters still expose them; an optimizer made from these would update
+    copies instead of the shards.
     """
     end_step(model)
     for module in model.modules():
@@ -142,10 +142,10 @@ def free_gathered(model: nn.Module) -> None:
 
 @torch.no_grad()
 def broadcast_parameters(model: nn.Module) -> None:
-    """Give every rank rank 0's parameters and buffers, before they are sharded. Collective.
+    """Broadcast rank 0's parameters and buffers to every rank before they are sharded. Collective.
 
-    Replicated and HSDP units only ever average gradients: replicas that start unequal stay unequal. Tensors that are on the meta
-    device on any rank are left out on all; whoever loads them later makes them equal. Models with other tensors are refused.
+    Replicated and HSDP units synchronise only gradients, so replicas that start unequal stay unequal. Tensors that are on the meta
+    device on any rank are skipped on all; loading them later must make them equal. Refuse ranks whose models have different tensors.
     """
     if world_size() == 1:
         return
@@ -156,13 +156,13 @@ def broadcast_parameters(model: nn.Module) -> None:
     for (_, tensor), *flags in zip(named, *on_meta, strict=True):
         if tensor.numel() and not any(flags):
             staged = tensor.detach().to(collective_device()).contiguous()
-            dist.broadcast(staged.reshape(-1).view(torch.uint8), src=0)  # as bytes: backends differ in the dtypes that they know
+            dist.broadcast(staged.reshape(-1).view(torch.uint8), src=0)  # as bytes: backends differ in the dtypes that they support
             if staged.data_ptr() != tensor.data_ptr():
                 tensor.copy_(staged)
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by Hugging Face names, tied names with one object; what is in slices as a `SlicedTensor`."""
+    """Return parameters and buffers by Hugging Face names; tied names share one object, sliced parameters are `SlicedTensor`s."""
     state = {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
     return merge_state_dict(state, model, join=SlicedTensor)
 
@@ -171,8 +171,7 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return whole weights under their Hugging Face names. Collective; one parameter at a time is whole on the device.
 
-    On rank 0 they are CPU copies (later steps do not change them; tied weights stay one tensor, and what is in slices is one), on other
-    ranks an empty dict.
+    Rank 0 gets copies on the CPU, in which tied weights are one tensor and sliced ones are joined; other ranks get an empty dict.
     """
     end_step(model)
     weights = named_weights(model)
@@ -182,9 +181,9 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
-    """Load whole weights by Hugging Face names, rank 0's, into a sharded or a plain model. Collective; one at a time is on the device.
+    """Load rank 0's whole weights by Hugging Face names into a sharded or plain model. Collective; one at a time is on the device.
 
-    All ranks raise RuntimeError where names or shapes do not fit; missing and unexpected names only where it is `strict`.
+    All ranks raise RuntimeError if shapes do not fit or, with `strict`, names are missing or unexpected.
     """
     if not isinstance(model, FSDPModule):
         model.load_state_dict(dict(state), strict=strict)
@@ -198,14 +197,14 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], *,
     found = {name: target for name, target in targets.items() if name in shapes}
     for name, target in found.items():
         if target.shape != shapes[name]:
-            raise RuntimeError(f"{name!r} has shape {shapes[name]}, the model has {tuple(target.shape)}.")
-    for name in {id(target): name for name, target in found.items()}.values():  # tied weights come once
+            raise RuntimeError(f"{name!r} has shape {shapes[name]}, but the model's has {tuple(target.shape)}.")
+    for name in {id(target): name for name, target in found.items()}.values():  # tied weights are loaded once
         _broadcast_into(targets[name], state[name] if rank() == 0 else None)
 
 
 @torch.no_grad()
 def _make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step of zeros where there are no states. Weights stay: others than torch's own may decay them, or divide by a norm of 0."""
+    """Create missing states by a step with zero gradients, and restore the weights: foreign optimizers may decay them or divide by 0."""
     foreign = not optimizer.state and not type(optimizer).__module__.startswith("torch.optim.")
     parameters = [local(parameter) for group in optimizer.param_groups for parameter in group["params"] if foreign]
     before = [parameter.clone() for parameter in parameters]
@@ -215,9 +214,9 @@ def _make_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_target: bool = False) -> OptimizerState:
-    """Return an optimizer's own tensors by its parameters' Hugging Face names; what is in slices as a `SlicedTensor`.
+    """Return an optimizer's own tensors by its parameters' Hugging Face names; states of sliced parameters are `SlicedTensor`s.
 
-    With `as_target`, states that are not there yet are made, to load into them.
+    With `as_target`, create missing states, to load into them.
     """
     optimizer = unwrapped(optimizer)
     fresh = not optimizer.state
@@ -229,13 +228,13 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_ta
         state["state"] = {}
     if steps_shards(optimizer):
         named = named_parameters(model)
-        if is_bitsandbytes(optimizer):  # whose own state dict hides them
+        if is_bitsandbytes(optimizer):  # its own state dict does not show them
             of_names = {name: (optimizer.state.get(named[name], {}), local(named[name]).shape) for name in state["state"]}
             state["state"] = {name: saved_states(*of_name) for name, of_name in of_names.items()}
         state["state"] = {name: {k: _for_checkpoint(v, named[name]) for k, v in own.items()} for name, own in state["state"].items()}
     if low_bit_spec(optimizer):
         for group in state["param_groups"]:
-            group["lr"] = float(group["lr"])  # as AdamW's
+            group["lr"] = float(group["lr"])  # a number, as in AdamW
     return merge_optimizer_state(state, model, join=SlicedTensor) if is_split(model) else state
 
 
@@ -261,17 +260,17 @@ def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stat
             optimizer.state.clear()
     if low_bit_spec(optimizer):
         for group in optimizer.param_groups:
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)  # which its kernels take, and nothing else
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)  # its kernels accept only a tensor
 
 
 def check_states(
     saved: Mapping[str, Mapping[str, Sequence[int]]], group_keys: set[str], mine: OptimizerState, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Raise RuntimeError for shapes of saved states, and keys of groups, that are not those of an optimizer with the state `mine`."""
+    """Raise RuntimeError if saved states' shapes or groups' keys differ from those of an optimizer with the state `mine`."""
 
     def refuse(held: Iterable[str], own: Iterable[str]) -> NoReturn:
         lists, kind = [", ".join(sorted(names)) or "nothing" for names in (held, own)], type(unwrapped(optimizer)).__name__
-        raise RuntimeError(f"it is the state of another optimizer: it holds {lists[0]} where this run's {kind} holds {lists[1]}")
+        raise RuntimeError(f"it is the state of another optimizer: it holds {lists[0]}, but this run's {kind} holds {lists[1]}")
 
     for name, shapes in saved.items():
         if name not in mine["state"]:
@@ -280,7 +279,7 @@ def check_states(
         if shapes.keys() != own.keys():
             refuse(shapes, own)
         if wrong := next((key for key, shape in shapes.items() if tuple(shape) != own[key]), None):
-            raise RuntimeError(f"{wrong} of {name!r} has shape {tuple(shapes[wrong])}, this optimizer's has {own[wrong]}")
+            raise RuntimeError(f"{wrong} of {name!r} has shape {tuple(shapes[wrong])}, but this optimizer's has {own[wrong]}")
     own_keys = set().union(*(group.keys() for group in mine["param_groups"]))
     if (extra := group_keys - own_keys - _SET_BY_SCHEDULERS) and (lacking := own_keys - group_keys - _SET_BY_SCHEDULERS):
         refuse(extra, lacking)
@@ -292,7 +291,7 @@ def _shapes(states: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 @torch.no_grad()
 def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """Return an optimizer's whole state, as CPU copies on rank 0, empty elsewhere. Collective; one tensor at a time is on the device."""
+    """Return an optimizer's whole state, copied to the CPU of rank 0, else empty. Collective; one tensor at a time is on the device."""
     state = optimizer_state(model, optimizer)
     states = {
         name: {key: _copy_on_rank_zero(value) if torch.is_tensor(value) else value for key, value in own.items()}
@@ -303,19 +302,19 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 
 @torch.no_grad()
 def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what `full_optimizer_state_dict` gave, of any layout and slices. Collective; all raise RuntimeError where it does not fit."""
+    """Load a state of `full_optimizer_state_dict`, of any layout and slices. Collective; all raise RuntimeError if it does not fit."""
     mine = optimizer_state(model, optimizer, as_target=True)
 
     def without_tensors() -> tuple[dict[str, dict[str, tuple[int, ...]]], OptimizerState]:
         shapes = {name: _shapes(own) for name, own in state["state"].items()}
-        # Copies: torch takes them over, and the next step would change the caller's.
+        # Copy them: torch uses the objects themselves, and the next step would change the caller's.
         plain = {name: {k: deepcopy(v) for k, v in own.items() if k not in shapes[name]} for name, own in state["state"].items()}
         return shapes, {"state": plain, "param_groups": state["param_groups"]}
 
     shapes, loaded = on_rank_zero(without_tensors)
     check_states(shapes, set().union(*(group.keys() for group in loaded["param_groups"])), mine, optimizer)
     for name, own in mine["state"].items():
-        if name in shapes:  # a parameter that had no gradient when it was saved has no state
+        if name in shapes:  # parameters without a gradient at the time of saving have no state
             for key in _shapes(own):
                 _broadcast_into(own[key], state["state"][name][key] if rank() == 0 else None)
             loaded["state"][name] = {**own, **loaded["state"][name]}
@@ -323,7 +322,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
 
 
 def _copy_on_rank_zero(value: torch.Tensor) -> torch.Tensor:
-    """Gather a tensor, and return a copy on the CPU of rank 0, an empty tensor elsewhere. Collective."""
+    """Gather a tensor, and return a copy on the CPU on rank 0, an empty tensor elsewhere. Collective."""
     if isinstance(value, SlicedTensor):
         parts = [_copy_on_rank_zero(part) for part in value.parts]
         return torch.cat(parts, dim=value.whole.dim) if rank() == 0 else parts[0]
@@ -332,10 +331,10 @@ def _copy_on_rank_zero(value: torch.Tensor) -> torch.Tensor:
 
 
 def _gathered(value: DTensor) -> torch.Tensor:
-    """Gather a tensor whose rows lie on the ranks of one axis of its mesh, by one plain collective.
+    """Gather a tensor that is sharded by rows over one axis of its mesh, by one plain collective.
 
-    The group of a mesh of CUDA devices may be NCCL's alone, which moves no CPU tensors: shards on the host go over the device.
-    `full_tensor` issues a functional collective, whose `wait_tensor` ended a gloo rank by a segmentation fault (torch 2.13, once).
+    The group of a CUDA mesh may have only NCCL, which cannot send CPU tensors, so shards on the host are copied to the device first.
+    `full_tensor` would issue a functional collective, whose `wait_tensor` once crashed a gloo rank with a segmentation fault (torch 2.13).
     """
     if value.to_local().device.type != value.device_mesh.device_type:
         value = value.to(value.device_mesh.device_type)  # type: ignore[assignment]
@@ -348,7 +347,7 @@ def _gathered(value: DTensor) -> torch.Tensor:
 
 
 def _broadcast_into(target: torch.Tensor, source: torch.Tensor | None) -> None:
-    """Copy rank 0's whole tensor into a parameter, buffer or state, on each rank its part. Collective."""
+    """Broadcast rank 0's whole tensor, and copy each rank's part into its parameter, buffer or state. Collective."""
     if isinstance(target, SlicedTensor):
         for part, start, size in zip(target.parts, target.whole.starts, target.whole.sizes, strict=True):
             _broadcast_into(part, None if source is None else source.narrow(target.whole.dim, start, size))

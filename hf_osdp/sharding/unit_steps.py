@@ -1,9 +1,9 @@
-"""Steps of an optimizer unit by unit: within backward, or around states that come from the host.
+"""Step an optimizer unit by unit: within backward, or with optimizer states that are kept on the host.
 
-Within backward a unit is updated as soon as its gradients are reduced, and they are freed, so that no more than one unit's are there. It is
-the same training where nothing reads gradients between backward and the step: no clipping by norm, no accumulation, no loss scaling.
+Within backward a unit steps as soon as its gradients are reduced, and these are freed, so that only one unit's gradients exist at once.
+Training is the same if nothing reads gradients between backward and the step: no clipping by norm, no accumulation, no loss scaling.
 
-States that wait on the host come to the device for the step, parameter by parameter, and go back; no more than one unit's are there.
+States on the host are copied to the device for the step, parameter by parameter, and back; the device holds at most one unit's.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ from .optimizer_steps import is_ours, refuse_closure, step_parts
 
 
 def reason_against_unit_steps(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return why an optimizer cannot step unit by unit; None where it can: all it counts, it counts for each parameter."""
+    """Return why an optimizer cannot step unit by unit; None if it can, which needs all its state to be kept for each parameter."""
     optimizer = unwrapped(optimizer)
     if f"{type(optimizer).__module__}.".startswith(("torch.optim.", "transformers.", "bitsandbytes.")) or low_bit_spec(optimizer):
         return None
-    return f"{type(optimizer).__name__} may keep what all its parameters share"
+    return f"{type(optimizer).__name__} may keep state that all its parameters share"
 
 
 def bind_optimizer(
     model: nn.Module, plan: Plan, units: Sequence[UnitDescription], optimizers: Sequence[torch.optim.Optimizer]
 ) -> BackwardSteps | None:
-    """Have the one optimizer of a model, to which the plan was applied, step units as the plan says; a second call changes nothing.
+    """Make the optimizer of a model under the plan step units as the plan says; a second call changes nothing.
 
     Returns:
-        Its steps within backward; None where the plan has none.
+        The steps within backward; None if the plan has none.
 
     Raises:
-        OSDPError: the plan has steps of single units, and there are several optimizers, or one that cannot step a part of its parameters.
+        OSDPError: the plan steps units one by one, but there are several optimizers, or one that cannot step a part of its parameters.
     """
-    early = [unit for unit in units if plan.decision(unit.fqn).step_in_backward]
-    away = [unit for unit in units if plan.decision(unit.fqn).states_on_host]
-    if not optimizers or not (early or away):
+    in_backward = [unit for unit in units if plan.decision(unit.fqn).step_in_backward]
+    offloaded = [unit for unit in units if plan.decision(unit.fqn).states_on_host]
+    if not optimizers or not (in_backward or offloaded):
         return None
     problem = "there are several optimizers" if len(optimizers) > 1 else reason_against_unit_steps(optimizers[0])
     if problem is not None:
-        switch = "step_in_backward" if early else "offload_optimizer"
-        raise OSDPError(f"The plan steps units one by one, but {problem}; set {switch}=False.")
+        option = "step_in_backward" if in_backward else "offload_optimizer"
+        raise OSDPError(f"The plan steps units one by one, but {problem}; set {option}=False.")
     optimizer = unwrapped(optimizers[0])
     bound = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_post_hooks.values()]
     named = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
-    if away and not any(isinstance(owner, _HostStates) for owner in bound):
-        _HostStates(optimizer, [[named[p.name] for p in unit.trainable] for unit in away])
-    if not early:
+    if offloaded and not any(isinstance(owner, _HostStates) for owner in bound):
+        _HostStates(optimizer, [[named[p.name] for p in unit.trainable] for unit in offloaded])
+    if not in_backward:
         return None
-    # FSDP2 leaves out parameters without dimensions, and they are averaged after backward.
+    # FSDP2 ignores parameters without dimensions; we average their gradients after backward.
     before = next((owner for owner in bound if isinstance(owner, BackwardSteps)), None)
-    return before or BackwardSteps(optimizer, [[named[p.name] for p in unit.trainable if p.shape] for unit in early])
+    return before or BackwardSteps(optimizer, [[named[p.name] for p in unit.trainable if p.shape] for unit in in_backward])
 
 
 class BackwardSteps:
-    """Lives in the hooks of parameters and optimizer."""
+    """Step units within backward, by hooks of their parameters and the optimizer, which keep this object alive."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, units: list[list[nn.Parameter]]) -> None:
         self._optimizer, self._units = optimizer, units
@@ -83,12 +83,12 @@ class BackwardSteps:
         self._handles += (optimizer.register_step_pre_hook(refuse_closure), optimizer.register_step_post_hook(self._ended))
 
     def remove(self) -> None:
-        """Have the optimizer step as it comes again."""
+        """Remove the hooks, so that the optimizer steps as usual again."""
         for handle in self._handles:
             handle.remove()
 
     def _arrived(self, number: int, parameter: torch.Tensor) -> None:
-        """Step a unit when its last gradient is there."""
+        """Step a unit when its last gradient has arrived."""
         waiting = self._waiting[number]
         if parameter not in waiting:
             raise OSDPError(
@@ -104,26 +104,26 @@ class BackwardSteps:
         waiting.discard(parameter)
         if not waiting:
             unit = self._units[number]
-            self._squares.append(local_power([p.grad for p in unit if p.grad is not None]))  # one each: units may be on several streams
+            self._squares.append(local_power([p.grad for p in unit if p.grad is not None]))  # one each: units may run on several streams
             step_parts(self._optimizer, unit)
-            for each in unit:
-                each.grad = None
+            for stepped in unit:
+                stepped.grad = None
 
     def total_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return the norm of all gradients of the last backward, those that are gone included. Collective."""
+        """Return the norm of all gradients of the last backward, including those that were freed. Collective."""
         dtype = functools.reduce(torch.promote_types, {p.dtype for unit in self._units for p in unit}, torch.float32)
-        gone = torch.stack(self._squares).sum() if self._squares else torch.zeros((), dtype=torch.float64)
-        return total_norm([p.grad for p in parameters if p.grad is not None], before=(gone, dtype))
+        freed = torch.stack(self._squares).sum() if self._squares else torch.zeros((), dtype=torch.float64)
+        return total_norm([p.grad for p in parameters if p.grad is not None], before=(freed, dtype))
 
     def _ended(self, optimizer: object, args: object, kwargs: object) -> None:
-        """Begin anew: what had no gradient of all its parameters was stepped with the rest."""
+        """Reset for the next backward; `optimizer.step()` has stepped units that did not get all their gradients."""
         self._waiting, self._squares = [set(unit) for unit in self._units], []
 
 
 class _HostStates:
-    """Lives in the optimizer's hooks: steps its units before all others, and gives their gradients back after the step.
+    """Step units whose states are on the host, in a hook before the optimizer's own step, and restore their gradients after it.
 
-    While one parameter steps, states of those after it come, and those of the ones before go, as far as the largest unit has room.
+    While one parameter steps, states of the next ones come to the device and earlier ones leave; the device holds one unit's at most.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, units: list[list[nn.Parameter]]) -> None:
@@ -135,23 +135,23 @@ class _HostStates:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         refuse_closure(optimizer, args, kwargs)
-        self._after(optimizer, args, kwargs)  # a step that raised left gradients behind
+        self._after(optimizer, args, kwargs)  # an earlier step may have raised before its end
         units = [[parameter for parameter in unit if parameter.grad is not None] for unit in self._units]
         sizes = {parameter: _size_of_states(optimizer, parameter) for parameter in chain(*units)}
-        most = max((sum(map(sizes.__getitem__, unit)) for unit in units), default=0)
-        ahead, coming, leaving, there = deque(sizes), {}, deque[tuple[nn.Parameter, _Copies]](), 0
+        max_bytes = max((sum(map(sizes.__getitem__, unit)) for unit in units), default=0)
+        queue, incoming, outgoing, on_device = deque(sizes), {}, deque[tuple[nn.Parameter, _Copies]](), 0
         for parameter in sizes:
-            while ahead and (there + sizes[ahead[0]] <= most or ahead[0] is parameter):
-                coming[ahead[0]] = self._move(optimizer, ahead[0], out=False)
-                there += sizes[ahead.popleft()]
-            coming.pop(parameter).wait()
+            while queue and (on_device + sizes[queue[0]] <= max_bytes or queue[0] is parameter):
+                incoming[queue[0]] = self._move(optimizer, queue[0], out=False)
+                on_device += sizes[queue.popleft()]
+            incoming.pop(parameter).wait()
             step_parts(optimizer, [parameter])
-            leaving.append((parameter, self._move(optimizer, parameter, out=True)))
-            while leaving and (not ahead or there + sizes[ahead[0]] > most):
-                gone, copies = leaving.popleft()
+            outgoing.append((parameter, self._move(optimizer, parameter, out=True)))
+            while outgoing and (not queue or on_device + sizes[queue[0]] > max_bytes):
+                moved, copies = outgoing.popleft()
                 copies.wait()
-                there -= sizes[gone]
-                if not ahead:
+                on_device -= sizes[moved]
+                if not queue:
                     copies.synchronize()
         self._gradients = [(parameter, parameter.grad) for parameter in sizes]
         for parameter in sizes:
@@ -163,21 +163,21 @@ class _HostStates:
         self._gradients = []
 
     def _move(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, out: bool) -> _Copies:
-        """Copy a parameter's states to the host, or to its device."""
+        """Copy a parameter's states to the host (`out`), or to its device."""
         copies = _Copies()
         for key, state in _tensors(optimizer.state.get(parameter, {})).items():
-            here = local(state)
+            source = local(state)
             device = local(parameter).device
-            there = self._host.get((parameter, key)) if out else torch.empty(here.shape, dtype=here.dtype, device=device)
-            if there is None:
-                there = self._host[parameter, key] = host_tensor(here)
-            copies.add(there, here)
-            optimizer.state[parameter][key] = _like(state, there)
+            target = self._host.get((parameter, key)) if out else torch.empty(source.shape, dtype=source.dtype, device=device)
+            if target is None:
+                target = self._host[parameter, key] = host_tensor(source)
+            copies.add(target, source)
+            optimizer.state[parameter][key] = _like(state, target)
         return copies
 
 
 class _Copies:
-    """Copies between device and host, on a stream of their own where there are streams; holds both sides until they were waited for."""
+    """Copies between device and host, on a separate stream if the device has streams; holds the tensors until `wait`."""
 
     def __init__(self) -> None:
         self._held: list[torch.Tensor] = []
@@ -196,28 +196,28 @@ class _Copies:
         self._held += (to, source)
 
     def wait(self) -> None:
-        """Have compute wait for them, and let go of them."""
+        """Make the compute stream wait for the copies, and release the tensors."""
         if self._ended is not None:
             torch.cuda.current_stream().wait_event(self._ended)
         self._held = []
 
     def synchronize(self) -> None:
-        """Wait on the host, which may read what came there."""
+        """Wait on the host, so that it can read the copies."""
         if self._ended is not None:
             self._ended.synchronize()
 
 
 def _size_of_states(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> int:
-    """Return the bytes of a parameter's states here; before they are made those of two."""
+    """Return the local bytes of a parameter's states; before they exist assume two."""
     made = sum(local(state).nbytes for state in _tensors(optimizer.state.get(parameter, {})).values())
     return made or 2 * local(parameter).nbytes
 
 
 def _tensors(states: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the states of a parameter's shape: the count of steps stays where it is."""
+    """Return the states that are tensors with dimensions; the step count is not moved."""
     return {key: value for key, value in states.items() if isinstance(value, torch.Tensor) and value.dim()}
 
 
-def _like(state: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
+def _like(state: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return the state with another local tensor."""
-    return DTensor(here, state._spec, requires_grad=False) if isinstance(state, DTensor) else here
+    return DTensor(tensor, state._spec, requires_grad=False) if isinstance(state, DTensor) else tensor

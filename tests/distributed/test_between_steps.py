@@ -236,7 +236,7 @@ def test_closures_and_hooks_do_not_go_with_units_that_step_by_themselves():
         optimizer = SGD(model.parameters(), lr=0.1)
         step_on_shards(optimizer, model)
         bind_optimizer(model, plan, units, [optimizer])
-        with pytest.raises(OSDPError, match=r"SGD\.step\(closure\) would step shards by the gradients of before the closure"):
+        with pytest.raises(OSDPError, match=r"SGD\.step\(closure\) would step shards by gradients from before the closure"):
             optimizer.step(closure=lambda: None)
         if way == "step_in_backward":
             handle = optimizer.register_step_pre_hook(lambda *_: None)

@@ -147,7 +147,7 @@ def test_hooks_made_after_the_plan_hold_for_shards_and_closures_are_refused():
         weights = stepped(layout)
         assert dist.get_rank() or worst(weights, stepped(None)) < 1e-12, layout
     for layout in ("zero3", "replicate"):
-        with pytest.raises(OSDPError, match=r"^Muon\.step\(closure\) would step shards by the gradients of before the closure"):
+        with pytest.raises(OSDPError, match=r"^Muon\.step\(closure\) would step shards by gradients from before the closure"):
             stepped(layout, closure=True)
 
 

@@ -142,8 +142,8 @@ def test_a_run_goes_on_by_a_safer_plan(tmp_path):
     assert len(message) == 1
     assert re.search(
         r"in forward of transformer\.h\.1: the plan was estimated to need 3\.\d MiB of a limit of 4\.0 MiB, 3\.9 MiB were allocated and"
-        r" 100\.0 KiB more asked for\. The next plan, for memory_limit=\d+, needs \d\.\d MiB and .* a step instead of .*\."
-        r" The launcher starts all ranks again, by that plan\. \(Tried to",
+        r" 100\.0 KiB more requested\. The next plan, for memory_limit=\d+, needs \d\.\d MiB and .* a step instead of .*\."
+        r" The launcher restarts all ranks with that plan\. \(Tried to",
         message[0],
     ), message
     plans = re.findall(r"OSDP plan ([0-9a-f]{16})", done.stdout + done.stderr)
@@ -161,4 +161,4 @@ def test_without_replan_all_ranks_end_and_the_message_is_the_errors(tmp_path):
 @pytest.mark.slow
 def test_replan_under_a_launcher_that_starts_no_more_names_the_option(tmp_path):
     done = train(tmp_path, "no restarts", on_oom="replan", fails=True)
-    assert done.returncode != 0 and "cannot start again: the launcher has no restarts left; start it with --max-restarts 3" in done.stderr
+    assert done.returncode != 0 and "cannot restart: the launcher has no restarts left; start it with --max-restarts 3" in done.stderr

@@ -83,7 +83,7 @@ class OwnOptimizer(Trainer):
 
 def test_where_another_makes_the_optimizer_there_is_no_choice(tmp_path):
     asked = config(other_optimizers=EIGHT_BITS)
-    line = f"other_optimizers='{EIGHT_BITS}' is for a Trainer that makes its optimizer from optim=...; here it is made otherwise"
+    line = f"other_optimizers='{EIGHT_BITS}' needs a Trainer that makes its optimizer from optim=..., which this run does not"
     with pytest.raises(ValueError, match=line):
         trainer_of(tmp_path, asked, OwnOptimizer)
     accelerator = OSDPAccelerator(cpu=True, osdp=asked)

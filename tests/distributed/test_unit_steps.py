@@ -267,7 +267,7 @@ def test_plain_loop_and_accumulation_and_shared_counters_are_refused():
     class Counts(torch.optim.SGD):
         pass
 
-    with pytest.raises(OSDPError, match=r"Counts may keep what all its parameters share; set step_in_backward=False"):
+    with pytest.raises(OSDPError, match=r"Counts may keep state that all its parameters share; set step_in_backward=False"):
         bind_optimizer(model, plan, units, [Counts(model.parameters())])
     with pytest.raises(OSDPError, match=r"there are several optimizers"):
         bind_optimizer(model, plan, units, [torch.optim.SGD([p]) for p in model.parameters()])
@@ -278,4 +278,4 @@ def test_a_request_that_accumulation_leaves_without_effect_is_said(caplog):
     config = OSDPConfig(step_in_backward=True, hardware="cpu", memory_limit="1GiB", **sizes)
     plan = find_plan(gpt2(), config, facts(world_size=1)).plan
     assert plan.accumulation_steps == 2 and not any(unit.step_in_backward for unit in plan.units)
-    assert "step_in_backward=True has no effect: the plan accumulates 2 micro-steps; a smaller global batch" in caplog.text
+    assert "step_in_backward=True has no effect: the plan accumulates 2 micro-steps; use a smaller global batch" in caplog.text

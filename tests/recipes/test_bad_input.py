@@ -43,7 +43,7 @@ CASES: dict[str, dict[str, tuple[dict[str, object], str]]] = {
             "Cannot use config_overrides=n_layer=two: invalid literal for int",
         ),
         "unknown model type": (dict(model_type="gpt9", config_overrides=None), "model_type='gpt9'"),
-        "no checkpoint": (dict(resume_from_checkpoint="nowhere"), "There is no checkpoint nowhere; give the path of one"),
+        "no checkpoint": (dict(resume_from_checkpoint="nowhere"), "There is no checkpoint nowhere; give the path of a checkpoint"),
         "adapters of nothing": (dict(lora_rank=2), "lora_rank=2 trains adapters of a pretrained model; give model_name_or_path"),
         "nothing to do": (dict(do_train=None, do_eval=None), "Nothing to do"),
         "fp16 on one CPU process": (dict(fp16=True), "use bf16"),
@@ -96,7 +96,7 @@ CASES: dict[str, dict[str, tuple[dict[str, object], str]]] = {
         "unknown precision": (dict(mixed_precision="fp8"), "--mixed_precision/--mixed-precision: invalid choice: 'fp8' (choose from"),
         "no learning": (dict(learning_rate=0), "learning_rate=0.0 must be greater than 0"),
         "no steps": (dict(max_steps=0), "max_steps=0 must be at least 1"),
-        "no checkpoint": (dict(resume_from_checkpoint="nowhere"), "There is no checkpoint nowhere; give the path of one"),
+        "no checkpoint": (dict(resume_from_checkpoint="nowhere"), "There is no checkpoint nowhere; give the path of a checkpoint"),
         "argument of the Trainer": (dict(do_train=True), "do_train"),
     },
     "train_plain": {

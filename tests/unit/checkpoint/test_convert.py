@@ -45,7 +45,7 @@ def test_single_layout_is_read_by_torch_alone_and_not_converted_back(tmp_path):
     assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight", "transformer.wte.weight"}
     its.load_state_dict(torch.load(tmp_path / "single" / "optimizer.bin", weights_only=True))
     assert_equal(model, optimizer, again, its)
-    with pytest.raises(CheckpointError, match=r"goes by the parameters' positions, .* load the checkpoint in the training script"):
+    with pytest.raises(CheckpointError, match=r"are stored by the parameters' positions, .* load the checkpoint in the training script"):
         convert(tmp_path / "single", tmp_path / "whole", to=Target.WHOLE)
     assert not (tmp_path / "whole").exists()
 
@@ -62,4 +62,4 @@ def test_command_writes_what_from_pretrained_reads(tmp_path):
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.float64)
     assert all(torch.equal(value, read.state_dict()[name]) for name, value in model.state_dict().items())
     result = run(folder, tmp_path / "weights", "--to", "whole")
-    assert result.exit_code == 2 and "exists already; give a folder that does not" in " ".join(result.output.split())
+    assert result.exit_code == 2 and "already exists; give a folder that does not" in " ".join(result.output.split())

@@ -111,7 +111,7 @@ def test_links_are_followed_and_unwritable_or_current_folders_are_refused(tmp_pa
     with pytest.raises(CheckpointError, match=r"cannot be written .*; give a folder that is writable"):
         prepare_staging(tmp_path / "file" / "checkpoint-1")
     monkeypatch.chdir(folder)
-    with pytest.raises(ValueError, match=r"cannot take the place of .*, in which this program runs; give a folder inside it"):
+    with pytest.raises(ValueError, match=r"cannot replace .*, this program's working directory; give a folder inside it"):
         small(folder, ".")
 
 
@@ -139,7 +139,7 @@ def other_run(tmp_path):
 
 def test_second_run_in_one_folder_is_refused_in_one_line(tmp_path, monkeypatch, other_run):
     monkeypatch.setattr(folders, "_LOCK_WAIT_S", 0.2)
-    with pytest.raises(CheckpointError, match=r"Another run writes .*; give this run a folder of its own"):
+    with pytest.raises(CheckpointError, match=r"Another run writes .*; give this run another folder"):
         small(tmp_path, "checkpoint-1")
     with pytest.raises(CheckpointError, match="Another run"):
         checkpoint_to_resume(tmp_path)
@@ -151,7 +151,7 @@ def test_second_run_goes_on_when_the_first_has_ended(tmp_path, caplog, other_run
     threading.Timer(0.5, other_run.set).start()
     folder = small(tmp_path, "checkpoint-1")
     assert Manifest.load(folder).files.keys() == {"inside/file"}, "nothing of the other's"
-    assert caplog.text.count("writes checkpoints into") == 1 and "waiting up to 60 s for its end" in caplog.text
+    assert caplog.text.count("writes checkpoints into") == 1 and "waiting up to 60 s for it to end" in caplog.text
     assert not list(tmp_path.glob(".partial/*/checkpoint-1"))
 
 
@@ -192,7 +192,7 @@ def test_damage_is_named_and_passed_over(tmp_path, caplog, monkeypatch, damage, 
     assert f"checkpoint-20: {line}." in caplog.text
     with pytest.raises(CheckpointError) as raised:
         check_checkpoint(tmp_path / "checkpoint-20")
-    assert str(raised.value).endswith(f"checkpoint-20 is damaged: {line}; take one before it.")
+    assert str(raised.value).endswith(f"checkpoint-20 is damaged: {line}; use an earlier checkpoint.")
 
 
 @pytest.mark.parametrize("files", [None, {"inside/file": {"size": "many", "crc32": 0}}])

@@ -63,7 +63,7 @@ def test_restart_takes_checkpoints_of_its_own_training_only(tmp_path, restarted,
 def test_given_path_is_checked_and_resumed(tmp_path, restarted):
     given = saved(tmp_path / "elsewhere")
     assert checkpoint_to_resume(tmp_path / "run", given) == given
-    with pytest.raises(CheckpointError, match=r"There is no checkpoint .*; give the path of one"):
+    with pytest.raises(CheckpointError, match=r"There is no checkpoint .*; give the path of a checkpoint"):
         checkpoint_to_resume(tmp_path / "run", tmp_path / "nowhere")
     saved(tmp_path / "run" / "checkpoint-2")
     restarted()
@@ -88,7 +88,7 @@ def test_restart_passes_over_checkpoints_without_optimizer(tmp_path, restarted, 
     assert "has no optimizer state" in caplog.text and "training starts from the beginning" in caplog.text
 
 
-@pytest.mark.parametrize(("note", "line"), [('{"training": "ab', "is not JSON"), ("[]", "is no note of a training")])
+@pytest.mark.parametrize(("note", "line"), [('{"training": "ab', "is not JSON"), ("[]", "holds no training id")])
 def test_damaged_note_of_the_training_is_not_taken_for_none(tmp_path, restarted, note, line):
     small(tmp_path)
     start_fresh(tmp_path)

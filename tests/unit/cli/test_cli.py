@@ -273,9 +273,9 @@ def test_plan_takes_devices_and_times_of_a_profile(model, description, tmp_path)
     [
         (("--lora-rank", "2", "--lora-targets", "nothing"), "LoRA adapters cannot be put into GPT2LMHeadModel"),
         (("--json", "no/such/folder/x.json"), "there is no folder"),
-        (("--no-recompute", "--activation-checkpointing"), "recompute=False has no effect beside activation checkpointing"),
+        (("--no-recompute", "--activation-checkpointing"), "recompute=False has no effect with activation checkpointing"),
         (("--device", "cpu", "--memory-limit", "1GiB", "--host-offload"), "host_offload=True, but the CPU trains in the host's own memory"),
-        (("--split-vocabulary", "--no-operator-splitting"), "split_vocabulary=True has no effect beside operator_splitting"),
+        (("--split-vocabulary", "--no-operator-splitting"), "split_vocabulary=True has no effect with operator_splitting"),
     ],
 )
 def test_plan_refuses_options_that_cannot_be_used(model, options, message):

@@ -290,7 +290,7 @@ def test_topology_counts_equal_nodes():
     ("names", "message"),
     [
         ("aaab", r"different numbers of processes \(a: 3, b: 1\); start equally many on each, for example 1"),
-        ("abab", r"Ranks of a are not numbered one after the other; .*--distribution=block"),
+        ("abab", r"Ranks of a are not numbered consecutively; .*--distribution=block"),
     ],
 )
 def test_topology_refuses_unequal_nodes_and_ranks_dealt_out_in_turn(names, message):

@@ -84,7 +84,7 @@ class _Weights(TrainerCallback):
 def test_trainer_refuses_a_damaged_path_takes_the_one_before_and_names_changes(tmp_path, caplog):
     planned(tmp_path, save_total_limit=2).train()
     (tmp_path / "checkpoint-4" / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"checkpoint-4 is damaged: model.safetensors is missing; take one before it"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-4 is damaged: model.safetensors is missing; use an earlier checkpoint"):
         planned(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     again = planned(tmp_path)
     again.train(resume_from_checkpoint=True)
@@ -95,7 +95,7 @@ def test_trainer_refuses_a_damaged_path_takes_the_one_before_and_names_changes(t
     again.train(resume_from_checkpoint=True)
     lines = [record.getMessage() for record in caplog.records if "was saved with" in record.getMessage()]
     assert len(lines) == 1 and "checkpoint-4 was saved with seed 1, precision no, dataset of 16 rows (" in lines[0]
-    assert "this run has seed 2, precision bf16, dataset of 16 rows (" in lines[0] and "To continue it, set what was saved." in lines[0]
+    assert "this run has seed 2, precision bf16, dataset of 16 rows (" in lines[0] and "To continue it, use the saved settings." in lines[0]
     with pytest.raises(ValueError, match=r"There is no complete checkpoint in .*; leave resume_from_checkpoint out to begin"):
         planned(tmp_path / "empty").train(resume_from_checkpoint=True)
 
@@ -168,7 +168,7 @@ def test_restart_on_fewer_processes_keeps_global_batch(tmp_path, monkeypatch, ca
     by_hand.train(resume_from_checkpoint=True)
     assert by_hand.plan.global_batch_size == 2
     assert "checkpoint-2 was saved with global batch 4; this run has global batch 2" in caplog.text
-    assert "set what was saved (OSDPConfig(global_batch_size=4))" in caplog.text
+    assert "use the saved settings (OSDPConfig(global_batch_size=4))" in caplog.text
     caplog.clear()
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     (tmp_path / "checkpoint-3").rename(tmp_path / "other")
@@ -194,7 +194,7 @@ def test_load_best_model_refuses_damaged_checkpoint(tmp_path):
         stock()
 
     damaged._load_best_model = damage
-    with pytest.raises(CheckpointError, match=r"is damaged: model.safetensors has another checksum"):
+    with pytest.raises(CheckpointError, match=r"is damaged: model.safetensors has a different checksum"):
         damaged.train()
 
 

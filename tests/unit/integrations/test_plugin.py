@@ -236,7 +236,7 @@ def test_one_process_runs_what_its_plan_says(tmp_path):
 
 def test_trainer_refuses_model_init_and_recompute_false_beside_gradient_checkpointing(tmp_path):
     args = arguments(tmp_path, per_device_train_batch_size=8, gradient_checkpointing=True)
-    with pytest.raises(ValueError, match="recompute=False has no effect beside activation checkpointing"):
+    with pytest.raises(ValueError, match="recompute=False has no effect with activation checkpointing"):
         Trainer(model=tiny_model("gpt2", layers=1), args=args, train_dataset=DATA, osdp={"recompute": False})
     with pytest.raises(ValueError, match="model_init"):
         Trainer(model_init=lambda: None, args=args, train_dataset=DATA, osdp=True)

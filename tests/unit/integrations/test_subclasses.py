@@ -162,7 +162,7 @@ def test_loss_that_cannot_be_traced_falls_back_with_a_warning(tmp_path, caplog):
 
     trainer = with_osdp(Odd)(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)
     assert trainer.plan is not None
-    assert "What the loop's own loss computes from its batches cannot be traced" in caplog.text
+    assert "The loop's own loss cannot be traced with its batches" in caplog.text
 
 
 def test_traced_loss_runs_on_fake_copies_of_the_modules_that_it_holds(tmp_path):

@@ -123,10 +123,10 @@ def test_a_given_plan_trains_as_asked_or_not_at_all():
         ({"outer_momentum": 0.5}, "outer_momentum have no effect without local_steps"),
         ({"local_steps": 5, "outer_momentum": 1.0}, "outer_momentum=1.0 at least 0 and below 1"),
         ({"local_steps": 5, "outer_learning_rate": "0.7"}, "outer_learning_rate='0.7' must be above 0"),
-        ({"local_steps": 5, "recalibrate": True}, "local_steps=5 cannot run beside recalibrate=True"),
-        ({"local_steps": 5, "on_oom": "replan"}, "local_steps=5 cannot run beside on_oom='replan'"),
-        ({"local_steps": 5, "host_offload": True}, "local_steps=5 cannot run beside host_offload=True"),
-        ({"local_steps": 5, "offload_optimizer": True}, "local_steps=5 cannot run beside offload_optimizer=True"),
+        ({"local_steps": 5, "recalibrate": True}, "local_steps=5 cannot run with recalibrate=True"),
+        ({"local_steps": 5, "on_oom": "replan"}, "local_steps=5 cannot run with on_oom='replan'"),
+        ({"local_steps": 5, "host_offload": True}, "local_steps=5 cannot run with host_offload=True"),
+        ({"local_steps": 5, "offload_optimizer": True}, "local_steps=5 cannot run with offload_optimizer=True"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options, text):

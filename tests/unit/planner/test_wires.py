@@ -129,7 +129,7 @@ def test_given_plan_of_coarser_formats_than_allowed_is_refused():
         with pytest.raises(PlanError, match=f"in int8, but communication='{allowed}'; set communication='int8'"):
             check_communication(plan, OSDPConfig(plan=plan, communication=allowed).wire)
     check_communication(plan, OSDPConfig(plan=plan, communication="int4").wire)
-    with pytest.raises(ValueError, match="learns the links' speed from what is sent as it is, beside communication='int8'"):
+    with pytest.raises(ValueError, match="measures links by exact communication, but the run has communication='int8'"):
         OSDPConfig(recalibrate=True, communication="int8")
     with pytest.raises(ValueError, match="communication='fp8' is not known; use one of exact, bf16, int8, int4"):
         OSDPConfig(communication="fp8")

@@ -34,13 +34,13 @@ def test_from_options_accepts_every_strategy_and_the_switch_of_the_accelerate_fi
     [
         ({"micro_batch_size": True}, ("micro_batch_size=True", "whole number")),
         ({"reduce_every_micro_step": "yes"}, ("reduce_every_micro_step='yes'", "true or false")),
-        ({"recompute": 1}, ("recompute=1 is not a switch",)),
+        ({"recompute": 1}, ("recompute=1 must be true or false",)),
         ({"profile": 3}, ("profile=3 is of type int",)),
         ({"inputs": "batch.py"}, ("inputs='batch.py' is of type str; use a function", "OSDPConfig(inputs=...) in the script.")),
         ({"nodes": 2, "hardware": preset("h100")}, ("nodes=2", "leave nodes out")),
         ({"profile": "p.json", "nodes": 2}, ("nodes=2 would have no effect",)),
-        ({"split_vocabulary": True, "strategy": "fsdp"}, ("split_vocabulary=True has no effect beside strategy='fsdp'",)),
-        ({"osdp": False}, ("osdp: False", "only osdp: true can")),
+        ({"split_vocabulary": True, "strategy": "fsdp"}, ("split_vocabulary=True has no effect with strategy='fsdp'",)),
+        ({"osdp": False}, ("osdp: False", "use osdp: true or leave it out")),
     ],
 )
 def test_bad_options_give_value_limit_and_remedy_in_one_line(options, parts):

@@ -88,7 +88,7 @@ def test_damaged_file_is_made_again_and_old_ones_make_room(described, tmp_path, 
     file.write_text(file.read_text()[:-9])
     assert describe_once(model(), sequence_length=16) == found == describe_once(model(), sequence_length=16)
     assert len(described) == 2
-    monkeypatch.setattr(cache, "_MOST_FILES", 1)
+    monkeypatch.setattr(cache, "_MAX_FILES", 1)
     describe_once(model(), sequence_length=24)
     assert len(list((tmp_path / "kept").iterdir())) == 1
 

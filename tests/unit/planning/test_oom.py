@@ -98,7 +98,7 @@ def test_every_kind_is_known_and_explained_in_the_same_error(kind, problem, plan
         raise error
     said = str(error)
     assert caught.value is error and said.startswith("Out of memory on ") and "memory_limit=" in said and "\n" not in said
-    assert ("4.0 MiB were asked for" in said) == (kind == "cpu allocator")
+    assert ("4.0 MiB were requested" in said) == (kind == "cpu allocator")
 
 
 @pytest.mark.parametrize("error", OTHERS)
@@ -130,7 +130,7 @@ def test_safer_limit_is_below_the_plan_where_the_limit_does_not_bind(problem, pl
 def test_explained_error_has_estimate_and_measurement(problem, plan, handled):
     said = handled(torch.OutOfMemoryError(TORCHS))
     assert "\n" not in said and said.endswith(f"({TORCHS})")
-    assert "1.5 GiB were allocated and 20.0 MiB more asked for." in said
+    assert "1.5 GiB were allocated and 20.0 MiB more requested." in said
     assert f"was estimated to need {format_bytes(plan.peak_bytes)} of a limit of {format_bytes(problem.memory_limit_bytes)}, " in said
     assert re.search(r"No plan needs as little as 1 B; use .*memory limit", said), "a gibibyte is far above the estimate"
 
@@ -145,7 +145,7 @@ def test_explained_error_names_the_next_plan_with_limit_and_cost(problem, plan, 
     assert (
         f"The next plan, for memory_limit={limit}, needs {format_bytes(safer.peak_bytes)} and {format_seconds(safer.step_s)} a step" in said
     )
-    assert ('With on_oom="replan" the run goes on by it.' in said) == (restart.reason_not_to_restart() is None)
+    assert ('With on_oom="replan" the run continues with it.' in said) == (restart.reason_not_to_restart() is None)
 
 
 def test_explained_error_of_a_given_plan_without_figures():
@@ -153,7 +153,7 @@ def test_explained_error_of_a_given_plan_without_figures():
     given = Plan(world_size=1, strategy="osdp", units=(unit,), micro_batch_size=1, accumulation_steps=1, model_fingerprint="abc")
     error = torch.OutOfMemoryError("out of memory")
     OutOfMemoryHandler(nn.Linear(1, 1), given, (), problem=None, on_oom="raise", device=torch.device("cpu")).handle(error)
-    assert "what was allocated is not known. The plan was given; plan again under a lower memory_limit." in str(error)
+    assert "the allocated bytes are not known. The plan was given; plan again under a lower memory_limit." in str(error)
 
 
 def test_uncaught_error_is_explained_as_long_as_the_handler_lives(problem, plan, monkeypatch):
@@ -178,16 +178,16 @@ def test_replan_restarts_by_the_safer_limit_or_says_why_not(problem, plan, handl
     error_type, text = DEVICE[kind]
     monkeypatch.setattr(restart, "reason_not_to_restart", lambda: None)
     monkeypatch.setattr(restart, "note_limit", limits.append)
-    assert "The launcher starts all ranks again, by that plan." in handled(error_type(text), "replan")
+    assert "The launcher restarts all ranks with that plan." in handled(error_type(text), "replan")
     assert limits == [safer_limit(problem, plan, None)]
     monkeypatch.setattr(restart, "reason_not_to_restart", lambda: "no restarts left")
-    assert "cannot start again: no restarts left." in handled(error_type(text), "replan") and len(limits) == 1
+    assert "cannot restart: no restarts left." in handled(error_type(text), "replan") and len(limits) == 1
 
 
 def test_memory_of_the_host_is_no_reason_for_a_plan_of_less_device_memory(handled, monkeypatch):
     monkeypatch.setattr(restart, "note_limit", lambda *_: pytest.fail("it would start again"))
     said = handled(MemoryError("no"), "replan", "cuda")
-    assert said.startswith("Out of the host's memory on ") and "there is no other plan" in said
+    assert said.startswith("Out of host memory on ") and "there is no other plan" in said
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_memory_of_the_host_is_no_reason_for_a_plan_of_less_device_memory(handle
         ("backward", "backward"),
         ("recompute", "recomputation of transformer.h.1"),
         ("step", "the optimizer's step"),
-        ("between", "what lies between model and optimizer"),
+        ("between", "code between model and optimizer"),
     ],
 )
 def test_place_of_an_error_names_moment_and_unit(moment, said, monkeypatch):

@@ -101,7 +101,7 @@ def test_given_plan_runs_as_it_is(model, given, tmp_path):
         ({}, {"global_batch_size": 16}, "takes 8 samples a step, but 16"),
         ({}, {"micro_batch_size": 1}, "samples at once, but batches hold 1"),
         ({"world_size": 2}, {}, "for 1 processes, but 2 are running"),
-        ({"cpu_offload": True, "device_type": "cuda"}, {}, "stay on the device; leave it out"),
+        ({"cpu_offload": True, "device_type": "cuda"}, {}, "on the device; leave it out"),
         ({}, {"memory_limit": "10KiB"}, "more than memory_limit=10.0 KiB"),
         ({}, {"plan": {"sequence_length": 8}}, "for 8 tokens a sample, but samples have 16"),
     ],

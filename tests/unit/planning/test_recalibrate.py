@@ -93,7 +93,7 @@ def test_recalibrate_raises_infeasible_with_figures_where_no_plan_fits():
     with pytest.raises(InfeasibleError, match=r"fits 4.0 MiB per device: plan \w+ needed .* estimated .* Use ") as caught:
         run(lambda tried: Observation(steps=6, median_step_s=0.1, peak_bytes=LIMIT + 2**20))
     assert caught.value.least_peak_bytes == LIMIT + 2**20 + RESERVED
-    with pytest.raises(InfeasibleError, match="needed more memory than there is"):
+    with pytest.raises(InfeasibleError, match="needed more memory than is available"):
         run(lambda tried: OUT_OF_MEMORY)
 
 
