@@ -92,7 +92,7 @@ def _replace(stock: type, ours: type) -> None:
     for early in subclasses:
         if not early.__module__.startswith("hf_osdp."):
             raise ValueError(
-                f"{early.__module__}.{early.__qualname__} is a subclass of {stock.__name__} that was defined before hf_osdp.run could replace it;"
+                f"{early.__module__}.{early.__qualname__} was derived from {stock.__name__} before hf_osdp.run could replace it;"
                 f" import {early.__module__} in the script, or use hf_osdp.{ours.__name__} there."
             )
     for module in list(sys.modules.values()):

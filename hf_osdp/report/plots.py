@@ -48,7 +48,7 @@ def check_plot_path(path: str | Path) -> Path:
     if path.suffix not in SUFFIXES:
         raise ValueError(f"Plot file {str(path)!r} ends in {path.suffix!r}; use one of {', '.join(SUFFIXES)}.")
     if not path.parent.is_dir():
-        raise ValueError(f"Plot file {str(path)!r}: there is no folder {str(path.parent)!r}; make it, or name another.")
+        raise ValueError(f"Plot file {str(path)!r}: folder {str(path.parent)!r} does not exist; create it, or give another.")
     try:
         import altair  # noqa: F401
         import vl_convert  # noqa: F401

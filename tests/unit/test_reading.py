@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hf_osdp.reading import MOST_DEPTH, MOST_CHARACTERS, parse_json, read_bytes, read_json
+from hf_osdp.reading import MOST_CHARACTERS, MOST_DEPTH, parse_json, read_bytes, read_json
 
 
 class Refused(Exception):
