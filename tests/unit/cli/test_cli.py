@@ -189,7 +189,7 @@ def test_plan_simulates_beside_the_estimate(model, tmp_path):
 def test_explain_needs_the_plan_file_alone(planned, tmp_path):
     plan, inputs = read_plan_file(planned[0])
     done = call("explain", planned[0], "--json", tmp_path / "report.json", "--plot", tmp_path / "x.html")
-    assert done.exit_code == 0 and "What binds: " in done.stdout
+    assert done.exit_code == 0 and "Bottleneck: " in done.stdout
     assert_readable(done.stdout)
     assert (tmp_path / "x.html").stat().st_size > 2000
     content = as_json("explain", planned[0])
