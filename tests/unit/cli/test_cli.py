@@ -271,7 +271,7 @@ def test_plan_takes_devices_and_times_of_a_profile(model, description, tmp_path)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--lora-rank", "2", "--lora-targets", "nothing"), "LoRA adapters cannot be put into GPT2LMHeadModel"),
+        (("--lora-rank", "2", "--lora-targets", "nothing"), "LoRA adapters cannot be added to GPT2LMHeadModel"),
         (("--json", "no/such/folder/x.json"), "does not exist; create it"),
         (("--no-recompute", "--activation-checkpointing"), "recompute=False has no effect beside activation checkpointing"),
         (("--device", "cpu", "--memory-limit", "1GiB", "--host-offload"), "host_offload=True, but the CPU trains in the host's own memory"),
