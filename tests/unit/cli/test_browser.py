@@ -146,4 +146,4 @@ def test_port_that_is_taken_is_one_line():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         done = CliRunner().invoke(app, ["app", "--port", str(taken.getsockname()[1])])
-    assert done.exit_code == 2 and "nothing can be served there; give another" in done.stderr and done.stderr.count("\n") == 1
+    assert done.exit_code == 2 and "this address cannot be used; give another" in done.stderr and done.stderr.count("\n") == 1

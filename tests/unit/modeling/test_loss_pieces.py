@@ -221,7 +221,7 @@ def test_second_backward_and_fp16_are_refused():
     loss.backward(retain_graph=True)
     with pytest.raises(OSDPError, match="differentiated twice"):
         loss.backward()
-    with pytest.raises(OSDPError, match="loses them in fp16; use bf16"), torch.autocast("cpu", torch.float16):
+    with pytest.raises(OSDPError, match="underflow in fp16; use bf16"), torch.autocast("cpu", torch.float16):
         in_pieces(**batch())
 
 

@@ -376,7 +376,7 @@ class NoLabels(LlamaForCausalLM):
 BERT = BertConfig(**SIZES, intermediate_size=32, max_position_embeddings=16)
 FC = "transformer.h.0.mlp.c_fc"
 REFUSED = {
-    "absent": (GPT2, "transformer.mlp.c_fc", 2, ValueError, "no module of GPT2LMHeadModel; did you mean 'transformer.h.0.mlp.c_fc'?"),
+    "absent": (GPT2, "transformer.mlp.c_fc", 2, ValueError, "is not a module of GPT2LMHeadModel; did you mean 'transformer.h.0.mlp.c_fc'?"),
     "absent, nothing alike": (GPT2, "nothing", 2, ValueError, "take a name from named_modules"),
     "too many slices": (GPT2, "lm_head", 62, ValueError, f"has {VOCABULARY} output features, too few for 62 slices; use at most 61"),
     "another class": (GPT2, "transformer.h.0.ln_1", 2, OSDPError, "is a LayerNorm, but only nn.Linear and GPT-2's Conv1D"),
