@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 MOST_BYTES = 32 * 2**20
-"""The largest file that is read, unless the caller says otherwise."""
+"""The largest file that is read, unless the caller gives another limit."""
 MOST_DEPTH = 64
 """The deepest nesting of lists and objects."""
 MOST_CHARACTERS = 4096

@@ -15,7 +15,7 @@ from ..planner.presets import preset_names
 from ..planner.problem import Strategy
 
 
-def option(metavar: str, text: str, **rules: Any) -> Any:  # noqa: ANN401  (typer's, too, says so)
+def option(metavar: str, text: str, **rules: Any) -> Any:  # noqa: ANN401  (like typer.Option)
     """Return an option with a name for its value and a help text."""
     return typer.Option(metavar=metavar, help=text, **rules)
 

@@ -137,12 +137,12 @@ class Planner:
         from ..planning.cache import warnings_of_package
 
         case = Case(self._request(question))
-        with redirect_stderr(io.StringIO()) as said:  # the line about a built-in shape
+        with redirect_stderr(io.StringIO()) as stderr:  # the line about a built-in shape
             _ = case.model_config
         with warnings_of_package() as warnings:
             plan, problem = case.found.plan, case.found.problem
         estimate = PlanInputs.of(problem).estimate(plan)
-        warned = tuple(dict.fromkeys([line.removeprefix("hf-osdp: ") for line in said.getvalue().splitlines()] + warnings))
+        warned = tuple(dict.fromkeys([line.removeprefix("hf-osdp: ") for line in stderr.getvalue().splitlines()] + warnings))
         return Planned(question=question, case=case, plan=plan, problem=problem, estimate=estimate, warnings=warned)
 
     def what_if(self, question: Question, memory_limit: str, devices_per_node: int) -> list[Answer]:

@@ -95,7 +95,7 @@ class _OffloadedStorage:
 
     @property
     def changed(self) -> bool:
-        """Whether it was changed in place since it was sent, perhaps while the copy ran."""
+        """Whether it was changed in place since its copy to the host began."""
         return self._changed_before_free or (self.device is not None and not self.fetched and self.device._version != self._version)
 
     def free(self) -> None:

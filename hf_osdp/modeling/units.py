@@ -97,10 +97,10 @@ def find_units(
             embeds = isinstance(modules[name.rpartition(".slices.")[0]], SplitEmbedding)
             groups[(name,)] = GatherSpan.CALLS if embeds else GatherSpan.USE
     groups |= {_outermost_owners(tie, blocks): GatherSpan.STEP for tie in ties}
-    taken = {name for names in groups for name in names}
+    grouped = {name for names in groups for name in names}
     ends = embedding_and_head(model)
     for name, module in modules.items():
-        if name and module in ends and _numel(module) and not any(_is_within(name, other) for other in taken):
+        if name and module in ends and _numel(module) and not any(_is_within(name, other) for other in grouped):
             groups[(name,)] = GatherSpan.USE
     keeping = _batch_norm_groups(modules, parts, {name for tie in ties for name in tie}) if low_precision else ()
     groups |= dict.fromkeys(keeping, GatherSpan.STEP)

@@ -104,8 +104,8 @@ def _overrun(other: Alternative, units: int) -> str:
     if other.over_bytes <= 0:
         return f"fits, peak {format_bytes(other.peak_bytes)}"
     one = other.single_over_bytes
-    alone = "" if units == 1 else f" (one unit: {format_bytes(one)} over)" if one > 0 else " (one unit fits)"
-    return f"{format_bytes(other.over_bytes)} over the limit{alone}"
+    single = "" if units == 1 else f" (one unit: {format_bytes(one)} over)" if one > 0 else " (one unit fits)"
+    return f"{format_bytes(other.over_bytes)} over the limit{single}"
 
 
 def bottleneck_text(bottleneck: Bottleneck, plan: Plan) -> str:

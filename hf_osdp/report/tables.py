@@ -183,9 +183,9 @@ def _other_arithmetic(plan: Plan) -> Iterator[str]:
 
 def batch_text(plan: Plan) -> str:
     """Return the samples of an optimizer step as a product: `4 x 2 samples x 1 micro-steps = 8 per step`."""
-    apart = f"{plan.machines} machines x " if plan.local_steps is not None else ""
+    machines = f"{plan.machines} machines x " if plan.local_steps is not None else ""
     product = f"{plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps"
-    return f"{apart}{product} = {plan.global_batch_size} per step"
+    return f"{machines}{product} = {plan.global_batch_size} per step"
 
 
 def _peak_line(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None) -> str:
