@@ -69,7 +69,7 @@ def checks_table(title: str, rows: Sequence[tuple[str, str, str]]) -> Table:
 def profile_tables(profile: Profile) -> list[str | Table]:
     """Return tables and lines for a rich console: the device, collectives, and times of segments."""
     hardware = profile.hardware
-    alone = "One process: no collectives were measured. Start as many as will train, for example with torchrun --nproc-per-node 8."
+    alone = "One process: no collectives were measured. Start all training processes, for example with torchrun --nproc-per-node 8."
     parts: list[str | Table] = [_device_line(profile), _collectives(hardware) if hardware.timings else alone]
     if (own := hardware.fsdp_overhead) is not None:
         updates = ", ".join(f"{step.value.replace('_', '-')} {format_seconds(time.tensor_s)}" for step, time in own.updates.items())
