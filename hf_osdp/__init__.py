@@ -1,6 +1,6 @@
 """Optimal sharded data parallelism for Hugging Face models on PyTorch FSDP2.
 
-Public names are loaded when first used, so that `import hf_osdp` stays quick.
+Public names are loaded on first use, so that `import hf_osdp` stays fast.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _MODULES = {
     "TrainingJob": "planner.job",
     "with_osdp": "integrations.trainer",
 }
-"""Where names that are loaded when first used come from."""
+"""The module of each name that is loaded on first use."""
 __all__ = [*sorted(_MODULES), *(name for name in dir() if name.endswith("Error")), "__version__"]
 
 

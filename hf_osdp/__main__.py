@@ -1,4 +1,4 @@
-"""`python -m hf_osdp`, and so `torchrun -m hf_osdp`: the command line."""
+"""The command line as `python -m hf_osdp` and `torchrun -m hf_osdp`."""
 
 from __future__ import annotations
 

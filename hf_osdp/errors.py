@@ -1,4 +1,4 @@
-"""Errors of the domain. What a user passed wrongly is a `ValueError`; these say what the package found out."""
+"""Errors of the domain. A wrong argument raises `ValueError`; these errors report problems that the package found itself."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class HardwareError(OSDPError):
 
 
 class LaunchError(OSDPError):
-    """The launched ranks do not come together: some are missing, were started twice, or run other versions."""
+    """The launched ranks cannot form a process group: some are missing, were started twice, or run other versions."""
 
 
 class CheckpointError(OSDPError):
-    """A checkpoint is damaged, incomplete, or of another model."""
+    """A checkpoint is damaged, incomplete, or belongs to another model."""
 
 
 class ProfileError(OSDPError):
@@ -35,16 +35,16 @@ class ProfileError(OSDPError):
 
 
 class PreflightError(OSDPError):
-    """A run would fail, or train something else than was meant; nothing was sharded or written."""
+    """A run would fail or train something that the user did not intend; nothing was sharded or written."""
 
 
 class InfeasibleError(OSDPError):
     """No plan meets the memory limit.
 
     Attributes:
-        memory_limit_bytes: the limit that was asked for, in bytes.
-        least_peak_bytes: the tightest limit that some plan would meet, in bytes, the margin included.
-        remedies: changes that would make it fit, the cheapest first, one line each.
+        memory_limit_bytes: the requested limit, in bytes.
+        least_peak_bytes: the lowest limit that some plan would meet, in bytes, including the margin.
+        remedies: changes that would make the model fit, cheapest first, one line each.
     """
 
     def __init__(self, message: str, *, memory_limit_bytes: int, least_peak_bytes: int, remedies: tuple[str, ...] = ()) -> None:
@@ -59,15 +59,15 @@ class PlanError(OSDPError):
 
 
 class PlanMismatchError(PlanError):
-    """Ranks hold different plans, or what runs is not what the plan says."""
+    """Ranks hold different plans, or the sharded model differs from the plan."""
 
 
 class UnreducedGradientError(OSDPError):
-    """A unit got a gradient that was not reduced over the ranks, so that they would train different weights."""
+    """A unit has a gradient that was not reduced over the ranks, so that the ranks would train different weights."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known names that look most like one that is not known, as an addition to a message; empty where none does."""
+    """Return the known names most similar to an unknown name, as an addition to a message; empty if none is similar."""
     text, names = name.lower(), tuple(known)
     found = dict.fromkeys([*(one for one in names if text in one), *difflib.get_close_matches(text, names, n=3)])
     return f" (nearest: {', '.join([*found][:3])})" if text and found else ""

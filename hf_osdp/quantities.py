@@ -1,4 +1,4 @@
-"""Read and write bytes, seconds and counts for people. Inside the package they are plain `int` and `float`."""
+"""Parse and format bytes, seconds and counts. Inside the package they are plain `int` and `float`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([a-z]*)\s*", re.IGN
 
 
 def parse_bytes(value: int | float | str, *, name: str = "memory_limit") -> int:
-    """Read bytes, given as a number or as text such as `"8GiB"` (2**30) or `"16 GB"` (10**9); errors call the value `name`.
+    """Parse bytes from a number or from text such as `"8GiB"` (2**30) or `"16 GB"` (10**9); errors call the value `name`.
 
     Raises:
         ValueError: the text is not a number with a known unit, or the amount is not between 1 byte and 2**60 bytes.
     """
     remedy = "write it as bytes or with a unit, for example 8GiB or 500MB"
-    amount = None if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) else value  # an int as it is
+    amount = None if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) else value  # an int stays exact
     if isinstance(value, str) and (match := _QUANTITY.fullmatch(value)) and (unit := match[2].lower() or "b") in _UNIT_BYTES:
         amount = float(match[1]) * _UNIT_BYTES[unit]
     if amount is None:
@@ -31,22 +31,22 @@ def parse_bytes(value: int | float | str, *, name: str = "memory_limit") -> int:
 
 
 def parse_limit(value: int | float | str, *, name: str = "memory_limit") -> int:
-    """Read a device's memory limit as `parse_bytes` does; ValueError also for so few bytes that a unit must have been meant."""
+    """Parse a device's memory limit like `parse_bytes`; raise ValueError also if the value is so small that its unit must be missing."""
     limit, number = parse_bytes(value, name=name), str(value).strip()
     if limit < _LEAST_LIMIT and number.isdecimal():
-        raise ValueError(f"{name}={value!r} has no unit, and {number} bytes hold no model; write {number}GiB, or the unit that was meant.")
+        raise ValueError(f"{name}={value!r} has no unit, and {number} bytes are too few for any model; write {number}GiB, or another unit.")
     return limit
 
 
 def whole_bytes(value: int | float, *, name: str = "memory_limit_bytes") -> int:
-    """Return a number of bytes, which must come without a unit; raise ValueError where it is not between 1 byte and 2**60 bytes."""
+    """Return a number of bytes given without a unit; raise ValueError if it is not between 1 byte and 2**60 bytes."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value < 2**60:
         return int(value)
     raise ValueError(f'{name}={value!r} must be a number of bytes from 1 to 2**60; give one, for example 8 * 2**30 or parse_bytes("8GiB").')
 
 
 def format_bytes(count: int | float) -> str:
-    """`1536` → `"1.5 KiB"`. Binary units, as device memory is counted."""
+    """`1536` → `"1.5 KiB"`. Binary units, as is usual for device memory."""
     sign, amount = ("-", -count) if count < 0 else ("", count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1024:

@@ -1,6 +1,6 @@
-"""Read files and JSON that come from elsewhere, within a size and without surprises.
+"""Read untrusted files and JSON, up to a size limit.
 
-Refused are: keys that stand twice, NaN, numbers beyond 2**63 or 1e30, control characters, nesting without end, pipes and devices.
+Refused are: duplicate keys, NaN, numbers beyond 2**63 or 1e30, control characters, deep nesting, pipes and devices.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 MOST_BYTES = 32 * 2**20
-"""The largest file that is read, unless the caller says otherwise."""
+"""The largest file that is read, unless the caller gives another limit."""
 MOST_DEPTH = 64
-"""Levels of lists and objects inside each other."""
-MOST_LETTERS = 4096
-"""Letters of one text: as many as a path may have on Linux."""
+"""The deepest nesting of lists and objects."""
+MOST_CHARACTERS = 4096
+"""The longest text: as long as a path may be on Linux."""
 _MOST_WHOLE = 2**63 - 1
 _MOST_REAL = 1e30
 """Products of several such numbers stay within a float."""
@@ -34,10 +34,10 @@ class _Refused(Exception):
 
 
 def read_bytes(path: str | Path, what: str, error: MakeError = ValueError, *, limit_bytes: int = MOST_BYTES) -> bytes:
-    """Return the bytes of a file of at most `limit_bytes`, which should hold a `what`, such as a `plan`.
+    """Return the bytes of a file of at most `limit_bytes`; errors say what it should hold, `what`, such as a `plan`.
 
     Raises:
-        Exception: as `error` makes it from its one line; the file is missing, is not a file, cannot be read, or is larger.
+        Exception: made by `error` from one line; the file is missing, is not a file, cannot be read, or is larger.
     """
     path = Path(path)
     try:
@@ -60,7 +60,7 @@ def parse_json(text: str | bytes, error: MakeError = ValueError) -> Any:  # noqa
     """Return the value of strict JSON, in UTF-8: finite numbers, each key once.
 
     Raises:
-        Exception: as `error` makes it from the rest of a sentence that begins with the file's name: `is not JSON (line 3, ...)`.
+        Exception: made by `error` from the rest of a sentence that begins with the file's name: `is not JSON (line 3, ...)`.
     """
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8-sig")  # some editors write a byte order mark
@@ -73,22 +73,22 @@ def parse_json(text: str | bytes, error: MakeError = ValueError) -> Any:  # noqa
         raise error(f"is not JSON (byte {problem.start} is not UTF-8: {problem.reason})") from None
     except json.JSONDecodeError as problem:
         raise error(f"is not JSON (line {problem.lineno}, column {problem.colno}: {problem.msg})") from None
-    except ValueError as problem:  # an integer of more digits than Python reads
+    except ValueError as problem:  # an integer with more digits than Python parses
         raise error(f"is not JSON ({problem})") from None
     except RecursionError:
         raise error(f"is JSON that is nested more than {MOST_DEPTH} deep") from None
 
 
 def read_json(path: str | Path, what: str, error: MakeError = ValueError, *, limit_bytes: int = MOST_BYTES) -> Any:  # noqa: ANN401
-    """Return what a JSON file holds; arguments and errors are those of `read_bytes`, and `parse_json` says what else is refused."""
+    """Return the value in a JSON file; arguments and errors are those of `read_bytes` and `parse_json`."""
     content = read_bytes(path, what, error, limit_bytes=limit_bytes)
     return parse_json(content, lambda problem: error(f"{path} {problem}; it is not a {what} that can be read."))
 
 
 def problem_of_text(text: str) -> str | None:
-    """Return why a text must not be written into a file or onto a terminal, as the end of a sentence; None where it may."""
-    if len(text) > MOST_LETTERS:
-        return f"is of {len(text)} letters, more than {MOST_LETTERS}"
+    """Return why a text must not be written into a file or onto a terminal, as the end of a sentence; None if it may be."""
+    if len(text) > MOST_CHARACTERS:
+        return f"has {len(text)} characters, more than {MOST_CHARACTERS}"
     return "has control characters" if _UNPRINTABLE.search(text) else None
 
 
@@ -101,11 +101,11 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _not_a_number(text: str) -> NoReturn:
-    raise _Refused(f"has {text}, which is no number")
+    raise _Refused(f"has {text}, which is not a number")
 
 
 def _check_values(value: object) -> None:
-    """Check depth, texts and numbers, level by level: without recursion."""
+    """Check depth, texts and numbers, level by level, without recursion."""
     level, depth = [value], 0
     while level:
         inside: list[object] = []

@@ -1,10 +1,10 @@
-"""Train a script that does not know hf_osdp under a plan: its `Trainer` and its `Accelerator` are ours.
+"""Run a training script under a plan without changing it: replace its `Trainer` and its `Accelerator` by those of hf_osdp.
 
     accelerate launch --config_file accelerate_configs/osdp.yaml -m hf_osdp.run train.py ARGUMENTS...
     torchrun --nproc-per-node 8 -m hf_osdp.run train.py ARGUMENTS...
     torchrun --nproc-per-node 8 -m hf_osdp.run -m package.module ARGUMENTS...
 
-A plan for all the memory that there is, unless the file given to `accelerate launch`, or the script, says more.
+The plan may use all device memory, unless the file given to `accelerate launch`, or the script, sets a limit or other options.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from .errors import OSDPError
 
 _USER_ERROR = 2
 _OTHERS = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM", "ACCELERATE_USE_FSDP": "FSDP without OSDP"}
-"""What a launcher's file may ask for instead: variable → name."""
+"""Other plugins that a launcher's file may select: variable → name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Put our classes in the place of the stock ones, then run `SCRIPT ARGUMENTS...` or `-m MODULE ARGUMENTS...` as Python itself would."""
+    """Replace the stock classes by ours, then run `SCRIPT ARGUMENTS...` or `-m MODULE ARGUMENTS...` as Python itself would."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] in (["-h"], ["--help"]):
         print(__doc__)
         return
     try:
         target, is_module = _target(given)
-        _prepare()
+        _replace_stock_classes()
     except (ValueError, OSDPError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(_USER_ERROR)
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _target(given: Sequence[str]) -> tuple[str, bool]:
-    """Return the script or the module to run, and whether it is a module; raise ValueError where there is none."""
+    """Return the script or the module to run, and whether it is a module; raise ValueError if there is none."""
     is_module = given[:1] == ["-m"]
     if len(given) <= is_module:
         raise ValueError("hf_osdp.run needs a script or -m MODULE; write -m hf_osdp.run train.py ARGUMENTS...")
@@ -56,15 +56,15 @@ def _target(given: Sequence[str]) -> tuple[str, bool]:
     return given[is_module], is_module
 
 
-def _prepare() -> None:
-    """Put our classes in the place of the stock ones, unless the launcher's file has `osdp: false`; or raise ValueError."""
+def _replace_stock_classes() -> None:
+    """Replace the stock classes by ours, unless the launcher's file has `osdp: false`; raise ValueError if it selects another plugin."""
     from .distributed.launcher import is_on, launched_rank, set_variable
     from .integrations.launch import launch_request
 
     request = launch_request()
     if request.osdp is False:
         if launched_rank() == 0:
-            print("hf_osdp: the launcher's file has osdp: false; the script runs as it stands.", file=sys.stderr)
+            print("hf_osdp: the launcher's file has osdp: false; the script runs unchanged.", file=sys.stderr)
         return
     for variable, name in _OTHERS.items():
         if request.osdp is None and is_on(variable):
@@ -80,20 +80,20 @@ def _prepare() -> None:
     from .integrations.trainer import Trainer
 
     if request.use_cpu or not torch.accelerator.is_available():
-        set_variable("ACCELERATE_USE_CPU", "true")  # for TrainingArguments; accelerate does not hand it to FSDP processes
+        set_variable("ACCELERATE_USE_CPU", "true")  # for TrainingArguments; accelerate does not set it for FSDP processes
     _replace(accelerate.Accelerator, OSDPAccelerator)
     _replace(transformers.Trainer, Trainer)
     Trainer.plans_unasked = True
 
 
 def _replace(stock: type, ours: type) -> None:
-    """Have every module that holds a stock class hold ours; raise ValueError where a class was made from the stock one already."""
+    """Replace a stock class by ours in every loaded module; raise ValueError if the stock class already has a subclass."""
     subclasses: list[type] = stock.__subclasses__()
     for early in subclasses:
         if not early.__module__.startswith("hf_osdp."):
             raise ValueError(
-                f"{early.__module__}.{early.__qualname__} was made from {stock.__name__} before hf_osdp.run could replace it; have"
-                f" {early.__module__} imported by the script, or use hf_osdp.{ours.__name__} in it."
+                f"{early.__module__}.{early.__qualname__} was derived from {stock.__name__} before hf_osdp.run could replace it;"
+                f" import {early.__module__} in the script, or use hf_osdp.{ours.__name__} there."
             )
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType) or module.__name__.startswith("hf_osdp."):

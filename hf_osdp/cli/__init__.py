@@ -1,1 +1,1 @@
-"""`hf-osdp`: the planner from the shell."""
+"""The command line, `hf-osdp`."""

@@ -26,7 +26,7 @@ Planning needs no GPU and no weights, only a model's configuration and the kind 
 
 
 class OneLineErrors(TyperGroup):
-    """Commands whose errors are one line on stderr, where the user, the model or a file is at fault; other errors keep their traceback."""
+    """Commands that print errors of the input, the model or a file as one line on stderr; other errors keep their traceback."""
 
     def main(self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **kwargs: Any) -> Any:  # type: ignore[override]  # noqa: ANN401
         words = sys.argv[1:] if args is None else list(args)
@@ -48,10 +48,10 @@ class OneLineErrors(TyperGroup):
 
 
 def browser(
-    host: Annotated[str, option("ADDRESS", "Where to listen; 0.0.0.0 for the whole network.")] = "127.0.0.1",
-    port: Annotated[int, option("N", "Port to listen at.", min=1, max=65535)] = 7860,
+    host: Annotated[str, option("ADDRESS", "Address to listen on; 0.0.0.0 for the whole network.")] = "127.0.0.1",
+    port: Annotated[int, option("N", "Port to listen on.", min=1, max=65535)] = 7860,
 ) -> None:
-    """Serve the planner as a page for the browser: plan, memory over the step, comparison, what-if, and what to copy."""
+    """Serve the planner as a web page: the plan, memory over the step, a comparison, what-if, and code to copy."""
     try:
         from .browser import build
     except ImportError as error:
@@ -61,9 +61,9 @@ def browser(
         page.launch(server_name=host, server_port=port, share=False, footer_links=[], quiet=True, prevent_thread_lock=True)
     except OSError:
         raise ValueError(
-            f"--host {host} --port {port}: nothing can be served there; give another, or an address of this machine."
+            f"--host {host} --port {port}: this address cannot be used; give another port, or an address of this machine."
         ) from None
-    typer.echo(f"The planner is at http://{host}:{port}/ until Ctrl-C ends it.")
+    typer.echo(f"The planner is at http://{host}:{port}/; press Ctrl-C to stop it.")
     page.block_thread()
 
 
@@ -84,7 +84,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "run": (run, "--config osdp.yaml train.py --num_train_epochs 1"),
     "app": (browser, "--port 7860"),
 }
-"""Each command with the arguments of an example, which ends its help page."""
+"""Each command with the arguments of the example at the end of its help page."""
 for _name, (_command, _example) in _COMMANDS.items():
     _others = {"allow_extra_args": True, "allow_interspersed_args": False, "ignore_unknown_options": True} if _name == "run" else {}
     app.command(_name, epilog=f"Example: hf-osdp {_name} {_example}", context_settings=_others)(_command)
@@ -92,5 +92,5 @@ for _name, (_command, _example) in _COMMANDS.items():
 
 def main() -> None:
     """Run `hf-osdp`."""
-    gc.set_threshold(100_000, 50, 1000)  # looking for garbage in all that torch and transformers import takes a fifth of a plan's time
+    gc.set_threshold(100_000, 50, 1000)  # collecting garbage among the objects of torch and transformers takes a fifth of a plan's time
     app()

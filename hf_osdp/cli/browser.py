@@ -1,4 +1,4 @@
-"""The planner as a page in the browser, for `hf-osdp app` and for a Space. Needs the extra `app`."""
+"""The planner as a web page, for `hf-osdp app` and for a Space. Needs the extra `app`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from .question import Planned, Planner, Question
 _NAMES = [field.name for field in fields(Question)]
 _CONFIG_BYTES = 2**18
 _KEEP_LINK = "() => { const link = document.querySelector('#link a'); if (link) history.replaceState(null, '', link.href) }"
-"""Puts the question into the browser's address."""
+"""Writes the question into the browser's address."""
 _STYLE = Path(__file__).with_suffix(".css")
 _TITLE = """# The fastest way to train a model on these devices
-For each part of a model hf_osdp decides how it lies on the devices, within the memory limit. Planning needs no GPU and no weights."""
+For each part of a model, hf_osdp decides how to shard it within the memory limit. Planning needs no GPU and no weights."""
 
 
 def build() -> gr.Blocks:
@@ -43,36 +43,36 @@ def build() -> gr.Blocks:
                 ask = gr.Button("Plan", variant="primary", elem_id="ask")
                 link = gr.HTML(elem_id="link", apply_default_css=False)
             with gr.Column(scale=3, min_width=320):
-                refusal = gr.HTML(elem_id="error", apply_default_css=False, min_height=60)
+                error = gr.HTML(elem_id="error", apply_default_css=False, min_height=60)
                 with gr.Column(visible=False) as answers:
                     shown = _answers()
         asked = gr.State()
-        _Page(form, [asked, link, refusal, answers, *shown]).connect(page, ask)
+        _Page(form, [asked, link, error, answers, *shown]).connect(page, ask)
     return page
 
 
 def _form() -> list[Any]:
-    """Return one input for each field of a question, in their order."""
+    """Return one input for each field of a question, in the same order."""
     start = Question()
     with gr.Group():
         model = _choice("model", list(catalogue()), "Model: a hub id")
-        config = gr.Textbox(label="or the text of its config.json", lines=2, max_lines=4, elem_id="config")
+        config = gr.Textbox(label="Or the text of its config.json", lines=2, max_lines=4, elem_id="config")
         file = gr.File(show_label=False, file_types=[".json"], height=130, elem_id="file")
         device = _choice("device", list(preset_names()), "Devices")
         with gr.Row():
-            nodes, devices = _number("num_nodes", "Machines"), _number("devices_per_node", "Devices in each")
-        limit = gr.Textbox(start.memory_limit, label="Memory limit of each device", placeholder="all, or 40GiB", elem_id="memory_limit")
+            nodes, devices = _number("num_nodes", "Machines"), _number("devices_per_node", "Devices per machine")
+        limit = gr.Textbox(start.memory_limit, label="Memory limit per device", placeholder="all, or 40GiB", elem_id="memory_limit")
         with gr.Row():
-            length, batch = _number("sequence_length", "Tokens a sample"), _number("global_batch_size", "Samples a step")
-        precision = _choice("precision", [("what the device is good at", ""), "bf16", "fp16", "no"], "Mixed precision")
-        compiles = gr.Checkbox(start.compile, label="compile blocks with torch.compile", elem_id="compile")
+            length, batch = _number("sequence_length", "Tokens per sample"), _number("global_batch_size", "Samples per step")
+        precision = _choice("precision", [("default of the device", ""), "bf16", "fp16", "no"], "Mixed precision")
+        compiles = gr.Checkbox(start.compile, label="Compile blocks with torch.compile", elem_id="compile")
     file.upload(_read, file, [model, config])
     model.input(lambda: "", None, config)
     return [model, config, device, devices, nodes, limit, length, batch, precision, compiles]
 
 
 def _choice(name: str, choices: Sequence[str | tuple[str, str]], label: str) -> gr.Dropdown:
-    """Return a list that takes other words, too, so that the planner says what is wrong with those of a link."""
+    """Return a list that also accepts other values, so that the planner reports a wrong value of a link."""
     return gr.Dropdown(choices, value=getattr(Question(), name), label=label, allow_custom_value=True, elem_id=name)
 
 
@@ -81,33 +81,33 @@ def _number(name: str, label: str) -> gr.Number:
 
 
 def _read(path: str) -> tuple[str, str]:
-    """Return no model and the text of a config.json."""
+    """Return an empty model name and the text of a config.json."""
     file = Path(path)
     if file.stat().st_size > _CONFIG_BYTES:
-        raise gr.Error(f"The file has {format_bytes(file.stat().st_size)}, which is no config.json; at most {format_bytes(_CONFIG_BYTES)}.")
+        raise gr.Error(f"The file has {format_bytes(file.stat().st_size)}; a config.json may have at most {format_bytes(_CONFIG_BYTES)}.")
     return "", file.read_text(encoding="utf-8", errors="replace")
 
 
 def _answers() -> list[Any]:
-    """Return where the answers are shown: those of `_shown`, then what-if and comparison."""
+    """Return the elements that show the answers: those of `_shown`, then what-if and comparison."""
     plan = gr.HTML(elem_id="plan", apply_default_css=False)
     chart = gr.HTML(elem_id="chart", apply_default_css=False)
     comparison = gr.HTML(elem_id="comparison", apply_default_css=False, min_height=60)
     with gr.Row():
-        limit = gr.Slider(1, 80, step=1, label="What if: GiB of each device", elem_id="limit")
-        devices = gr.Slider(1, 16, step=1, label="What if: devices in each machine", elem_id="devices")
+        limit = gr.Slider(1, 80, step=1, label="What if: GiB per device", elem_id="limit")
+        devices = gr.Slider(1, 16, step=1, label="What if: devices per machine", elem_id="devices")
     changed = gr.HTML(elem_id="what-if", apply_default_css=False, min_height=60)
     script = gr.Code(label="In the script", language="python", interactive=False, elem_id="script")
-    launch = gr.Code(label="Or osdp.yaml, for a script that does not change", language="yaml", interactive=False, elem_id="launch")
+    launch = gr.Code(label="Or osdp.yaml, for an unchanged script", language="yaml", interactive=False, elem_id="launch")
     command = gr.Textbox(label="The same plan on the command line", lines=2, interactive=False, buttons=["copy"], elem_id="command")
     return [plan, chart, limit, devices, script, launch, command, changed, comparison]
 
 
 def _shown(planned: Planned) -> list[Any]:
-    """Return what `_answers` shows of a plan, what-if and comparison empty."""
+    """Return the values of `_answers` for a plan; what-if and comparison are empty."""
     plan, hardware = planned.plan, planned.problem.hardware
     batch, peak, step, rate = batch_cells(plan)
-    tiles = {"a step": step, "samples/s": rate, "peak": peak, "samples x micro-steps": batch}
+    tiles = {"per step": step, "samples/s": rate, "peak": peak, "samples x micro-steps": batch}
     figures = "".join(f"<div><b>{escape(text)}</b>{name}</div>" for name, text in tiles.items())
     lines = (*plan_caption(plan, planned.estimate, hardware), planned.case.precision_line, *planned.warnings)
     caption = "".join(f"<p>{escape(line)}</p>" for line in lines)
@@ -127,7 +127,7 @@ def _shown(planned: Planned) -> list[Any]:
 
 
 class _Page:
-    """What the page does when it is opened, a plan is asked for, or a slider is moved.
+    """Handlers of the page's events: opening it, asking for a plan, moving a slider.
 
     Outputs are the question, its link, an error, the answers as a whole, and each of `_answers`.
     """
@@ -136,15 +136,15 @@ class _Page:
         self._planner, self._form, self._outputs = Planner(), form, outputs
 
     def connect(self, blocks: gr.Blocks, ask: gr.Button) -> None:
-        """Register all events; one runs at a time, as each takes a processor."""
+        """Register all events; one runs at a time, because each occupies a CPU core."""
         asked, link, error, answers, *_, limit, devices, _, _, _, changed, comparison = self._outputs
-        alone: dict[str, Any] = {"concurrency_id": "planner", "concurrency_limit": 1}
-        taken = [asked, error, answers]
-        for event in (ask.click(self.take, self._form, taken), blocks.load(self.open, None, [*self._form, *taken])):
-            answered = event.then(self.answer, asked, self._outputs, show_progress_on=[error, link], **alone)
+        one_at_a_time: dict[str, Any] = {"concurrency_id": "planner", "concurrency_limit": 1}
+        reset = [asked, error, answers]
+        for event in (ask.click(self.submit, self._form, reset), blocks.load(self.open, None, [*self._form, *reset])):
+            answered = event.then(self.answer, asked, self._outputs, show_progress_on=[error, link], **one_at_a_time)
             answered.then(None, js=_KEEP_LINK)
-            answered.then(self.compare, asked, comparison, **alone)
-        gr.on([limit.release, devices.release], self.change, [asked, limit, devices], changed, **alone)
+            answered.then(self.compare, asked, comparison, **one_at_a_time)
+        gr.on([limit.release, devices.release], self.change, [asked, limit, devices], changed, **one_at_a_time)
 
     def open(self, request: gr.Request) -> list[Any]:
         if not request.query_params:
@@ -154,10 +154,10 @@ class _Page:
         except ValueError as error:
             return [*[gr.skip()] * len(self._form), None, _error(error, Question()), gr.skip()]
         values = [getattr(question, name) for name in _NAMES]
-        return [*values, *self.take(*values)]
+        return [*values, *self.submit(*values)]
 
-    def take(self, *values: Any) -> list[Any]:
-        """Take a question from the form, and earlier answers away."""
+    def submit(self, *values: Any) -> list[Any]:
+        """Return the question in the form, and hide earlier answers."""
         return [Question(**dict(zip(_NAMES, values, strict=True))), "", gr.update(visible=False)]
 
     def answer(self, question: Question | None) -> list[Any]:
@@ -170,7 +170,7 @@ class _Page:
         return [question, _link(question), "", gr.update(visible=True), *_shown(planned)]
 
     def compare(self, question: Question | None) -> str:
-        """Compare strategies for the question that was answered, if one was."""
+        """Compare strategies for the answered question, if there is one."""
         if question is None:
             return ""
         planned = self._planner.plan(question)
@@ -184,7 +184,7 @@ class _Page:
 
 
 def _error(error: Exception, question: Question) -> str:
-    """Return the command line's error message; raise errors that are no fault of the input."""
+    """Return the command line's error message; raise errors that the input did not cause."""
     if (line := error_line(error, question.options)) is None:
         raise error
     return _html(f'<div class="error">{escape(line)}</div>')
@@ -192,19 +192,19 @@ def _error(error: Exception, question: Question) -> str:
 
 def _link(question: Question) -> str:
     if not question.link:
-        return _html("<p>The config.json is too long for a link that keeps the question.</p>")
+        return _html("<p>The config.json is too long for a link to this question.</p>")
     return _html(f'<p><a href="{escape(question.link)}">Link to this question</a></p>')
 
 
 def _picture(chart: alt.TopLevelMixin) -> str:
-    """Return a chart as it is drawn for files, as wide as the page lets it be."""
+    """Return a chart as an SVG image."""
     svg = vl_convert.vegalite_to_svg(chart.to_dict())
     source = base64.b64encode(svg.encode()).decode()
     return _html(f'<img src="data:image/svg+xml;base64,{source}" alt="Memory of one device over a step, and time by stream">')
 
 
 def _table(table: Table) -> str:
-    """Return a table of the terminal as HTML, what stands below it included."""
+    """Return a table of the terminal as HTML, with its caption below."""
 
     def row(tag: str, cells: Iterable[object]) -> str:
         aligned = zip(cells, (column.justify for column in table.columns), strict=True)

@@ -43,16 +43,16 @@ _OPTIONS = (
     "block_classes", "recompute", "host_offload", "offload_optimizer", "offload_activations", "compile", "operator_splitting",
     "split_vocabulary", "step_in_backward", "communication", "local_steps", "sequence_length", "global_batch_size", "micro_batch_size",
 )  # fmt: skip
-"""Fields of a request that `OSDPConfig` has, too."""
-_HUB_ANSWERS_S = 5
-"""Seconds that the hub has for its first answer."""
+"""Fields of a request that `OSDPConfig` also has."""
+_HUB_TIMEOUT_S = 5
+"""Seconds to wait for the hub's first answer."""
 
 
 class Case:
-    """The run that a request asks about. Each part is looked up, and refused by OSDPError or ValueError, when it is asked for."""
+    """The run that a request describes. Each part is computed on first use, and raises OSDPError or ValueError if it is wrong."""
 
     def __init__(self, request: Request, other_optimizers: str | None = None) -> None:
-        """Take the request, and the names of optimizers of which one may take the place of the request's, between commas."""
+        """Store the request; `other_optimizers` are names, separated by commas, of optimizers that may replace the request's."""
         self.request = request
         self.choice: OptimizerChoice | None = None
         self.optimizer = OPTIMIZERS[request.optimizer]
@@ -66,7 +66,7 @@ class Case:
 
     @cached_property
     def hardware(self) -> Hardware:
-        """The devices that were named or measured, as many as asked for, with the margin that was asked for."""
+        """The named or measured devices, in the requested number and with the requested margin."""
         request = self.request
         margin = None if request.margin is None else check_margin(request.margin, name="--margin")
         if (request.device is None) == (request.profile is None):
@@ -84,7 +84,7 @@ class Case:
 
     @property
     def precision(self) -> str:
-        """Mixed precision, as asked for or as the device is good at."""
+        """Mixed precision: the requested one, or the device's default."""
         from ..planning.preflight import bf16_on
 
         native = self.hardware.backend is Backend.NCCL and bf16_on(self.hardware.device, "cuda")
@@ -92,11 +92,11 @@ class Case:
 
     @property
     def precision_line(self) -> str:
-        """The precision, and who chose it."""
+        """The precision, and the reason for it."""
         if self.request.precision is not None:
-            return f"Precision {self.precision}, as --precision says."
-        why = "has hardware for it" if self.precision != "no" else "is no GPU with hardware for bf16"
-        return f"Precision {self.precision}, as {self.hardware.device.name} {why}; --precision says otherwise."
+            return f"Precision {self.precision}, set by --precision."
+        why = "has hardware for it" if self.precision != "no" else "is not a GPU with hardware for bf16"
+        return f"Precision {self.precision}, because {self.hardware.device.name} {why}; change it with --precision."
 
     @cached_property
     def model_config(self) -> PreTrainedConfig:
@@ -104,7 +104,7 @@ class Case:
 
     @cached_property
     def config(self) -> OSDPConfig:
-        """What a run would be asked for, without the limit."""
+        """The options of the run, without the limit."""
         from ..planning.config import OSDPConfig
 
         request = self.request
@@ -116,7 +116,7 @@ class Case:
 
     @cached_property
     def facts(self) -> RunFacts:
-        """What is known of the run."""
+        """The facts of the run."""
         from ..planning.facts import RunFacts
 
         request, world_size = self.request, self.hardware.world_size
@@ -132,7 +132,7 @@ class Case:
 
     @property
     def job(self) -> TrainingJob:
-        """The job, in a precision whose rate is known."""
+        """The job; the rate of its precision must be known."""
         from ..planning.facts import training_job
 
         device, job = self.hardware.device, training_job(self.config, self.facts)
@@ -151,10 +151,10 @@ class Case:
 
     @cached_property
     def model(self) -> nn.Module:
-        return self._built(self.model_config)
+        return self._build(self.model_config)
 
-    def _built(self, model_config: object) -> nn.Module:
-        """Return a configuration's model on the meta device, with adapters if asked for, and with float32 masters in mixed precision."""
+    def _build(self, model_config: object) -> nn.Module:
+        """Return a configuration's model on the meta device, with requested adapters, and float32 master weights in mixed precision."""
         from ..modeling.build import build_on_meta, with_lora
         from ..sharding.environment import hold_master_weights
 
@@ -169,7 +169,7 @@ class Case:
 
     @cached_property
     def found(self) -> FoundPlan:
-        """The plan that a run would find, and what it was searched in; with a `choice` where several optimizers may run."""
+        """The plan that a run would find, with its problem; sets `choice` if several optimizers are possible."""
         from ..planning.choices import find_plan_and_optimizer
 
         _ = self.job, self.limit_bytes, self.model_config
@@ -177,10 +177,10 @@ class Case:
         return found
 
     def describer(self, model_config: object = None, *, facts: RunFacts | None = None, sequence_length: int | None = None) -> Describer:
-        """Return what describes the model, or that of another configuration, perhaps for other facts and another length."""
+        """Return a describer of the model, or of another configuration's model, perhaps for other facts and another length."""
         from ..planning.problem import Describer
 
-        model = self._built(model_config) if model_config else self.model
+        model = self._build(model_config) if model_config else self.model
         config = replace(self.config, sequence_length=sequence_length or self.config.sequence_length)
         return Describer(model, config, facts or self.facts, self._trace)
 
@@ -196,19 +196,19 @@ class Case:
         return cache(describe_once)
 
     def timed(self, description: ModelDescription) -> ModelDescription:
-        """Return the description with the profile's times of its blocks, where there is a profile that holds blocks."""
+        """Return the description with the profile's block times, if there is a profile."""
         return description if self.profile is None else with_block_times(description, self.profile)
 
 
 def names_in(text: str | None) -> list[str]:
-    """Return the names between commas."""
+    """Return names that are separated by commas."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 def load_config(model: str) -> PreTrainedConfig:
-    """Load a transformers configuration from a hub id, a folder or a file; raise ValueError where there is none.
+    """Load a transformers configuration from a hub id, a folder or a file; raise ValueError if there is none.
 
-    The hub's cache goes before the hub, and a built-in shape, announced on stderr, stands in where neither has the configuration.
+    The hub's cache is tried before the hub; if neither has the configuration, a built-in shape is used, with a line on stderr.
     """
     path = Path(model).expanduser()
     local = path.exists()
@@ -225,12 +225,12 @@ def load_config(model: str) -> PreTrainedConfig:
         return config
     with suppress(OSError, ValueError):
         return _from_pretrained(model, local_files_only=True)
-    reason = _why_not_from_the_hub(model)
+    reason = _fetch_from_hub(model)
     if reason is None:
         return _read(model, model)
     if (shape := find_shape(model)) is None:
         raise ValueError(f"MODEL {model!r} {reason}; give a config.json, or a folder that has one{nearest(model, shape_names())}.")
-    typer.echo(f"hf-osdp: MODEL {model!r} {reason}; taking the built-in shape of {shape.name}, from {shape.source}.", err=True)
+    typer.echo(f"hf-osdp: MODEL {model!r} {reason}; using the built-in shape of {shape.name}, from {shape.source}.", err=True)
     return shape.config
 
 
@@ -249,26 +249,26 @@ def _read(source: str, model: str) -> PreTrainedConfig:
         raise ValueError(f"MODEL {model!r} has no configuration that transformers can read: {reason}.") from None
 
 
-def _why_not_from_the_hub(model: str) -> str | None:
-    """Fetch a configuration into the hub's cache, or return why there is none.
+def _fetch_from_hub(model: str) -> str | None:
+    """Fetch a configuration into the hub's cache; return the reason if that fails, else None.
 
-    One request with a short time limit goes ahead, as `huggingface_hub` tries for half a minute where nothing answers.
+    A request with a short timeout is sent first, because `huggingface_hub` retries for half a minute if the hub does not answer.
     """
     from huggingface_hub import constants, errors, hf_hub_download
 
     try:
         if not constants.HF_HUB_OFFLINE:
-            with suppress(urllib.error.HTTPError), urllib.request.urlopen(constants.ENDPOINT, timeout=_HUB_ANSWERS_S):
+            with suppress(urllib.error.HTTPError), urllib.request.urlopen(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S):
                 pass
         hf_hub_download(model, "config.json")
     except errors.HFValidationError:
-        return "is no file or folder here, and no hub id"
+        return "is not a file or folder, and not a hub id"
     except errors.GatedRepoError:
-        return "is open only to those who asked for access on its page and logged in (hf auth login)"
+        return "is a gated model: request access on its page and log in (hf auth login)"
     except errors.RepositoryNotFoundError:
-        return "is not known to the hub, or private (hf auth login); it is no file or folder here"
+        return "is not on the hub or is private (hf auth login), and it is not a file or folder"
     except errors.RemoteEntryNotFoundError:
         return "has no config.json on the hub"
     except OSError:
-        return f"is no file or folder here and not in the hub's cache, and the hub ({constants.ENDPOINT}) cannot be reached"
+        return f"is not a file or folder and not in the hub's cache, and the hub ({constants.ENDPOINT}) cannot be reached"
     return None

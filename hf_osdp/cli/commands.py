@@ -29,23 +29,23 @@ if TYPE_CHECKING:
     from ..planning.simulate import SimulatedRound
     from ..report.plots import AnyChart
 
-_RANKS = "missing ones, and those with other versions, models, plans or devices than rank 0: looked at when a run starts"
+_RANKS = "missing ranks, and ranks with other versions, models, plans or devices than rank 0: checked when a run starts"
 
 
 def plan(
     request: Request,
-    output: Annotated[Path | None, option("FILE", "Write the plan, to run with OSDPConfig(plan=FILE) and for `explain FILE`.")] = None,
+    output: Annotated[Path | None, option("FILE", "Write the plan, for OSDPConfig(plan=FILE) and for `hf-osdp explain FILE`.")] = None,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="Run FSDP2's real step on fake tensors; plan again where it passes the limit.")
+        bool, typer.Option("--simulate", help="Run FSDP2's real step on fake tensors; plan again if its peak exceeds the limit.")
     ] = False,
     other_optimizers: Annotated[
         str | None,
-        option("NAMES", "Optimizers, by commas, of which one may take the place of --optimizer where it is faster, or alone fits."),
+        option("NAMES", "Comma-separated optimizers; one of them replaces --optimizer if it is faster, or if only it fits."),
     ] = None,
     json_file: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
-    """Find the fastest plan that fits: a layout for each unit, and the batch with it. Needs no device and no weights."""
+    """Find the fastest plan that fits: a layout for each unit, and the micro-batch size. Needs no device and no weights."""
     screen = Output(json_file, plot=plot, output=output)
     started = time.perf_counter()
     rounds: tuple[SimulatedRound, ...] = ()
@@ -67,12 +67,12 @@ def plan(
     if case.choice is not None:
         screen.print(case.choice.line)
     content = report_content(found, inputs, estimate, planning_s=planning_s)
-    del content["inputs"]  # they are in the file of --output
+    del content["inputs"]  # --output has them
     if rounds:
         content["simulated"] = [{"fingerprint": tried.found.plan.fingerprint, **plain(tried.simulation)} for tried in rounds]
         for earlier in rounds[:-1]:
             over = format_bytes(earlier.peak_on(problem.hardware) - problem.room_bytes)
-            screen.print(f"Plan {earlier.found.plan.fingerprint} was given up: its simulated peak is {over} over the limit.")
+            screen.print(f"Plan {earlier.found.plan.fingerprint} was rejected: its simulated peak is {over} over the limit.")
         last = rounds[-1].simulation
         screen.print("", simulation_table(estimate.memory.peak, last.peak_bytes, last.breakdown))
         screen.print(f"Simulated FSDP2's step on fake tensors in {format_seconds(last.seconds)}.")
@@ -84,7 +84,7 @@ def plan(
 
 
 def _draw(screen: Output, path: Path | None, make: Callable[[ModuleType], AnyChart]) -> None:
-    """Save a chart that is made of the functions of `report.plots`, which needs an extra."""
+    """Save the chart that `make` returns from the module `report.plots`, which needs an extra."""
     if path is not None:
         from ..report import plots
 
@@ -93,24 +93,24 @@ def _draw(screen: Output, path: Path | None, make: Callable[[ModuleType], AnyCha
 
 
 def explain(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A file of `hf-osdp plan --output`, or a run's osdp_report.json.")],
+    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A file from `hf-osdp plan --output`, or a run's osdp_report.json.")],
     json_file: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
-    """Take a plan apart: bytes at the peak and by unit, seconds by stream, what other layouts would cost, what binds."""
+    """Explain a plan: bytes at the peak and by unit, seconds by stream, the cost of other layouts, the bottleneck."""
     screen = Output(json_file, plot=plot)
-    with screen.working("Taking the plan apart"):
+    with screen.working("Explaining the plan"):
         plan, inputs = read_plan_file(plan_file)
         if inputs is None:
             raise ValueError(
-                f"{plan_file} holds a plan alone; explain a file of `hf-osdp plan --output`, or a run's osdp_report.json: they hold what it"
-                " was made from, too."
+                f"{plan_file} holds only a plan; give a file from `hf-osdp plan --output`, or a run's osdp_report.json, which also"
+                " hold the plan's inputs."
             )
         explanation = explain_plan(plan, inputs)
     where = "" if inputs.hardware is None else f" on {inputs.hardware.summary}"
     screen.print(
         f"Plan {plan.fingerprint} ({plan.strategy}) for {plan.model_name or inputs.description.model_class}{where}, {plan.sequence_length}"
-        f" tokens a sample: {batch_text(plan)}.",
+        f" tokens per sample: {batch_text(plan)}.",
         *plan_caption(plan, explanation.estimate)[1:], f"Activations: {inputs.description.trace}.", "", *explanation_tables(explanation),
     )  # fmt: skip
     _draw(screen, plot, lambda plots: plots.plan_chart(plan, inputs, explanation.estimate))
@@ -119,11 +119,11 @@ def explain(
 
 def compare(
     request: Request,
-    points: Annotated[int, typer.Option(min=2, metavar="N", help="Points of the front, each one search.")] = POINTS,
+    points: Annotated[int, typer.Option(min=2, metavar="N", help="Points of the Pareto front; each needs one search.")] = POINTS,
     json_file: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
-    """Set every strategy at its own best batch beside OSDP, and show what more or less memory would buy."""
+    """Compare OSDP with every other strategy, each at its own best batch, and show the throughput for more or less memory."""
     screen = Output(json_file, plot=plot)
     with screen.working("Describing the model", steps=3) as next_step:
         case = Case(request)
@@ -132,7 +132,7 @@ def compare(
         next_step("Searching: strategies")
         rows = case.found.compared(compiles=True)
         peaks = [row.result.plan.peak_bytes for row in rows if row.result is not None]
-        next_step("Searching: the front")
+        next_step("Searching: Pareto front")
         whole = replace(problem, memory_limit_bytes=hardware.room_bytes(hardware.device.memory_bytes), strategy=Strategy.OSDP)
         front = frontier(whole, points=points, at=[problem.room_bytes, *filter(None, peaks)])
     screen.print(comparison_table(rows, problem.memory_limit_bytes), frontier_table(front, problem.room_bytes))
@@ -145,15 +145,15 @@ def compare(
 def doctor(
     request: Request,
     optimizer: Annotated[str, option("NAME", "adamw, momentum, sgd, or a name of TrainingArguments(optim=...).")] = "adamw",
-    output_dir: Annotated[Path | None, option("DIR", "Where the run will write.")] = None,
-    save_total_limit: Annotated[int | None, count("Checkpoints that are kept in it; else all are.")] = None,
+    output_dir: Annotated[Path | None, option("DIR", "Output folder of the run.")] = None,
+    save_total_limit: Annotated[int | None, count("Checkpoints to keep in the output folder; default: all.")] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Look for what would go wrong in a run, with the remedy. Exit code 1 where a run would be stopped."""
+    """Check what would go wrong in a run, and print the remedies. Exit code 1 if a run would be stopped."""
     screen = Output(json_file)
     if save_total_limit is not None and output_dir is None:
         raise ValueError(f"--save-total-limit {save_total_limit} has no effect without --output-dir; give both, or neither.")
-    with screen.working("Looking at model, devices, plan and folder"):
+    with screen.working("Checking model, devices, plan and folder"):
         from ..planning.facts import RunFolder
         from .examination import examine, machine_line
 
@@ -168,17 +168,17 @@ def doctor(
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a checkpoint, of any plan and number of ranks.")],
-    target: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write; it must not exist.")],
+    source: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a checkpoint from any plan and number of ranks.")],
+    target: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write; it must not exist.")],
     to: Annotated[
         Literal["sharded", "whole", "single", "weights"],
         option(
             "sharded|whole|single|weights",
-            "For Accelerate's FSDP2 (SHARDED_STATE_DICT or FULL_STATE_DICT), for one process, or safetensors alone.",
+            "Format: for Accelerate's FSDP2 (SHARDED_STATE_DICT or FULL_STATE_DICT), for one process, or only safetensors.",
         ),
     ],
 ) -> None:
-    """Write a checkpoint again, for plain Accelerate, one process, or from_pretrained. The training script itself reads every layout."""
+    """Convert a checkpoint for plain Accelerate, one process, or from_pretrained. The training script itself reads every layout."""
     from ..checkpoint.convert import Target
     from ..checkpoint.convert import convert as write
 

@@ -1,4 +1,4 @@
-"""The checks of `hf-osdp doctor`, each as far as those before it allow."""
+"""The checks of `hf-osdp doctor`; an error may prevent later checks."""
 
 from __future__ import annotations
 
@@ -33,61 +33,61 @@ T = TypeVar("T")
 Row = tuple[str, str, str]
 """Check, result and text."""
 _LATER = {
-    Check.PROCESSES: "what is free, and other processes on the devices: looked at when a run starts on them",
-    Check.FOLDER: "give --output-dir to have it looked at",
+    Check.PROCESSES: "free memory and other processes on the devices: checked when a run starts there",
+    Check.FOLDER: "give --output-dir to check it",
 }
-"""Text for checks that need more than there is."""
+"""Text for checks that cannot be made yet."""
 
 
 def examine(request: Request, optimizer: str, folder: RunFolder | None) -> list[Row]:
-    """Make all checks that need no start; without a folder its check is left out.
+    """Make all checks that do not need a started run; the folder is checked if it is given.
 
-    Return a row for each finding, each check without one, and one for all that could not be made.
+    Return a row for each finding, a row for each check without one, and one row for all checks that could not be made.
     """
     examination = _Examination(Case(request), optimizer)
     examination.examine(folder)
-    rows, left = [], []
+    rows, missing = [], []
     for check in Check:
         if found := examination.rows.get(check):
             rows += found
         elif check in _LATER:
             rows.append((check.value, "later", _LATER[check]))
         else:
-            left.append(check.value)
-    return rows if not left else [*rows, ("the rest", "not done", f"{', '.join(left)}: an error stands before them")]
+            missing.append(check.value)
+    return rows if not missing else [*rows, ("the rest", "not done", f"{', '.join(missing)}: an earlier error prevents these checks")]
 
 
 class _Examination:
-    """The rows of each check that was made, errors as soon as they are found."""
+    """The rows of each check; errors are added as soon as they are found."""
 
     def __init__(self, case: Case, optimizer: str) -> None:
         self.rows: dict[Check, list[Row]] = {}
         self._case = case
-        self._hardware = self._tried(
+        self._hardware = self._try(
             Check.DEVICES, lambda: case.hardware, lambda h: f"{h.summary}, {format_bytes(h.device.memory_bytes)} each"
         )
-        self._tried(Check.MODEL, lambda: case.model_config)
+        self._try(Check.MODEL, lambda: case.model_config)
         device_type = "cuda" if self._hardware is None else case.device_type
-        spec = self._tried(
+        spec = self._try(
             Check.OPTIMIZER,
             lambda: OPTIMIZERS.get(optimizer) or spec_of_trainer_name(optimizer.lower(), device_type=device_type),
             lambda spec: (
-                f"{spec.name} looks at whole parameters: what it trains is replicated"
+                f"{spec.name} needs whole parameters: the units that it trains are replicated"
                 if spec.needs_whole
-                else f"{spec.name} goes element by element, with {spec.states + len(spec.formats)} states a parameter"
+                else f"{spec.name} is element-wise, with {spec.states + len(spec.formats)} states per parameter"
             ),
         )
         case.optimizer = spec or OptimizerSpec()
 
-    def _tried(self, check: Check, look: Callable[[], T], sound: Callable[[T], str] | None = None) -> T | None:
-        """Return what `look` returns, with what to say of it; None where it refuses, which is then a finding."""
+    def _try(self, check: Check, compute: Callable[[], T], describe: Callable[[T], str] | None = None) -> T | None:
+        """Return the result of `compute` and add a row that describes it; if it raises, add the error as a row and return None."""
         try:
-            found = look()
+            found = compute()
         except (OSDPError, ValueError, OSError) as problem:
             self.rows.setdefault(check, []).append((check.value, "error", " ".join(str(problem).split())))
             return None
-        if sound is not None:
-            self.rows.setdefault(check, [(check.value, "ok", sound(found))])
+        if describe is not None:
+            self.rows.setdefault(check, [(check.value, "ok", describe(found))])
         return found
 
     def examine(self, folder: RunFolder | None) -> None:
@@ -97,20 +97,20 @@ class _Examination:
             return
         description = None
         if Check.MODEL not in self.rows:
-            description = self._tried(
+            description = self._try(
                 Check.MODEL,
                 lambda: case.timed(case.describer().describe()),
                 lambda found: f"{found.model_class}, {format_count(found.numel)} parameters",
             )
-        job = self._tried(
-            Check.BATCH, lambda: case.job, lambda job: f"{job.global_batch_size} samples a step over {hardware.world_size} devices"
+        job = self._try(
+            Check.BATCH, lambda: case.job, lambda job: f"{job.global_batch_size} samples per step over {hardware.world_size} devices"
         )
-        limit = self._tried(Check.LIMIT, lambda: case.limit_bytes, lambda limit: _limit_text(limit, hardware))
+        limit = self._try(Check.LIMIT, lambda: case.limit_bytes, lambda limit: _limit_text(limit, hardware))
         if description is None:
             return
         found: SearchResult | None = None
         if job is not None and limit is not None:
-            found = self._tried(
+            found = self._try(
                 Check.PLAN,
                 lambda: estimated(case.found.problem, case.found.plan),
                 lambda found: (
@@ -132,7 +132,7 @@ class _Examination:
         for finding in (*findings_of(known), split_ties(case.model)):
             if finding is not None:
                 self.rows.setdefault(finding.check, []).append((finding.check.value, finding.severity.value, finding.message))
-        for check, text in _sound(description, known).items():
+        for check, text in _passed(description, known).items():
             self.rows.setdefault(check, [(check.value, "ok", text)])
 
 
@@ -144,21 +144,21 @@ def _best(problem: PlanningProblem) -> tuple[StrategyResult, ...]:
 
 def _limit_text(limit_bytes: int, hardware: Hardware) -> str:
     free = limit_bytes - hardware.room_bytes(limit_bytes)
-    margin = f", and {format_bytes(free)} stay free as a margin" if free else ""
-    return f"{format_bytes(limit_bytes)}, of which the device keeps {format_bytes(hardware.device.reserved_bytes)}{margin}"
+    margin = f", and {format_bytes(free)} are kept free as a margin" if free else ""
+    return f"{format_bytes(limit_bytes)}, of which the device reserves {format_bytes(hardware.device.reserved_bytes)}{margin}"
 
 
-def _sound(description: ModelDescription, known: KnownRun) -> dict[Check, str]:
-    """Return what is to be said of checks that find nothing."""
+def _passed(description: ModelDescription, known: KnownRun) -> dict[Check, str]:
+    """Return the texts of checks without a finding."""
     units, hardware, precision, memory = known.units, known.hardware, known.facts.precision.compute, known.memory
     tied = "; ".join(" = ".join(names) for unit in units for names in unit.shared)
     texts = {
-        Check.BLOCKS: f"{len(units)} units; blocks are {', '.join(description.block_classes)}",
+        Check.BLOCKS: f"{len(units)} units; block classes: {', '.join(description.block_classes)}",
         Check.TIES: tied or "none",
         Check.MASTERS: f"parameters are {', '.join(sorted({p.dtype.value for unit in units for p in unit.parameters}))}",
         Check.FP16: f"computes in {precision.value}" if precision else "no mixed precision",
         Check.FROZEN: "none",
-        Check.ALLOCATOR: "a run on CUDA has its segments expand, or the margin has room for gaps",
+        Check.ALLOCATOR: "a run on CUDA uses expandable segments, or the margin leaves room for fragmentation",
     }
     if known.plan is not None and hardware is not None:
         texts[Check.LINKS] = f"{format_bytes(hardware.inter_node.bytes_per_s)}/s between nodes" if hardware.nodes > 1 else "one node"
@@ -166,25 +166,25 @@ def _sound(description: ModelDescription, known: KnownRun) -> dict[Check, str]:
         texts[Check.PROCESSES] = f"{format_bytes(memory.free_bytes)} of {memory.name} free here"
     if (folder := known.facts.folder) is not None:
         size = format_bytes(checkpoint_bytes(units, known.facts.optimizer, adapters=folder.adapters))
-        texts[Check.FOLDER] = f"{folder.path} can be written and has room; a checkpoint takes {size}"
+        texts[Check.FOLDER] = f"{folder.path} is writable and has enough space; a checkpoint takes {size}"
     return texts
 
 
 def machine_line() -> str:
-    """Return versions, devices, and what carries collectives here."""
+    """Return versions, devices, and the backends of collectives on this machine."""
     python, _, _, *versions = (f"{name} {number}" for name, number in package_versions().items())
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     devices = f"{len(cuda)} x {', '.join(dict.fromkeys(cuda))}" if cuda else "no CUDA device"
-    carriers = [name for name, there in {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}.items() if there]
+    backends = [name for name, exists in {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}.items() if exists]
     memory = tightest(memory_limits())
     return (
-        f"{python.capitalize()}, {', '.join(versions)}; {devices}; {' and '.join(carriers)}; {os.cpu_count()} cores, "
+        f"{python.capitalize()}, {', '.join(versions)}; {devices}; {' and '.join(backends)}; {os.cpu_count()} cores, "
         f"{format_bytes(memory.free_bytes)} of {format_bytes(memory.total_bytes)} free"
     )
 
 
 def _memory_here(hardware: Hardware) -> DeviceMemory | None:
-    """Return the fullest device of this machine of the planned kind, if any; the CPU counts where one node is planned for."""
+    """Return this machine's device of the planned kind with the least free memory, if any; the CPU only if one node is planned."""
     if hardware.backend is Backend.NCCL:
         if not torch.cuda.is_available():
             return None

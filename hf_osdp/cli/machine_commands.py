@@ -1,4 +1,4 @@
-"""`hf-osdp config`, `run` and `profile`: a machine's accelerate configuration, a script under a plan, and what a machine can do."""
+"""`hf-osdp config`, `run` and `profile`: write an accelerate configuration, run a script under a plan, measure a machine."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from .output import Output
 FILE = Path("osdp.yaml")
 _SIZES = "1,2,4"
 _HEAD = """\
-# As `hf-osdp config` writes it. A script starts under a plan, unchanged, with:
+# Written by `hf-osdp config`. To run an unchanged script under a plan:
 #   {launch}
-# Other options of OSDPConfig, such as strategy, plan or recalibrate, go beside `osdp: true`. State dicts: FULL_STATE_DICT or, for large
+# Other options of OSDPConfig, such as strategy, plan or recalibrate, go next to `osdp: true`. State dicts: FULL_STATE_DICT or, for large
 # models, SHARDED_STATE_DICT.
 """
 
 
 def of_this_machine(device: str | None, precision: str | None) -> tuple[str, str]:
-    """Return what to use here, `cpu` or `cuda`, and the mixed precision, where they are not given."""
+    """Return the device type, `cpu` or `cuda`, and the mixed precision; this machine's defaults replace None."""
     import torch
 
     from ..planning.preflight import bf16_on
@@ -40,20 +40,20 @@ def of_this_machine(device: str | None, precision: str | None) -> tuple[str, str
 
 def config(
     flags: dict[str, Any],
-    output: Annotated[Path, option("FILE", "Where the configuration goes.")] = FILE,
-    device: Annotated[Literal["cpu", "cuda"] | None, option("cpu|cuda", "What to train on; CUDA where torch sees it.")] = None,
-    devices_per_node: Annotated[int | None, count("Processes on each machine; else one for each GPU that is here, two on the CPU.")] = None,
+    output: Annotated[Path, option("FILE", "Write the configuration to this file.")] = FILE,
+    device: Annotated[Literal["cpu", "cuda"] | None, option("cpu|cuda", "Device to train on; default: CUDA if torch finds it.")] = None,
+    devices_per_node: Annotated[int | None, count("Processes per machine; default: one per GPU of this machine, two on the CPU.")] = None,
     num_nodes: Annotated[int, count("Machines.")] = 1,
-    main_address: Annotated[str | None, option("HOST[:PORT]", "Of the first machine, where there are several.")] = None,
+    main_address: Annotated[str | None, option("HOST[:PORT]", "Address of the first of several machines.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
 ) -> None:
-    """Write the accelerate configuration for a machine, and show the line that launches a script with it."""
+    """Write an accelerate configuration for a machine, and print the command that starts a script with it."""
     import torch
 
     kind, precision = of_this_machine(device, flags["precision"])
     here = torch.cuda.device_count() if kind == "cuda" else min(2, os.cpu_count() or 1)
     if not (processes := devices_per_node or here):
-        raise ValueError("--device cuda: torch sees no GPU here; give --devices-per-node, the number of them in each machine.")
+        raise ValueError("--device cuda: torch finds no GPU here; give --devices-per-node, the number of GPUs per machine.")
     if (memory_limit := flags["memory_limit"]) is not None:
         parse_limit(memory_limit, name="--memory-limit")
     if output.exists() and not force:
@@ -70,21 +70,21 @@ def config(
 def launch_file(
     device: str, nodes: int, devices_per_node: int, precision: str, options: Mapping[str, object], *, path: Path, main_address: str | None
 ) -> tuple[str, str]:
-    """Return the text of an accelerate configuration, and the line that launches a script with it from the path.
+    """Return the text of an accelerate configuration, and the command that starts a script with the file at `path`.
 
-    `options` stand beside `osdp: true`; `main_address` is HOST or HOST:PORT of the first of several machines.
+    `options` go next to `osdp: true`; `main_address` is HOST or HOST:PORT of the first of several machines.
     """
     import yaml
 
     on_cpu = {"use_cpu": True} if device == "cpu" else {}
     content: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "FSDP",  # of the CPU, too: what starts several processes
+        "distributed_type": "FSDP",  # on the CPU too: it makes accelerate start several processes
         **on_cpu,
         "num_machines": nodes,
         "num_processes": nodes * devices_per_node,
         "machine_rank": 0,
-        **_meeting(nodes, main_address),
+        **_rendezvous(nodes, main_address),
         "mixed_precision": precision,
         "fsdp_config": {
             "fsdp_version": 2,
@@ -98,23 +98,23 @@ def launch_file(
     return _HEAD.format(launch=launch) + yaml.safe_dump(content, sort_keys=False), launch
 
 
-def _meeting(num_nodes: int, address: str | None) -> dict[str, Any]:
+def _rendezvous(num_nodes: int, address: str | None) -> dict[str, Any]:
     if num_nodes == 1:
         if address is not None:
             raise ValueError(f"--main-address {address} has no effect on one machine; leave it out, or give --num-nodes.")
         return {"main_process_port": 0}
     host, _, port = (address or "").partition(":")
     if not host or not (port or "29500").isdecimal():
-        raise ValueError(f"--num-nodes {num_nodes} needs --main-address HOST or HOST:PORT, by which the others reach the first machine.")
+        raise ValueError(f"--num-nodes {num_nodes} needs --main-address HOST or HOST:PORT, the address of the first machine.")
     return {"main_process_ip": host, "main_process_port": int(port or 29500), "rdzv_backend": "static", "same_network": True}
 
 
 def run(
     context: typer.Context,
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script; what follows are its arguments.")],
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script, followed by its arguments.")],
     config: Annotated[Path, typer.Option("--config", metavar="FILE", help="The accelerate configuration.")] = FILE,
 ) -> None:
-    """Train a script that does not know hf_osdp under a plan, as `accelerate launch -m hf_osdp.run` does."""
+    """Run an unchanged training script under a plan, like `accelerate launch -m hf_osdp.run`."""
     for path, remedy in ((config, "write it with hf-osdp config, or name another with --config"), (Path(script), "name a script")):
         if not path.is_file():
             raise ValueError(f"There is no file {path}; {remedy}.")
@@ -124,29 +124,29 @@ def run(
 
 def profile(
     flags: dict[str, Any],
-    output: Annotated[Path, option("FILE", "Where the profile goes, as JSON.")],
+    output: Annotated[Path, option("FILE", "Write the profile to this file, as JSON.")],
     model: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help="Also time this model's blocks: hub id, local folder or config.json.")
     ] = None,
-    sequence_length: Annotated[int | None, count("Tokens of one sample, for MODEL.")] = None,
-    micro_batch_sizes: Annotated[str, option("N,N,...", "Sizes to time MODEL at; the plan's should lie between them.")] = _SIZES,
-    device: Annotated[Literal["cpu", "cuda"] | None, option("cpu|cuda", "What to measure; CUDA where torch sees it.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, metavar="S", help="About how long to measure.")] = 10.0,
+    sequence_length: Annotated[int | None, count("Tokens per sample, for MODEL.")] = None,
+    micro_batch_sizes: Annotated[str, option("N,N,...", "Sizes to time MODEL at; the plan's should be within their range.")] = _SIZES,
+    device: Annotated[Literal["cpu", "cuda"] | None, option("cpu|cuda", "Device to measure; default: CUDA if torch finds it.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, metavar="S", help="Approximate time to measure, in seconds.")] = 10.0,
 ) -> None:
-    """Measure this machine: matrix products, memory, collectives, host link, and a model's blocks. The plan is as good as they are.
+    """Measure this machine: matrix products, memory, collectives, host link, and a model's blocks.
 
-    Alone it measures one process. To measure collectives, start as many processes as will train:
+    Started alone, it measures one process. To measure collectives, start as many processes as will train:
     torchrun --nproc-per-node 8 -m hf_osdp profile MODEL --sequence-length 1024 --output profile.json
     """
     screen = Output(output=output)
     if not re.fullmatch("[1-9][0-9]*(,[1-9][0-9]*)*", micro_batch_sizes.replace(" ", "")):
-        said = "must be whole numbers of at least 1 with commas between, for example 1,2,4."
-        raise ValueError(f"--micro-batch-sizes {micro_batch_sizes!r} {said}")
+        rule = "must be whole numbers of at least 1, separated by commas, for example 1,2,4."
+        raise ValueError(f"--micro-batch-sizes {micro_batch_sizes!r} {rule}")
     if model is not None and sequence_length is None:
         raise ValueError("MODEL is timed at one sequence length; give --sequence-length.")
     own = {"--sequence-length": sequence_length is not None, "--micro-batch-sizes": micro_batch_sizes != _SIZES}
     if model is None and (useless := [*(name for name, is_stated in own.items() if is_stated), *stated(flags)]):
-        raise ValueError(f"{useless[0]} is about MODEL's blocks, but there is no MODEL; name one, or leave it out.")
+        raise ValueError(f"{useless[0]} concerns MODEL's blocks, but no MODEL was given; give one, or leave the option out.")
     import torch.distributed as dist
 
     from ..distributed.launcher import launched_rank

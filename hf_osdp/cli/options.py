@@ -1,4 +1,4 @@
-"""The flags that commands share, each defined once, and how they become a command's signature."""
+"""Flags that several commands share, each defined once, and their conversion to a command's signature."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..planner.presets import preset_names
 from ..planner.problem import Strategy
 
 
-def option(metavar: str, text: str, **rules: Any) -> Any:  # noqa: ANN401  (typer's, too, says so)
-    """Return an option with the name of its value and its help."""
+def option(metavar: str, text: str, **rules: Any) -> Any:  # noqa: ANN401  (like typer.Option)
+    """Return an option with a name for its value and a help text."""
     return typer.Option(metavar=metavar, help=text, **rules)
 
 
 def count(text: str) -> Any:  # noqa: ANN401
-    """Return an option of at least 1."""
+    """Return an integer option of at least 1."""
     return option("N", text, min=1)
 
 
@@ -31,33 +31,33 @@ def switch(text: str, *flags: str) -> Any:  # noqa: ANN401
 
 
 JsonFile = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Also write the content for machines; - for stdout, with nothing else on it.")
+    str | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON; - writes only JSON to stdout.")
 ]
 PlotFile = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, as .png, .svg or .html (needs the extra plot).")
+    Path | None, typer.Option("--plot", metavar="FILE", help="Also draw a chart, as .png, .svg or .html (needs the extra plot).")
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A planning problem as the command line states it; each field is a flag."""
+    """A planning problem from the command line; each field is a flag."""
 
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, local folder or config.json; no weights are needed.")]
-    sequence_length: Annotated[int, count("Tokens of one sample.")]
-    global_batch_size: Annotated[int, count("Samples of one optimizer step over all devices.")]
+    sequence_length: Annotated[int, count("Tokens per sample.")]
+    global_batch_size: Annotated[int, count("Samples per optimizer step, over all devices.")]
     memory_limit: Annotated[
-        str | None, option("SIZE", "Bytes of each device that training may use, such as 8GiB; else all that it has.")
+        str | None, option("SIZE", "Memory of each device that training may use, such as 8GiB; default: all of it.")
     ] = None
-    margin: Annotated[float | None, option("SHARE", "Share of the limit that stays free; 0.06 on CUDA, 0 on the CPU, unless given.")] = None
-    device: Annotated[str | None, option("NAME", f"Kind of device: {', '.join(preset_names())}. --profile can stand in for it.")] = None
-    profile: Annotated[Path | None, option("FILE", "Measured hardware and block times, as `hf-osdp profile` writes them.")] = None
-    num_nodes: Annotated[int | None, count("Machines; 1, or as the profile has it.")] = None
-    devices_per_node: Annotated[int | None, count("Devices in each machine; 1, or as the profile has it.")] = None
+    margin: Annotated[float | None, option("SHARE", "Share of the limit to keep free; default: 0.06 on CUDA, 0 on the CPU.")] = None
+    device: Annotated[str | None, option("NAME", f"Kind of device: {', '.join(preset_names())}. Or give --profile.")] = None
+    profile: Annotated[Path | None, option("FILE", "Measured hardware and block times, written by `hf-osdp profile`.")] = None
+    num_nodes: Annotated[int | None, count("Machines; default: the profile's number, or 1.")] = None
+    devices_per_node: Annotated[int | None, count("Devices per machine; default: the profile's number, or 1.")] = None
     precision: Annotated[
         Literal["no", "bf16", "fp16"] | None,
         option(
             "NAME",
-            "no, bf16 or fp16: mixed precision, as Accelerate names it; bf16 on GPUs whose hardware has it, else no, unless given.",
+            "Mixed precision by Accelerate's names: no, bf16 or fp16; default: bf16 on GPUs with hardware for it, else no.",
         ),
     ] = None
     optimizer: Annotated[
@@ -68,56 +68,56 @@ class Request:
         option(
             "NAME",
             "adamw, momentum, sgd, adafactor, torchao's adamw8bit, adamwfp8 and adamw4bit, or bitsandbytes' by the Trainer's names. Its"
-            " states count: AdamW keeps 8 bytes a parameter, AdamW8bit 2, Adafactor next to none, but it leaves what it trains replicated.",
+            " states need memory: AdamW 8 bytes per parameter, AdamW8bit 2, Adafactor almost none, but the units it trains are replicated.",
         ),
     ] = "adamw"  # fmt: skip
-    strategy: Annotated[Strategy, option("NAME", "osdp decides unit by unit; the others are one layout for all units.")] = Strategy.OSDP
-    micro_batch_size: Annotated[int | None, count("Samples that one device runs at once; else the planner decides.")] = None
+    strategy: Annotated[Strategy, option("NAME", "osdp decides for each unit; the others use one layout for all units.")] = Strategy.OSDP
+    micro_batch_size: Annotated[int | None, count("Samples that one device processes at once; default: the planner decides.")] = None
     activation_checkpointing: Annotated[
         bool, switch("Recompute blocks in backward instead of saving activations.", "--activation-checkpointing")
     ] = False
-    recompute: Annotated[bool | None, switch("Recompute every block, or none; else the planner decides.")] = None
-    host_offload: Annotated[bool | None, switch("Hold all states on the host, or none; else the planner decides.")] = None
+    recompute: Annotated[bool | None, switch("Recompute every block, or none; default: the planner decides.")] = None
+    host_offload: Annotated[bool | None, switch("Keep all states on the host, or none; default: the planner decides.")] = None
     offload_optimizer: Annotated[
-        bool | None, switch("Have all optimizer states wait on the host and step on the device, or none; else the planner decides.")
+        bool | None, switch("Keep all optimizer states on the host, or none, and step on the device; default: the planner decides.")
     ] = None
     offload_activations: Annotated[
-        bool | None, switch("Have what every block saves for backward wait on the host, or of none; else the planner decides.")
+        bool | None, switch("Offload the saved activations of every block to the host, or of none; default: the planner decides.")
     ] = None
     step_in_backward: Annotated[
         bool | None,
         switch(
-            "Step each unit as soon as its gradients are reduced, which frees them; not for loops that clip, accumulate or scale.",
+            "Update each unit as soon as its gradients are reduced, which frees them; not for loops that clip, accumulate or scale.",
             "--step-in-backward",
         ),
     ] = None
     communication: Annotated[
         Literal["exact", "bf16", "int8", "int4"],
-        option("NAME", "The coarsest form in which parameters and gradients may cross slow links; it changes the rounding of training."),
+        option("NAME", "Lowest precision of parameters and gradients sent over slow links; it changes the rounding of training."),
     ] = "exact"
     local_steps: Annotated[
-        int | None, count("Steps that each machine takes by itself between synchronisations: another algorithm (DiLoCo), for slow links.")
+        int | None, count("Steps of each machine between synchronisations, for slow links; this is another algorithm (DiLoCo).")
     ] = None
     compile: Annotated[bool, switch("Compile each block with torch.compile before it is sharded.", "--compile")] = False
-    operator_splitting: Annotated[bool, switch("Cut blocks into operator units, and operators into slices, where that pays.")] = True
+    operator_splitting: Annotated[bool, switch("Split blocks into operator units, and operators into slices, if that is faster.")] = True
     split_vocabulary: Annotated[
-        bool, switch("Also the loss in pieces, or the vocabulary projection in slices: outputs.logits are computed where they are read.")
+        bool, switch("Also compute the loss in pieces, or split the vocabulary projection; outputs.logits are then computed when read.")
     ] = False
-    lora_rank: Annotated[int | None, count("Train LoRA adapters of this rank, the rest frozen (needs the extra peft).")] = None
+    lora_rank: Annotated[int | None, count("Train LoRA adapters of this rank and freeze the rest (needs the extra peft).")] = None
     lora_targets: Annotated[
         str | None,
-        option("NAMES", "Projections that get an adapter, comma-separated; else every linear one but the head."),
+        option("NAMES", "Projections that get an adapter, comma-separated; default: all linear ones except the head."),
     ] = None
-    block_classes: Annotated[str | None, option("NAMES", "Classes that become units, comma-separated; else found from the model.")] = None
+    block_classes: Annotated[str | None, option("NAMES", "Classes that become units, comma-separated; default: found in the model.")] = None
     auto_class: Annotated[
-        str | None, option("CLASS", "Class to build, such as AutoModelForCausalLM; else found from the configuration.")
+        str | None, option("CLASS", "Model class to build, such as AutoModelForCausalLM; default: taken from the configuration.")
     ] = None
 
 
 def with_flags(command: Callable[..., None], *names: str, make: Callable[..., object] = dict, leave_out: str = "") -> Callable[..., None]:
-    """Return a command for typer that has shared flags beside its own options; its first parameter takes `make(**flags)`.
+    """Return a typer command with shared flags in addition to its own options; its first parameter receives `make(**flags)`.
 
-    The flags are all fields of `Request`, or those `names`; `leave_out` is no flag of this command and keeps its default.
+    The flags are all fields of `Request`, or only `names`; the command has no flag `leave_out`, which keeps its default.
     """
     hints = get_type_hints(Request, include_extras=True)
     kind, flags_of = inspect.Parameter.KEYWORD_ONLY, inspect.signature(Request).parameters.values()
@@ -144,6 +144,6 @@ def flag_of(name: str) -> str:
 
 
 def stated(flags: Mapping[str, Any]) -> list[str]:
-    """Return the flags that do not have their default, as they are written."""
+    """Return the flags that do not have their default value, as written on the command line."""
     defaults = {field.name: field.default for field in fields(Request)}
     return [flag_of(name) for name, value in flags.items() if value != defaults[name]]

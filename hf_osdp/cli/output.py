@@ -1,4 +1,4 @@
-"""Where text and JSON go, and what an error is told in."""
+"""Print text, write JSON, and format errors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _WIDTH = 100
 
 
 class Output:
-    """Tables on stdout unless JSON goes there; progress on stderr.
+    """Print tables on stdout, unless JSON goes there, and progress on stderr.
 
-    JSON goes to a file, for `-` to stdout, for None nowhere. Files of JSON, `plot` and `output` that cannot be written are refused at once.
+    JSON goes to a file, for `-` to stdout, for None nowhere. Paths of JSON, `plot` and `output` that cannot be written are refused at once.
     """
 
     def __init__(self, json_file: str | None = None, *, plot: Path | None = None, output: Path | None = None) -> None:
@@ -28,18 +28,18 @@ class Output:
         self._json_file = json_file
         for option, path in (("--json", None if json_file in (None, "-") else Path(str(json_file))), ("--output", output)):
             if path is not None and not path.parent.is_dir():
-                raise ValueError(f"{option} {path}: there is no folder {str(path.parent)!r}; make it, or name another.")
+                raise ValueError(f"{option} {path}: folder {str(path.parent)!r} does not exist; create it, or give another.")
         if plot is not None:
             from ..report.plots import check_plot_path
 
             check_plot_path(plot)
-        # names come from models and files; rich would take `[bold]` or `:+1:` in them for its own
+        # names come from models and files; rich would interpret `[bold]` or `:+1:` in them as markup
         width = None if sys.stdout.isatty() else _WIDTH
         self.console = Console(quiet=json_file == "-", width=width, markup=False, emoji=False)
         self.progress = Console(stderr=True, markup=False, emoji=False)
 
     def print(self, *parts: object) -> None:
-        """Print tables and lines, each on its own."""
+        """Print tables and lines, each on a new line."""
         for part in parts:
             self.console.print(part, highlight=False)
 
@@ -52,7 +52,7 @@ class Output:
 
     @contextmanager
     def working(self, text: str, steps: int | None = None) -> Iterator[Callable[[str], None]]:
-        """Show a bar and the time on a terminal's stderr; what it yields is called where the next of the steps begins, with its name."""
+        """Show a progress bar on a terminal's stderr; yield a function to call with the name of each next step."""
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
@@ -62,9 +62,9 @@ class Output:
 
 
 def error_line(error: Exception, words: Sequence[str]) -> str | None:
-    """Return a command's error as one line, where the user, the model or a file is at fault; None for other errors."""
+    """Return a command's error as one line if the input, the model or a file caused it; None for other errors."""
     text = str(error)
-    if hasattr(error, "format_message"):  # a usage error: newer versions of typer have a click of their own, so that these have two bases
+    if hasattr(error, "format_message"):  # a usage error; newer versions of typer bundle click, so that its class differs
         text = _usage_line(error, words)
     elif not isinstance(error, (OSDPError, ValueError, OSError)):
         return None
@@ -72,11 +72,11 @@ def error_line(error: Exception, words: Sequence[str]) -> str | None:
 
 
 def _usage_line(error: Any, words: Sequence[str]) -> str:  # noqa: ANN401  (click's UsageError, of one of two packages)
-    """Return an error of usage with the value that is wrong, where it is about one."""
+    """Return a usage error with the wrong value, if it is about a value."""
     text = " ".join(error.format_message().replace("Value error, ", "").split()).rstrip(".")
     for option in getattr(getattr(error, "param", None), "opts", ()):
         for name, value in itertools.pairwise(words):
             if name == option:
                 rule = text.removeprefix(f"Invalid value for {option!r}: ").removeprefix(f"{value} ").removeprefix(f"{value!r} ")
                 text = f"{option} {value}{' ' if rule.startswith('is not') else ': '}{rule}"
-    return f"{text}{'' if text.endswith('?') else ';'} hf-osdp --help says what there is."
+    return f"{text}{' See' if text.endswith('?') else '; see'} hf-osdp --help."

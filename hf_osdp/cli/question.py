@@ -1,4 +1,4 @@
-"""What the planner in the browser is asked, and its answers: no part of the page."""
+"""Questions to the planner on the web page, and their answers, without the page itself."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from .options import Request, flag_of, with_flags
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _LONGEST_LINK = 30_000
-"""Characters that browsers and servers take."""
-_KEPT = 64
+"""Characters that browsers and servers accept."""
+_MOST_PLANS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What the page's form holds. Each field but `config` is an argument of `hf-osdp plan`; what is empty is left out."""
+    """The values of the page's form. Each field except `config` is an argument of `hf-osdp plan`; empty ones are left out."""
 
     model: str = "meta-llama/Meta-Llama-3-8B"
     config: str = ""
@@ -55,21 +55,21 @@ class Question:
 
     @classmethod
     def of_link(cls, parameters: Mapping[str, str]) -> Question:
-        """Read a link's query, a ValueError where it is wrong; names with two underscores in front are the host's."""
+        """Parse a link's query; raise ValueError if it is wrong. Names that begin with two underscores belong to the host."""
         asked: dict[str, Any] = {name: text for name, text in parameters.items() if not name.startswith("__")}
         known = {field.name: field.default for field in fields(cls)}
         for name, text in asked.items():
             if name not in known:
-                raise ValueError(f"The link asks for {name!r}, which is no part of a question; use {', '.join(known)}.")
+                raise ValueError(f"The link has {name!r}, which is not a field of a question; use {', '.join(known)}.")
             if isinstance(known[name], int):
                 if not re.fullmatch("[0-9]{0,9}", text):
-                    raise ValueError(f"The link has {name}={text!r}, which is no whole number; compile is 0 or 1.")
+                    raise ValueError(f"The link has {name}={text!r}, which is not a whole number; compile is 0 or 1.")
                 asked[name] = int(text) if text else None
         return cls(**{**asked, "compile": bool(asked.get("compile"))})
 
     @property
     def link(self) -> str:
-        """The query that asks this question again; empty where a config.json makes it longer than links can be."""
+        """The query for this question; empty if a config.json makes it too long for a link."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.default or getattr(self, field.name)}
         query = "?" + urlencode({name: int(value) if value is True else value or "" for name, value in values.items()})
         return query if len(query) <= _LONGEST_LINK else ""
@@ -87,7 +87,7 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A question's plan, and what it was made from."""
+    """A question's plan and its inputs."""
 
     question: Question
     case: Case
@@ -102,13 +102,13 @@ class Planned:
 
     @property
     def options(self) -> dict[str, object]:
-        """What a run states in OSDPConfig, or beside `osdp: true`, to be planned as this question is."""
+        """The options for OSDPConfig, or next to `osdp: true`, that give a run the same plan."""
         stated = {"memory_limit": self.question.memory_limit, "compile": self.question.compile}
         return {name: value for name, value in stated.items() if value}
 
     @property
     def script(self) -> str:
-        """The lines that change in a script of the Trainer, with what its arguments have to say."""
+        """The lines that change in a Trainer script, with the arguments to set."""
         plan, precision = self.plan, self.case.precision
         sizes = f"per_device_train_batch_size={plan.micro_batch_size}, gradient_accumulation_steps={plan.accumulation_steps}"
         osdp = f"OSDPConfig({', '.join(f'{name}={value!r}' for name, value in self.options.items())})" if self.options else "True"
@@ -127,26 +127,26 @@ class Planned:
 
 
 class Planner:
-    """Answer questions. Plans are kept as long as the process runs. Errors are those of `hf-osdp plan`."""
+    """Answer questions; recent plans are cached. Errors are those of `hf-osdp plan`."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="hf_osdp")
-        self.plan = lru_cache(maxsize=_KEPT)(self._plan)
+        self.plan = lru_cache(maxsize=_MOST_PLANS)(self._plan)
 
     def _plan(self, question: Question) -> Planned:
         from ..planning.cache import warnings_of_package
 
         case = Case(self._request(question))
-        with redirect_stderr(io.StringIO()) as said:  # that a built-in shape stands in for the hub's
+        with redirect_stderr(io.StringIO()) as stderr:  # the line about a built-in shape
             _ = case.model_config
         with warnings_of_package() as warnings:
             plan, problem = case.found.plan, case.found.problem
         estimate = PlanInputs.of(problem).estimate(plan)
-        warned = tuple(dict.fromkeys([line.removeprefix("hf-osdp: ") for line in said.getvalue().splitlines()] + warnings))
+        warned = tuple(dict.fromkeys([line.removeprefix("hf-osdp: ") for line in stderr.getvalue().splitlines()] + warnings))
         return Planned(question=question, case=case, plan=plan, problem=problem, estimate=estimate, warnings=warned)
 
     def what_if(self, question: Question, memory_limit: str, devices_per_node: int) -> list[Answer]:
-        """Return the answer as it is, and under another limit and on other devices, with the global batch raised to where it fills them."""
+        """Return the answer now, and with another limit and other devices, for which the global batch is raised until it fills them."""
         now = self.plan(question)
         nodes, batch = now.problem.hardware.nodes, now.problem.job.global_batch_size
         raised = -(-batch // (nodes * devices_per_node)) * nodes * devices_per_node
@@ -162,9 +162,9 @@ class Planner:
 
     def _request(self, question: Question) -> Request:
         if question.config and question.model:
-            raise ValueError(f"MODEL {question.model!r} and a config.json were given; clear one of the two.")
+            raise ValueError(f"Both MODEL {question.model!r} and a config.json were given; clear one of them.")
         if question.model and not _HUB_ID.fullmatch(question.model):
-            raise ValueError(f"MODEL {question.model!r} is no hub id; drop its config.json into the page instead.")
+            raise ValueError(f"MODEL {question.model!r} is not a hub id; upload its config.json to the page instead.")
         model = self._saved(question.config) if question.config else question.model
         requests: list[Request] = []
         command = typer.Typer(add_completion=False)
@@ -173,11 +173,11 @@ class Planner:
         return requests[0]
 
     def _saved(self, text: str) -> str:
-        """Write a configuration where transformers can read it, under the name that tables call the model."""
+        """Write a configuration to a file for transformers, whose name is the model's name in tables."""
         try:
             name = re.sub(r"[^\w.-]", "_", str(json.loads(text)["model_type"]))[:40]
         except (ValueError, TypeError, KeyError):
-            raise ValueError("The config.json is not a transformers configuration: it is no JSON object with a model_type.") from None
+            raise ValueError("The config.json is not a transformers configuration: it is not a JSON object with a model_type.") from None
         path = Path(self._folder.name) / hashlib.sha256(text.encode()).hexdigest() / f"{name}.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")

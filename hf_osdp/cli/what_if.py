@@ -1,4 +1,4 @@
-"""`hf-osdp what-if`: what a change of devices, memory, sequence or width would bring."""
+"""`hf-osdp what-if`: the effect of a change of devices, memory, sequence length or width."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .options import JsonFile, Request
 from .output import Output
 
 _LENGTH_STEP = 64
-"""Sequence lengths are tried in multiples of this, as kernels like them."""
+"""Sequence lengths are tried in multiples of this, for which kernels are fast."""
 _LONGEST, _WIDEST = 2**20, 16
-"""Where the questions end: tokens of a sample, and times the model's width."""
+"""Limits of the questions: tokens per sample, and multiples of the model's width."""
 _PRECISION = 16
-"""The largest size that fits is found to within one part in so many, or one step."""
+"""The largest size that fits is found to within 1 part in `_PRECISION`, or one step."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
 _WIDTHS = (
     "intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim",
     "embedding_size", "word_embed_proj_dim", "encoder_attention_heads", "decoder_attention_heads",
 )  # fmt: skip
-"""Sizes and numbers of heads that grow with the width, where a configuration has them."""
+"""Sizes and numbers of heads that grow with the width, if a configuration has them."""
 
 
 def what_if(request: Request, json_file: JsonFile = None) -> None:
@@ -53,13 +53,13 @@ def what_if(request: Request, json_file: JsonFile = None) -> None:
             next_step(f"Searching: {name}")
             answers.append(question(name))
     screen.print(what_if_table(answers))
-    screen.print(f"Estimated for {problem.hardware.summary} with strategy {problem.strategy.value}; the gain is in tokens/s over now.")
+    screen.print(f"Estimated for {problem.hardware.summary} with strategy {problem.strategy.value}; the gain compares tokens/s with now.")
     screen.print(case.precision_line)
     screen.write(answers_content(answers))
 
 
 def answer(question: str, problem: PlanningProblem, change: str) -> Answer:
-    """Search a problem after a change, which is described for a person to read."""
+    """Search a changed problem; `change` describes the change for the table."""
     unanswered = Answer(question=question, change=change, problem=problem)
     try:
         return replace(unanswered, plan=search(problem).plan)
@@ -70,7 +70,7 @@ def answer(question: str, problem: PlanningProblem, change: str) -> Answer:
 
 
 def needed_bytes(problem: PlanningProblem) -> float:
-    """Return the tightest limit that some plan meets; inf if none does."""
+    """Return the lowest limit that some plan meets; inf if none does."""
     try:
         return least_memory(problem)
     except (InfeasibleError, ValueError):
@@ -78,9 +78,9 @@ def needed_bytes(problem: PlanningProblem) -> float:
 
 
 def one_more_device(problem: PlanningProblem) -> tuple[PlanningProblem, str]:
-    """Return the problem with one more device in each node, and one more node where there are several, and the change in words.
+    """Return the problem with one more device per node, and one more node if there are several, and the change as text.
 
-    The global batch stays where it fills whole micro-steps on the new world; else it is raised to the next one that does.
+    The global batch stays if it fills whole micro-steps of the new world size; else it is raised to the next one that does.
     """
     before, job = problem.hardware, problem.job
     after = before.scaled(nodes=before.nodes + (before.nodes > 1), devices_per_node=before.devices_per_node + 1)
@@ -91,16 +91,16 @@ def one_more_device(problem: PlanningProblem) -> tuple[PlanningProblem, str]:
     if batch != job.global_batch_size:
         change += f", global batch raised from {job.global_batch_size} to {batch}"
     if before.timings:
-        change += ", measured collectives replaced by the links' rates"
+        change += ", links' rates in place of measured collectives"
     return replace(problem, hardware=after, job=replace(job, global_batch_size=batch)), change
 
 
 def largest(needed: Callable[[int], float], limit: float, start: int, *, step: int, most: int) -> int | None:
-    """Return the largest size that fits, to within one step or one part in 16, whichever is more; None where not one step fits.
+    """Return the largest size that fits, to within one step or one part in 16, whichever is more; None if not even one step fits.
 
-    Every question may take seconds, so the next size is where a line through the two sizes nearest the limit meets it, less half of that
-    precision; the last line says that no more is to be gained. Where it leads nowhere, sizes are doubled, halved or bisected.
-    Sizes begin with `start`, are multiples of `step`, as it is, and at most `most`; the bytes `needed` grow with the size.
+    Every evaluation may take seconds, so the next size is where a line through the two sizes nearest to the limit crosses it, less half of
+    that precision; the search ends when the line allows no larger size. If there is no such line, sizes are doubled, halved or bisected.
+    Sizes begin with `start`; all are multiples of `step` and at most `most`. The bytes `needed` grow with the size.
     """
     most = most // step * step
     known: dict[int, float] = {}
@@ -108,7 +108,7 @@ def largest(needed: Callable[[int], float], limit: float, start: int, *, step: i
     while low < size < high:
         known[size] = needed(size)
         low, high = (size, high) if known[size] <= limit else (low, size)
-        end = _meeting(known, limit)
+        end = _intersection(known, limit)
         if low and min(high, end or high) - low <= max(step, low // _PRECISION):
             break
         size = int(end - max(step, end // _PRECISION) / 2) // step * step if end else 0
@@ -118,8 +118,8 @@ def largest(needed: Callable[[int], float], limit: float, start: int, *, step: i
     return low or None
 
 
-def _meeting(known: Mapping[int, float], limit: float) -> float | None:
-    """Return the size at which a line through the two sizes nearest the limit meets it; None where there is no such line."""
+def _intersection(known: Mapping[int, float], limit: float) -> float | None:
+    """Return the size at which a line through the two sizes nearest to the limit crosses it; None if there is no such line."""
     points = sorted((abs(nbytes - limit), size, nbytes) for size, nbytes in known.items() if nbytes < math.inf)[:2]
     if len(points) < 2:
         return None
@@ -128,7 +128,7 @@ def _meeting(known: Mapping[int, float], limit: float) -> float | None:
 
 
 class ChangedModels:
-    """Questions for which the model is described again, with a changed configuration; each variant only once."""
+    """Answer questions that need a description of a changed model; each variant is described only once."""
 
     def __init__(self, case: Case) -> None:
         self._case, self._problem, self._config = case, case.found.problem, case.model_config
@@ -141,7 +141,7 @@ class ChangedModels:
         return self._answer(question, self._at_length(length), f"{length} tokens")
 
     def longest_sequence(self, question: str) -> Answer:
-        """Answer for the most tokens of a sample that fit; tables of positions are raised where they must be."""
+        """Answer for the longest sample that fits; tables of positions are enlarged if necessary."""
         now = self._problem.description.sequence_length
         if self._at_length(max(1, now // 2)).description.input_bytes == self._problem.description.input_bytes:
             return Answer(question=question, change="", reason="the model's inputs do not depend on it")
@@ -173,7 +173,7 @@ class ChangedModels:
         return self._answer(question, problem, change)
 
     def _answer(self, question: str, problem: PlanningProblem, change: str) -> Answer:
-        """Search; a profile that has no times for the changed model leaves it without seconds."""
+        """Search; if the profile has no times for the changed model, the answer has only a reason."""
         try:
             problem = replace(problem, description=self._case.timed(problem.description))
         except ProfileError:
@@ -181,7 +181,7 @@ class ChangedModels:
         return answer(question, problem, change)
 
     def _describe_at_length(self, length: int, least_memory: bool = False) -> PlanningProblem:
-        """Describe the model at a length, perhaps for its least memory alone."""
+        """Describe the model at a length, optionally only for its least memory."""
         if length == self._problem.description.sequence_length:
             return self._problem
         config = with_positions(self._config, length) if self._too_few_positions(length) else self._config
@@ -207,12 +207,12 @@ class ChangedModels:
 
 
 def position_names(config: Any) -> tuple[str, ...]:  # noqa: ANN401  (a transformers configuration, as below)
-    """Return the fields of a configuration that bound its positions."""
+    """Return the fields of a configuration that limit its positions."""
     return tuple(name for name in _POSITIONS if _own_size(config, name) is not None)
 
 
 def with_positions(config: Any, positions: int) -> Any:  # noqa: ANN401
-    """Return a copy whose tables of positions hold at least so many."""
+    """Return a copy whose tables hold at least `positions` positions."""
     changed = copy.deepcopy(config)
     for name in position_names(config):
         setattr(changed, name, max(positions, getattr(config, name)))
@@ -220,7 +220,7 @@ def with_positions(config: Any, positions: int) -> Any:  # noqa: ANN401
 
 
 def head_step(config: Any) -> int:  # noqa: ANN401
-    """Return the number that heads come in multiples of: as many as share one key-value head; or ValueError where there is no width."""
+    """Return the step of the number of heads: the heads that share one key-value head; raise ValueError if there is no usable width."""
     width, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     if not isinstance(width, int) or not isinstance(heads, int) or width % heads:
         raise ValueError(f"{type(config).__name__} has no hidden_size that is a multiple of its num_attention_heads.")
@@ -229,7 +229,7 @@ def head_step(config: Any) -> int:  # noqa: ANN401
 
 
 def with_heads(config: Any, heads: int) -> Any:  # noqa: ANN401
-    """Return a copy with so many heads of the same size, a multiple of `head_step`; width, inner width and key-value heads grow along."""
+    """Return a copy with `heads` heads, a multiple of `head_step`, of the same size; width, inner width and key-value heads grow too."""
     changed, before = copy.deepcopy(config), config.num_attention_heads
     for name in _WIDTHS:
         if (size := _own_size(config, name)) is not None:
@@ -242,6 +242,6 @@ def with_heads(config: Any, heads: int) -> Any:  # noqa: ANN401
 
 
 def _own_size(config: Any, name: str) -> int | None:  # noqa: ANN401
-    """Return a size that the configuration holds by this name and not by another."""
+    """Return a size that the configuration stores under this name; None if the name is an alias of another."""
     size = getattr(config, name, None)
     return size if isinstance(size, int) and name not in getattr(config, "attribute_map", {}) else None

@@ -1,1 +1,1 @@
-"""Name the parts of a model and change them: units, batches, offloaded activations, split operators."""
+"""Find and change the parts of a model: units, batches, offloaded activations, split operators."""

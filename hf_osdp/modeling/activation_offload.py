@@ -1,4 +1,4 @@
-"""Offload activations: what a module's forward saves goes to the host on a stream of its own, and comes back for backward."""
+"""Offload activations: copy tensors that a module's forward saves to the host on a separate stream, and back for backward."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class OwnTensors:
-    """The tensors that only one call of a module keeps alive: none of its parameters, buffers and inputs.
+    """The tensors that only one call of a module keeps alive, without its parameters, buffers and inputs.
 
-    The first input that needs a gradient, the hidden states, counts as the call's own. Parameters are gathered when it is made.
+    The first input that needs a gradient, the hidden states, is included. Create it while parameters are gathered.
     """
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -28,7 +28,7 @@ class OwnTensors:
         first = next((tensor for tensor in inputs if tensor.requires_grad), None)
         held = [*module.parameters(), *module.buffers(), *inputs]
         self._device = next((tensor.device for tensor in (first, *held) if tensor is not None), None)
-        self._others = {_key(tensor) for tensor in held if not hasattr(tensor, "placements")}  # a unit inside is sharded now
+        self._others = {_key(tensor) for tensor in held if not hasattr(tensor, "placements")}  # a nested unit is still sharded
         if first is not None:
             self._others.discard(_key(first))
 
@@ -42,7 +42,7 @@ class OwnTensors:
 
 
 def offload(module: nn.Module) -> None:
-    """Offload in place what a module saves for backward, which is its input where it is recomputed. Names do not change."""
+    """Offload in place the tensors that a module saves for backward; only its input if it is recomputed. Names do not change."""
     if not is_offloaded(module):
         module.forward = _Offloaded(module, module.forward)
 
@@ -59,13 +59,13 @@ class _Offloaded:
         self._fetches: list[torch.cuda.Event] = []  # ends of copies back to the device
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_fetches": []}  # events are of this process
+        return {**self.__dict__, "_fetches": []}  # events belong to this process
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         if torch._C._current_graph_task_id() == -1:  # not in backward, which runs a recomputed module again
-            # Wait for the last backward's copies back: the page-locked memory that they read is used again now.
+            # Wait for the last backward's copies to the device, because the page-locked memory that they read is reused now.
             while self._fetches:
                 self._fetches.pop().synchronize()
         call = _Call(OwnTensors(self._module, args, kwargs), self._fetches)
@@ -76,12 +76,12 @@ class _Offloaded:
 
 
 class _OffloadedStorage:
-    """One storage, flat: on the device, on the host, or on its way."""
+    """A flat storage on the device, on the host, or being copied."""
 
     copied: torch.cuda.Event | None = None
-    """The end of the last copy; None where copies do not run beside compute."""
+    """The end of the last copy; None if copies do not overlap compute."""
     _compute: torch.cuda.Stream | None = None
-    """The stream whose memory the device's copy is in."""
+    """The stream that allocated the device's copy."""
     _awaited = True
     """Whether compute waits for the last copy."""
     _changed_before_free = fetched = False
@@ -89,13 +89,13 @@ class _OffloadedStorage:
     def __init__(self, tensor: torch.Tensor) -> None:
         whole = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
         self.device: torch.Tensor | None = whole
-        self.host = _HOST_MEMORY.get()(whole)  # None where there is no host, in a trace
+        self.host = _HOST_MEMORY.get()(whole)  # None in a trace, which has no host
         self.size, self.dtype, self._home, self._version = whole.numel(), whole.dtype, whole.device, tensor._version
         self._copy(self.host, whole)
 
     @property
     def changed(self) -> bool:
-        """Whether it was changed in place since it was sent, perhaps while the copy ran."""
+        """Whether it was changed in place since its copy to the host began."""
         return self._changed_before_free or (self.device is not None and not self.fetched and self.device._version != self._version)
 
     def free(self) -> None:
@@ -114,7 +114,7 @@ class _OffloadedStorage:
 
     def __del__(self) -> None:
         if not self._awaited and self._compute is not None and self.copied is not None:
-            self._compute.wait_event(self.copied)  # nobody asked for it: forward failed, or backward ended early
+            self._compute.wait_event(self.copied)  # never used, because forward failed or backward ended early
 
     def _copy(self, to: torch.Tensor | None, source: torch.Tensor | None) -> None:
         if to is None or source is None:
@@ -138,7 +138,7 @@ class _SavedView(NamedTuple):
 
 
 class _Call:
-    """The storages that one call of a module has sent. Saved views own them, so that they are freed with the graph."""
+    """The storages that one call of a module offloads. Saved views own them, so that they are freed with the graph."""
 
     def __init__(self, own: OwnTensors, fetches: list[torch.cuda.Event]) -> None:
         self._own: OwnTensors | None = own
@@ -147,17 +147,17 @@ class _Call:
         self._freed: list[weakref.ref[_OffloadedStorage]] = []
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedView:
-        """Send a saved tensor; return it unchanged where others keep it alive."""
+        """Offload a saved tensor; return it unchanged if others keep it alive."""
         if self._own is None or tensor not in self._own:
             return tensor
-        # once changed in place, it is another tensor, and in another dtype it has another layout
+        # an in-place change makes it another tensor, and another dtype means another layout
         key = (_key(tensor), tensor._version, tensor.dtype)
         if key not in self._sent:
             self._sent[key] = _OffloadedStorage(tensor)
         return _SavedView(self._sent[key], tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def end_forward(self, outputs: list[torch.Tensor]) -> int:
-        """Free the device's copies, except of outputs, which the caller keeps; return the bytes that were sent."""
+        """Free the device's copies, except those of outputs, which the caller keeps; return the offloaded bytes."""
         held = {_key(tensor) for tensor in outputs}
         sent = 0
         for (key, *_), storage in self._sent.items():
@@ -171,13 +171,13 @@ class _Call:
         return sent
 
     def unpack(self, packed: torch.Tensor | _SavedView) -> torch.Tensor:
-        """Return the tensor as it was saved; the first call fetches all storages. Refuse one that was changed in place since."""
+        """Return the saved tensor; the first call fetches all storages. Raise RuntimeError if it was changed in place since."""
         if isinstance(packed, torch.Tensor):
             return packed
         if packed.storage.changed:
             raise RuntimeError(
                 "One of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape"
-                f" {tuple(packed.size)} that was to wait on the host. Change a copy of it, or save this block's activations on the device."
+                f" {tuple(packed.size)} that is offloaded to the host. Change a copy of it, or keep this block's activations on the device."
             )
         for storage in (reference() for reference in reversed(self._freed)):
             if storage is not None:
@@ -198,7 +198,7 @@ _HOST_MEMORY: ContextVar[Callable[[torch.Tensor], torch.Tensor | None]] = Contex
 
 @contextmanager
 def host_memory(allocate: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
-    """Take host memory for flat device tensors from `allocate`; None where nothing is to be copied."""
+    """Allocate host memory for flat device tensors with `allocate` inside the context; if it returns None, nothing is copied."""
     token = _HOST_MEMORY.set(allocate)
     try:
         yield
@@ -207,7 +207,7 @@ def host_memory(allocate: Callable[[torch.Tensor], torch.Tensor | None]) -> Iter
 
 
 def host_tensor(like: torch.Tensor) -> torch.Tensor:
-    """Return memory on the host for a device tensor, page-locked."""
+    """Return page-locked host memory for a device tensor."""
     made = _HOST_MEMORY.get()(like)
     assert made is not None
     return made
@@ -215,7 +215,7 @@ def host_tensor(like: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache
 def copy_stream(device: torch.device, *, out: bool = False) -> torch.cuda.Stream | None:
-    """Return the stream for copies to and from a device, another one for copies `out`; None for the CPU, which copies nothing."""
+    """Return the stream for copies to and from a device, or another one for copies `out`; None for the CPU, which needs no stream."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 

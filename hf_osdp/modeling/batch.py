@@ -1,4 +1,4 @@
-"""Training batches of Hugging Face models, their loss, and what of a forward depends on values or chance."""
+"""Training batches of Hugging Face models, their loss, and control of packing and random numbers in a forward."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 from ..errors import DescriptionError
 
 Inputs = Callable[[int], Mapping[str, Any]]
-"""From a number of samples to the keyword arguments of the module's forward."""
+"""Function from a number of samples to the keyword arguments of the module's forward."""
 
 Loss = Callable[[nn.Module, dict[str, Any]], Any]
-"""From a model and a batch to the loss, or to an output that holds it. The batch may be changed."""
+"""Function from a model and a batch to the loss, or to an output that holds it. It may change the batch."""
 
 _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 _TOKEN_LABELS = ("CausalLM", "LMHeadModel", "MaskedLM", "ConditionalGeneration", "TokenClassification", "ForPreTraining")
@@ -28,16 +28,16 @@ _SAMPLE_LABELS = (
     "SequenceClassification", "ImageClassification", "AudioClassification", "VideoClassification", "MultipleChoice",
     "NextSentencePrediction", "XVector",
 )  # fmt: skip
-_FRAMES_OF_A_LETTER = 3
-"""Of speech: 50 frames a second, and about 16 letters."""
+_FRAMES_PER_LETTER = 3
+"""Speech has 50 frames and about 16 letters per second."""
 
 
 def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
-    """Return a function that makes a batch of any number of samples for a transformers model, labels included, on the current device.
+    """Return a function that makes a batch of any number of samples for a transformers model, with labels, on the current device.
 
-    Causal language models get packed batches without an attention mask, other text models one. `sequence_length` is the tokens of each
-    sample, of source and target alike, or the values of a waveform; images and spectrograms keep the configuration's size. Raise
-    DescriptionError where the model's kind of input is not known.
+    Causal language models get packed batches without an attention mask, other text models get a mask. `sequence_length` is the number of
+    tokens per sample, in both source and target, or of values of a waveform; images and spectrograms have the configuration's size. Raise
+    DescriptionError if the model's kind of input is not known.
     """
     model = without_adapters(model)
     config: Any = model.config
@@ -73,7 +73,7 @@ def _labels(model: Any, kind: str, main: str, samples: int, sequence_length: int
         return {name: torch.zeros(samples, dtype=torch.long) for name in ("start_positions", "end_positions")}
     if kind.endswith("CTC"):
         frames = int(model._get_feat_extract_output_lengths(sequence_length)) if main == "input_values" else sequence_length
-        return {"labels": torch.full((samples, max(1, frames // _FRAMES_OF_A_LETTER)), _plain_token(model.config))}
+        return {"labels": torch.full((samples, max(1, frames // _FRAMES_PER_LETTER)), _plain_token(model.config))}
     if kind.endswith(_SAMPLE_LABELS):
         regression = getattr(model.config, "num_labels", 2) == 1
         return {"labels": torch.zeros(samples, dtype=torch.float32 if regression else torch.long)}
@@ -86,13 +86,13 @@ def plain_batch(batch: Any) -> Any:  # noqa: ANN401
 
 
 def output_of(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None = None) -> object:
-    """Return what a training step computes from a batch: the model's output, or what `loss` makes of both."""
+    """Return the output of a training step: the model's output, or the result of `loss`."""
     plain: dict[str, Any] = plain_batch(batch)
     return model(**plain) if loss is None else loss(model, plain)
 
 
 def loss_of(output: object) -> torch.Tensor:
-    """Return the loss in an output: `.loss`, `["loss"]`, a scalar itself or the first of a tuple, else the mean of what has gradients."""
+    """Return the loss in an output: `.loss`, `["loss"]`, a scalar, or the first of a tuple; else the sum of differentiable means."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor) and output[0].dim() == 0:
         loss = output[0]
@@ -102,17 +102,17 @@ def loss_of(output: object) -> torch.Tensor:
         leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
         parts = [leaf.mean() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if not parts:
-            raise DescriptionError("The model's output holds no loss and nothing differentiable; pass inputs that include labels.")
+            raise DescriptionError("The model's output has no loss and no differentiable tensor; pass inputs that include labels.")
         loss = sum(parts[1:], parts[0])
     return loss
 
 
 def check_inputs(inputs: Inputs, model: nn.Module) -> None:
-    """Refuse a user's function that returns no mapping, or names that forward does not take. Random states are restored."""
+    """Raise ValueError if a user's function returns no mapping, or names that forward does not take; random states are restored."""
     with random_states_kept():
         batch = inputs(1)
     if not isinstance(batch, Mapping):
-        raise ValueError(f"inputs(1) gave a {type(batch).__name__}; it must give a mapping of forward's keyword arguments.")
+        raise ValueError(f"inputs(1) returned a {type(batch).__name__}; it must return a mapping of forward's keyword arguments.")
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if not takes_any and (unknown := [name for name in batch if name not in parameters]):
@@ -123,7 +123,7 @@ def check_inputs(inputs: Inputs, model: nn.Module) -> None:
 
 @contextmanager
 def without_packing() -> Iterator[None]:
-    """Keep transformers from building T x T masks for packed sequences, as it does wherever it cannot look at the positions."""
+    """Prevent transformers from building T x T masks for packed sequences, which it does if it cannot read the positions."""
     masking: Any = sys.modules.get("transformers.masking_utils")
     original = getattr(masking, "find_packed_sequence_indices", None)
     if original is None:
@@ -138,7 +138,7 @@ def without_packing() -> Iterator[None]:
 
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
-    """Seed all generators with 0 inside, so that all ranks draw the same numbers; restore them afterwards."""
+    """Seed all generators with 0 inside the context, so that all ranks draw the same numbers; restore them afterwards."""
     with random_states_kept():
         random.seed(0)
         np.random.seed(0)
@@ -148,7 +148,7 @@ def same_random_numbers() -> Iterator[None]:
 
 @contextmanager
 def random_states_kept(devices: Iterable[torch.device | int] = ()) -> Iterator[None]:
-    """Restore the random number generators of Python, NumPy and torch, with those of the given CUDA devices."""
+    """Restore the random number generators of Python, NumPy, torch and the given CUDA devices after the context."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=list(devices)):
@@ -159,7 +159,7 @@ def random_states_kept(devices: Iterable[torch.device | int] = ()) -> Iterator[N
 
 
 def check_sequence_length(model: nn.Module, sequence_length: int) -> None:
-    """Refuse samples that are longer than a table of absolute positions, or empty."""
+    """Raise ValueError if samples are empty or longer than a table of absolute positions."""
     if sequence_length < 1:
         raise ValueError(f"sequence_length={sequence_length} must be at least 1.")
     config = getattr(model, "config", None)
@@ -191,12 +191,12 @@ def _main_input(config: Any, name: str, samples: int, sequence_length: int, dtyp
 
 
 def _token_rows(config: object, samples: int, length: int) -> torch.Tensor:
-    """Make rows of a short question, two separators and a text with its end, which some models look for."""
+    """Make rows of a short question, two separators, a text and its end token, which some models look for."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     row: list[Any] = [_plain_token(text)] * length
     sep, end = getattr(text, "sep_token_id", None), getattr(text, "eos_token_id", None)
     end = end[0] if isinstance(end, (list, tuple)) and end else end
-    known = range(getattr(text, "vocab_size", None) or 0)  # a configuration may keep another's token for a smaller vocabulary
+    known = range(getattr(text, "vocab_size", None) or 0)  # a configuration with a smaller vocabulary may have a default token outside it
     ends = [token for token in dict.fromkeys((sep, end)) if token in known]
     if length > 4:
         row[1:3] = [sep] * 2 if sep in known else row[1:3]
@@ -205,7 +205,7 @@ def _token_rows(config: object, samples: int, length: int) -> torch.Tensor:
 
 
 def _plain_token(config: object) -> int:
-    """Return the first token of a vocabulary that is none of the configuration's special tokens."""
+    """Return the first token of a vocabulary that is not one of the configuration's special tokens."""
     special: set[int] = set()
     for name, value in vars(config).items():
         if name.endswith(("token_id", "token_index", "token_ids")):
@@ -214,6 +214,6 @@ def _plain_token(config: object) -> int:
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """Return the model that peft has put adapters into, whose class says what its inputs and its loss are; another one as it is."""
+    """Return the base model of a peft model, whose class determines inputs and loss; return any other model unchanged."""
     base = getattr(model, "get_base_model", None)
     return model if base is None else base()

@@ -1,4 +1,4 @@
-"""Build the model of a transformers configuration on the meta device, perhaps with adapters; switch activation checkpointing on."""
+"""Build the model of a transformers configuration on the meta device, add adapters, and enable activation checkpointing."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _BY_PREFERENCE = (
 
 
 def build_on_meta(config: object, auto_class: object = None) -> nn.Module:
-    """Instantiate a configuration on the meta device; weights that are tied stay tied.
+    """Build a configuration's model on the meta device; tied weights stay tied.
 
-    `auto_class` is an auto class, a model class, or the name of either; None takes the first of `config.architectures`, else the language
-    model, classifier or bare model that the configuration supports. Raise DescriptionError where none fits, or building it failed.
+    `auto_class` is an auto class, a model class, or the name of either; None uses the first of `config.architectures`, else the language
+    model, classifier or bare model that the configuration supports. Raise DescriptionError if there is none, or building it fails.
     """
     from transformers.initialization import no_init_weights
 
@@ -34,7 +34,7 @@ def build_on_meta(config: object, auto_class: object = None) -> nn.Module:
     try:
         with torch.device("meta"), no_init_weights():
             model: nn.Module = build(config)
-        model.tie_weights()  # type: ignore[operator]  # part of the initialization that was left out
+        model.tie_weights()  # type: ignore[operator]  # part of the skipped initialization
         return model
     except (ImportError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         raise DescriptionError(
@@ -43,10 +43,10 @@ def build_on_meta(config: object, auto_class: object = None) -> nn.Module:
 
 
 def with_lora(model: nn.Module, rank: int, target_modules: Sequence[str] = ()) -> nn.Module:
-    """Put LoRA adapters into a model on the meta device, as `peft` does, and freeze the rest. Needs the extra `peft`.
+    """Add LoRA adapters to a model on the meta device with `peft`, and freeze the rest. Needs the extra `peft`.
 
-    The adapters' two matrices are `[rank, in]` and `[out, rank]`. `target_modules` are endings of the names of the projections that get
-    one; none takes every linear one but the head. The model is changed; peft's wrapper around it is returned.
+    An adapter's two matrices are `[rank, in]` and `[out, rank]`. `target_modules` are endings of names of the projections that get an
+    adapter; if empty, all linear ones except the head. Change the model, and return peft's wrapper around it.
     """
     if rank < 1:
         raise ValueError(f"A LoRA rank of {rank} leaves nothing to train; use at least 1.")
@@ -58,14 +58,14 @@ def with_lora(model: nn.Module, rank: int, target_modules: Sequence[str] = ()) -
     try:
         return get_peft_model(model, options, low_cpu_mem_usage=True)
     except ValueError as error:
-        raise DescriptionError(f"LoRA adapters cannot be put into {type(model).__name__}: {_first_line(error)}.") from None
+        raise DescriptionError(f"LoRA adapters cannot be added to {type(model).__name__}: {_first_line(error)}.") from None
 
 
 def checkpoint_blocks(model: nn.Module, block_classes: Sequence[str], *, trains: bool = False) -> None:
-    """Switch activation checkpointing of a model's blocks on, without reentrance, in place; refuse a model that cannot do it.
+    """Enable non-reentrant activation checkpointing of a model's blocks, in place; raise CheckpointingError if that is impossible.
 
-    A transformers model does it by itself; in another module, blocks of these classes run under `torch.utils.checkpoint`, which replays
-    random numbers, as dropout needs, where the model really `trains`.
+    A transformers model does it itself; in other models, blocks of these classes run under `torch.utils.checkpoint`, which replays
+    random numbers, as dropout needs, if the model really `trains`.
     """
     enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, "gradient_checkpointing_enable", None)
     if enable is not None:
@@ -83,7 +83,7 @@ def checkpoint_blocks(model: nn.Module, block_classes: Sequence[str], *, trains:
 
 @contextmanager
 def without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Let a model's blocks save their activations inside the context, as if checkpointing had not been switched on."""
+    """Make a model's blocks save their activations inside the context, as without checkpointing."""
     switched = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False) is True]
     for module in switched:
         module.__dict__["gradient_checkpointing"] = False
@@ -113,7 +113,7 @@ def _model_class(config: object, auto_class: object) -> object:
     candidates: tuple[str, ...] = _BY_PREFERENCE
     if getattr(config, "is_encoder_decoder", False):
         candidates = (*_SEQ_TO_SEQ, *_BY_PREFERENCE)
-    elif not getattr(config, "is_decoder", False):  # BERT and its kin have a causal head as well, which is meant only where that says so
+    elif not getattr(config, "is_decoder", False):  # BERT-like models also have a causal head, which needs is_decoder
         candidates = ("AutoModelForMaskedLM", *_BY_PREFERENCE)
     for name in candidates:
         cls = getattr(transformers, name, None)

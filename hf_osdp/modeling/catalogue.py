@@ -1,6 +1,6 @@
-"""Built-in model shapes, to plan for a model whose configuration can be read neither from the hub nor from its cache.
+"""Built-in model shapes, for planning if a model's configuration can be read neither from the hub nor from its cache.
 
-`catalogue.json` holds what bears on tensors and their sizes; other fields have transformers' defaults.
+`catalogue.json` holds the fields that determine tensors and their sizes; other fields have transformers' defaults.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A model's configuration, as far as planning needs it."""
+    """The part of a model's configuration that planning needs."""
 
     name: str
     """Its id on the hub."""
     same: tuple[str, ...] = ()
-    """Ids of models of the same shape, fine-tuned ones for example."""
+    """Ids of models of the same shape, such as fine-tuned ones."""
     parameters: int
     """Elements of all parameters; tied ones count once."""
     published: str
-    """The count as it was published, rounded: `8.03B`."""
+    """The published count, rounded: `8.03B`."""
     published_by: str
     source: str
     model_type: str
@@ -53,11 +53,11 @@ def catalogue() -> Mapping[str, Shape]:
 
 @cache
 def shape_names() -> Mapping[str, Shape]:
-    """Return the shapes by each id that stands for them, in lower case, with the organisation and without."""
+    """Return the shapes by all of their ids, in lower case, with and without the organisation."""
     ids = {name.lower(): shape for shape in catalogue().values() for name in (shape.name, *shape.same)}
     return MappingProxyType({name.rpartition("/")[2]: shape for name, shape in ids.items()} | ids)
 
 
 def find_shape(model_id: str) -> Shape | None:
-    """Return the shape of a hub id, whatever its case, with or without the organisation; None where there is none."""
+    """Return the shape of a hub id in any case, with or without the organisation; None if there is none."""
     return shape_names().get(model_id.lower())

@@ -1,4 +1,4 @@
-"""The cross-entropy of a vocabulary projection in pieces of the tokens: logits of all tokens at once never exist."""
+"""Compute the cross-entropy of a vocabulary projection in pieces of the tokens, without the logits of all tokens at once."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .split.deferred_logits import Change, DefersLogits, arguments_of, changed, 
 from .units import embedding_and_head
 
 _SUMMED_AT_ONCE = 8
-"""Parts of a weight's gradient that are added to a sum of higher precision one after the other."""
+"""Number of parts in which a weight's gradient is added to a sum of higher precision."""
 
 
 class SumOfLosses(nn.Module):
-    """The loss of a piece; a module, so that it can be compiled like a block."""
+    """Loss of a piece, as a module so that it can be compiled like a block."""
 
     def forward(
         self, logits: torch.Tensor, targets: torch.Tensor, changes: tuple[Change, ...], ignore_index: int, label_smoothing: float
     ) -> torch.Tensor:
-        """Return the sum over tokens, of logits `[n, vocabulary]` and targets `[n]`."""
+        """Return the sum of losses over tokens, from logits `[n, vocabulary]` and targets `[n]`."""
         logits = changed(logits, changes)
         return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing)
 
@@ -34,29 +34,29 @@ class HeadInPieces(DefersLogits, nn.Linear):
     loss: SumOfLosses
 
     def forward(self, hidden: torch.Tensor, *losses: Any) -> torch.Tensor:
-        """Hidden states `[..., in]` → logits; with what `SumOfLosses` takes after them, of `[N, in]`, → the sum of the tokens' losses."""
+        """Return logits of hidden states `[..., in]`; with further arguments of `SumOfLosses`, the sum of the losses of `[N, in]`."""
         if not losses:
             return super().forward(hidden)
         inputs: tuple[torch.Tensor | None, ...] = (hidden, self.weight, self.bias)
-        if not torch.is_grad_enabled():  # autograd functions look at their inputs alone
+        if not torch.is_grad_enabled():  # autograd functions ignore the grad mode and look only at their inputs
             inputs = tuple(None if one is None else one.detach() for one in inputs)
         return cast(torch.Tensor, _SumOfPieces.apply(*inputs, self.pieces, self.loss, *losses))
 
     def sum_of(
         self, hidden: torch.Tensor, targets: torch.Tensor, changes: tuple[Change, ...], ignore_index: int, label_smoothing: float
     ) -> torch.Tensor:
-        """Return the sum of the tokens' losses; refuse float16, whose gradients vanish without the loss scale that is not known yet."""
+        """Return the sum of the tokens' losses; refuse float16, whose gradients underflow because the loss scale is not known yet."""
         if _compute_dtype(hidden) is torch.float16:
             raise OSDPError(
-                "The loss in pieces takes gradients before the loss is scaled, which loses them in fp16; use bf16, or plan again."
+                "The loss in pieces computes gradients before the loss is scaled, so they underflow in fp16; use bf16, or plan again."
             )
         return self.project(hidden, targets, changes, ignore_index, label_smoothing)
 
 
 class _SumOfPieces(torch.autograd.Function):
-    """Σ_n ℓ(W h_n + c) piece by piece; each piece's gradients are taken in forward, so that its logits are made once.
+    """Σ_n ℓ(W h_n + c) piece by piece; forward also computes each piece's gradients, so that its logits are computed once.
 
-    With δ = ∂ℓ/∂logits, ∂h = δ W, ∂W = Σ δᵀ h, ∂c = Σ δ. Sums over pieces are in float32 at least.
+    With δ = ∂ℓ/∂logits, ∂h = δ W, ∂W = Σ δᵀ h, ∂c = Σ δ. Sums over pieces are in float32 or higher precision.
     """
 
     @staticmethod
@@ -85,7 +85,7 @@ class _SumOfPieces(torch.autograd.Function):
                 logits = F.linear(part, projection, offset).detach().requires_grad_(torch.is_grad_enabled())
                 loss = sum_of_losses(logits, its_targets, *options)
                 gradient = torch.autograd.grad(loss, logits)[0] if torch.is_grad_enabled() else logits
-            total = loss.detach() if total is None else total + loss.detach()  # in the dtype that the whole loss has
+            total = loss.detach() if total is None else total + loss.detach()  # in the dtype of the whole loss
             del logits, loss
             if hidden_grad is not None:
                 hidden_grad[start : start + len(part)] = gradient @ projection
@@ -102,14 +102,14 @@ class _SumOfPieces(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         if ctx.gradients is None:
-            raise OSDPError("The loss in pieces is differentiated twice, but its gradients are kept for one backward; plan without it.")
+            raise OSDPError("The loss in pieces keeps its gradients for one backward, but is differentiated twice; plan without it.")
         gradients = tuple(None if gradient is None else gradient.mul_(grad) for gradient in ctx.gradients)
         ctx.gradients = None
         return *gradients, *[None] * 6
 
 
 def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add δᵀ h to a sum `[vocabulary, in]`; in parts where the sum is of higher precision, so that the product stays small."""
+    """Add δᵀ h to a sum `[vocabulary, in]`; in parts if the sum has higher precision, so that the temporary product is small."""
     if total.dtype is gradient.dtype:
         total.addmm_(gradient.t(), hidden)
         return
@@ -118,18 +118,18 @@ def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tens
 
 
 def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
-    """Return the dtype in which a linear operator computes, under autocast too."""
+    """Return the dtype in which a linear operator computes, with or without autocast."""
     device = hidden.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
 def loss_in_pieces(model: nn.Module, pieces: int) -> None:
-    """Compute the model's loss in pieces of the tokens wherever its forward takes it from the logits by `F.cross_entropy`, in place.
+    """Change a model in place so that `F.cross_entropy` of its logits in forward is computed in pieces of the tokens.
 
-    The training is the same; `outputs.logits` is computed where it is read.
+    Training gives the same results; `outputs.logits` is computed when it is read.
 
     Raises:
-        OSDPError: the model takes no labels, or its vocabulary projection is no plain `nn.Linear`.
+        OSDPError: the model takes no labels, or its vocabulary projection is not a plain `nn.Linear`.
     """
     head = embedding_and_head(model)[1]
     owner = next((one for one in model.modules() if "labels" in arguments_of(one) and embedding_and_head(one)[1] is head), None)
@@ -137,13 +137,13 @@ def loss_in_pieces(model: nn.Module, pieces: int) -> None:
         return
     problem = (
         "it has no vocabulary projection with labels" if head is None or owner is None
-        else f"it is in {head.pieces} pieces already" if isinstance(head, HeadInPieces)
+        else f"it is already in {head.pieces} pieces" if isinstance(head, HeadInPieces)
         else f"its vocabulary projection is a {type(head).__name__}, not a plain nn.Linear" if type(head) is not nn.Linear
         else "its vocabulary projection has hooks, which would see no logits" if head._forward_hooks or head._forward_pre_hooks
         else ""
     )  # fmt: skip
     if problem or head is None or owner is None:
-        raise OSDPError(f"The loss of {type(model).__name__} cannot be in {pieces} pieces: {problem}; leave it whole.")
+        raise OSDPError(f"The loss of {type(model).__name__} cannot be computed in {pieces} pieces: {problem}; leave it whole.")
     head.__class__ = HeadInPieces
     in_pieces = cast(HeadInPieces, head)
     in_pieces.pieces, in_pieces.loss = pieces, SumOfLosses().train(head.training)

@@ -1,7 +1,7 @@
-"""Recompute a module's forward in backward, but for chosen operators, whose outputs are saved.
+"""Recompute a module's forward in backward, except for chosen operators, whose outputs are saved.
 
-Torch's own `create_selective_checkpoint_contexts` looks up every operator of the second run, which fails where FSDP2 gathers a unit inside
-in one of the two alone, and leaves random numbers out: after a saved dropout, those behind it would draw other masks.
+Torch's own `create_selective_checkpoint_contexts` looks up every operator of the second run, which fails if FSDP2 gathers a nested unit in
+only one of the two runs, and it ignores random numbers: after a saved dropout, later dropouts would draw other masks.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 _log = logging.getLogger(__name__)
 _NEVER_COUNTED = frozenset({"detach", "_to_copy"})
-"""Operators that may run more often in one of the two runs: for saved tensors, and for casts that autocast or FSDP2 keep."""
+"""Operators that may run more often in one of the two runs: for saved tensors, and for casts that autocast or FSDP2 cache."""
 
 
 class CallCounter:
-    """Name the calls of operators, `addmm#0` for the first one of its name, and keep the history of a run.
+    """Name the calls of operators, such as `addmm#0` for the first `addmm`, and keep the history of a run.
 
-    Left out is what runs without gradients or inside `record_function`, as FSDP2's gathers do: the second run of a forward may do it at
-    another place, or not at all.
+    Calls without gradients or inside `record_function`, such as FSDP2's gathers, are not counted: the second run of a forward may make
+    them at another place, or not at all.
     """
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._recorded = 0
-        """How many `record_function` have begun and not ended."""
+        """Number of `record_function` contexts that are open."""
         self.history = 0
         """Hash of all calls so far, in order."""
 
     def name(self, func: OpOverload) -> str | None:
-        """Return the name of the call that comes now; None for one that is not counted."""
+        """Return the name of the current call; None if it is not counted."""
         operator = operator_name(func)
         if func.namespace == "profiler":
             self._recorded += -1 if "exit" in operator else 1
@@ -53,7 +53,7 @@ class CallCounter:
 
 @functools.cache
 def operator_name(func: OpOverload) -> str:
-    """Return an operator's name, the same for all kernels of attention and on every device: `addmm`, `attention`."""
+    """Return an operator's name, such as `addmm`; all kernels of attention on every device are `attention`."""
     space, _, name = func._schema.name.partition("::")
     if ("scaled_dot_product" in name and not name.endswith("backward")) or (space, name) == ("hf_osdp", "attention"):
         return "attention"
@@ -61,7 +61,7 @@ def operator_name(func: OpOverload) -> str:
 
 
 class _Calls(TorchDispatchMode):
-    """Follow the calls of one run of a forward, and know those whose outputs are saved."""
+    """Base of the modes that follow the calls of one run of a forward."""
 
     def __init__(self, saved: Collection[str], outputs: dict[str, _Output]) -> None:
         super().__init__()
@@ -82,12 +82,12 @@ class _Calls(TorchDispatchMode):
 
 
 class _Save(_Calls):
-    """Keep the outputs of the chosen calls, but for those that are changed in place."""
+    """Save the outputs of the chosen calls, except those that are changed in place."""
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        if exception[0] is None and (absent := self._saved - set(self._outputs)):
-            _warn_of_absent(", ".join(sorted({call.partition("#")[0] for call in absent})))
+        if exception[0] is None and (missing := self._saved - set(self._outputs)):
+            _warn_of_missing(", ".join(sorted({call.partition("#")[0] for call in missing})))
 
     def _run(self, call: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         if func._schema.is_mutable and self._outputs:  # outputs whose memory it may write are recomputed
@@ -101,9 +101,9 @@ class _Save(_Calls):
 
 
 class _Replay(_Calls):
-    """Take the outputs of the chosen calls from where they were kept, as long as this run makes the calls that the first one made.
+    """Return the saved outputs of the chosen calls, as long as this run makes the same calls as the first.
 
-    A run may make others, as where a block has filled a cache in the first. From there on everything runs again, which is always right.
+    A run may make other calls, for example if a block filled a cache in the first run. From there on all calls run again, which is correct.
     """
 
     def _run(self, call: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -114,7 +114,7 @@ class _Replay(_Calls):
 
 
 class _Output:
-    """The saved output of a call, with the calls before it and the random state after it."""
+    """The saved output of a call, the history of calls before it, and the random state after it."""
 
     def __init__(self, func: OpOverload, args: tuple[Any, ...], result: object, history: int) -> None:
         self.made_after = history, _shapes(args)
@@ -130,7 +130,7 @@ class _Output:
             self._state = self._generator.get_state()
 
     def take(self, call: str) -> object:
-        """Return the saved output and restore the random state after the call; refuse an output that was changed in place since."""
+        """Return the saved output and restore the random state after the call; raise RuntimeError if the output was changed in place."""
         if any(isinstance(leaf, torch.Tensor) and leaf._version != v for leaf, v in zip(self._leaves, self._versions, strict=True)):
             raise RuntimeError(
                 f"The output of {call}, which the plan saves for backward, was changed in place; change a copy of it, or plan with"
@@ -147,7 +147,7 @@ def _shapes(args: tuple[Any, ...]) -> tuple[object, ...]:
 
 
 def _storages(leaves: Iterable[object]) -> set[int]:
-    """Return the identities of the tensors' storages, where they have one."""
+    """Return the identities of the tensors' storages, if they have one."""
     found = set()
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
@@ -157,7 +157,7 @@ def _storages(leaves: Iterable[object]) -> set[int]:
 
 
 def _alias(value: object) -> object:
-    """Return a tensor's alias without history that shares its version counter."""
+    """Return an alias of a tensor without autograd history that shares its version counter."""
     if not isinstance(value, torch.Tensor):
         return value
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
@@ -171,11 +171,11 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 @functools.cache
-def _warn_of_absent(operators: str) -> None:
-    _log.warning("Outputs of %s that the plan saves were not made in this step, or changed in place; they are recomputed.", operators)
+def _warn_of_missing(operators: str) -> None:
+    _log.warning("The plan saves outputs of %s that this step did not compute, or changed in place; they are recomputed.", operators)
 
 
 def selective_contexts(saved: Collection[str]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of forward and of its second run, for `checkpoint(context_fn=...)`; calls but the saved, `addmm#0`, run again."""
+    """Return the contexts of forward and of its second run, for `checkpoint(context_fn=...)`; all calls except `saved` run again."""
     outputs: dict[str, _Output] = {}
     return _Save(saved, outputs), _Replay(saved, outputs)

@@ -1,4 +1,4 @@
-"""Ways to split a model that may pay; split it, or a copy of it, and find its units."""
+"""Find splits of a model that may be faster, split the model or a copy of it, and find its units."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from .split.names import is_split
 from .units import embedding_and_head, find_units, modules_by_name
 
 SHALLOW = 8
-"""Models of up to so many blocks are split into operators: of many blocks, one is fine enough a unit."""
+"""Most blocks of a model that is split into operators; in deeper models, blocks are small enough as units."""
 _LOSS_PIECES = 8
 _HEAD_SLICES = 4
 _FRACTIONS = (2, 4)
-"""Operators are put in slices no larger than the largest one over so many."""
+"""Operators are split into slices no larger than the largest operator divided by these numbers."""
 MOST_SLICES = 64
-"""Of all blocks together: a search over more units than that takes minutes."""
+"""Most slices of all blocks together; a search over more units takes minutes."""
 
 
 def apply_split(model: nn.Module, split: ModelSplit) -> None:
-    """Change a model in place, before it is sharded, in what is not done yet; refuse as `split_operators` and `loss_in_pieces`."""
+    """Split a model in place, before it is sharded, unless it is split already; raise as `split_operators` and `loss_in_pieces`."""
     if split.sliced and not is_split(model):
         split_operators(model, split.sliced)
     if split.loss_pieces > 1:
@@ -38,7 +38,7 @@ def apply_split(model: nn.Module, split: ModelSplit) -> None:
 
 
 def split_copy(model: nn.Module, split: ModelSplit) -> nn.Module:
-    """Return a copy on the meta device that is split so; the model stays as it is. Refuse as `apply_split`."""
+    """Return a split copy on the meta device; the model is unchanged. Raise as `apply_split`."""
     memo: dict[int, object] = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()}
     memo |= {id(b): b.detach().to("meta") for b in model.buffers()}
     copied = copy.deepcopy(model, memo)
@@ -49,7 +49,7 @@ def split_copy(model: nn.Module, split: ModelSplit) -> nn.Module:
 def split_units(
     model: nn.Module, split: ModelSplit, block_classes: Sequence[str] | None = None, *, low_precision: bool = False
 ) -> tuple[UnitDescription, ...]:
-    """Return the units of a model that is split so (see `find_units`); the model stays as it is."""
+    """Return the units of the model after a split (see `find_units`); the model is unchanged."""
     return find_units(
         split_copy(model, split) if split.sliced else model, block_classes, operators=split.operators, low_precision=low_precision
     )
@@ -58,16 +58,16 @@ def split_units(
 def possible_splits(
     model: nn.Module, description: ModelDescription, *, vocabulary: bool = True, operators: bool = True, slices: bool = True
 ) -> tuple[ModelSplit, ...]:
-    """Return the splits that may pay, the plain model left out, the mildest first.
+    """Return the splits that may be faster, with the smallest changes first; the unsplit model is left out.
 
-    These are the loss in pieces, or the vocabulary projection with its loss in slices, where the model lets it; in shallow models
-    operator units, operators in slices, and these with the loss in pieces or the projection in slices.
+    These are the loss in pieces, or the vocabulary projection and its loss in slices, if the model allows it; in shallow models also
+    operator units, operators in slices, and both together with the loss in pieces or the projection in slices.
 
-    The description is of the plain model. With `vocabulary`, training gives labels to forward and reads no logits. Without `operators`,
-    the loss in pieces alone; without `slices`, nothing is cut.
+    The description is of the unsplit model. `vocabulary` requires that training passes labels to forward and reads no logits. Without
+    `operators`, only the loss in pieces is possible; without `slices`, no operator is sliced.
     """
     heads = _heads(model) if vocabulary else []
-    if description.compute_dtype is DType.FLOAT16:  # gradients that are taken in forward know no loss scale
+    if description.compute_dtype is DType.FLOAT16:  # gradients that forward computes are without loss scale
         heads = [head for head in heads if head.loss_pieces == 1]
     if not operators:
         heads = [head for head in heads if not head.sliced]
@@ -100,7 +100,7 @@ def _operator_splits(model: nn.Module, description: ModelDescription) -> list[Mo
 
 
 def _heads(model: nn.Module) -> list[ModelSplit]:
-    """Return what can be done to the vocabulary projection and its loss, the mildest first."""
+    """Return the possible splits of the vocabulary projection and its loss, with the smallest change first."""
     head = embedding_and_head(model)[1]
     name = next((name for name, module in modules_by_name(model).items() if module is head), None)
     if name is None:

@@ -1,4 +1,4 @@
-"""Hooks of every optimizer's step that may be removed at any moment; a step of torch fails where a global hook is removed meanwhile."""
+"""Hooks of every optimizer's step that may be removed at any time; in torch, a step fails if a global hook is removed during it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Hook = Callable[[torch.optim.Optimizer], None]
 
 
 class StepHooks(dict[object, Hook]):
-    """Hooks that torch runs as one, which `register` makes a global hook with the first of them, and which stays."""
+    """Hooks that torch runs as one global hook, which `register` adds with the first of them and which is never removed."""
 
     def __init__(self, register: Callable[[Any], object]) -> None:
         self._register: Callable[[Any], object] | None = register
 
     def add(self, hook: Hook) -> Callable[[], object]:
-        """Run a hook at each step from now on; return what removes it."""
+        """Run a hook at each step from now on; return a function that removes it."""
         if self._register is not None:
             self._register(self._run)
             self._register = None
@@ -39,7 +39,7 @@ _MAKING_STATES: ContextVar[bool] = ContextVar("making_states", default=False)
 
 @contextmanager
 def making_states() -> Iterator[None]:
-    """Within, an optimizer's steps are torch's steps of zeros, which make its states; one without states takes them again and again."""
+    """Mark steps inside the context as torch's steps with zero gradients, which create states; stateless optimizers repeat such steps."""
     token = _MAKING_STATES.set(True)
     try:
         yield
@@ -48,7 +48,7 @@ def making_states() -> Iterator[None]:
 
 
 def makes_states() -> bool:
-    """Return whether a step that runs is one of zeros."""
+    """Return whether the running step only creates states."""
     return _MAKING_STATES.get()
 
 

@@ -1,4 +1,4 @@
-"""Find the units of a module that FSDP2 gathers: the root's rest, blocks, tied weights, embedding and head."""
+"""Find the units of a model that FSDP2 gathers: the root unit, blocks, tied weights, embedding and head."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .split.names import CHECKPOINT_WRAPPER, slice_names
 from .split.names import canonical_name as canonical_name
 
 LEAST_SHARE = 0.02
-"""Part of a block's parameters below which a child is no unit of its own: norms go to the root, which is gathered once a step."""
+"""Least share of a block's parameters for a child to be a unit; smaller ones, such as norms, go to the root, gathered once per step."""
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
-    """Return the planner's name of a torch dtype; refuse one that it does not have."""
+    """Return the planner's name of a torch dtype; raise DescriptionError if it has none."""
     try:
         return DType(str(dtype).removeprefix("torch."))
     except ValueError:
@@ -30,25 +30,25 @@ def dtype_of(dtype: torch.dtype) -> DType:
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """Return the module's class as its author wrote it, without the wrapper of checkpointing and FSDP2's subclass."""
+    """Return the module's original class, without the checkpoint wrapper and FSDP2's subclass."""
     module = unwrapped(module)
     cls = type(module)
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded where it was never imported, and planning does without
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # planning does not import it; without the import nothing is sharded
     return cls.__mro__[2] if fsdp is not None and isinstance(module, fsdp.FSDPModule) else cls
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module itself, or the one that torch's `checkpoint_wrapper` is around."""
+    """Return the module itself, or the module inside torch's `checkpoint_wrapper`."""
     return getattr(module, CHECKPOINT_WRAPPER, module)
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return every parameter by each of its canonical names."""
+    """Return every parameter under each of its canonical names."""
     return {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
-    """Return every module once, by canonical name; a checkpoint wrapper stands for what it wraps."""
+    """Return every module once, by canonical name; a checkpoint wrapper replaces the module that it wraps."""
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         modules.setdefault(canonical_name(name), module)
@@ -56,7 +56,7 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def segment_modules(modules: dict[str, nn.Module], units: Sequence[UnitDescription]) -> list[tuple[int, nn.Module]]:
-    """Return the modules whose calls are segments of their own, with their units' indices: not the root, nor batch norms that are units."""
+    """Return the modules whose calls are segments, with their units' indices; the root and batch norms that are units are left out."""
     return [(i, modules[name]) for i, unit in enumerate(units) if unit.fqn and not unit.keeps_dtype for name in unit.module_names]
 
 
@@ -65,20 +65,20 @@ def find_units(
 ) -> tuple[UnitDescription, ...]:
     """Find the units of a model, real or on the meta device, plain or with `checkpoint_wrapper` around blocks.
 
-    Return the root's rest first (fqn `""`, perhaps without parameters), then units in the order of their modules. Each parameter is in
+    Return the root first (fqn `""`, with all remaining parameters, if any), then units in the order of their modules. Each parameter is in
     exactly one unit, under the first of its names.
 
     Args:
         model: any module.
-        block_classes: class names of the blocks, the outermost count; absent ones are ignored as long as one is there. None takes
-            `_no_split_modules`, else the elements of homogeneous `nn.ModuleList`s; without repeated blocks, all but embedding and head
-            is one unit.
-        operators: split every block into operator units (attention, MLP), as blocks with operators in slices are in any case.
-        low_precision: training computes in less than the parameters' precision, so that batch norms are units of their own.
+        block_classes: class names of the blocks; outermost ones count, and absent names are ignored if one matches. None uses
+            `_no_split_modules`, else the elements of homogeneous `nn.ModuleList`s; without repeated blocks, everything except embedding
+            and head is one unit.
+        operators: split every block into operator units (attention, MLP); blocks with operators in slices are always split.
+        low_precision: training computes in less than the parameters' precision, so that batch norms become separate units.
     """
     modules = modules_by_name(model)
     parameters: dict[nn.Parameter, tuple[str, ...]] = {}
-    """With every name of each, in the model's order."""
+    """Each parameter with all its names, in the model's order."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         parameters[parameter] = tuple(dict.fromkeys((*parameters.get(parameter, ()), canonical_name(name))))
     ties = _find_ties(model, parameters)
@@ -87,20 +87,20 @@ def find_units(
     parts: list[str] = []
     for block in blocks:
         split = operators or any(_is_within(name, block) for name in slices)
-        # operators that share parameters with each other have to stay together
+        # operators that share parameters with each other must stay together
         whole = not split or any(_inside_one(tie, [block]) for tie in ties)
         parts += [block] if whole else _operator_names(block, modules, slices)
     ties = [tie for tie in ties if "" not in tie and not _inside_one(tie, blocks)]
     groups: dict[tuple[str, ...], GatherSpan] = {(name,): GatherSpan.USE for name in parts}
     for name in slices:
-        if name not in parts:  # slices of an embedding are those of a projection as well, and run for both
+        if name not in parts:  # a tied projection uses the embedding's slices, which run for both
             embeds = isinstance(modules[name.rpartition(".slices.")[0]], SplitEmbedding)
             groups[(name,)] = GatherSpan.CALLS if embeds else GatherSpan.USE
     groups |= {_outermost_owners(tie, blocks): GatherSpan.STEP for tie in ties}
-    taken = {name for names in groups for name in names}
+    grouped = {name for names in groups for name in names}
     ends = embedding_and_head(model)
     for name, module in modules.items():
-        if name and module in ends and _numel(module) and not any(_is_within(name, other) for other in taken):
+        if name and module in ends and _numel(module) and not any(_is_within(name, other) for other in grouped):
             groups[(name,)] = GatherSpan.USE
     keeping = _batch_norm_groups(modules, parts, {name for tie in ties for name in tie}) if low_precision else ()
     groups |= dict.fromkeys(keeping, GatherSpan.STEP)
@@ -110,22 +110,22 @@ def find_units(
 
 
 def embedding_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
-    """Return the input embedding and the output head, where the model tells: multi-modal ones may have none to give."""
+    """Return the input embedding and the output head; None if the model does not name it, as some multi-modal ones."""
 
-    def ask(getter: str) -> nn.Module | None:
+    def get(getter: str) -> nn.Module | None:
         try:
             found: nn.Module | None = getattr(model, getter)()
         except (AttributeError, NotImplementedError, TypeError):
             return None
         return found
 
-    return ask("get_input_embeddings"), ask("get_output_embeddings")
+    return get("get_input_embeddings"), get("get_output_embeddings")
 
 
 def _operator_names(block: str, modules: dict[str, nn.Module], slices: Sequence[str]) -> list[str]:
-    """Return the units that a block is split into, in the model's order; parameters of none of them are left to the root.
+    """Return the units of a split block, in the model's order; the root holds the block's other parameters.
 
-    A child with a share of the block's parameters is a unit; in lists and beside slices, each slice and each other projection is.
+    A child with at least `LEAST_SHARE` of the block's parameters is a unit. Lists, and modules that contain slices, are searched further.
     """
     least = LEAST_SHARE * _numel(modules[block])
     found: list[str] = []
@@ -147,7 +147,7 @@ def _operator_names(block: str, modules: dict[str, nn.Module], slices: Sequence[
 
 
 def _batch_norm_groups(modules: dict[str, nn.Module], blocks: Iterable[str], tied: Container[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the names of batch norms that are gathered together: those of each block, and each other one that is not tied by itself."""
+    """Return the names of batch norms that are gathered together: those of each block, and each other one alone; tied ones are left out."""
     groups: dict[str, list[str]] = {}
     for name, module in modules.items():
         if isinstance(module, _BatchNorm) and module.affine and name not in tied:
@@ -162,7 +162,7 @@ def _describe_groups(
     spans: dict[tuple[str, ...], GatherSpan],
     keeping: Container[tuple[str, ...]],
 ) -> tuple[UnitDescription, ...]:
-    """Give each parameter to the group that has the innermost module around it; groups in `keeping` keep their dtype."""
+    """Assign each parameter to the group of the innermost module around it; groups in `keeping` keep their dtype."""
     group_of = {name: names for names in spans for name in names}
     held: dict[tuple[str, ...], dict[tuple[str, ...], nn.Parameter]] = {names: {} for names in spans}
     for parameter, own in parameters.items():
@@ -193,7 +193,7 @@ def _specification(names: tuple[str, ...], parameter: nn.Parameter, modules: Map
 
 
 def _find_ties(model: nn.Module, parameters: dict[nn.Parameter, tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return the names of modules that own parameters together, each group once; `_tied_weights_keys` may name what is not tied."""
+    """Return the names of modules that share parameters, each group once; `_tied_weights_keys` is not used: it may name untied weights."""
     first_name: dict[int, str] = {}
     canonical: dict[str, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -210,7 +210,7 @@ def _find_ties(model: nn.Module, parameters: dict[nn.Parameter, tuple[str, ...]]
 
 
 def _outermost_owners(owners: tuple[str, ...], blocks: Iterable[str]) -> tuple[str, ...]:
-    """Leave out owners that lie in another owner, unless a block between the two would claim them."""
+    """Return the owners that are not inside another owner, or are inside a block between the two."""
 
     def covered(name: str, other: str) -> bool:
         between = any(_is_within(name, block) and _is_within(block, other) and block != other for block in blocks)
@@ -222,7 +222,7 @@ def _outermost_owners(owners: tuple[str, ...], blocks: Iterable[str]) -> tuple[s
 def _find_blocks(
     model: nn.Module, modules: dict[str, nn.Module], ties: Sequence[tuple[str, ...]], block_classes: Sequence[str] | None
 ) -> tuple[str, ...]:
-    """Return the names of the outermost blocks that hold parameters and are not themselves owners of tied ones."""
+    """Return the names of the outermost blocks that hold parameters and do not own tied ones themselves."""
     if block_classes is not None:
         found = _of_classes(modules, block_classes)
     else:
@@ -248,7 +248,7 @@ def _of_classes(modules: dict[str, nn.Module], class_names: Container[str]) -> l
 
 
 def _hinted(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
-    """Return the modules of the classes in `_no_split_modules` that repeat: embeddings are listed there too."""
+    """Return the modules of repeated classes in `_no_split_modules`, which also lists embeddings."""
     found = _of_classes(modules, {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()})
     elements = {name for names in _lists(modules) for name in names}
     classes = {name: class_of(modules[name]) for name in found}
@@ -261,13 +261,13 @@ def _hinted(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
 
 
 def _each_has_one(outer: Sequence[str], inner: Sequence[str]) -> bool:
-    """Whether the inner modules are parts of the outer ones, one of each: Longformer names its attention, which leaves the MLP."""
+    """Whether each outer module contains exactly one inner module: Longformer's hint names its attention, without the MLP."""
     around = [[name for name in outer if _is_within(part, name) and part != name] for part in inner]
     return all(len(names) == 1 for names in around) and sorted(name for names in around for name in names) == sorted(outer)
 
 
 def _listed(modules: dict[str, nn.Module]) -> list[str]:
-    """Return the elements of lists of at least two equal modules; lists of single layers count only where nothing else is there."""
+    """Return the elements of lists of at least two modules of one class; lists of single layers count only if there are no others."""
     homogeneous = [names for names in _lists(modules) if len(names) > 1 and len({class_of(modules[name]) for name in names}) == 1]
     composite = [names for names in homogeneous if modules[names[0]]._modules]
     return [name for names in composite or homogeneous for name in names]

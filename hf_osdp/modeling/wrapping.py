@@ -1,4 +1,4 @@
-"""Replace forwards of a model's modules: compiled in place, with inputs cast as FSDP2 does, with activations recomputed, if that may be."""
+"""Replace forwards of a model's modules: compile them in place, cast inputs like FSDP2, recompute activations."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ..planner.description import Recomputation
 from .selective import selective_contexts
 
 _MOST_VARIANTS = 64
-"""Of the code of one class of blocks: a budget, training or evaluation, static or varying lengths each make one. Dynamo's own limit is 8,
-beyond which blocks would run as they are."""
+"""Compiled variants of one class of blocks: each budget, training or evaluation, static or varying lengths. Dynamo's own limit is 8,
+beyond which blocks run without compilation."""
 Compiler = Callable[[Callable[..., Any], Recomputation | None], Callable[..., Any]]
-"""From a forward and a way to recompute it to the compiled one."""
+"""Function from a forward and its recomputation to the compiled forward."""
 _COMPILER: ContextVar[Compiler | None] = ContextVar("_COMPILER", default=None)
 
 
 class CompiledForward:
-    """A forward that torch compiles when it is first called, with Inductor; hooks of its module, such as FSDP2's, stay outside."""
+    """Forward that torch compiles with Inductor on its first call; hooks of its module, such as FSDP2's, are not compiled."""
 
     def __init__(self, forward: Callable[..., Any], recomputation: Recomputation | None) -> None:
         update_wrapper(self, forward)
@@ -43,7 +43,7 @@ class CompiledForward:
             self._compiled = torch.compile(self._forward, backend=_inductor(budget_of(self.recomputation)))
         modes = [_get_dispatch_stack_at(place) for place in range(_len_torch_dispatch_stack())]
         ours = bool(modes) and all(getattr(mode, "leaves_compiled_code", False) for mode in modes)
-        with _disable_current_modes() if ours else nullcontext():  # torch compiles nothing under a foreign mode, which sees all operators
+        with _disable_current_modes() if ours else nullcontext():  # torch does not compile under a foreign mode, which sees all operators
             return self._compiled(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -51,9 +51,9 @@ class CompiledForward:
 
 
 def compile_forward(module: nn.Module, recomputation: Recomputation | None = None) -> None:
-    """Compile a block's forward in place, before it is sharded; names of parameters and modules stay as they are.
+    """Compile a block's forward in place, before it is sharded; names of parameters and modules are unchanged.
 
-    `recomputation` says how little is saved for backward; None saves what torch's partitioner takes to be quickest.
+    `recomputation` limits what is saved for backward; None saves what torch's partitioner considers fastest.
     """
     compiler = _COMPILER.get()
     module.forward = CompiledForward(module.forward, recomputation) if compiler is None else compiler(module.forward, recomputation)
@@ -61,7 +61,7 @@ def compile_forward(module: nn.Module, recomputation: Recomputation | None = Non
 
 @contextmanager
 def compiled_by(compiler: Compiler) -> Iterator[None]:
-    """Have `compile_forward` use another compiler inside the context, as a simulation does."""
+    """Make `compile_forward` use another compiler inside the context, for example in a simulation."""
     token = _COMPILER.set(compiler)
     try:
         yield
@@ -74,13 +74,13 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def budget_of(recomputation: Recomputation | None) -> float:
-    """Return torch's `activation_memory_budget` for a way to recompute a compiled block."""
+    """Return torch's `activation_memory_budget` for the recomputation of a compiled block."""
     return 1.0 if recomputation is None else recomputation.budget or 0.0
 
 
 @functools.cache
 def _inductor(budget: float) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
-    """Return dynamo's backend for a budget: one object each, since dynamo tells compiled code apart by it, and not by the budget."""
+    """Return dynamo's backend for a budget: one object per budget, because dynamo distinguishes compiled code by backend, not by budget."""
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> object:
         from torch._inductor.compile_fx import compile_fx
@@ -93,7 +93,7 @@ def _inductor(budget: float) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
 
 @contextmanager
 def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a module run `forward` inside the context; after it the module is as it was."""
+    """Make a module run `forward` inside the context, and restore its own forward afterwards."""
     own = {key: value for key, value in vars(module).items() if key == "forward"}
     module.forward = forward
     try:
@@ -104,12 +104,12 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 
 def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:  # noqa: ANN401
-    """Cast floating-point tensors to the compute dtype, as FSDP2 casts each unit's inputs; None leaves them."""
+    """Cast floating-point tensors to the compute dtype, as FSDP2 casts each unit's inputs; None changes nothing."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value) if dtype else value
 
 
 def under_autocast(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """Wrap a forward on CPU tensors as Accelerate runs it in one process: under autocast, its outputs in float32."""
+    """Wrap a forward on CPU tensors as Accelerate does in one process: under autocast, with outputs in float32."""
 
     def run(*args: Any, **kwargs: Any) -> object:
         with torch.autocast("cpu", dtype=dtype):
@@ -120,7 +120,7 @@ def under_autocast(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[
 
 
 class _Recomputed:
-    """A forward that saves its input, and the outputs of chosen operators, and runs again in backward."""
+    """Forward that saves its input and the outputs of chosen operators, and runs again in backward."""
 
     def __init__(self, forward: Callable[..., Any], recomputation: Recomputation) -> None:
         update_wrapper(self, forward)
@@ -129,7 +129,7 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> object:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        # Tensors among positional arguments are saved as autograd saves them, which hooks see; keywords would be held as they are.
+        # Autograd saves positional tensors through saved-tensor hooks; keyword arguments would be kept without hooks.
         saved = self.recomputation.saved_calls
         contexts = functools.partial(selective_contexts, saved) if saved else noop_context_fn
         return checkpoint(self._run, len(args), tuple(kwargs), *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
@@ -139,16 +139,16 @@ class _Recomputed:
 
 
 def recompute(module: nn.Module, recomputation: Recomputation | None = None) -> None:
-    """Have a module's activations recomputed in backward, in place, all of them for None. Names of parameters and modules stay as they are.
+    """Recompute a module's activations in backward, all of them for None; names of parameters and modules are unchanged.
 
-    FSDP2's hooks lie outside, so that a unit's parameters are gathered once for the recomputation and the backward after it.
+    FSDP2's hooks run outside, so that a unit's parameters are gathered once for both the recomputation and the backward.
     """
     if recomputation_of(module) is None:
         module.forward = _Recomputed(module.forward, recomputation or Recomputation())
 
 
 def recomputation_of(module: nn.Module) -> Recomputation | None:
-    """Return how `recompute` or `compile_forward` was called on the module, perhaps with `offload` after it; None where it was not."""
+    """Return the recomputation that `recompute` or `compile_forward` set on the module, also under `offload`; None if there is none."""
     forward = module.__dict__.get("forward")
     kinds = (_Recomputed, CompiledForward)
     found = next((one for one in (forward, getattr(forward, "inner", None)) if isinstance(one, kinds)), None)
@@ -156,7 +156,7 @@ def recomputation_of(module: nn.Module) -> Recomputation | None:
 
 
 def has_running_statistics(module: nn.Module, *, itself: bool = False) -> bool:
-    """Whether running a module's forward twice counts a batch twice, so that it cannot be recomputed; `itself` leaves out those inside."""
+    """Whether a module cannot be recomputed: a second forward would update running statistics twice; `itself` skips submodules."""
     parts = [module] if itself else module.modules()
     return any(isinstance(part, _NormBase) and part.track_running_stats for part in parts)
 

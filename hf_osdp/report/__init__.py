@@ -1,1 +1,1 @@
-"""What a person reads: tables and the report file."""
+"""Tables, charts, plan files and the report file of a run."""

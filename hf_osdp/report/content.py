@@ -1,4 +1,4 @@
-"""What the tables say as plain values, for JSON: bytes and seconds throughout. `osdp_report.json` is one of them."""
+"""Contents of the tables as plain values for JSON, in bytes and seconds, including `osdp_report.json`."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def report_content(
     measured: Content | None = None,
     recalibration: Sequence[Content] = (),
 ) -> Content:
-    """Return the report of a run; it holds all that `hf-osdp explain` needs.
+    """Return the report of a run, with all inputs of `hf-osdp explain`.
 
-    `estimate` is what the plan was expected to need, `measured` what the run took, `comparison` the other strategies where they were
-    estimated, and `recalibration` the plans that were tried before training, with what was measured; `planning_s` are seconds.
+    `estimate` and `measured` are the estimated and measured memory and time, `comparison` the estimates of other strategies, if any,
+    `recalibration` the plans that were tried before training, with their measurements, and `planning_s` the seconds of planning.
     """
     description = inputs.description
     return {
@@ -69,14 +69,14 @@ def report_content(
 
 
 def write_report(content: Content, output_dir: str | Path) -> Path:
-    """Write the report into an existing folder, whole or not at all; return its path."""
+    """Write the report atomically into an existing folder; return its path."""
     path = Path(output_dir) / REPORT_FILE
     write_json(content, path)
     return path
 
 
 def package_versions() -> dict[str, str]:
-    """Return versions of Python, the system and the packages that estimates depend on."""
+    """Return the versions of Python, the system and the packages on which estimates depend."""
     found = {"python": sys.version.split()[0], "system": f"{platform.system()} {platform.machine()}"}
     for package in _PACKAGES:
         try:
@@ -121,7 +121,7 @@ def comparison_content(
 
 
 def answers_content(answers: Sequence[Answer]) -> Content:
-    """Return answers to what-if questions; the first is how things are."""
+    """Return answers to what-if questions; the first answer is without a change."""
     return {
         "answers": [
             {
@@ -136,7 +136,7 @@ def answers_content(answers: Sequence[Answer]) -> Content:
 
 
 def _strategy(row: StrategyResult) -> Content:
-    """Return a strategy's best plan in short, or why it has none."""
+    """Return a summary of a strategy's best plan, or the reason why it has none."""
     if row.result is None:
         return {"strategy": row.label, **_picked(row, "reason", "least_peak_bytes")}
     return {"strategy": row.label, **_picked(row.result.plan, "micro_batch_size", "accumulation_steps", *_OUTCOME)}
@@ -147,7 +147,7 @@ def _result(plan: Plan) -> Content:
 
 
 def explanation_content(explanation: Explanation) -> Content:
-    """Return an explanation: the peak, every moment, the streams, rows with their alternatives, what binds."""
+    """Return an explanation: the peak, every moment, the streams, rows with their alternatives, the bottleneck."""
     plan, estimate = explanation.plan, explanation.estimate
     peak = estimate.memory.peak
     return {
@@ -162,7 +162,7 @@ def explanation_content(explanation: Explanation) -> Content:
         "step_s": None if estimate.time is None else estimate.time.step_s,
         "streams": [{**plain(stream), "hidden_s": stream.hidden_s} for stream in explanation.streams],
         "rows": [_row(explanation, row) for row in plan_rows(plan, explanation.description)],
-        "binds": plain(explanation.binding),
+        "binds": plain(explanation.bottleneck),
     }
 
 
@@ -179,7 +179,7 @@ def _row(explanation: Explanation, row: PlanRow) -> Content:
         "layout": row.layout,
         "bytes": {name: sum(getattr(estimate.memory.units[i], name) for i in row.units) for name in asdict(estimate.memory.units[0])},
         "seconds": None if time is None else {term: row.seconds(time, term) for term in _TIME_TERMS},
-        "quicker": None if reason is None else alternative(reason.quicker),
+        "quicker": None if reason is None else alternative(reason.faster),
         "next_fitting": None if reason is None else alternative(reason.next_fitting),
     }
 

@@ -7,7 +7,7 @@ from rich.table import Table
 from ..planner.cost.timing import TimeEstimate
 from ..planner.plan import Plan
 from ..quantities import format_bytes, format_seconds
-from .explain import Alternative, Binding, Binds, Explanation, RowReason
+from .explain import Alternative, Bottleneck, BottleneckKind, Explanation, RowReason
 from .tables import PlanRow, bytes_by_kind, make_table, plan_rows
 
 _UNIT_TERMS = {
@@ -21,11 +21,11 @@ def explanation_tables(explanation: Explanation) -> list[Table | str]:
     if (time := explanation.estimate.time) is None:
         return [*parts, "The hardware is not known, so there are no seconds and no alternatives."]
     parts += [stream_table(explanation), _unit_seconds_table(explanation, time), reason_table(explanation)]
-    return parts if explanation.binding is None else [*parts, binding_text(explanation.binding, explanation.plan)]
+    return parts if explanation.bottleneck is None else [*parts, bottleneck_text(explanation.bottleneck, explanation.plan)]
 
 
 def peak_table(explanation: Explanation) -> Table:
-    """Return bytes at the highest moment by kind, the largest first, with their share of the limit or of the peak."""
+    """Return the bytes at the peak by kind, largest first, with their share of the limit or of the peak."""
     peak, limit = explanation.estimate.memory.peak, explanation.plan.memory_limit_bytes
     total = peak.total_bytes + explanation.outside_bytes
     parts = [*bytes_by_kind(peak.breakdown).items(), *explanation.outside.items()]
@@ -40,15 +40,15 @@ def peak_table(explanation: Explanation) -> Table:
 
 
 def stream_table(explanation: Explanation) -> Table:
-    """Return seconds of a step by kind of work; what is hidden runs beside compute."""
+    """Return seconds of a step by kind of work; hidden work runs while compute runs."""
     step = sum(stream.exposed_s for stream in explanation.streams)
     rows = [[s.name, *map(format_seconds, (s.total_s, s.hidden_s, s.exposed_s)), _share(s.exposed_s, step)] for s in explanation.streams]
-    figures = ["in all", "hidden", "exposed", "of the step"]
+    figures = ["total", "hidden", "exposed", "of the step"]
     return make_table(f"Seconds of a step: {format_seconds(step)}", rows, text=[""], figures=figures)
 
 
 def unit_bytes_table(explanation: Explanation) -> Table:
-    """Return the bytes that each row of units has on one device: activations and what is kept between its forward and its backward.
+    """Return the bytes of each row of units on one device; `kept` are gathered parameters between forward and backward.
 
     `while it runs` is the most that one unit of the row gathers and copies.
     """
@@ -74,7 +74,7 @@ def unit_bytes_table(explanation: Explanation) -> Table:
 
 
 def _unit_seconds_table(explanation: Explanation, time: TimeEstimate) -> Table:
-    """Return seconds of each row of units in a step; `exposed` is the communication that compute waits for."""
+    """Return seconds of each row of units in a step; `exposed` is communication for which compute waits."""
     rows = [
         [row.label, *(format_seconds(row.seconds(time, term)) for term in _UNIT_TERMS.values())]
         for row in plan_rows(explanation.plan, explanation.description)
@@ -83,12 +83,12 @@ def _unit_seconds_table(explanation: Explanation, time: TimeEstimate) -> Table:
 
 
 def reason_table(explanation: Explanation) -> Table:
-    """Return why each row is laid out as it is: what is quicker but does not fit, and the next best of what fits."""
+    """Return the reason for the layout of each row: the fastest other layout, and the next best layout that fits."""
     world_size = explanation.plan.world_size
 
     def cells(reason: RowReason) -> list[str]:
-        first, second = "none: this is the quickest", "none"
-        if (other := reason.quicker) is not None:
+        first, second = "none: this is the fastest", "none"
+        if (other := reason.faster) is not None:
             overrun = _overrun(other, len(reason.row.units))
             first = f"{other.choice.describe(world_size)}: {format_seconds(other.added_s)}, {overrun}"
         if (other := reason.next_fitting) is not None:
@@ -96,28 +96,28 @@ def reason_table(explanation: Explanation) -> Table:
             second = f"{other.choice.describe(world_size)}: {sign}{format_seconds(other.added_s)}, peak {format_bytes(other.peak_bytes)}"
         return [reason.row.label, reason.row.layout, first, second]
 
-    title = "Why this layout: what others would cost (the whole row changed, all else as it is)"
-    return make_table(title, map(cells, explanation.reasons), text=["units"], notes=["layout", "quicker layout", "next best that fits"])
+    title = "Cost of other layouts (the whole row changed, everything else unchanged)"
+    return make_table(title, map(cells, explanation.reasons), text=["units"], notes=["layout", "faster layout", "next best that fits"])
 
 
 def _overrun(other: Alternative, units: int) -> str:
     if other.over_bytes <= 0:
         return f"fits, peak {format_bytes(other.peak_bytes)}"
     one = other.single_over_bytes
-    alone = "" if units == 1 else f" (one unit: {format_bytes(one)} over)" if one > 0 else " (one unit fits)"
-    return f"{format_bytes(other.over_bytes)} over the limit{alone}"
+    single = "" if units == 1 else f" (one unit: {format_bytes(one)} over)" if one > 0 else " (one unit fits)"
+    return f"{format_bytes(other.over_bytes)} over the limit{single}"
 
 
-def binding_text(binding: Binding, plan: Plan) -> str:
-    faster = f"{binding.gain:.2f}x the samples/s"
-    if binding.kind is Binds.MEMORY:
-        assert binding.peak_bytes is not None
-        return f"What binds: memory. Without a limit the peak would be {format_bytes(binding.peak_bytes)}, at {faster}."
+def bottleneck_text(bottleneck: Bottleneck, plan: Plan) -> str:
+    faster, size = f"{bottleneck.gain:.2f}x the samples/s", bottleneck.batch_size
+    if bottleneck.kind is BottleneckKind.MEMORY:
+        assert bottleneck.peak_bytes is not None
+        return f"Bottleneck: memory. Without a limit the peak would be {format_bytes(bottleneck.peak_bytes)}, at {faster}."
     return {
-        Binds.MICRO_BATCH: f"What binds: the micro-batch size that was asked for. {binding.batch_size} would give {faster}.",
-        Binds.BATCH: f"What binds: the global batch. {binding.batch_size} samples a step would give {faster} under the same limit.",
-        Binds.NOTHING: f"What binds: nothing. More memory or a larger batch would not make it faster; {plan.strategy} is at its best here.",
-    }[binding.kind]
+        BottleneckKind.MICRO_BATCH: f"Bottleneck: the requested micro-batch size. {size} would give {faster}.",
+        BottleneckKind.BATCH: f"Bottleneck: the global batch. {size} samples per step would give {faster} under the same limit.",
+        BottleneckKind.NOTHING: f"Bottleneck: none. Neither more memory nor a larger batch would make {plan.strategy} faster.",
+    }[bottleneck.kind]
 
 
 def _share(part: float, whole: float) -> str:

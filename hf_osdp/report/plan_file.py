@@ -1,4 +1,4 @@
-"""One file with a plan and what it was made from, so that the plan can run and be explained from it alone."""
+"""A file with a plan and its inputs, which is enough to run and to explain the plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PlanInputs:
     description: ModelDescription
     job: TrainingJob
     hardware: Hardware | None
-    """None where a given plan ran and nothing was measured."""
+    """None if a given plan ran without a measurement of the hardware."""
 
     @classmethod
     def of(cls, problem: PlanningProblem) -> PlanInputs:
@@ -38,28 +38,28 @@ class PlanInputs:
         )  # fmt: skip
 
     def estimate(self, plan: Plan) -> PlanEstimate:
-        """Return what a plan, which must be for these inputs, is expected to need."""
+        """Return the estimate of a plan, which must be for these inputs."""
         return estimate_plan(plan, self.description, self.job, self.hardware)
 
 
 def plan_file_content(plan: Plan, inputs: PlanInputs) -> dict[str, Any]:
-    """Return what a plan file holds: `plan` as `Plan.to_json` writes it, and `inputs`."""
+    """Return the content of a plan file: `plan`, in the form of `Plan.to_json`, and `inputs`."""
     return {"plan": json.loads(plan.to_json()), "inputs": plain(inputs)}
 
 
 def write_json(content: dict[str, Any], path: str | Path) -> None:
-    """Write JSON into an existing folder, whole or not at all."""
+    """Write JSON atomically into an existing folder."""
     write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def read_plan_file(path: str | Path) -> tuple[Plan, PlanInputs | None]:
-    """Read a plan file, a run's `osdp_report.json`, or a bare plan as `Plan.save` writes it, of which there are no inputs.
+    """Read a plan file, a run's `osdp_report.json`, or a file of `Plan.save`, which has no inputs.
 
-    Raise PlanError where it cannot be read, its plan is not valid, or its inputs are of another version or another model.
+    Raise PlanError if it cannot be read, its plan is not valid, or its inputs belong to another version or another model.
     """
     data = plan_content(read_bytes(path, "plan", PlanError), str(path))
     if isinstance(data, dict) and "model_type" in data:
-        raise PlanError(f"{path} is a model's configuration, not a plan; make a plan of it with: hf-osdp plan {path} --output plan.json.")
+        raise PlanError(f"{path} is a model's configuration, not a plan; make a plan with: hf-osdp plan {path} --output plan.json.")
     plan = Plan.from_content(data, source=str(path))
     if "inputs" not in data:
         return plan, None
@@ -70,5 +70,5 @@ def read_plan_file(path: str | Path) -> tuple[Plan, PlanInputs | None]:
     )
     plan.check(inputs.description, plan.world_size)
     if inputs.hardware is not None and inputs.hardware.world_size != plan.world_size:
-        raise PlanError(f"{path} is of {inputs.hardware.world_size} devices, but its plan of {plan.world_size}. Plan again.")
+        raise PlanError(f"{path} describes {inputs.hardware.world_size} devices, but its plan is for {plan.world_size}. Plan again.")
     return plan, inputs

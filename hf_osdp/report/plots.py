@@ -21,7 +21,7 @@ from .explain import StreamTime, stream_times
 from .plan_file import PlanInputs
 from .tables import batch_cells, bytes_by_kind
 
-with suppress(ImportError):  # `check_plot_path` says what is missing
+with suppress(ImportError):  # `check_plot_path` names the missing package
     import altair as alt
 
 SUFFIXES = (".png", ".svg", ".html")
@@ -30,25 +30,25 @@ _COLORS = {
     "reserved": "#bab0ac", "parameters": "#4c78a8", "optimizer": "#9ecae9", "gradients": "#f58518", "gathered": "#54a24b",
     "buffers": "#88d27a", "activations": "#b279a2", "model buffers": "#9d755d", "correction": "#d8b5a5",
 }  # fmt: skip
-"""One colour for each kind of bytes, the same in every chart; what is held throughout lies at the bottom."""
+"""One colour for each kind of bytes, the same in every chart; bytes that stay for the whole step are at the bottom."""
 _RED = "#d62728"
 AnyChart: TypeAlias = "alt.VConcatChart | alt.LayerChart | alt.FacetChart"
 
 
 class _InScript(json.JSONEncoder):
-    """JSON inside a page's script, which a name with `</script>` in it would end."""
+    """JSON for a page's script, escaped because a name with `</script>` would end the script."""
 
     def encode(self, o: object) -> str:
         return super().encode(o).replace("<", "\\u003c")
 
 
 def check_plot_path(path: str | Path) -> Path:
-    """Refuse a file that no chart can be written to, before anything is computed: its suffix, its folder, or packages that are missing."""
+    """Raise ValueError, before anything is computed, if a chart cannot be written: unknown suffix, missing folder or missing package."""
     path = Path(path)
     if path.suffix not in SUFFIXES:
         raise ValueError(f"Plot file {str(path)!r} ends in {path.suffix!r}; use one of {', '.join(SUFFIXES)}.")
     if not path.parent.is_dir():
-        raise ValueError(f"Plot file {str(path)!r}: there is no folder {str(path.parent)!r}; make it, or name another.")
+        raise ValueError(f"Plot file {str(path)!r}: folder {str(path.parent)!r} does not exist; create it, or give another.")
     try:
         import altair  # noqa: F401
         import vl_convert  # noqa: F401
@@ -58,7 +58,7 @@ def check_plot_path(path: str | Path) -> Path:
 
 
 def save_chart(chart: AnyChart, path: str | Path) -> Path:
-    """Write a chart in the format that the suffix names; HTML holds all of its scripts and opens offline."""
+    """Write a chart in the format of the suffix; HTML includes all of its scripts and opens offline."""
     path = check_plot_path(path)
     options: dict[str, Any] = {".html": {"inline": True, "json_kwds": {"cls": _InScript}}, ".png": {"scale_factor": _PNG_SCALE}}
     chart.save(str(path), **options.get(path.suffix, {}))
@@ -66,7 +66,7 @@ def save_chart(chart: AnyChart, path: str | Path) -> Path:
 
 
 def plan_chart(plan: Plan, inputs: PlanInputs, estimate: PlanEstimate) -> AnyChart:
-    """Return memory over the step, and below it time by stream where the hardware is known; the limit is a rule."""
+    """Return a chart of memory over the step with the limit, and, if the hardware is known, of time by stream below it."""
     hardware, memory, charts = inputs.hardware, estimate.memory, []
     if hardware is not None:
         charts.append(_time_chart(stream_times(plan, inputs.description, inputs.job, hardware)))
@@ -87,7 +87,7 @@ def _memory_chart(memory: MemoryEstimate, reserved_bytes: int, limit_bytes: int 
     color = alt.Color("kind:N", title=None, scale=alt.Scale(domain=kinds, range=[_COLORS[k] for k in kinds]))
     tooltip = ["unit:N", "phase:N", "kind:N", "bytes:N", "total:N"]
     area = _chart(rows).mark_area(interpolate="step-after").encode(x=x, y=y, color=color, order="order:Q", tooltip=tooltip)
-    phases = (moment.phase.partition(":")[0] for moment in memory.moments)  # the parts of backward are one here, and the end has no name
+    phases = (moment.phase.partition(":")[0] for moment in memory.moments)  # joins the parts of backward; the end has no name
     named = enumerate(name if name in ("forward", "backward") else "" for name in phases)
     starts = [{"name": name, "start": next(group)[0], "top": 0.97 * top} for name, group in groupby(named, key=itemgetter(1))]
     rules = _chart(starts).mark_rule(color="#555", strokeDash=[2, 3]).encode(x="start:Q")
@@ -100,7 +100,7 @@ def _memory_chart(memory: MemoryEstimate, reserved_bytes: int, limit_bytes: int 
 
 
 def moment_rows(memory: MemoryEstimate, reserved_bytes: int, scale: int) -> list[dict[str, Any]]:
-    """Return a row for each moment and kind of bytes that occurs, sizes in `scale` bytes; the last moment is drawn one moment wide."""
+    """Return a row for each moment and kind of bytes, sizes in `scale` bytes; the last moment is repeated to give it a width."""
     drawn = [(moment, {**bytes_by_kind(moment.breakdown), "reserved": reserved_bytes}) for moment in (*memory.moments, memory.moments[-1])]
     kinds = {kind for _, parts in drawn for kind, nbytes in parts.items() if nbytes}
     order = list(_COLORS)
@@ -116,7 +116,7 @@ def moment_rows(memory: MemoryEstimate, reserved_bytes: int, scale: int) -> list
 
 
 def _size_unit(nbytes: int) -> tuple[int, str]:
-    """Bytes of the unit that an axis up to so many is read in."""
+    """Return the unit of an axis up to `nbytes`: its bytes and its name."""
     return (GIB, "GiB") if nbytes >= GIB else (2**20, "MiB")
 
 
@@ -147,7 +147,7 @@ def _time_chart(streams: Sequence[StreamTime]) -> AnyChart:
 
 
 def frontier_chart(title: str, front: Sequence[SearchResult], strategies: Sequence[StrategyResult], limit_bytes: int) -> AnyChart:
-    """Return throughput against peak memory: the front as a line, each strategy at its own best batch as a point, the limit as a rule."""
+    """Return throughput against peak memory: the Pareto front, each strategy at its own best batch as a point, and the limit."""
     names = [row.label for row in strategies if row.result is not None]
     scale, unit = _size_unit(limit_bytes)
     points = [_point(result, "front", scale) for result in front]

@@ -1,4 +1,4 @@
-"""Tables of what was tried, measured and checked: trials, estimate beside measurement, simulation, preflight checks, a profile."""
+"""Tables of trials, of estimates and measurements, of a simulation, of preflight checks, and of a profile."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..quantities import format_bytes, format_seconds
 from .tables import bytes_by_kind, make_table
 
 Outcome: TypeAlias = tuple[str, float | None, float | None]
-"""A name, what was estimated, and what was measured."""
+"""A name, the estimate, and the measurement."""
 
 
 def trials_table(rounds: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a line for each of the report's `recalibration`: what a plan was expected to need, what it needed, what that changed."""
+    """Return a line for each round of the report's `recalibration`: estimates, measurements, and the resulting correction."""
 
     def cells(number: int, past: Mapping[str, Any]) -> list[str]:
         estimated, measured, correction = past["estimated"], past["measured"], past["correction"]
@@ -32,12 +32,12 @@ def trials_table(rounds: Sequence[Mapping[str, Any]]) -> Table:
         return [str(number), past["plan"], peaks, steps, f"{extra}, x{correction['compute_factor']:.2f}", outcome]
 
     numbered = (cells(number, past) for number, past in enumerate(rounds, start=1))
-    title = "Tried before training, estimated / measured"
+    title = "Plans tried before training, estimated / measured"
     return make_table(title, numbered, text=["round", "plan"], figures=["peak", "step", "correction"], notes=["outcome"])
 
 
 def outcome_table(nbytes: Sequence[Outcome], seconds: Sequence[Outcome]) -> Table:
-    """Return estimated beside measured, on the slowest and fullest rank."""
+    """Return estimates and measurements; times of the slowest rank, memory of the fullest."""
 
     def cells(row: Outcome, text: Callable[[float], str]) -> list[str]:
         name, estimated, measured = row
@@ -45,11 +45,11 @@ def outcome_table(nbytes: Sequence[Outcome], seconds: Sequence[Outcome]) -> Tabl
         return [name, *texts, f"{estimated / measured:.2f}" if estimated and measured else "-"]
 
     rows = [*(cells(row, format_bytes) for row in nbytes), *(cells(row, format_seconds) for row in seconds)]
-    return make_table("Estimated beside measured", rows, text=[""], figures=["estimated", "measured", "estimate / measured"])
+    return make_table("Estimated and measured", rows, text=[""], figures=["estimated", "measured", "estimate / measured"])
 
 
 def simulation_table(estimated: Moment, simulated_bytes: int, simulated: MemoryBreakdown) -> Table:
-    """Return bytes at the peak by kind: estimated beside what FSDP2's real step allocates on fake tensors."""
+    """Return the bytes at the peak by kind: the estimate, and the allocations of FSDP2's real step on fake tensors."""
     ours, theirs = bytes_by_kind(estimated.breakdown), bytes_by_kind(simulated)
     pairs = {name: (ours[name], theirs[name]) for name in theirs} | {"peak": (estimated.total_bytes, simulated_bytes)}
     rows = [
@@ -57,29 +57,29 @@ def simulation_table(estimated: Moment, simulated_bytes: int, simulated: MemoryB
         for name, (estimate, real) in pairs.items()
         if estimate or real
     ]
-    return make_table("Peak of tensors, estimated beside simulated", rows, text=[""], figures=["estimated", "simulated", "error"])
+    return make_table("Peak of tensors, estimated and simulated", rows, text=[""], figures=["estimated", "simulated", "error"])
 
 
 def checks_table(title: str, rows: Sequence[tuple[str, str, str]]) -> Table:
-    """Return a line for each preflight check: its name, its result, what is there or what to do."""
+    """Return a line for each preflight check: its name, its result, the finding or the remedy."""
     names = [Column(name, no_wrap=True) for name in ("check", "result")]
-    return make_table(title, rows, text=names, notes=["what is there, what to do"])
+    return make_table(title, rows, text=names, notes=["finding, remedy"])
 
 
 def profile_tables(profile: Profile) -> list[str | Table]:
     """Return tables and lines for a rich console: the device, collectives, and times of segments."""
     hardware = profile.hardware
-    alone = "One process: no collectives were measured. Start as many as will train, for example torchrun --nproc-per-node 8."
+    alone = "One process: no collectives were measured. Start all training processes, for example with torchrun --nproc-per-node 8."
     parts: list[str | Table] = [_device_line(profile), _collectives(hardware) if hardware.timings else alone]
     if (own := hardware.fsdp_overhead) is not None:
         updates = ", ".join(f"{step.value.replace('_', '-')} {format_seconds(time.tensor_s)}" for step, time in own.updates.items())
         parts.append(
             f"FSDP2's own work: {format_seconds(own.gather.call_s)} to gather a unit, {format_seconds(own.reduce.call_s)} to"
-            f" reduce it, and copies. AdamW, each tensor: {updates}."
+            f" reduce it, and copies. AdamW per tensor: {updates}."
         )
     if hardware.codecs:
         rates = ", ".join(f"{codec.wire.value} {1e-6 / codec.encode_s:,.0f} and {1e-6 / codec.decode_s:,.0f}" for codec in hardware.codecs)
-        parts.append(f"Fewer bits on the wire, million values a second to encode and decode: {rates}.")
+        parts.append(f"Quantized communication, million values per second to encode and decode: {rates}.")
     if profile.segments:
         parts.append(_segments(profile))
     return parts
@@ -89,11 +89,11 @@ def _device_line(profile: Profile) -> str:
     device, host = profile.hardware.device, profile.hardware.host
     rates = ", ".join(f"{dtype.value} {rate / 1e9:,.0f} GFLOP/s" for dtype, rate in device.flops_per_s.items())
     line = (
-        f"{profile.hardware.summary}: {format_bytes(device.memory_bytes)} each, memory {device.memory_bytes_per_s / 1e9:.1f} GB/s; {rates}."
+        f"{profile.hardware.summary}: {format_bytes(device.memory_bytes)} each, memory {device.memory_bytes_per_s / 1e9:.1f} GB/s, {rates}."
     )
     if host is not None:
         line += f" Host to device {host.to_device_bytes_per_s / 1e9:.1f} GB/s, back {host.to_host_bytes_per_s / 1e9:.1f} GB/s."
-        line += f" Host: {format_bytes(host.memory_bytes)} for each, optimizer steps at {host.update_bytes_per_s / 1e9:.1f} GB/s."
+        line += f" Host: {format_bytes(host.memory_bytes)} per device, optimizer steps at {host.update_bytes_per_s / 1e9:.1f} GB/s."
     return line
 
 
@@ -107,7 +107,7 @@ def _collectives(hardware: Hardware) -> Table:
         ]
         for timing in hardware.timings
     ]
-    title = "Collectives: latency + whole tensor's bytes / rate"
+    title = "Collectives: time = latency + bytes of the whole tensor / rate"
     return make_table(title, rows, text=["collective", "group"], figures=["latency", "rate"])
 
 

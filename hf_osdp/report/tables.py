@@ -25,9 +25,9 @@ from ..quantities import format_bytes, format_count, format_seconds
 _NUMBER = re.compile(r"\d+")
 _WIDTH = 100
 _NAMES_WIDTH = 46
-"""Columns that units and classes may take on one line: what layout and figures leave of 100."""
+"""Width of units and classes on one line; layout and figures need the rest of 100 columns."""
 _HOST_WIDTH, _LEAST_CLASS = 10, 12
-"""Columns of what the host holds; those that a class keeps where its name has to be folded."""
+"""Width of the column `host`, and least width of a folded class name."""
 
 
 def make_table(
@@ -38,11 +38,11 @@ def make_table(
     figures: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> Table:
-    """Return a table whose first columns (`text`) and last (`notes`) are folded where long; `figures` between never break."""
+    """Return a table that folds long text in its first (`text`) and last (`notes`) columns, but not in `figures` between them."""
     columns = [column if isinstance(column, Column) else Column(column, overflow="fold") for column in text]
     columns += [Column(name, justify="right", no_wrap=True) for name in figures]
     columns += [Column(name, overflow="fold") for name in notes]
-    width = min(len(title), _WIDTH)  # or a narrow table would break its title
+    width = min(len(title), _WIDTH)  # a narrower table would break its title
     table = Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), min_width=width)
     for row in rows:
         table.add_row(*row)
@@ -62,7 +62,7 @@ class PlanRow:
 
     @property
     def label(self) -> str:
-        """The name, with the number of units where there are several."""
+        """The name, with the number of units if there are several."""
         return f"{self.name} ({len(self.units)})" if len(self.units) > 1 else self.name
 
     def seconds(self, time: TimeEstimate, term: str) -> float:
@@ -71,7 +71,7 @@ class PlanRow:
 
 
 def plan_rows(plan: Plan, description: ModelDescription) -> tuple[PlanRow, ...]:
-    """Return the plan's units, equal neighbours taken together."""
+    """Return the plan's units, with equal neighbours in one row."""
 
     def kind(index: int) -> tuple[str, str, int]:
         unit = description.units[index]
@@ -96,10 +96,10 @@ def _range_label(units: Sequence[UnitDescription]) -> str:
 
 
 def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate) -> Table:
-    """Return what each unit does, the memory it holds on each device, and its seconds of a step; what recomputed units save stands below.
+    """Return each unit's layout, memory per device and seconds per step; the caption lists the saved outputs of recomputed units.
 
-    `held` is parameters, gradients and optimizer states; `host` is what the host holds for each device, with activations, where it holds
-    anything; `exposed` is communication that compute waits for.
+    `held` is parameters, gradients and optimizer states; `host`, shown only if used, is the host's memory per device, including offloaded
+    activations; `exposed` is communication for which compute waits.
     """
     on_host = host_bytes_of_units(description, estimate.memory)
 
@@ -131,7 +131,7 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
 
 
 def host_bytes_of_units(description: ModelDescription, memory: MemoryEstimate) -> list[int]:
-    """Return what the host holds of each unit for one device: states, and activations that wait for backward."""
+    """Return each unit's bytes on the host for one device: states, and activations that are offloaded until backward."""
     held = [unit.host for unit in memory.units]
     for segment, terms in zip(description.segments, memory.segments, strict=True):
         held[segment.unit] += terms.host
@@ -139,13 +139,13 @@ def host_bytes_of_units(description: ModelDescription, memory: MemoryEstimate) -
 
 
 def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None = None) -> tuple[str, ...]:
-    """Return lines that say where the peak falls and what a step takes; the plan's peak includes what no tensor can have."""
+    """Return lines about the peak and the time of a step; the plan's peak includes memory that is not available to tensors."""
     lines = [_peak_line(plan, estimate, hardware)]
     if host := estimate.memory.host_bytes:
-        line = f"On the host: {format_bytes(host)} of each rank"
+        line = f"On the host: {format_bytes(host)} per rank"
         if hardware is not None and hardware.host is not None:
             ranks = hardware.devices_per_node
-            line += f", {format_bytes(ranks * host)} of the {format_bytes(ranks * hardware.host.memory_bytes)} of a machine"
+            line += f", {format_bytes(ranks * host)} of {format_bytes(ranks * hardware.host.memory_bytes)} per machine"
         lines.append(f"{line}.")
     if (time := estimate.time) is not None:
         terms = {"compute": "compute_s", "exposed communication": "exposed_s", "copies": "copy_s", "optimizer": "optimizer_s"}
@@ -153,16 +153,16 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
         rate = f", {plan.global_batch_size / time.step_s:.1f} samples/s" if time.step_s else ""
         lines.append(f"Step {format_seconds(time.step_s)}{rate}: {parts}.")
         if gathers := time.total("update_gathers_s"):
-            lines.append(f"The optimizer gathers each update of a sharded matrix whole, {format_seconds(gathers)} of its time.")
+            lines.append(f"The optimizer gathers whole updates of sharded matrices, which takes {format_seconds(gathers)} of its time.")
     if not plan.split.is_none:
         lines.append(f"The model is split: {plan.split.describe()}.")
     if plan.accumulation_steps > 1:
         held = sum(not unit.reduce_every_micro_step for unit in plan.units)
-        some = f", but for {held} of {len(plan.units)} units, whose whole gradients are held and reduced once a step" if held else ""
-        every = "once a step; whole gradients are held until then" if held == len(plan.units) else f"in every micro-step{some}"
+        some = f", except for {held} of {len(plan.units)} units, whose whole gradients are kept and reduced once per step" if held else ""
+        every = "once per step; whole gradients are kept until then" if held == len(plan.units) else f"in every micro-step{some}"
         lines.append(f"Gradients are reduced {every}.")
     if early := sum(unit.step_in_backward for unit in plan.units):
-        lines.append(f"{early} of {len(plan.units)} units step in backward: before optimizer.step() their gradients are None.")
+        lines.append(f"{early} of {len(plan.units)} units are updated in backward: their gradients are None before optimizer.step().")
     lines += _other_arithmetic(plan)
     if plan.strategy == "osdp" and plan.proven_optimal:
         lines.append(
@@ -172,19 +172,19 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
 
 
 def _other_arithmetic(plan: Plan) -> Iterator[str]:
-    """Yield a line for each way in which the plan trains otherwise than exact data parallel training."""
+    """Yield a line for each difference of the plan from exact data parallel training."""
     if wires := {wire.value for unit in plan.units for wire in unit.wires.values()}:
         sent = sum(bool(unit.wires) for unit in plan.units)
-        yield f"{sent} of {len(plan.units)} units send {' and '.join(sorted(wires))}: training rounds otherwise than exact runs."
+        yield f"{sent} of {len(plan.units)} units send {' and '.join(sorted(wires))}: the rounding differs from exact training."
     if plan.local_steps is not None:
-        yield f"Local steps (DiLoCo, another algorithm than data parallel training): {plan.local_steps}."
+        yield f"Local steps (DiLoCo, not the same algorithm as data parallel training): {plan.local_steps}."
 
 
 def batch_text(plan: Plan) -> str:
-    """Return the samples of an optimizer step as a product: `4 x 2 samples x 1 micro-steps = 8 a step`."""
-    apart = f"{plan.machines} machines x " if plan.local_steps is not None else ""
+    """Return the samples of an optimizer step as a product: `4 x 2 samples x 1 micro-steps = 8 per step`."""
+    machines = f"{plan.machines} machines x " if plan.local_steps is not None else ""
     product = f"{plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps"
-    return f"{apart}{product} = {plan.global_batch_size} a step"
+    return f"{machines}{product} = {plan.global_batch_size} per step"
 
 
 def _peak_line(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None) -> str:
@@ -198,18 +198,18 @@ def _peak_line(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None) ->
 
 
 def describe_moment(moment: Moment) -> str:
-    """Return the kinds of bytes at a moment, the largest first."""
+    """Return the kinds of bytes at a moment, largest first."""
     parts = sorted(((nbytes, name) for name, nbytes in bytes_by_kind(moment.breakdown).items() if nbytes), reverse=True)
     return ", ".join(f"{name} {format_bytes(nbytes)}" for nbytes, name in parts)
 
 
 def bytes_by_kind(breakdown: MemoryBreakdown) -> dict[str, int]:
-    """Return the bytes of a breakdown by the name of their kind, as people read it."""
+    """Return the bytes of a breakdown by the readable name of their kind."""
     return {name.replace("_", " "): nbytes for name, nbytes in asdict(breakdown).items()}
 
 
 def batch_cells(plan: Plan, *, peak_mark: str = "") -> list[str]:
-    """Return batch, peak, step and samples a second of a plan that was searched for."""
+    """Return batch, peak, step and samples/s of a plan from the search."""
     assert plan.peak_bytes is not None and plan.step_s is not None and plan.samples_per_s is not None
     return [
         f"{plan.micro_batch_size} x {plan.accumulation_steps}", f"{peak_mark}{format_bytes(plan.peak_bytes)}",
@@ -253,14 +253,14 @@ def frontier_table(front: Sequence[SearchResult], memory_limit_bytes: int) -> Ta
 
 
 def layouts_text(plan: Plan) -> str:
-    """Return how many units have each layout, the most frequent first: `shard 8 (40), replicate (10)`."""
+    """Return the number of units of each layout, most frequent first: `shard 8 (40), replicate (10)`."""
     counts = Counter(unit.describe(plan.world_size) for unit in plan.units)
     return ", ".join(f"{layout} ({count})" for layout, count in counts.most_common())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What became of a change: a plan, or the reason why there is none."""
+    """The result of a change: a plan, or the reason why there is none."""
 
     question: str
     change: str
@@ -275,7 +275,7 @@ class Answer:
 
 
 def what_if_table(answers: Sequence[Answer]) -> Table:
-    """Return answers side by side; the first row is how things are, which gains are counted from."""
+    """Return answers as rows; gains are relative to the first row, which has no change."""
     now = answers[0].tokens_per_s
 
     def cells(row: Answer) -> list[str]:

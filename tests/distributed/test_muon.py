@@ -281,7 +281,7 @@ def test_gathers_of_the_step_are_in_its_seconds():
     sent = sum(collective_seconds(exact.hardware, Collective.ALL_GATHER, shard_ring(exact.hardware, 2), nbytes) for nbytes in sizes)
     assert len(sizes) == 16 and seconds[0] - seconds[1] == pytest.approx(sent)
     found = search(replace(exact, strategy="fsdp"))
-    line = f"The optimizer gathers each update of a sharded matrix whole, {format_seconds(sent)} of its time."
+    line = f"The optimizer gathers whole updates of sharded matrices, which takes {format_seconds(sent)} of its time."
     assert line in plan_caption(found.plan, PlanEstimate(memory=found.memory, time=found.time), exact.hardware)
 
 

@@ -154,7 +154,7 @@ def test_a_class_made_from_the_stock_one_before_is_refused():
     class Early(Stock):
         pass
 
-    with pytest.raises(ValueError, match=r"Early was made from Stock before hf_osdp.run could replace it; have .*test_run imported by the"):
+    with pytest.raises(ValueError, match=r"Early was derived from Stock before hf_osdp.run could replace it; import .*test_run in the"):
         _replace(Stock, type("Trainer", (), {}))
 
 

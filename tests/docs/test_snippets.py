@@ -45,7 +45,7 @@ def saved_tensors(folder: Path) -> int:
 
 def test_the_trainer(tmp_path):
     printed = on_two_ranks("with_trainer", tmp_path)
-    assert re.search(r"transformer\.h\.0 (shard 2|replicate)", printed) and "Estimated beside measured" in printed
+    assert re.search(r"transformer\.h\.0 (shard 2|replicate)", printed) and "Estimated and measured" in printed
     report = json.loads((tmp_path / "runs/with_trainer/osdp_report.json").read_text())
     assert report["plan"]["micro_batch_size"] * report["plan"]["accumulation_steps"] == 8
     assert saved_tensors(tmp_path / "runs/with_trainer") > 20
@@ -58,7 +58,7 @@ def test_a_loop_goes_on_where_it_was_interrupted(tmp_path):
 
 
 def test_the_loop_on_accelerate(tmp_path):
-    assert "Estimated beside measured" in on_two_ranks("with_accelerator", tmp_path)
+    assert "Estimated and measured" in on_two_ranks("with_accelerator", tmp_path)
     assert saved_tensors(tmp_path / "runs/with_accelerator") > 20
 
 

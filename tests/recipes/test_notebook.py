@@ -93,7 +93,7 @@ def test_notebook_runs_in_a_kernel_and_leaves_no_process(tmp_path: Path, environ
 
     text = text_of(notebook)
     assert not problems(notebook)
-    assert text.count("OSDP plan") == 2 and text.count("Estimated beside measured") == 2  # by each training
+    assert text.count("OSDP plan") == 2 and text.count("Estimated and measured") == 2  # by each training
     assert len(charts(notebook)) == 2
     perplexity = {when: float(value) for when, value in PERPLEXITY.findall(text)}
     assert perplexity["after epoch 2"] < 0.9 * perplexity["before training"]

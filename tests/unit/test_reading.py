@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from hf_osdp.reading import MOST_DEPTH, MOST_LETTERS, parse_json, read_bytes, read_json
+from hf_osdp.reading import MOST_CHARACTERS, MOST_DEPTH, parse_json, read_bytes, read_json
 
 
 class Refused(Exception):
@@ -33,15 +33,15 @@ def refused(read, *args, **options) -> str:
         ("[" * 10**6, f"is JSON that is nested more than {MOST_DEPTH} deep"),
         ("[" * (MOST_DEPTH + 1) + "]" * (MOST_DEPTH + 1), f"is JSON that is nested more than {MOST_DEPTH} deep"),
         ('{"a": {"b": 1, "b": 2}}', "has the key 'b' twice in one object"),
-        ("[NaN]", "has NaN, which is no number"),
-        ("[-Infinity]", "has -Infinity, which is no number"),
+        ("[NaN]", "has NaN, which is not a number"),
+        ("[-Infinity]", "has -Infinity, which is not a number"),
         ("[1e31]", "has the number '1e+31', which is beyond 1e+30"),
         ("1e999", "has the number 'inf', which is beyond 1e+30"),
         (str(2**63), "has the number '9223372036854775808', which is beyond 9.22337e+18"),
         ("9" * 10**6, "is not JSON (Exceeds the limit"),
         ('["\\u001b[2J"]', "has the text '\\x1b[2J', which has control characters"),
         ('{"\\ud800": 1}', "which has control characters"),
-        ('"' + "x" * (MOST_LETTERS + 1) + '"', f"is of {MOST_LETTERS + 1} letters, more than {MOST_LETTERS}"),
+        ('"' + "x" * (MOST_CHARACTERS + 1) + '"', f"has {MOST_CHARACTERS + 1} characters, more than {MOST_CHARACTERS}"),
     ],
 )  # fmt: skip
 def test_parse_json_refuses_in_one_line(text, problem):
@@ -49,7 +49,7 @@ def test_parse_json_refuses_in_one_line(text, problem):
 
 
 def test_parse_json_takes_values_up_to_limits():
-    value = [2**63 - 1, -(2**63 - 1), 1e30, -1e30, "x" * MOST_LETTERS, "ä +:€", True, None]
+    value = [2**63 - 1, -(2**63 - 1), 1e30, -1e30, "x" * MOST_CHARACTERS, "ä +:€", True, None]
     for _ in range(MOST_DEPTH - 1):
         value = [value]
     assert parse_json(json.dumps(value)) == value
@@ -76,6 +76,6 @@ def test_read_bytes_refuses_what_is_no_file_or_too_large(tmp_path):
 def test_read_json_names_the_file(tmp_path):
     path = tmp_path / "x.json"
     path.write_text('{"a": NaN}')
-    assert refused(read_json, path, "profile") == f"{path} has NaN, which is no number; it is not a profile that can be read."
+    assert refused(read_json, path, "profile") == f"{path} has NaN, which is not a number; it is not a profile that can be read."
     path.write_text('{"a": [1]}')
     assert read_json(path, "profile") == {"a": [1]}

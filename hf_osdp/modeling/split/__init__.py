@@ -1,1 +1,1 @@
-"""Operators in slices that are gathered one after the other; Hugging Face names and shapes are kept outside."""
+"""Split operators into slices that are gathered one after the other; state dicts keep Hugging Face names and shapes."""

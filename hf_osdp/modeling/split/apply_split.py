@@ -1,4 +1,4 @@
-"""Put operators in slices into a model."""
+"""Replace operators of a model by operators in slices."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from .names import canonical_name, keep_names
 
 
 class SplitHead(DefersLogits, SplitLinear):
-    """A vocabulary projection in slices, which also computes the loss of training, so that whole logits exist only where they are read."""
+    """Vocabulary projection in slices that also computes the training loss, so that whole logits exist only if they are read."""
 
     slice_class = VocabularySlice
     _tied: tuple[SplitEmbedding, ...] = ()
-    """In a tuple, which registers nothing."""
+    """A tuple, so that the module is not registered as a child."""
 
     def __init__(self, source: nn.Module, slices: int) -> None:
         super().__init__(source, slices)
         self.pieces = slices
 
     def tie(self, source: nn.Embedding) -> SplitEmbedding:
-        """Return the embedding in this head's slices. It alone registers them, so that each parameter has one name and one owner."""
+        """Return the embedding that uses this head's slices. Only the embedding registers them, so that each parameter has one owner."""
         embedding = SplitEmbedding(source, self.slices, self.sizes)
         del self.slices
         self._tied = (embedding,)
         return embedding
 
     def untie(self) -> dict[nn.Module, nn.Module]:
-        """Take slices of its own, of the same memory, so that a trace tells gradients of projection and lookup apart; return old by new."""
+        """Give the head own slices of the same memory, so that a trace separates gradients of projection and lookup; return old by new."""
         if not self._tied:
             return {}
         shared, own = self._tied[0].slices, nn.ModuleList()
@@ -52,10 +52,10 @@ class SplitHead(DefersLogits, SplitLinear):
     def sum_of(
         self, hidden: torch.Tensor, targets: torch.Tensor, changes: tuple[Change, ...], ignore_index: int, label_smoothing: float
     ) -> torch.Tensor | None:
-        """Return the sum of the tokens' losses: log Σ_j exp(lse_j) over slices j, less the target's logit. Smoothing takes all logits."""
+        """Return the sum of the tokens' losses: log Σ_j exp(lse_j) over slices j minus the target's logit. Smoothing needs all logits."""
         if label_smoothing:
             return None
-        if hidden.dtype is torch.float64:  # and stays so, where transformers' losses round to float32
+        if hidden.dtype is torch.float64:  # stays float64, although transformers' losses round to float32
             changes = tuple(change for change in changes if change != ("float",))
         ignored = targets == ignore_index
         sums: list[torch.Tensor] = []
@@ -69,13 +69,13 @@ class SplitHead(DefersLogits, SplitLinear):
 
 
 def split_operators(model: nn.Module, splits: Sequence[OperatorSplit]) -> None:
-    """Replace operators by the same in slices, in place; before the model is sharded.
+    """Split operators into slices, in place, before the model is sharded.
 
     An `nn.Linear` or a GPT-2 `Conv1D` becomes a `SplitLinear`; a causal language model's vocabulary projection becomes a
     `SplitHead`, together with the embedding that it is tied to. `state_dict` and `load_state_dict` of the model keep
-    Hugging Face names and shapes as long as it is not sharded; `hf_osdp.sharding.state` does so after.
+    Hugging Face names and shapes until it is sharded; then use `hf_osdp.sharding.state`.
 
-    Nothing is changed where a name is not in the model (ValueError), or an operator cannot be split (OSDPError).
+    Raise ValueError if a name is not in the model, OSDPError if an operator cannot be split; the model is then unchanged.
     """
     modules = {canonical_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
     planned = [_check(model, modules, split) for split in splits]
@@ -95,23 +95,23 @@ def split_operators(model: nn.Module, splits: Sequence[OperatorSplit]) -> None:
 
 
 def _stay_tied(*args: object, **kwargs: object) -> None:
-    """Do nothing, in place of `tie_weights`: head and embedding hold the same slices, and nothing can untie them."""
+    """Do nothing, in place of `tie_weights`: head and embedding always share their slices."""
 
 
 def _check(model: nn.Module, modules: dict[str, nn.Module], split: OperatorSplit) -> tuple[nn.Module | None, nn.Embedding | None]:
-    """Return the language model whose head it is, and the embedding that is tied to it, where there are such."""
+    """Return the language model whose head the operator is, and the embedding that is tied to it, if there are such."""
     module = modules.get(split.fqn)
     if module is None:
         leaf = split.fqn.rpartition(".")[2]
         alike = next((name for name in modules if name.rpartition(".")[2] == leaf), None)
         remedy = f"did you mean {alike!r}?" if alike is not None else "take a name from named_modules()"
-        raise ValueError(f"{split.fqn!r} is no module of {type(model).__name__}; {remedy}.")
+        raise ValueError(f"{split.fqn!r} is not a module of {type(model).__name__}; {remedy}.")
     _check_class(split, module)
     features = cast(nn.Parameter, module.weight).shape[1 if is_conv1d(module) else 0]
     if split.slices > features:
-        raise ValueError(f"{split.fqn!r} has {features} output features, but is to have {split.slices} slices; use {features} at most.")
+        raise ValueError(f"{split.fqn!r} has {features} output features, too few for {split.slices} slices; use at most {features}.")
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        raise OSDPError(f"{split.fqn!r} has hooks, which a split operator would not call; split before hooks are set, or leave it whole.")
+        raise OSDPError(f"{split.fqn!r} has hooks, which a split operator would not call; split before setting hooks, or leave it whole.")
     own = {id(parameter) for parameter in module._parameters.values() if parameter is not None}
     sharing = {
         canonical_name(name): other
@@ -131,13 +131,13 @@ def _check(model: nn.Module, modules: dict[str, nn.Module], split: OperatorSplit
 
 
 def _check_class(split: OperatorSplit, module: nn.Module) -> None:
-    """Refuse all but exact classes: what a subclass does with its weight, slices would not."""
+    """Refuse subclasses, because slices would not run their code, and operators that are already split or sharded."""
     if isinstance(module, SplitOperator):
-        raise OSDPError(f"{split.fqn!r} is in {len(module.sizes)} slices already; split a model once, as it was loaded.")
+        raise OSDPError(f"{split.fqn!r} is already in {len(module.sizes)} slices; split a model only once, after loading.")
     if any(hasattr(parameter, "placements") for parameter in module.parameters()):
-        raise OSDPError(f"{split.fqn!r} is sharded already; split operators before the model is sharded.")
+        raise OSDPError(f"{split.fqn!r} is already sharded; split operators before the model is sharded.")
     if isinstance(module, nn.Embedding):
-        raise OSDPError(f"{split.fqn!r} is an embedding; one that is tied to a head is split with it: name the head.")
+        raise OSDPError(f"{split.fqn!r} is an embedding, which is split only together with a tied head; name the head.")
     if type(module) is not nn.Linear and not is_conv1d(module):
         raise OSDPError(f"{split.fqn!r} is a {type(module).__name__}, but only nn.Linear and GPT-2's Conv1D can be split; leave it whole.")
 
@@ -151,7 +151,7 @@ def _tied_embedding(fqn: str, head: nn.Module, sharing: dict[str, nn.Module], ow
             return embedding
     names = ", ".join(map(repr, sharing))
     raise OSDPError(
-        f"{fqn!r} shares parameters with {names}; a head is split with one plain nn.Embedding, and has no bias then; leave it whole."
+        f"{fqn!r} shares parameters with {names}; a tied head can be split only without bias, with one plain nn.Embedding; leave it whole."
     )
 
 

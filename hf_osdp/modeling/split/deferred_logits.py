@@ -1,4 +1,4 @@
-"""Logits that a vocabulary projection computes where something reads them, and in parts where that is the loss."""
+"""Logits that are computed when they are read, and in pieces when the loss reads them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from ...errors import OSDPError
 
 _log = logging.getLogger(__name__)
 _KEPT = frozenset({"to", "float", "tanh", "mul", "div"})
-"""Methods that change each element by itself; with numbers, dtypes and devices they are kept for the parts."""
+"""Element-wise methods, which can be applied to each piece if their arguments are numbers, dtypes and devices."""
 Change = tuple[Any, ...]
 """A method of a tensor, with its arguments."""
 
 
 def changed(logits: torch.Tensor, changes: tuple[Change, ...]) -> torch.Tensor:
-    """Return logits after changes."""
+    """Apply changes to logits."""
     for name, *args in changes:
         logits = getattr(logits, name)(*args)
     return logits
 
 
 class DeferredLogits:
-    """Logits that are computed where something reads them, and in pieces where that is `F.cross_entropy`.
+    """Logits that are computed when something reads them, and in pieces when `F.cross_entropy` reads them.
 
-    Casts, views that keep the vocabulary as the last dimension, slices of tokens, scales by numbers and tanh are kept for the
-    pieces. All else gets a tensor of all logits.
+    Casts, views that keep the vocabulary as the last dimension, slices of tokens, scales by numbers and tanh are stored and applied
+    to each piece. All other operations get a tensor of all logits.
     """
 
     def __init__(self, head: DefersLogits, hidden: torch.Tensor, changes: tuple[Change, ...] = ()) -> None:
@@ -55,7 +55,7 @@ class DeferredLogits:
     def contiguous(self) -> DeferredLogits:
         return self
 
-    def view(self, *sizes: Any) -> Any:  # noqa: ANN401 - a tensor, where the vocabulary does not stay last
+    def view(self, *sizes: Any) -> Any:  # noqa: ANN401 - a tensor if the vocabulary does not stay last
         shape = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
         if not isinstance(shape, (tuple, list)) or not shape or shape[-1] != self._head.out_features:
             return self.whole().view(*sizes)
@@ -101,7 +101,7 @@ class DeferredLogits:
         return func(*(_whole(arg) for arg in args), **{name: _whole(value) for name, value in given.items()})
 
     def whole(self) -> torch.Tensor:
-        """Compute all logits, as the model would have had them."""
+        """Compute all logits, as in the unchanged model."""
         self._head.warn_of_whole()
         return changed(self._head.project(self._hidden), self._changes)
 
@@ -113,7 +113,7 @@ class DeferredLogits:
     def _cross_entropy(
         self, target: torch.Tensor, ignore_index: int, reduction: str, label_smoothing: float, weight: object, **deprecated: Any
     ) -> torch.Tensor | None:
-        """Return the loss, or None where it is not a sum or mean over tokens with one class each."""
+        """Return the loss, or None if it is not a sum or mean over tokens with one class each."""
         classes = target.dim() == 1 and not target.is_floating_point() and self.dim() == 2
         is_plain = weight is deprecated["size_average"] is deprecated["reduce"] is None
         if not classes or not is_plain or reduction not in ("sum", "mean"):
@@ -132,7 +132,7 @@ for _name in "add radd sub rsub rtruediv matmul rmatmul pow neg abs lt le gt ge 
 
 
 def _refuse_in_place(name: str) -> None:
-    """Refuse what would change, or observe, a tensor of all logits that the loss does not use."""
+    """Refuse methods that would change or observe a tensor of all logits, which the loss does not use."""
     if (name.endswith("_") and not name.endswith("__")) or name in ("register_hook", "retain_grad"):
         raise OSDPError(
             f"{name} of the logits has no effect on a loss in pieces; write logits = logits.{name.rstrip('_')}(...), or plan with"
@@ -149,38 +149,38 @@ class DefersLogits(nn.Module):
 
     out_features: int
     pieces: int
-    """Of the logits, which exist one at a time in the loss."""
+    """Number of pieces of the logits; the loss holds one piece at a time."""
     defers: bool = False
-    """Whether the model that is running has labels and trains."""
+    """Whether the running model trains and received labels."""
     _has_warned: bool = False
 
     def __call__(self, hidden: torch.Tensor) -> Any:  # noqa: ANN401
-        """Defer the projection before any hook of the module runs: FSDP2 gathers the weight where it is used."""
+        """Defer the projection before any hook of the module runs, so that FSDP2 gathers the weight when it is used."""
         return DeferredLogits(self, hidden) if self.defers else self.project(hidden)
 
     def project(self, *arguments: Any) -> torch.Tensor:
-        """Call the module now, with what `forward` takes."""
+        """Call the module immediately, with the arguments of `forward`."""
         return cast(torch.Tensor, super().__call__(*arguments))
 
     def sum_of(
         self, hidden: torch.Tensor, targets: torch.Tensor, changes: tuple[Change, ...], ignore_index: int, label_smoothing: float
     ) -> torch.Tensor | None:
-        """Return the sum of the tokens' losses, of hidden states `[N, in]` and targets `[N]`; None where it takes all logits."""
+        """Return the sum of the tokens' losses from hidden states `[N, in]` and targets `[N]`; None if it needs all logits."""
         raise NotImplementedError
 
     def warn_of_whole(self) -> None:
-        """Warn once that something reads the logits, which are then computed whole."""
+        """Warn once that something reads the logits, so that all of them are computed."""
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "The logits are read in training, so that the loss in %d pieces saves no memory; the training is the same.", self.pieces
+                "The logits are read in training, so the loss in %d pieces saves no memory; the results are the same.", self.pieces
             )
 
 
 def defer_logits(owner: nn.Module, head: DefersLogits) -> None:
-    """Let a head defer its logits while the model that it belongs to trains with labels."""
-    owner.register_forward_pre_hook(partial(_defer, head, arguments_of(owner).index("labels")), with_kwargs=True)
-    owner.register_forward_hook(partial(_defer_no_more, head), always_call=True)
+    """Make a head defer its logits while its model, `owner`, trains with labels."""
+    owner.register_forward_pre_hook(partial(_start_deferring, head, arguments_of(owner).index("labels")), with_kwargs=True)
+    owner.register_forward_hook(partial(_stop_deferring, head), always_call=True)
 
 
 def arguments_of(module: nn.Module) -> list[str]:
@@ -188,10 +188,10 @@ def arguments_of(module: nn.Module) -> list[str]:
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
-def _defer(head: DefersLogits, labels_at: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _start_deferring(head: DefersLogits, labels_at: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     labels = args[labels_at] if len(args) > labels_at else kwargs.get("labels")
     head.defers = labels is not None and model.training
 
 
-def _defer_no_more(head: DefersLogits, model: nn.Module, args: tuple[Any, ...], output: object) -> None:
+def _stop_deferring(head: DefersLogits, model: nn.Module, args: tuple[Any, ...], output: object) -> None:
     head.defers = False

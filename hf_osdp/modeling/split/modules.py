@@ -1,4 +1,4 @@
-"""A linear operator and an embedding in slices, each slice a module of its own."""
+"""Linear operators and embeddings in slices; each slice is a module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .deferred_logits import Change, changed
 
 
 def slice_sizes(features: int, slices: int) -> tuple[int, ...]:
-    """Return the output features of each slice, as equal as can be, larger ones first."""
+    """Return the output features of each slice, as equal as possible, larger slices first."""
     least, larger = divmod(features, slices)
     return (least + 1,) * larger + (least,) * (slices - larger)
 
@@ -27,7 +27,7 @@ def is_conv1d(module: nn.Module) -> bool:
 class LinearSlice(nn.Module):
     """Some of an operator's output features: a part of its weight and of its bias.
 
-    The weight is `[features, in]`, or `[in, features]` where `transposed`, as in GPT-2's `Conv1D`; shared, not copied, where contiguous.
+    The weight is `[features, in]`, or `[in, features]` if `transposed`, as in GPT-2's `Conv1D`; contiguous slices share memory.
     """
 
     bias: nn.Parameter | None
@@ -38,28 +38,28 @@ class LinearSlice(nn.Module):
         self.register_parameter("bias", bias)
 
     def forward(self, x: torch.Tensor) -> Any:  # noqa: ANN401
-        """`[..., in]` → `[..., features]`, by the same function as the whole operator."""
+        """`[..., in]` → `[..., features]`, with the same function as the whole operator."""
         if not self.transposed:
             return F.linear(x, self.weight, self.bias)
         y = torch.addmm(cast(torch.Tensor, self.bias), x.view(-1, x.shape[-1]), self.weight)
-        # No view: FSDP2 hooks a unit's output and warns of views, in-place changes of which lose its hook.
+        # Not a view: FSDP2 hooks a unit's output and warns about views, because in-place changes of a view lose the hook.
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], self.weight.shape[1]))
 
 
 class VocabularySlice(LinearSlice):
-    """Some of the vocabulary: gives its logits, what the loss needs of them, and its rows of a tied embedding.
+    """Part of the vocabulary: computes its logits, their statistics for the loss, and its rows of a tied embedding.
 
-    All three go through `forward`, so that FSDP2 gathers the slice for each.
+    All three use `forward`, so that FSDP2 gathers the slice for each.
     """
 
     padding: int | None = None
-    """Row of the slice that a tied embedding never trains, or None."""
+    """Padding row of a tied embedding, which is not trained, if it is in this slice."""
 
     def forward(self, x: torch.Tensor, other: torch.Tensor | None = None, changes: tuple[Change, ...] = ()) -> Any:  # noqa: ANN401
-        """Compute logits; with targets of the loss in `other` their statistics after `changes`; with ids in `x` rows for these ids.
+        """Compute logits; with targets in `other`, their statistics after `changes`; with ids in `x`, the rows of these ids.
 
-        Hidden states `[..., in]` give `[..., features]`; with targets in the slice, `[...]`, log-sum-exp and target's logit, each `[...]`.
-        Ids in the slice, of any shape, give `[..., in]`; `other` is a float of one element that requires grad where lookup is trained.
+        Hidden states `[..., in]` give `[..., features]`; with targets `[...]` in the slice, log-sum-exp and target's logit, each `[...]`.
+        Ids in the slice, of any shape, give `[..., in]`; `other` is then one float that requires grad if the lookup is trained.
         """
         if not x.is_floating_point():
             return _Lookup.apply(self.weight, x, other, self.padding)
@@ -67,11 +67,11 @@ class VocabularySlice(LinearSlice):
             return super().forward(x)
         if not torch.is_grad_enabled():
             return self._statistics(x, other, changes)
-        # logits are made again in backward
+        # logits are recomputed in backward
         return checkpoint(self._statistics, x, other, changes, use_reentrant=False, preserve_rng_state=False)
 
     def _statistics(self, hidden: torch.Tensor, targets: torch.Tensor, changes: tuple[Change, ...]) -> object:
-        """Return log-sum-exp and the targets' logits; low-precision logits go to float32 first, as in transformers' losses."""
+        """Return log-sum-exp and the targets' logits; low-precision logits are cast to float32 first, as in transformers' losses."""
         logits = changed(super().forward(hidden), changes)
         return _Statistics.apply(logits.float() if logits.itemsize < 4 else logits, targets)
 
@@ -79,7 +79,7 @@ class VocabularySlice(LinearSlice):
 class SplitOperator(nn.Module):
     slices: nn.ModuleList
     sizes: tuple[int, ...]
-    """Output features (rows of an embedding) of each."""
+    """Output features (rows of an embedding) of each slice."""
     leaves: dict[str, int]
     """Parameters of the whole operator, with the dimension in which each is split."""
 
@@ -87,9 +87,9 @@ class SplitOperator(nn.Module):
         return (getattr(part, leaf) for part in self.slices)
 
     def local(self, ids: torch.Tensor) -> Iterator[tuple[nn.Module, torch.Tensor, torch.Tensor]]:
-        """Yield each slice with the ids counted from its first, 0 for those of others, and which of them are in it.
+        """Yield each slice with the ids relative to its first, 0 for ids of other slices, and a mask of the ids in it.
 
-        Ids outside the vocabulary count to the first and the last slice, where they fail as in the whole operator.
+        Ids outside the vocabulary belong to the first or the last slice, where they fail as in the whole operator.
         """
         local, last = ids, len(self.sizes) - 1
         for index, (part, size) in enumerate(zip(self.slices, self.sizes, strict=True)):
@@ -99,15 +99,15 @@ class SplitOperator(nn.Module):
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         if name in ("weight", "bias") and "leaves" in self.__dict__:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}: it is in {len(self.sizes)} slices; leave the operator whole.")
+            raise AttributeError(f"{type(self).__name__} has no {name!r}: it is split into {len(self.sizes)} slices; leave it whole.")
         return super().__getattr__(name)
 
 
 class SplitLinear(SplitOperator):
     """An `nn.Linear` or GPT-2 `Conv1D` whose output features are computed slice by slice and concatenated.
 
-    Each output is bitwise the whole operator's where the BLAS runs one kernel for both widths; MKL picks another in float64, which rounds
-    the last places otherwise. The weights are taken over, and the source is not to be used any more.
+    Outputs are bitwise equal to the whole operator's if the BLAS uses one kernel for both widths; in float64 MKL uses another, which rounds
+    the last digits differently. The slices take the source's weights; do not use the source afterwards.
     """
 
     slice_class = LinearSlice
@@ -131,7 +131,7 @@ class SplitLinear(SplitOperator):
 
 
 class SplitEmbedding(SplitOperator):
-    """An `nn.Embedding` in the vocabulary slices, the same modules, of the head that it is tied to."""
+    """An `nn.Embedding` that shares the vocabulary slices, as modules, with the head that it is tied to."""
 
     def __init__(self, source: nn.Embedding, slices: nn.ModuleList, sizes: tuple[int, ...]) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class SplitEmbedding(SplitOperator):
         """Ids of any shape → `[..., embedding_dim]`."""
         rows: torch.Tensor | None = None
         for part, local, inside in self.local(ids):
-            # FSDP2 frees and reduces a unit once its inputs have gradients, which ids never have
+            # FSDP2 frees and reduces a unit when its inputs have gradients, but ids have none
             found = part(local, torch.zeros(1, device=ids.device, requires_grad=True) if torch.is_grad_enabled() else None)
             rows = found if rows is None else torch.where(inside.unsqueeze(-1), found, rows)
         assert rows is not None
@@ -156,7 +156,7 @@ class SplitEmbedding(SplitOperator):
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a weight. The third input only receives a gradient, after the weight did."""
+    """Look up rows of a weight. The third input only receives a gradient, after the weight's gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, ids: torch.Tensor, anchor: torch.Tensor | None, padding: int | None) -> torch.Tensor:  # noqa: ANN401
@@ -179,20 +179,20 @@ class _Statistics(torch.autograd.Function):
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
         lse = logits.logsumexp(dim=-1)
         ctx.save_for_backward(logits, lse, targets)
-        # A copy: FSDP2 hooks a unit's outputs, and warns of views.
+        # A copy, because FSDP2 hooks a unit's outputs and warns about views.
         return lse, logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1).clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, lse_grad: torch.Tensor, target_grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
         logits, lse, targets = ctx.saved_tensors
-        # In place: under checkpoint these logits were made for this backward alone.
+        # In place: under checkpoint only this backward uses these logits.
         grad = logits.sub_(lse.unsqueeze(-1)).exp_().mul_(lse_grad.unsqueeze(-1))
         return grad.scatter_add_(-1, targets.unsqueeze(-1), target_grad.unsqueeze(-1)), None
 
 
 def _split_parameter(parameter: nn.Parameter, sizes: tuple[int, ...], dim: int) -> list[nn.Parameter]:
-    """Split a parameter; slices share its memory where they are contiguous, for FSDP2 takes nothing else."""
-    # .data again: slices of one storage would count one another's in-place updates as changes to themselves.
+    """Split a parameter; contiguous slices share its memory, others are copied, because FSDP2 needs contiguous parameters."""
+    # .data again: otherwise slices of one storage share a version counter, and each would see the others' in-place updates.
     parts = [part.contiguous().data for part in torch.split(parameter.data, list(sizes), dim)]
     return [nn.Parameter(part, requires_grad=parameter.requires_grad) for part in parts]

@@ -1,4 +1,4 @@
-"""State dicts of a split model and its optimizer with Hugging Face names, positions and shapes, and back."""
+"""Convert state dicts of a split model and its optimizer to Hugging Face names, positions and shapes, and back."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _OWN_POSITIONS: ContextVar[bool] = ContextVar("own positions", default=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicedName:
-    """A parameter as Hugging Face stores it, and where its slices are."""
+    """A parameter with its Hugging Face name and shape, and its slices."""
 
     name: str
     parts: tuple[str, ...]
     """Names of the slices, in order."""
     dim: int
-    """The dimension in which they lie one after the other, each of its size."""
+    """The dimension in which the slices are concatenated."""
     sizes: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -38,13 +38,13 @@ class SlicedName:
         return tuple(accumulate(self.sizes[:-1], initial=0))
 
     def is_like(self, value: object, sizes: Sequence[int]) -> bool:
-        """Whether `value` has the parameter's dimensions, and one of `sizes` in the one that is split."""
+        """Whether `value` has as many dimensions as the parameter, and one of `sizes` in the split dimension."""
         return torch.is_tensor(value) and value.ndim == len(self.shape) and value.shape[self.dim] in sizes
 
     def cut(self, value: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the slices of a whole value; of one that already knows its slices, those."""
+        """Return the slices of a whole value; if the value already has `parts`, return those."""
         parts = getattr(value, "parts", None)
-        # Contiguous: torch broadcasts the memory of what it is given, whatever the strides.
+        # Contiguous, because torch broadcasts the memory of a tensor and ignores its strides.
         return [part.contiguous() for part in torch.split(value, list(self.sizes), self.dim)] if parts is None else parts
 
 
@@ -54,18 +54,18 @@ def canonical_name(name: str) -> str:
 
 
 def is_split(model: nn.Module) -> bool:
-    """Whether operators are in slices."""
+    """Whether the model has operators in slices."""
     return any(isinstance(module, SplitOperator) for module in model.modules())
 
 
 def slice_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the modules that are slices, each once, in the model's order; those of a tied head are its embedding's."""
+    """Return the names of the modules that are slices, each once, in the model's order; a tied head's slices have its embedding's names."""
     slices = {id(part) for module in model.modules() if isinstance(module, SplitOperator) for part in module.slices}
     return tuple(canonical_name(name) for name, module in model.named_modules() if id(module) in slices)
 
 
 def split_names(model: nn.Module) -> dict[str, SlicedName]:
-    """Return each parameter that is in slices, by its Hugging Face name; names of tied weights have the same slices."""
+    """Return each parameter that is split, by its Hugging Face name; all names of a tied weight have the same slices."""
     home = {id(module): canonical_name(name) for name, module in model.named_modules()}
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -85,10 +85,10 @@ def concatenated(parts: Sequence[torch.Tensor], whole: SlicedName) -> torch.Tens
 
 
 def merge_state_dict(state: Mapping[str, Any], model: nn.Module, *, join: Join = concatenated, tied: bool = True) -> dict[str, Any]:
-    """Return a state dict with Hugging Face names and shapes; other entries than slices stay, order too.
+    """Return a state dict with Hugging Face names and shapes; other entries and the order are unchanged.
 
-    `join` makes one value of the slices. It stands under all names of a `tied` weight, or under the first alone. Raise OSDPError where
-    slices of a parameter are missing.
+    `join` combines the slices into one value, which is stored under all names of a tied weight if `tied`, else only under the first.
+    Raise OSDPError if slices of a parameter are missing.
     """
     wholes: dict[str, list[SlicedName]] = {}
     for whole in split_names(model).values():
@@ -108,7 +108,7 @@ def merge_state_dict(state: Mapping[str, Any], model: nn.Module, *, join: Join =
 
 
 def split_state_dict(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return the reverse of `merge_state_dict`; what is under a slice's own name already stays. Another shape is refused."""
+    """Reverse `merge_state_dict`; entries that already have a slice's name stay. Refuse values of another shape."""
     sliced, found = split_names(model), dict[str, Any]()
     for name, value in state.items():
         whole = sliced.get(name)
@@ -124,8 +124,8 @@ def split_state_dict(state: Mapping[str, Any], model: nn.Module) -> dict[str, An
 def merge_optimizer_state(state: Mapping[str, Any], model: nn.Module, *, join: Join = concatenated) -> dict[str, Any]:
     """Return an optimizer's state dict by parameter names, with Hugging Face names and shapes.
 
-    `state` is as `get_optimizer_state_dict` gives it: `{"state": {name: {...}}, "param_groups": [{"params": [names], ...}]}`. `join` makes
-    one value of the slices of a state tensor; a scalar, such as `step`, is that of the first slice.
+    `state` has the form of `get_optimizer_state_dict`: `{"state": {name: {...}}, "param_groups": [{"params": [names], ...}]}`. `join`
+    combines the slices of a state tensor; a scalar, such as `step`, is taken from the first slice.
     """
 
     def merged(states: Sequence[dict[str, Any]], whole: SlicedName) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _merged_names(names: Sequence[str], model: nn.Module) -> list[str]:
 
 
 def split_optimizer_state(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return the reverse of `merge_optimizer_state`; each slice gets its own copy of a scalar."""
+    """Reverse `merge_optimizer_state`; each slice gets its own copy of a scalar."""
     sliced, found = split_names(model), dict[str, Any]()
     for name, own in state["state"].items():
         whole = sliced.get(name)
@@ -162,14 +162,14 @@ def split_optimizer_state(state: Mapping[str, Any], model: nn.Module) -> dict[st
 
 
 def keep_names(model: nn.Module) -> None:
-    """Let `state_dict` and `load_state_dict` of a model that is not sharded have Hugging Face names and shapes."""
+    """Make `state_dict` and `load_state_dict` of a model that is not sharded use Hugging Face names and shapes."""
     if _merge_hook not in model._state_dict_hooks.values():
         model.register_state_dict_post_hook(_merge_hook)
         model.register_load_state_dict_pre_hook(_split_hook)
 
 
 def _merge_hook(model: nn.Module, state: dict[str, Any], prefix: str, local_metadata: object) -> None:
-    # sharded: torch's functions for such models look slices up by their own names
+    # if the model is sharded, torch's functions look up slices by their own names
     if not any(hasattr(value, "placements") for name, value in state.items() if name.startswith(prefix)):
         _replace(state, prefix, lambda own: merge_state_dict(own, model))
 
@@ -184,10 +184,9 @@ def _replace(state: dict[str, Any], prefix: str, change: Callable[[dict[str, Any
 
 
 def keep_positions(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Let `state_dict` and `load_state_dict` of an optimizer of a split model have the positions of the whole model's parameters.
+    """Make `state_dict` and `load_state_dict` of a split model's optimizer use the positions of the whole model's parameters.
 
-    In each group all slices of a parameter must follow one another. Where parameters are sharded nothing changes: torch's functions for
-    those use names.
+    In each group all slices of a parameter must be consecutive. Nothing changes for sharded parameters, for which torch uses names.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
     if not any(getattr(hook, "func", None) is _merge_positions for hook in optimizer._optimizer_state_dict_post_hooks.values()):
@@ -197,7 +196,7 @@ def keep_positions(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 @contextmanager
 def own_positions() -> Iterator[None]:
-    """Within, state dicts of optimizers have the slices' positions, which torch's functions that use names expect."""
+    """Inside the context, state dicts of optimizers use the slices' positions, as torch's functions that use names expect."""
     token = _OWN_POSITIONS.set(True)
     try:
         yield
@@ -206,7 +205,7 @@ def own_positions() -> Iterator[None]:
 
 
 def at_positions(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state by positions in the order of its groups, from one by names."""
+    """Convert an optimizer's state by names to a state by positions, in the order of its groups."""
     names = [name for group in state["param_groups"] for name in group["params"]]
     return _renamed(state, {name: position for position, name in enumerate(names)})
 
@@ -224,12 +223,12 @@ def _merge_positions(model: nn.Module, optimizer: torch.optim.Optimizer, state: 
 def _split_positions(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
     names = _merged_names(_plain_names(model, optimizer), model)
     if not names or sum(len(group["params"]) for group in state["param_groups"]) != len(names):
-        return None  # torch says what does not fit
+        return None  # torch reports the mismatch
     return at_positions(split_optimizer_state(_renamed(state, dict(enumerate(names))), model))
 
 
 def _plain_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return names of an optimizer's parameters by position; none where it is to have its own positions, or holds shards."""
+    """Return names of an optimizer's parameters by position; empty if it keeps its own positions or holds shards."""
     names = {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     keeps_own = _OWN_POSITIONS.get() or not all(parameter in names and not hasattr(parameter, "placements") for parameter in parameters)

@@ -107,7 +107,7 @@ def test_page_answers_three_questions(address, browser, tmp_path):
 
     # a link with a word that is no part of a question, then one that somebody sent, and the sliders
     page.goto(address + "?devise=h100")
-    expect(text("error")).to_contain_text("The link asks for 'devise', which is no part of a question")
+    expect(text("error")).to_contain_text("The link has 'devise', which is not a field of a question")
     expect(text("plan")).to_be_hidden()
     page.goto(address + replace(QUESTION, memory_limit="20GiB", compile=False).link)
     sent = planner.plan(replace(QUESTION, memory_limit="20GiB"))
@@ -137,7 +137,7 @@ def test_file_that_is_too_long_is_no_configuration(tmp_path):
     from hf_osdp.cli.browser import _read
 
     (tmp_path / "model.json").write_bytes(b" " * (2**18 + 1))
-    with pytest.raises(gradio.Error, match=r"256\.0 KiB, which is no config\.json; at most 256\.0 KiB"):
+    with pytest.raises(gradio.Error, match=r"256\.0 KiB; a config\.json may have at most 256\.0 KiB"):
         _read(str(tmp_path / "model.json"))
 
 
@@ -146,4 +146,4 @@ def test_port_that_is_taken_is_one_line():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         done = CliRunner().invoke(app, ["app", "--port", str(taken.getsockname()[1])])
-    assert done.exit_code == 2 and "nothing can be served there; give another" in done.stderr and done.stderr.count("\n") == 1
+    assert done.exit_code == 2 and "this address cannot be used; give another" in done.stderr and done.stderr.count("\n") == 1

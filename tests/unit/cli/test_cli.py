@@ -162,11 +162,11 @@ def test_plan_counts_adapters(model, config, description):
 @pytest.mark.parametrize(
     ("device", "asked", "precision", "said"),
     [
-        ("a100-80", (), "bf16", "Precision bf16, as A100-80 has hardware for it; --precision says otherwise."),
-        ("mi300x", (), "bf16", "Precision bf16, as MI300X has hardware for it"),
-        ("v100-16", (), "no", "Precision no, as V100-16 is no GPU with hardware for bf16"),
-        ("cpu", (), "no", "Precision no, as CPU is no GPU with hardware for bf16"),
-        ("a100-80", ("--precision", "no"), "no", "Precision no, as --precision says."),
+        ("a100-80", (), "bf16", "Precision bf16, because A100-80 has hardware for it; change it with --precision."),
+        ("mi300x", (), "bf16", "Precision bf16, because MI300X has hardware for it"),
+        ("v100-16", (), "no", "Precision no, because V100-16 is not a GPU with hardware for bf16"),
+        ("cpu", (), "no", "Precision no, because CPU is not a GPU with hardware for bf16"),
+        ("a100-80", ("--precision", "no"), "no", "Precision no, set by --precision."),
     ],
 )
 def test_precision_is_what_the_device_is_good_at_and_is_said(device, asked, precision, said):
@@ -189,7 +189,7 @@ def test_plan_simulates_beside_the_estimate(model, tmp_path):
 def test_explain_needs_the_plan_file_alone(planned, tmp_path):
     plan, inputs = read_plan_file(planned[0])
     done = call("explain", planned[0], "--json", tmp_path / "report.json", "--plot", tmp_path / "x.html")
-    assert done.exit_code == 0 and "What binds: " in done.stdout
+    assert done.exit_code == 0 and "Bottleneck: " in done.stdout
     assert_readable(done.stdout)
     assert (tmp_path / "x.html").stat().st_size > 2000
     content = as_json("explain", planned[0])
@@ -199,7 +199,7 @@ def test_explain_needs_the_plan_file_alone(planned, tmp_path):
 
 def test_explain_says_what_a_bare_plan_lacks(planned, tmp_path):
     Plan.load(planned[0]).save(tmp_path / "bare.json")
-    assert_refused(call("explain", tmp_path / "bare.json"), "holds a plan alone; explain a file of")
+    assert_refused(call("explain", tmp_path / "bare.json"), "holds only a plan; give a file from")
 
 
 def test_margin_is_an_option_of_all_planning_commands(model, description):
@@ -271,8 +271,8 @@ def test_plan_takes_devices_and_times_of_a_profile(model, description, tmp_path)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--lora-rank", "2", "--lora-targets", "nothing"), "LoRA adapters cannot be put into GPT2LMHeadModel"),
-        (("--json", "no/such/folder/x.json"), "there is no folder"),
+        (("--lora-rank", "2", "--lora-targets", "nothing"), "LoRA adapters cannot be added to GPT2LMHeadModel"),
+        (("--json", "no/such/folder/x.json"), "does not exist; create it"),
         (("--no-recompute", "--activation-checkpointing"), "recompute=False has no effect with activation checkpointing"),
         (("--device", "cpu", "--memory-limit", "1GiB", "--host-offload"), "host_offload=True, but the CPU trains in the host's own memory"),
         (("--split-vocabulary", "--no-operator-splitting"), "split_vocabulary=True has no effect with operator_splitting"),

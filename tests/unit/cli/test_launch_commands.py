@@ -52,7 +52,7 @@ def test_config_of_several_machines_names_the_first_and_takes_flags(tmp_path):
         ((), "osdp.yaml is there already; give --force"),
         (("--force", "--num-nodes", "2", "--main-address", "a:b"), "--num-nodes 2 needs --main-address HOST or HOST:PORT"),
         (("--force", "--main-address", "a"), "--main-address a has no effect on one machine"),
-        (("--force", "--device", "cuda"), "torch sees no GPU here; give --devices-per-node"),
+        (("--force", "--device", "cuda"), "torch finds no GPU here; give --devices-per-node"),
     ],
 )
 def test_config_refuses_in_one_line_and_leaves_the_file(arguments, message, tmp_path, monkeypatch):

@@ -66,15 +66,15 @@ def test_load_config_tells_what_the_hub_says(tmp_path):
         said, stderr = looked_up(*names, folder=tmp_path, HF_ENDPOINT=endpoint)
         server.shutdown()
     assert said["real/model"]["n_layer"] == 7
-    assert "is not known to the hub, or private" in said["unknown/gpt2-xl"] and "(nearest: gpt2-xl" in said["unknown/gpt2-xl"]
-    assert "is open only to those who asked for access" in said["closed/model"]
+    assert "is not on the hub or is private" in said["unknown/gpt2-xl"] and "(nearest: gpt2-xl" in said["unknown/gpt2-xl"]
+    assert "is a gated model: request access" in said["closed/model"]
     assert "has no config.json on the hub" in said["empty/model"]
-    assert "no hub id" in said["no id"]
+    assert "not a hub id" in said["no id"]
     assert said["meta-llama/Llama-3.1-8B"]["num_hidden_layers"] == 32
-    assert "taking the built-in shape of meta-llama/Llama-3.1-8B" in stderr
+    assert "using the built-in shape of meta-llama/Llama-3.1-8B" in stderr
     said, stderr = looked_up("real/model", "gpt2-xl", folder=tmp_path, HF_ENDPOINT=endpoint)  # the server is gone, the cache is not
     assert said["real/model"]["n_layer"] == 7 and said["gpt2-xl"]["n_layer"] == 48
-    assert f"the hub ({endpoint}) cannot be reached; taking the built-in shape of openai-community/gpt2-xl" in stderr
+    assert f"the hub ({endpoint}) cannot be reached; using the built-in shape of openai-community/gpt2-xl" in stderr
     assert stderr.count("\n") == 1
 
 
@@ -83,6 +83,6 @@ def test_load_config_without_a_network_names_the_nearest_shapes(monkeypatch, cap
     with pytest.raises(ValueError, match=r"'qwen3-8' .*cannot be reached; give a config.json, .* \(nearest: qwen3-8b"):
         load_config("qwen3-8")
     assert load_config("Qwen3-8B").hidden_size == 4096
-    assert "taking the built-in shape of Qwen/Qwen3-8B, from https://huggingface.co/Qwen/Qwen3-8B/" in capsys.readouterr().err
+    assert "using the built-in shape of Qwen/Qwen3-8B, from https://huggingface.co/Qwen/Qwen3-8B/" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"there is no such file or folder"):
         load_config("./gpt2-xl")

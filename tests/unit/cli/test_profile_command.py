@@ -35,8 +35,8 @@ def test_profile_times_a_model_and_writes_a_file_that_is_read(model, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--output", "/no/such/p.json"], "there is no folder '/no/such'"),
-        (["--output", "p.json", "--precision", "bf16"], "--precision is about MODEL's blocks, but there is no MODEL"),
+        (["--output", "/no/such/p.json"], "folder '/no/such' does not exist"),
+        (["--output", "p.json", "--precision", "bf16"], "--precision concerns MODEL's blocks, but no MODEL was given"),
         (["MODEL", "--output", "p.json"], "give --sequence-length"),
         (["MODEL", "--output", "p.json", "--sequence-length", "99"], "sequence_length=99 is more than the 16 positions"),
     ],

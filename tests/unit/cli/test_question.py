@@ -118,10 +118,10 @@ def test_link_keeps_the_question(question):
 
 def test_link_takes_what_a_host_adds_and_refuses_what_it_does_not_know():
     assert Question.of_link({"__theme": "dark", "device": "h100", "compile": "1"}) == Question(device="h100", compile=True)
-    with pytest.raises(ValueError, match="'devise', which is no part of a question; use model, config, device"):
+    with pytest.raises(ValueError, match="'devise', which is not a field of a question; use model, config, device"):
         Question.of_link({"devise": "h100"})
     for wrong in ({"num_nodes": "two"}, {"compile": "yes"}, {"sequence_length": "-1"}, {"global_batch_size": "9" * 10}):
-        with pytest.raises(ValueError, match="which is no whole number"):
+        with pytest.raises(ValueError, match="which is not a whole number"):
             Question.of_link(wrong)
 
 
@@ -151,12 +151,12 @@ def test_errors_are_the_lines_of_the_command_line(planner, folder, monkeypatch, 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model": "gpt2"}, "MODEL 'gpt2' and a config.json were given; clear one of the two."),
-        ({"config": "", "model": "/etc/hosts"}, "MODEL '/etc/hosts' is no hub id; drop its config.json into the page instead."),
-        ({"config": "", "model": "--json=x"}, "MODEL '--json=x' is no hub id"),
-        ({"config": "{}"}, "it is no JSON object with a model_type"),
-        ({"config": "[1]"}, "it is no JSON object with a model_type"),
-        ({"config": "{"}, "it is no JSON object with a model_type"),
+        ({"model": "gpt2"}, "Both MODEL 'gpt2' and a config.json were given; clear one of them."),
+        ({"config": "", "model": "/etc/hosts"}, "MODEL '/etc/hosts' is not a hub id; upload its config.json to the page instead."),
+        ({"config": "", "model": "--json=x"}, "MODEL '--json=x' is not a hub id"),
+        ({"config": "{}"}, "it is not a JSON object with a model_type"),
+        ({"config": "[1]"}, "it is not a JSON object with a model_type"),
+        ({"config": "{"}, "it is not a JSON object with a model_type"),
         ({"config": '{"model_type": "../../x"}'}, "has no configuration that transformers can read"),
     ],
 )
@@ -192,7 +192,7 @@ def test_launch_file_is_read_by_accelerate_and_asks_for_the_plan(planner, tmp_pa
 def test_built_in_shape_is_announced(planner, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     small = planner.plan(Question(model="openai-community/gpt2", **SIZES))
-    assert "taking the built-in shape of openai-community/gpt2" in small.warnings[0] and not small.warnings[0].startswith("hf-osdp")
+    assert "using the built-in shape of openai-community/gpt2" in small.warnings[0] and not small.warnings[0].startswith("hf-osdp")
 
 
 def test_app_without_its_extra_says_what_to_install(monkeypatch):

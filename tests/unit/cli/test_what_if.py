@@ -95,7 +95,7 @@ def test_largest_asks_few_sizes_where_bytes_grow_smoothly(growth, most):
         (FOUR, 32, None, "5 devices, global batch raised from 32 to 35", 35),
         (FOUR, 64, 16, "5 devices, global batch raised from 64 to 80", 80),
         (bare_preset("titan-rtx", nodes=3), 24, None, "4 nodes x 2 devices", 24),
-        (replace(FOUR, timings=(TIMING,)), 30, None, "5 devices, measured collectives replaced by the links' rates", 30),
+        (replace(FOUR, timings=(TIMING,)), 30, None, "5 devices, links' rates in place of measured collectives", 30),
     ],
 )
 def test_one_more_device_fills_micro_steps_and_says_what_changes(hardware, batch, micro, words, raised):

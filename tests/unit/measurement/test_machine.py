@@ -83,7 +83,7 @@ def test_profile_keeps_and_shows_the_host():
     profile = Profile(hardware=replace(preset("rtx-4090"), host=HOST))
     assert Profile.from_json(profile.to_json()).hardware.host == HOST
     told = " ".join(str(part) for part in profile_tables(profile))
-    assert "Host: 3.0 GiB for each, optimizer steps at 4.2 GB/s." in told
+    assert "Host: 3.0 GiB per device, optimizer steps at 4.2 GB/s." in told
 
 
 def test_operator_seconds_of_a_gpu_are_the_cpus_and_not_the_gpus(monkeypatch):

@@ -135,7 +135,7 @@ def test_logits_that_are_read_are_those_of_the_model_and_train_it(caplog):
     torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-13)
     assert_gradients_alike(whole, in_pieces)
     assert [record.message for record in caplog.records] == [
-        f"The logits are read in training, so that the loss in {PIECES} pieces saves no memory; the training is the same."
+        f"The logits are read in training, so the loss in {PIECES} pieces saves no memory; the results are the same."
     ]
 
 
@@ -221,7 +221,7 @@ def test_second_backward_and_fp16_are_refused():
     loss.backward(retain_graph=True)
     with pytest.raises(OSDPError, match="differentiated twice"):
         loss.backward()
-    with pytest.raises(OSDPError, match="loses them in fp16; use bf16"), torch.autocast("cpu", torch.float16):
+    with pytest.raises(OSDPError, match="underflow in fp16; use bf16"), torch.autocast("cpu", torch.float16):
         in_pieces(**batch())
 
 
@@ -246,7 +246,7 @@ def test_models_without_such_a_head_are_refused():
         loss_in_pieces(bert, PIECES)
     in_pieces = pair()[1]
     loss_in_pieces(in_pieces, PIECES)
-    with pytest.raises(OSDPError, match=f"is in {PIECES} pieces already"):
+    with pytest.raises(OSDPError, match=f"is already in {PIECES} pieces"):
         loss_in_pieces(in_pieces, PIECES + 1)
     hooked = model_of("llama")
     hooked.lm_head.register_forward_hook(lambda *_: None)

@@ -78,7 +78,7 @@ def test_split_operator_takes_weights_over():
     assert not split.slices[1].weight.requires_grad and split.slices[1].bias.requires_grad
     assert not split.training and not split.slices[0].training
     assert all(part.weight.is_contiguous() for part in SplitLinear(operator("conv1d"), 2).slices)
-    with pytest.raises(AttributeError, match="no 'weight': it is in 2 slices; leave the operator whole"):
+    with pytest.raises(AttributeError, match="no 'weight': it is split into 2 slices; leave it whole"):
         split.weight  # noqa: B018
 
 
@@ -376,21 +376,21 @@ class NoLabels(LlamaForCausalLM):
 BERT = BertConfig(**SIZES, intermediate_size=32, max_position_embeddings=16)
 FC = "transformer.h.0.mlp.c_fc"
 REFUSED = {
-    "absent": (GPT2, "transformer.mlp.c_fc", 2, ValueError, "no module of GPT2LMHeadModel; did you mean 'transformer.h.0.mlp.c_fc'?"),
+    "absent": (GPT2, "transformer.mlp.c_fc", 2, ValueError, "is not a module of GPT2LMHeadModel; did you mean 'transformer.h.0.mlp.c_fc'?"),
     "absent, nothing alike": (GPT2, "nothing", 2, ValueError, "take a name from named_modules"),
-    "too many slices": (GPT2, "lm_head", 62, ValueError, f"has {VOCABULARY} output features, but is to have 62 slices; use 61"),
+    "too many slices": (GPT2, "lm_head", 62, ValueError, f"has {VOCABULARY} output features, too few for 62 slices; use at most 61"),
     "another class": (GPT2, "transformer.h.0.ln_1", 2, OSDPError, "is a LayerNorm, but only nn.Linear and GPT-2's Conv1D"),
     "a subclass": (lambda: nn.MultiheadAttention(4, 2), "out_proj", 2, OSDPError, "is a NonDynamicallyQuantizableLinear"),
     "the embedding": (GPT2, "transformer.wte", 2, OSDPError, "name the head"),
     "tied": (Tied, "up", 2, OSDPError, "shares its weight or bias with 'down', which is not split with it; leave it whole"),
-    "split already": (lambda: split(GPT2(), 2, "lm_head"), "lm_head", 2, OSDPError, "in 2 slices already"),
+    "split already": (lambda: split(GPT2(), 2, "lm_head"), "lm_head", 2, OSDPError, "already in 2 slices"),
     "a slice": (lambda: split(GPT2(), 2, "lm_head"), "transformer.wte.slices.0", 2, OSDPError, "is a VocabularySlice"),
     "hooks": (lambda: changed(lambda m: m.get_submodule(FC).register_forward_hook(print)), FC, 2, OSDPError, "has hooks"),
     "max_norm": (
         lambda: changed(lambda m: setattr(m.transformer.wte, "max_norm", 1.0)), "lm_head", 2, OSDPError, "one plain nn.Embedding",
     ),
     "a bias that is shared": (
-        lambda: BertForMaskedLM(BERT), "cls.predictions.decoder", 4, OSDPError, "a head is split with one plain nn.Embedding",
+        lambda: BertForMaskedLM(BERT), "cls.predictions.decoder", 4, OSDPError, "a tied head can be split only without bias",
     ),
     "no labels": (NoLabels, "lm_head", 4, OSDPError, "of NoLabels cannot be split: its forward takes no labels"),
 }  # fmt: skip

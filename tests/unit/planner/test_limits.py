@@ -60,7 +60,7 @@ MADE_FROM = [
             ("micro_batch_size", "accumulation_steps", "sequence_length"), (10**18,)
         ),
         "a model_name that has control characters": dict(model_name=("x\x1b[2J",)),
-        "a hardware that is of 5000 letters, more than 4096": dict(hardware=("x" * 5000,)),
+        "a hardware that has 5000 characters, more than 4096": dict(hardware=("x" * 5000,)),
         "has 16385 units; it must have at most 16384": dict(units=(tuple(replace(UNIT, fqn=str(i)) for i in range(2**14 + 1)),)),
     }),
     (JOB, {

@@ -89,7 +89,7 @@ def test_a_plan_holds_its_algorithm():
     assert plan.fingerprint != replace(plan, local_steps=None).fingerprint
     assert plan.diff(replace(plan, local_steps=None))[0].startswith("local_steps: 2 machines synchronise every 20 steps -> None")
     caption = plan_caption(plan, estimate_plan(plan, MODEL, JOB, MACHINE), MACHINE)
-    assert "Local steps (DiLoCo, another algorithm than data parallel training): 2 machines synchronise every 20 steps." in caption
+    assert "Local steps (DiLoCo, not the same algorithm as data parallel training): 2 machines synchronise every 20 steps." in caption
     with pytest.raises(PlanError, match="machines take local steps"):
         plan.to_fsdp_plan()
     assert plan.ranks_of_machine(4) == 2

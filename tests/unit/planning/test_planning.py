@@ -187,7 +187,7 @@ def test_inputs_of_the_user_are_planned_and_tried_with(recalibrate):
 @pytest.mark.parametrize(
     ("inputs", "line"),
     [
-        (lambda samples: [samples], r"inputs\(1\) gave a list; it must give a mapping of forward's keyword arguments"),
+        (lambda samples: [samples], r"inputs\(1\) returned a list; it must return a mapping of forward's keyword arguments"),
         (lambda samples: {"input_ids": samples}, r"inputs\(1\) has 'input_ids', which Scores.forward does not take; .* features, wanted"),
     ],
 )

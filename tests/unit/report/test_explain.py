@@ -13,8 +13,8 @@ from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.quantities import format_bytes, format_seconds
 from hf_osdp.report.content import explanation_content
-from hf_osdp.report.explain import Binding, Binds, Explanation, explain, stream_times
-from hf_osdp.report.explain_tables import binding_text, explanation_tables, peak_table, reason_table, stream_table
+from hf_osdp.report.explain import Bottleneck, BottleneckKind, Explanation, explain, stream_times
+from hf_osdp.report.explain_tables import bottleneck_text, explanation_tables, peak_table, reason_table, stream_table
 from hf_osdp.report.plan_file import PlanInputs
 from hf_osdp.report.run_tables import simulation_table
 from tests.helpers.descriptions import transformer
@@ -67,55 +67,55 @@ def test_reasons_cost_what_the_changed_plan_costs(reserved, margin):
     assert explanation.estimate.memory.peak_bytes + explanation.outside_bytes == plan.peak_bytes
     assert explanation.margin_bytes == limit - room
     assert sorted(i for r in explanation.reasons for i in r.row.units) == list(range(len(MODEL.units)))
-    assert any(r.quicker for r in explanation.reasons) and any(r.next_fitting for r in explanation.reasons)
+    assert any(r.faster for r in explanation.reasons) and any(r.next_fitting for r in explanation.reasons)
     for reason in explanation.reasons:
-        for other in filter(None, (reason.quicker, reason.next_fitting)):
+        for other in filter(None, (reason.faster, reason.next_fitting)):
             chosen = (UnitDecision.of(u.fqn, other.choice) if i in reason.row.units else u for i, u in enumerate(plan.units))
             after = estimate_plan(replace(plan, units=tuple(chosen)), MODEL, JOB, hardware)
             assert other.added_s == pytest.approx(after.time.step_s - before, abs=1e-12)
             assert other.peak_bytes == after.memory.peak_bytes + reserved == other.over_bytes + room
-        if reason.quicker:
-            assert reason.quicker.added_s < 0 < reason.quicker.single_over_bytes <= reason.quicker.over_bytes
+        if reason.faster:
+            assert reason.faster.added_s < 0 < reason.faster.single_over_bytes <= reason.faster.over_bytes
         if reason.next_fitting:
             assert reason.next_fitting.added_s >= 0 >= reason.next_fitting.over_bytes
 
 
 def test_reasons_are_none_on_one_device():
     alone, job = bare_preset("titan-rtx"), TrainingJob(global_batch_size=4)
-    assert not any(r.quicker or r.next_fitting for r in explained(best(alone, job, 2**32), alone, job).reasons)
+    assert not any(r.faster or r.next_fitting for r in explained(best(alone, job, 2**32), alone, job).reasons)
 
 
 ALONE, ALONE_JOB = bare_preset("h100"), TrainingJob(global_batch_size=2**14)
 ONE_SAMPLE = replace(JOB, micro_batch_size=1)
 BINDING = {
-    Binds.MEMORY: (lambda: MIXED, HARDWARE, JOB, lambda: best(limit=2**50)),
-    Binds.BATCH: (best, HARDWARE, JOB, lambda: best(job=replace(JOB, global_batch_size=128))),
-    Binds.MICRO_BATCH: (lambda: best(job=ONE_SAMPLE), HARDWARE, ONE_SAMPLE, best),
-    Binds.NOTHING: (lambda: best(ALONE, ALONE_JOB, 2**50), ALONE, ALONE_JOB, lambda: best(ALONE, ALONE_JOB, 2**50)),
+    BottleneckKind.MEMORY: (lambda: MIXED, HARDWARE, JOB, lambda: best(limit=2**50)),
+    BottleneckKind.BATCH: (best, HARDWARE, JOB, lambda: best(job=replace(JOB, global_batch_size=128))),
+    BottleneckKind.MICRO_BATCH: (lambda: best(job=ONE_SAMPLE), HARDWARE, ONE_SAMPLE, best),
+    BottleneckKind.NOTHING: (lambda: best(ALONE, ALONE_JOB, 2**50), ALONE, ALONE_JOB, lambda: best(ALONE, ALONE_JOB, 2**50)),
 }
 
 
-@pytest.mark.parametrize("kind", Binds)
+@pytest.mark.parametrize("kind", BottleneckKind)
 def test_binding_is_what_gains_most_where_it_is_loosened(kind):
     plan, hardware, job, loosened = BINDING[kind]
     plan, free = plan(), loosened()
-    binding = explained(plan, hardware, job).binding
-    assert binding.kind is kind and binding.gain == pytest.approx(free.samples_per_s / plan.samples_per_s)
-    assert binding.peak_bytes == (free.peak_bytes if kind is Binds.MEMORY else None)
-    assert binding.batch_size == {Binds.BATCH: 128, Binds.MICRO_BATCH: free.micro_batch_size}.get(kind)
+    bottleneck = explained(plan, hardware, job).bottleneck
+    assert bottleneck.kind is kind and bottleneck.gain == pytest.approx(free.samples_per_s / plan.samples_per_s)
+    assert bottleneck.peak_bytes == (free.peak_bytes if kind is BottleneckKind.MEMORY else None)
+    assert bottleneck.batch_size == {BottleneckKind.BATCH: 128, BottleneckKind.MICRO_BATCH: free.micro_batch_size}.get(kind)
 
 
-@pytest.mark.parametrize("kind", Binds)
-def test_binding_text_is_a_sentence(kind):
-    text = binding_text(Binding(kind=kind, gain=1.5, peak_bytes=2**33, batch_size=128), MIXED)
-    assert text.startswith("What binds: ") and text.endswith(".")
-    assert ("1.50x" in text) == (kind is not Binds.NOTHING)
+@pytest.mark.parametrize("kind", BottleneckKind)
+def test_bottleneck_text_is_a_sentence(kind):
+    text = bottleneck_text(Bottleneck(kind=kind, gain=1.5, peak_bytes=2**33, batch_size=128), MIXED)
+    assert text.startswith("Bottleneck: ") and text.endswith(".")
+    assert ("1.50x" in text) == (kind is not BottleneckKind.NOTHING)
 
 
 def test_explain_without_hardware_gives_bytes_alone():
     explanation = explained(MIXED, hardware=None)
     assert explanation.estimate.memory == estimate_plan(MIXED, MODEL, JOB).memory
-    assert explanation.streams == () and explanation.reasons == () and explanation.binding is None
+    assert explanation.streams == () and explanation.reasons == () and explanation.bottleneck is None
     assert len(explanation_tables(explanation)) == 3
 
 
@@ -134,7 +134,7 @@ def test_explanation_tables_have_kinds_streams_and_alternatives():
         assert any(line.startswith(stream.name) and format_seconds(stream.exposed_s) in line for line in lines)
     flat = " ".join(" ".join(rendered(reason_table(EXPLANATION), width=400)).split())
     for reason in EXPLANATION.reasons:
-        if other := reason.quicker:
+        if other := reason.faster:
             assert f"{format_seconds(other.added_s)}, {format_bytes(other.over_bytes)} over the limit" in flat
         if other := reason.next_fitting:
             assert f"{format_seconds(other.added_s)}, peak {format_bytes(other.peak_bytes)}" in flat
@@ -154,5 +154,5 @@ def test_explanation_content_holds_the_explanation_in_full():
     assert content["peak"]["total_bytes"] == MIXED.peak_bytes and content["step_s"] == MIXED.step_s
     assert [fqn for row in content["rows"] for fqn in row["units"]] == [unit.fqn for unit in MODEL.units]
     assert sum(row["bytes"]["parameters"] for row in content["rows"]) == content["peak"]["breakdown"]["parameters"]
-    assert content["binds"]["kind"] == EXPLANATION.binding.kind.value
+    assert content["binds"]["kind"] == EXPLANATION.bottleneck.kind.value
     assert sum(stream["exposed_s"] for stream in content["streams"]) == pytest.approx(MIXED.step_s)

@@ -60,7 +60,7 @@ def test_moment_rows_add_up_at_every_moment():
         assert {(row["unit"], row["phase"]) for row in mine} == {(moment.unit, moment.phase)}
 
 
-@pytest.mark.parametrize(("name", "message"), [("a.pdf", "use one of .png, .svg, .html"), ("a", "use one of"), ("none/a.png", "no folder")])
+@pytest.mark.parametrize(("name", "message"), [("a.pdf", "use one of .png, .svg, .html"), ("a", "use one of"), ("none/a.png", "not exist")])
 def test_check_plot_path_refuses_other_files(tmp_path, name, message):
     with pytest.raises(ValueError, match=message):
         check_plot_path(tmp_path / name)

@@ -171,8 +171,8 @@ def test_plan_table_and_caption_show_what_the_host_holds_of_each_unit_and_of_a_m
     assert sum(by_unit) + estimate.memory.units[2].host_moment == estimate.memory.host_bytes
     text = "\n".join(rendered(plan_table(plan, description, estimate)))
     assert "held      host" in text and all(format_bytes(nbytes) in text for nbytes in by_unit[2:])
-    of_all = f"{format_bytes(8 * estimate.memory.host_bytes)} of the 8.00 TiB of a machine."
-    assert f"On the host: {format_bytes(estimate.memory.host_bytes)} of each rank, {of_all}" in plan_caption(plan, estimate, hardware)
+    of_all = f"{format_bytes(8 * estimate.memory.host_bytes)} of 8.00 TiB per machine."
+    assert f"On the host: {format_bytes(estimate.memory.host_bytes)} per rank, {of_all}" in plan_caption(plan, estimate, hardware)
 
 
 def test_plan_caption_says_where_the_peak_is_and_what_a_step_takes():
@@ -180,10 +180,10 @@ def test_plan_caption_says_where_the_peak_is_and_what_a_step_takes():
     peak, step, reduced, proven = plan_caption(PLAN, estimate)
     assert peak.startswith("Peak ") and f"of 32.0 GiB in {estimate.memory.peak.phase} of {estimate.memory.peak.unit}" in peak
     assert step.startswith("Step ") and "samples/s" in step
-    assert "Gradients are reduced once a step" in reduced and proven.startswith("Proven")
+    assert "Gradients are reduced once per step" in reduced and proven.startswith("Proven")
     single = replace(PLAN, strategy="ddp", accumulation_steps=1)
     assert len(plan_caption(single, estimated(SMALL, single))) == 2
-    for held, said in {0: "in every micro-step.", 1: "in every micro-step, but for 1 of 4 units, whose whole gradients are held"}.items():
+    for held, said in {0: "in every micro-step.", 1: "in every micro-step, except for 1 of 4 units, whose whole gradients"}.items():
         units = tuple(replace(unit, reduce_every_micro_step=i >= held) for i, unit in enumerate(PLAN.units))
         assert said in plan_caption(replace(PLAN, units=units), estimated(SMALL, PLAN))[2]
 
