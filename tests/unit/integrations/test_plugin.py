@@ -257,7 +257,7 @@ def test_checkpointing_of_every_block_says_what_leaving_it_to_the_planner_would_
 
 
 def test_accelerator_refuses_hook_of_ddp_that_would_have_no_effect():
-    with pytest.raises(ValueError, match=r"^comm_hook=bf16 is for DDP, without effect under a plan"):
+    with pytest.raises(ValueError, match=r"^comm_hook=bf16 is for DDP and has no effect under a plan"):
         OSDPAccelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)])
     OSDPAccelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
 
