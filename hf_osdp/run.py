@@ -83,7 +83,7 @@ def _prepare() -> None:
         set_variable("ACCELERATE_USE_CPU", "true")  # for TrainingArguments; accelerate does not hand it to FSDP processes
     _replace(accelerate.Accelerator, OSDPAccelerator)
     _replace(transformers.Trainer, Trainer)
-    Trainer.plans_unasked = True
+    Trainer.on_by_default = True
 
 
 def _replace(stock: type, ours: type) -> None:

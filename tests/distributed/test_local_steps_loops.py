@@ -179,7 +179,7 @@ def test_loops_refuse_what_local_steps_cannot_run_beside():
     AcceleratorState._reset_state(True)
     accelerator, model = OSDPAccelerator(osdp=osdp, cpu=True), trainers.tiny_model()
     half = len(parameters := list(model.parameters())) // 2
-    with pytest.raises(OSDPError, match="count the steps of one optimizer, and a second one was made"):
+    with pytest.raises(OSDPError, match="count the steps of one optimizer, but a second one was made"):
         accelerator.prepare(model, sgd(parameters[:half]), sgd(parameters[half:]))
 
 
