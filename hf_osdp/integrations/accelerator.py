@@ -157,7 +157,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         precision = run.inputs.job.precision
         if not self.is_fsdp2 and (uses_host(run.plan) or (precision.compute is not None and not precision.autocast)):
             form_process_group(needed=True)
-            self._select_fsdp(alone=True)
+            self._select_fsdp(single_process=True)
         self.gradient_state.plugin_kwargs["sync_each_batch"] = False
 
     def _plan_for(self, model: nn.Module, loader: DataLoader[Any], optimizer: torch.optim.Optimizer | OptimizerSpec | None) -> None:
@@ -193,7 +193,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         facts = RunFacts(
             world_size=self.num_processes,
             device_type=self.device.type,
-            precision=precision_of(self.mixed_precision, self.plugin.mixed_precision_policy, alone=not self.is_fsdp2),
+            precision=precision_of(self.mixed_precision, self.plugin.mixed_precision_policy, single_process=not self.is_fsdp2),
             optimizer=optimizer if isinstance(optimizer, OptimizerSpec) else spec_of_optimizer(optimizer, device_type=self.device.type),
             inputs=inputs,
             holds_outputs=True,  # as the usual loop does: `out = model(**batch); accelerator.backward(out.loss)`
@@ -401,9 +401,9 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             raise ValueError(f"torch.compile with {options} cannot be planned; use inductor with its defaults, or leave it out.")
         self.plugin.osdp = replace(self._config, compile=self._config.compile or True)  # "auto" stays
 
-    def _select_fsdp(self, *, alone: bool = False) -> None:
+    def _select_fsdp(self, *, single_process: bool = False) -> None:
         """Select FSDP with this plugin in the shared state; Accelerate does not for CPU processes, and keeps its first plugin."""
-        if not alone and self.state.distributed_type not in (DistributedType.MULTI_CPU, DistributedType.FSDP):
+        if not single_process and self.state.distributed_type not in (DistributedType.MULTI_CPU, DistributedType.FSDP):
             return
         if self.state.mixed_precision != "no" and self.plugin.mixed_precision_policy is None:
             self.plugin.set_mixed_precision(self.state.mixed_precision)

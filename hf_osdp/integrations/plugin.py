@@ -60,7 +60,7 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
             )
         if self.osdp.async_save and not writes_shards(self):
             raise ValueError(
-                "async_save=True writes shards while training goes on, but state_dict_type is FULL_STATE_DICT; use SHARDED_STATE_DICT, or"
+                "async_save=True writes shards while training continues, but state_dict_type is FULL_STATE_DICT; use SHARDED_STATE_DICT, or"
                 " leave async_save out."
             )
 
@@ -97,10 +97,10 @@ def offloads(plugin: OSDPPlugin) -> bool:
     return isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
-def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None, *, alone: bool) -> Precision:
-    """Return the precision of the user's policy if there is one, else of FSDP2, or of autocast for a single process (`alone`)."""
+def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None, *, single_process: bool) -> Precision:
+    """Return the precision of the user's policy if there is one, else of FSDP2, or of autocast if `single_process`."""
     if policy is None:
-        return Precision.named(mixed_precision, autocast=alone)
+        return Precision.named(mixed_precision, autocast=single_process)
     compute, reduce = (None if dtype is None else dtype_of(dtype) for dtype in (policy.param_dtype, policy.reduce_dtype))
     return Precision(compute=compute, reduce=reduce)
 
