@@ -92,5 +92,5 @@ def test_what_changes_after_the_trainer_was_made_counts_or_is_refused(tmp_path):
     assert any(unit.step_in_backward for unit in late.plan.units)
     assert not any(unit.step_in_backward for unit in made(callbacks=[Reads()])[1].plan.units)
     late.add_callback(Reads())
-    with pytest.raises(ValueError, match=r"^The plan steps in backward, but Reads.on_optimizer_step may read gradients; give it when"):
+    with pytest.raises(ValueError, match=r"^The plan steps in backward, but Reads.on_optimizer_step may read gradients; pass it to"):
         late.train()
