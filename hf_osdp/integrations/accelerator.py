@@ -62,8 +62,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     The first DataLoader given to `prepare` is for training; others, for evaluation, may have batches of any size.
 
     The first 8 optimizer steps of the loop are measured (`measured`) and printed next to the estimate; with a `project_dir` both are
-    written to `osdp_report.json` there. If the loop is shorter, `end_training` reports it. For a single process without a process group,
-    the plan decides only the batch size and which units are kept on the host.
+    written to `osdp_report.json` there. In a shorter loop, `end_training` reports them. A single process without a process group shards
+    nothing: its plan sets the batch size, and which units are kept on the host.
 
     Args:
         *args: as for `Accelerator`.
@@ -125,7 +125,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         global_batch_size: int | None = None,
         optimizer: torch.optim.Optimizer | OptimizerSpec | None = None,
     ) -> Plan:
-        """Make the plan now, and set its `gradient_accumulation_steps`. Collective.
+        """Make the plan now, and set `gradient_accumulation_steps` to its value. Collective.
 
         Args:
             model: the model that will be prepared.
@@ -226,7 +226,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         if models and not isinstance(models[0], FSDPModule):
             self._plan_or_check(models[0], loaders, optimizers)
             if not self.is_fsdp2:
-                self._shard(models[0], optimizers)
+                self._apply_plan(models[0], optimizers)
         if not models or not self.is_fsdp2 or optimizers:
             result = super().prepare(*args, device_placement=device_placement)
         else:
@@ -250,7 +250,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
                 " DataLoader first."
             )
 
-    def _shard(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def _apply_plan(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Apply the plan to the model and give its optimizers the new parameters; if it is applied already, prepare the optimizers only."""
         if isinstance(model, FSDPModule) or any(known is model for known in self._models):
             prepare_late_optimizers(optimizers, model)
@@ -289,7 +289,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         result = [o if isinstance(o, nn.Module) else self._prepare_one(o, first_pass=True) for o in args]
         result = [o if isinstance(o, nn.Module) else self._prepare_one(o) for o in result]
         for model in _of_type(result, nn.Module):
-            self._shard(model, _of_type(result, torch.optim.Optimizer))
+            self._apply_plan(model, _of_type(result, torch.optim.Optimizer))
             if not any(known is model for known in self._models):
                 self._models.append(model)
             model._is_accelerate_prepared = True  # type: ignore[assignment]
