@@ -83,7 +83,7 @@ def _replace_stock_classes() -> None:
         set_variable("ACCELERATE_USE_CPU", "true")  # for TrainingArguments; accelerate does not set it for FSDP processes
     _replace(accelerate.Accelerator, OSDPAccelerator)
     _replace(transformers.Trainer, Trainer)
-    Trainer.plans_unasked = True
+    Trainer.on_by_default = True
 
 
 def _replace(stock: type, ours: type) -> None:

@@ -1,1 +1,1 @@
-"""Thin ends: the Trainer of transformers, Accelerate, and a plain PyTorch loop."""
+"""Adapters for transformers' Trainer, Accelerate, and plain PyTorch loops."""

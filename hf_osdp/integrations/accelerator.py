@@ -1,4 +1,4 @@
-"""`OSDPAccelerator`: Accelerate's `Accelerator` that shards each unit as a plan says."""
+"""`OSDPAccelerator`: Accelerate's `Accelerator` that shards each unit by a plan."""
 
 from __future__ import annotations
 
@@ -42,43 +42,43 @@ from ..sharding.state import full_state_dict
 from ..sharding.steps import micro_step
 from ..sharding.unit_steps import BackwardSteps, bind_optimizer, reason_against_unit_steps
 from .announce import announce_result, plan_and_announce
-from .checkpoints import AcceleratorCheckpoints, replaced
+from .checkpoints import AcceleratorCheckpoints, patched
 from .launch import launch_request
 from .local_steps import Synchroniser, check_plugin
 from .plugin import OSDPPlugin, offloads, plugin_for, precision_of
 from .samples import batches_of_loader
-from .sharding import apply_alone, shard_model, take_later
+from .sharding import apply_plan_unsharded, prepare_late_optimizers, shard_model
 
 _REFUSED = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
-"""Arguments of `Accelerator` that decide how the model is laid out."""
+"""Arguments of `Accelerator` that decide how the model is sharded."""
 T = TypeVar("T")
 Parameters = torch.Tensor | Iterable[torch.Tensor]
 
 
 class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
-    """An `Accelerator` that plans when a model is prepared, for the first DataLoader's batch size, and shards each unit as the plan says.
+    """An `Accelerator` that plans when a model is prepared, for the first DataLoader's batch size, and shards each unit by the plan.
 
     To let the planner choose the batch size as well, call `plan` first and build the DataLoader with `batch_size=plan.micro_batch_size`.
-    The first DataLoader given to `prepare` is the one to train with; others, for evaluation, may have batches of any size.
+    The first DataLoader given to `prepare` is for training; others, for evaluation, may have batches of any size.
 
-    The first 8 optimizer steps of the loop are measured (`measured`), and the estimate is printed beside them; with a `project_dir`
-    it goes into `osdp_report.json` there. `end_training` tells it where a loop is shorter. A single process without a process group has
-    nobody to share with: its plan sets the batch size, and which units live on the host.
+    The first 8 optimizer steps of the loop are measured (`measured`) and printed next to the estimate; with a `project_dir` both are
+    written to `osdp_report.json` there. In a shorter loop, `end_training` reports them. A single process without a process group shards
+    nothing: its plan sets the batch size, and which units are kept on the host.
 
     Args:
         *args: as for `Accelerator`.
-        osdp: what to plan for; what it leaves open comes from the file given to `accelerate launch`.
-        osdp_plugin: an `OSDPPlugin`, where more than the plan is to be set.
-        **kwargs: as for `Accelerator`. `fsdp_plugin` is another name for `osdp_plugin`; without `cpu=True` it runs on the CPU where the
-            launcher asks for it or there is no accelerator.
+        osdp: options of the plan; those not set here come from the file given to `accelerate launch`.
+        osdp_plugin: an `OSDPPlugin`, to set more than the plan's options.
+        **kwargs: as for `Accelerator`. `fsdp_plugin` is another name for `osdp_plugin`. Without `cpu=True` it still runs on the CPU
+            if the launcher asks for it or the machine has no accelerator.
 
     Raises:
-        ValueError: an option cannot be used, or several processes were started that would not know of each other.
+        ValueError: an option cannot be used, or several processes were started that do not form one process group.
         LaunchError: ranks are missing, or run different versions.
     """
 
-    has_loop = True
-    """Whether the first steps are found by hooks and measured; the Trainer measures its own."""
+    measures_loop = True
+    """Whether hooks find the first steps and measure them; the Trainer measures its own steps."""
 
     def __init__(
         self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | None = None, osdp_plugin: OSDPPlugin | None = None, **kwargs: Any
@@ -86,36 +86,36 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         options = dict(inspect.signature(Accelerator.__init__).bind(self, *args, **kwargs).arguments)
         del options["self"]
         if other := next((name for name in _REFUSED if options.get(name) is not None), None):
-            raise ValueError(f"{other} and OSDP both decide how the model is laid out; leave {other} out, or use accelerate's Accelerator.")
+            raise ValueError(f"{other} and OSDP both decide how the model is sharded; leave {other} out, or use accelerate's Accelerator.")
         plugin = plugin_for(osdp, osdp_plugin, options.pop("fsdp_plugin", None))
         cpu = options.pop("cpu", False) or launch_request().use_cpu or not torch.accelerator.is_available()
         self.planned_run: PlannedRun | None = None
-        """The plan with what it was made from; None before planning."""
+        """The plan and its inputs; None before planning."""
         self._loop_meter: LoopMeter | None = None
         self._backward_steps: BackwardSteps | None = None
         self._local_steps: Synchroniser | None = None
         self._out_of_memory: OutOfMemoryHandler | None = None
         self.measured: Observation | None = None
-        """Measurement of the loop's first optimizer steps, the same on every process; None before they ended."""
+        """Measurement of the loop's first optimizer steps, the same on every process; None until they have ended."""
         self._schedules = WeakKeyDictionary()
-        self._earlier_error = id(sys.exc_info()[1])  # that is being handled: a training that failed before this one
+        self._earlier_error = id(sys.exc_info()[1])  # being handled: of a training that failed before this one
         handlers = options.get("kwargs_handlers") or ()
         hooks = {getattr(handler, "comm_hook", DDPCommunicationHookType.NO) for handler in handlers} - {DDPCommunicationHookType.NO}
         if hooks:
-            raise ValueError(f"comm_hook={hooks.pop()} is for DDP, without effect under a plan; use OSDPConfig(communication='bf16').")
+            raise ValueError(f"comm_hook={hooks.pop()} is for DDP and has no effect under a plan; use OSDPConfig(communication='bf16').")
         methods = {getattr(handler, "init_method", None) for handler in handlers}
-        if dist.is_initialized() or methods <= {None, "env://"}:  # else ranks meet elsewhere than the launcher's variables say
+        if dist.is_initialized() or methods <= {None, "env://"}:  # else the launcher's variables do not say where ranks meet
             check_ranks()
         super().__init__(fsdp_plugin=plugin, cpu=cpu, **options)
         if self.num_processes == 1 and launched_world_size() > 1:
             raise ValueError(
-                f"{launched_world_size()} processes were launched, but this one sees no other;"
+                f"{launched_world_size()} processes were launched, but this one is not connected to the others;"
                 " pass cpu=True (TrainingArguments(use_cpu=True) with the Trainer) to run them on the CPU."
             )
         self.plugin = plugin
-        self._take_over_compilation()
+        self._plan_compilation()
         self._writer = CheckpointWriter(in_background=self._config.async_save)
-        self._join_fsdp()
+        self._select_fsdp()
 
     def plan(
         self,
@@ -125,43 +125,43 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         global_batch_size: int | None = None,
         optimizer: torch.optim.Optimizer | OptimizerSpec | None = None,
     ) -> Plan:
-        """Make the plan now, and set `gradient_accumulation_steps` by it. Every process calls this together.
+        """Make the plan now, and set `gradient_accumulation_steps` to its value. Collective.
 
         Args:
             model: the model that will be prepared.
             sequence_length: tokens of one sample; None takes it from the configuration.
             global_batch_size: samples of one optimizer step over all processes; None takes it from the configuration.
-            optimizer: the optimizer, or what it holds; None plans for torch's AdamW.
+            optimizer: the optimizer, or its `OptimizerSpec`; None plans for torch's AdamW.
 
         Returns:
             The plan. Build the DataLoader with `batch_size=plan.micro_batch_size`.
 
         Raises:
-            ValueError: a size is known from nowhere, or sizes do not fit together.
+            ValueError: a size is not known, or sizes contradict each other.
             InfeasibleError: no plan meets the memory limit.
         """
-        stated: dict[str, Any] = {"sequence_length": sequence_length, "global_batch_size": global_batch_size}
-        config = replace(self._config, **{name: value for name, value in stated.items() if value})
+        sizes: dict[str, Any] = {"sequence_length": sequence_length, "global_batch_size": global_batch_size}
+        config = replace(self._config, **{name: value for name, value in sizes.items() if value})
         plan = self._make_plan(model, config, optimizer)
         self.gradient_accumulation_steps = plan.accumulation_steps
         return plan
 
-    def adopt(self, run: PlannedRun) -> None:
-        """Use this plan in `prepare`; when gradients are reduced is then decided by `no_sync`, not by Accelerate.
+    def use_plan(self, run: PlannedRun) -> None:
+        """Use this plan in `prepare`; `no_sync`, not Accelerate, then decides when gradients are reduced.
 
-        FSDP2 runs units on the host, and its own mixed precision where the plan was not made for autocast: FSDP then takes charge of a
-        single process, too.
+        A single process also runs under FSDP2 if the plan keeps units on the host, or was made for FSDP2's mixed precision instead of
+        autocast.
         """
         self.planned_run, self._writer.plan = run, run.plan
         assert run.inputs is not None
         precision = run.inputs.job.precision
         if not self.is_fsdp2 and (uses_host(run.plan) or (precision.compute is not None and not precision.autocast)):
             form_process_group(needed=True)
-            self._join_fsdp(alone=True)
+            self._select_fsdp(single_process=True)
         self.gradient_state.plugin_kwargs["sync_each_batch"] = False
 
     def _plan_for(self, model: nn.Module, loader: DataLoader[Any], optimizer: torch.optim.Optimizer | OptimizerSpec | None) -> None:
-        """Plan for the batches of the loader to train with."""
+        """Plan for the batches of the training loader."""
         config = self._config
         inputs, length = batches_of_loader(loader, model, config.sequence_length)
         size, micro, global_batch = self._batch_size(loader), config.micro_batch_size, config.global_batch_size
@@ -181,7 +181,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     def _make_plan(
         self, model: nn.Module, config: OSDPConfig, optimizer: torch.optim.Optimizer | OptimizerSpec | None, inputs: Inputs | None = None
     ) -> Plan:
-        """Plan, print the plan, and adopt it; a size that is not known is an error with the way to state it."""
+        """Make the plan, print it and use it; raise ValueError if a size is not known."""
         if config.sequence_length is None:
             raise ValueError("The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...).")
         if config.global_batch_size is None:
@@ -193,10 +193,10 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         facts = RunFacts(
             world_size=self.num_processes,
             device_type=self.device.type,
-            precision=precision_of(self.mixed_precision, self.plugin.mixed_precision_policy, alone=not self.is_fsdp2),
+            precision=precision_of(self.mixed_precision, self.plugin.mixed_precision_policy, single_process=not self.is_fsdp2),
             optimizer=optimizer if isinstance(optimizer, OptimizerSpec) else spec_of_optimizer(optimizer, device_type=self.device.type),
             inputs=inputs,
-            holds_outputs=True,  # the usual loop names them: `out = model(**batch); accelerator.backward(out.loss)`
+            holds_outputs=True,  # as the usual loop does: `out = model(**batch); accelerator.backward(out.loss)`
             activation_checkpointing=bool(self.plugin.activation_checkpointing),
             cpu_offload=offloads(self.plugin),
             against_unit_steps=reason_against_unit_steps(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None,
@@ -206,16 +206,16 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         )
         prepare_model(model, facts.precision)
         run = plan_and_announce(model, config, facts)
-        self.adopt(run)
+        self.use_plan(run)
         return run.plan
 
     def _batch_size(self, loader: DataLoader[Any]) -> int | None:
-        """Return the samples that one process gets at once from a loader; None where it does not say."""
+        """Return the samples per process in one batch of a loader; None if the loader does not say."""
         size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         return size if size is None or not self.split_batches else size // self.num_processes
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401  as stock
-        """As `Accelerator.prepare`; a model may also come without an optimizer, for evaluation."""
+        """Prepare as `Accelerator.prepare`; a model may also come without an optimizer, for evaluation."""
         models, optimizers, loaders = _of_type(args, nn.Module), _of_type(args, torch.optim.Optimizer), _of_type(args, DataLoader)
         known = {id(model) for model in (*self._models, *models)}
         if self.is_fsdp2 and models and len(known) > 1:
@@ -226,18 +226,18 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         if models and not isinstance(models[0], FSDPModule):
             self._plan_or_check(models[0], loaders, optimizers)
             if not self.is_fsdp2:
-                self._lay_out(models[0], optimizers)
+                self._apply_plan(models[0], optimizers)
         if not models or not self.is_fsdp2 or optimizers:
             result = super().prepare(*args, device_placement=device_placement)
         else:
             prepared = self._prepare_fsdp2(*args)
             result = prepared if len(prepared) > 1 else prepared[0]
         if optimizers and self._models and self.planned_run is not None:
-            self._bind(optimizers, self.planned_run)
+            self._bind_optimizers(optimizers, self.planned_run)
         return result
 
     def _plan_or_check(self, model: nn.Module, loaders: Sequence[DataLoader[Any]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Plan for the first loader, or refuse it where the plan has another batch size. It trains; others may be for evaluation."""
+        """Plan for the first loader, which is for training; if a plan exists, refuse a loader with another batch size."""
         optimizer = spec_of_optimizers(optimizers, device_type=self.device.type) if len(optimizers) > 1 else (*optimizers, None)[0]
         if self.planned_run is None and loaders:
             self._plan_for(model, loaders[0], optimizer)
@@ -250,10 +250,10 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
                 " DataLoader first."
             )
 
-    def _lay_out(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Apply the plan to the model and hand its optimizers the new parameters; or take optimizers of one that has it already."""
+    def _apply_plan(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Apply the plan to the model and give its optimizers the new parameters; if it is applied already, prepare the optimizers only."""
         if isinstance(model, FSDPModule) or any(known is model for known in self._models):
-            take_later(optimizers, model)
+            prepare_late_optimizers(optimizers, model)
             return
         run, on_oom = self._planned, self._config.on_oom
         if self.plugin.activation_checkpointing:
@@ -262,11 +262,11 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         if self.is_fsdp2:
             shard_model(model, run, self.plugin, optimizers, device=self.device)
         else:
-            apply_alone(model, run, optimizers)
+            apply_plan_unsharded(model, run, optimizers)
         self._out_of_memory = OutOfMemoryHandler(model, run.plan, run.units, problem=run.problem, on_oom=on_oom, device=self.device)
 
-    def _bind(self, optimizers: Sequence[torch.optim.Optimizer], run: PlannedRun) -> None:
-        """Have the optimizers step as the plan says, and the loop's first steps measured."""
+    def _bind_optimizers(self, optimizers: Sequence[torch.optim.Optimizer], run: PlannedRun) -> None:
+        """Make the optimizers step as planned, and measure the loop's first steps."""
         model, before = self._models[-1], self._backward_steps
         self._backward_steps = bind_optimizer(model, run.plan, run.units, optimizers)
         if before not in (None, self._backward_steps):  # an earlier optimizer must not step any more
@@ -275,42 +275,42 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             self._local_steps = self._local_steps or Synchroniser(run.plan)
             for optimizer in optimizers:
                 self._local_steps.bind(model, optimizer)
-        if self.has_loop and self._loop_meter is None:
+        if self.measures_loop and self._loop_meter is None:
             skips = self.scaler is not None and self.scaler.is_enabled()
             self._loop_meter = LoopMeter(model, self.device, self._report, run.plan, may_skip=skips)
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as stock
-        """As `Accelerator.prepare_model`; blocks are compiled by the plan. All accelerators share the state."""
-        with replaced(self.state, dynamo_plugin=TorchDynamoPlugin(backend="no")):
+        """Prepare as `Accelerator.prepare_model`, without its torch.compile: the plan compiles blocks. All accelerators share the state."""
+        with patched(self.state, dynamo_plugin=TorchDynamoPlugin(backend="no")):
             return super().prepare_model(*args, **kwargs)
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
-        """Shard the model by the plan and hand the optimizers its new parameters, found by name."""
+        """Shard the model by the plan and give the optimizers its new parameters, found by name."""
         result = [o if isinstance(o, nn.Module) else self._prepare_one(o, first_pass=True) for o in args]
         result = [o if isinstance(o, nn.Module) else self._prepare_one(o) for o in result]
         for model in _of_type(result, nn.Module):
-            self._lay_out(model, _of_type(result, torch.optim.Optimizer))
+            self._apply_plan(model, _of_type(result, torch.optim.Optimizer))
             if not any(known is model for known in self._models):
                 self._models.append(model)
             model._is_accelerate_prepared = True  # type: ignore[assignment]
         return tuple(result)
 
     def _report(self, measured: Observation) -> None:
-        """Print the estimate beside the measurement; write it into `project_dir` too, if there is one."""
+        """Print estimate and measurement; also write them into `project_dir` if it is set."""
         self.measured = measured
         if self.project_dir is not None:
             Path(self.project_dir).mkdir(parents=True, exist_ok=True)
         announce_result(self._planned, measured, self.project_dir)
 
     def wait_for_everyone(self) -> None:
-        """Wait on the host, since a rank may save for longer than NCCL waits, and may see no GPU of its local rank's number."""
+        """Wait on the host, since a rank may save for longer than NCCL's timeout, and may not see a GPU with its local rank's number."""
         host_barrier()
 
     def end_training(self) -> None:
-        """Complete the last checkpoint, report a loop of fewer steps than are measured, and end as stock does.
+        """Complete the last checkpoint, report the measurement if the loop was short, and end as the stock `Accelerator`.
 
-        While an exception propagates, as in a `finally`, other ranks may be elsewhere: only trackers end then. `StopSignal.exit` is a
-        normal end.
+        While an exception propagates, as in a `finally`, other ranks may not call this: then only trackers end. `StopSignal.exit` counts
+        as a normal end.
         """
         error = sys.exc_info()[1]
         if error is not None and id(error) != self._earlier_error and not isinstance(error, Stopped):
@@ -334,30 +334,30 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             raise
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """As `Accelerator.backward`; an error of memory in it is explained."""
+        """Run backward as `Accelerator.backward`, and explain an out-of-memory error in it."""
         with self.out_of_memory_explained():
             super().backward(loss, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Run one micro-step that is not the last: the plan decides what is reduced in it."""
+        """Return the context of a micro-step that is not the last; the plan decides which gradients are reduced in it."""
         if not self.is_fsdp2:
             return super().no_sync(model)
         return micro_step(model, is_last=False, plan=None if self.planned_run is None else self.planned_run.plan)
 
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> AbstractContextManager[None]:
-        """As stock, which joins nothing under FSDP: a rank without a batch would have the others wait for ever."""
+        """Refuse uneven inputs under FSDP: a rank without a batch would make the others wait for ever."""
         if self.is_fsdp2 and not (self.even_batches if even_batches is None else even_batches):
-            raise ValueError("join_uneven_inputs cannot join ranks that share a model; leave it out, with even_batches=True.")
+            raise ValueError("join_uneven_inputs cannot run with a sharded model; leave it out, with even_batches=True.")
         return super().join_uneven_inputs(joinables, even_batches)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Return whole weights under their Hugging Face names, as copies; empty on ranks other than 0."""
+        """Return copies of the full weights under their Hugging Face names on rank 0, and an empty dict on other ranks."""
         self._synchronise("A save")
         return full_state_dict(model) if self.is_fsdp2 else super().get_state_dict(model, unwrap=unwrap)
 
     def clip_grad_norm_(self, parameters: Parameters, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        """Clip by the norm over all units, whatever mesh each is on, and return the norm before clipping."""
-        if self._backward_steps is not None and (max_norm, norm_type) == (math.inf, 2):  # nothing is clipped, as where norms are logged
+        """Clip by the norm over all units, on any meshes, and return the norm before clipping."""
+        if self._backward_steps is not None and (max_norm, norm_type) == (math.inf, 2):  # only reads the norm, to log it
             return self._backward_steps.total_norm([parameters] if isinstance(parameters, torch.Tensor) else parameters)
         self._check_gradients()
         if not self.is_fsdp2:
@@ -375,11 +375,9 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
     def _check_gradients(self) -> None:
         if self.is_fsdp2 and not self.sync_gradients:
-            raise OSDPError("Gradients cannot be clipped before the last micro-step reduces them; do so where accelerator.sync_gradients.")
+            raise OSDPError("Gradients cannot be clipped before the last micro-step reduces them; clip only if accelerator.sync_gradients.")
         if self._backward_steps is not None:
-            raise OSDPError(
-                "The plan steps in backward, so that no gradients are left to clip; set step_in_backward=False, or do not clip."
-            )
+            raise OSDPError("The plan steps in backward, so no gradients are left to clip; set step_in_backward=False, or do not clip.")
 
     @property
     def _config(self) -> OSDPConfig:
@@ -391,28 +389,28 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         assert self.planned_run is not None, "the plan is made before it is used"
         return self.planned_run
 
-    def _take_over_compilation(self) -> None:
-        """Compile blocks by the plan where dynamo was asked for, in place of the whole model, as Accelerate would."""
+    def _plan_compilation(self) -> None:
+        """If dynamo was requested, let the plan compile blocks; Accelerate would compile the whole model."""
         dynamo = self.state.dynamo_plugin
         if dynamo.backend == DynamoBackend.NO or dynamo.disable:
             return
-        stated = {"mode": dynamo.mode not in (None, "default"), "fullgraph": dynamo.fullgraph, "dynamic": dynamo.dynamic is not None}
-        beside = [name for name, is_stated in {**stated, "options": dynamo.options}.items() if is_stated]
-        if dynamo.backend != DynamoBackend.INDUCTOR or beside:
-            asked = ", ".join(f"{name}={getattr(dynamo, name)!r}" for name in beside) or f"backend={dynamo.backend.value.lower()}"
-            raise ValueError(f"torch.compile with {asked} cannot be planned; use inductor with its defaults, or leave it out.")
-        self.plugin.osdp = replace(self._config, compile=self._config.compile or True)  # or auto
+        changed = {"mode": dynamo.mode not in (None, "default"), "fullgraph": dynamo.fullgraph, "dynamic": dynamo.dynamic is not None}
+        unsupported = [name for name, is_set in {**changed, "options": dynamo.options}.items() if is_set]
+        if dynamo.backend != DynamoBackend.INDUCTOR or unsupported:
+            options = ", ".join(f"{name}={getattr(dynamo, name)!r}" for name in unsupported) or f"backend={dynamo.backend.value.lower()}"
+            raise ValueError(f"torch.compile with {options} cannot be planned; use inductor with its defaults, or leave it out.")
+        self.plugin.osdp = replace(self._config, compile=self._config.compile or True)  # "auto" stays
 
-    def _join_fsdp(self, *, alone: bool = False) -> None:
-        """Put FSDP in charge, as Accelerate does for several processes except on the CPU; replace the first plugin, which it keeps."""
-        if not alone and self.state.distributed_type not in (DistributedType.MULTI_CPU, DistributedType.FSDP):
+    def _select_fsdp(self, *, single_process: bool = False) -> None:
+        """Select FSDP with this plugin in the shared state; Accelerate does not for CPU processes, and keeps its first plugin."""
+        if not single_process and self.state.distributed_type not in (DistributedType.MULTI_CPU, DistributedType.FSDP):
             return
         if self.state.mixed_precision != "no" and self.plugin.mixed_precision_policy is None:
             self.plugin.set_mixed_precision(self.state.mixed_precision)
         AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP
         AcceleratorState._shared_state["fsdp_plugin"] = self.plugin
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-        if self.state.mixed_precision == "fp16":  # the stock scaler decides by the first mesh only
+        if self.state.mixed_precision == "fp16":  # the stock scaler checks the first mesh only
             options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
             self.scaler = OSDPGradScaler(device=self.device.type, **options)
             self.native_amp = True
@@ -423,7 +421,7 @@ def _of_type(objects: Iterable[Any], cls: type[T]) -> list[T]:
 
 
 def project_folder(project: ProjectConfiguration) -> RunFolder | None:
-    """Return where an Accelerate loop writes, with the number of checkpoints if Accelerate names them; None without a folder."""
+    """Return the folder that an Accelerate loop writes, with the checkpoint limit if Accelerate names them; None without a folder."""
     if project.project_dir is None:
         return None
     if not project.automatic_checkpoint_naming:

@@ -1,4 +1,4 @@
-"""Print a run's plan before it, and estimate beside measurement after it, on rank 0."""
+"""Print the plan before a run, and estimate and measurement after it, on rank 0."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from ..report.plan_file import PlanInputs
 from ..report.run_tables import Outcome, outcome_table, trials_table
 from ..report.tables import comparison_table, plan_caption, plan_table
 
-_WORTH_SAYING = 1.02
-"""How many times as fast a plan must be by its estimate."""
+_MIN_SPEEDUP = 1.02
+"""Speedup by the estimates above which the planner's own choice is mentioned."""
 _WIDTH = 100
-"""Columns where the output is no terminal."""
+"""Columns if the output is not a terminal."""
 
 
 def plan_and_announce(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
-    """Plan as `plan_run`; rank 0's terminal, if it has one, shows meanwhile what is done. Then rank 0 prints the plan. Collective."""
+    """Plan as `plan_run`, with a status line on rank 0's terminal if it has one; then print the plan on rank 0. Collective."""
     status: AbstractContextManager[object] = nullcontext()
     if rank() == 0 and sys.stderr.isatty():
         text = "Describing the model, measuring the machine, searching for a plan"
-        status = Console(stderr=True, force_jupyter=False).status(text, refresh_per_second=2)  # by a thread, beside measurements
+        status = Console(stderr=True, force_jupyter=False).status(text, refresh_per_second=2)  # a thread redraws it while measurements run
     with status:
         run = plan_run(model, config, facts)
     announce_plan(run)
@@ -44,20 +44,20 @@ def plan_and_announce(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> 
 
 
 def announce_plan(run: PlannedRun) -> None:
-    """Print on rank 0 the plan, other strategies and plans that were tried, and the findings of the preflight checks."""
+    """Print the plan, other strategies, plans that were tried, and the findings of the preflight checks, on rank 0."""
     if rank():
         return
-    console, inputs, estimate = _console(), *_estimated(run)
+    console, inputs, estimate = _console(), *_inputs_and_estimate(run)
     description = inputs.description
     if run.rounds:
         console.print(trials_table(_rounds_content(run)))
     console.print(plan_table(run.plan, description, estimate), *plan_caption(run.plan, estimate, run.hardware), sep="\n")
     if run.comparison is not None and run.plan.memory_limit_bytes is not None:
         console.print("", comparison_table(run.comparison, run.plan.memory_limit_bytes), sep="\n")
-    if run.open_step_s is not None and run.plan.step_s and run.plan.step_s > _WORTH_SAYING * run.open_step_s:
+    if run.open_step_s is not None and run.plan.step_s and run.plan.step_s > _MIN_SPEEDUP * run.open_step_s:
         console.print(
-            f"Activation checkpointing recomputes every block. Left to the planner, a step takes {format_seconds(run.open_step_s)} by its"
-            f" estimate, {run.plan.step_s / run.open_step_s:.2f} times as fast: switch checkpointing off."
+            f"Activation checkpointing recomputes every block. If the planner may choose, a step takes {format_seconds(run.open_step_s)} by"
+            f" the estimate, {run.plan.step_s / run.open_step_s:.2f} times as fast: switch checkpointing off."
         )
     if run.optimizer is not None:
         console.print(run.optimizer.line)
@@ -72,11 +72,11 @@ def announce_plan(run: PlannedRun) -> None:
 
 
 def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Path | None) -> None:
-    """Print on rank 0 estimated beside measured peak, step time and collectives, and write `osdp_report.json` if a folder is given."""
+    """Print estimated and measured peak, step time and collectives on rank 0; write `osdp_report.json` if a folder is given."""
     if rank():
         return
-    console, inputs, estimate = _console(), *_estimated(run)
-    nbytes: list[Outcome] = [("peak memory", estimate.memory.peak_bytes, measured.peak_bytes)]  # of tensors, as the measurement is
+    console, inputs, estimate = _console(), *_inputs_and_estimate(run)
+    nbytes: list[Outcome] = [("peak memory", estimate.memory.peak_bytes, measured.peak_bytes)]  # of tensors, as measured
     if measured.reserved_bytes:
         nbytes.append(("peak reserved", None, measured.reserved_bytes))
     step_s = run.plan.step_s if estimate.time is None else estimate.time.step_s
@@ -111,22 +111,22 @@ def _rounds_content(run: PlannedRun) -> list[dict[str, object]]:
 
 
 def _collectives(estimate: PlanEstimate, measured: Observation) -> list[Outcome]:
-    """Return name, estimated and measured seconds of a step of each collective that the plan uses."""
+    """Return the name and the estimated and measured seconds per step of each collective that the plan uses."""
     rows = []
     for kind in Collective:
         estimated = None if estimate.collectives is None else estimate.collectives[kind]
-        seen = sum(total.seconds for total in measured.collectives if total.collective is kind) if measured.collectives else None
-        if estimated or seen:
-            rows.append((kind.value.replace("_", "-"), estimated, seen))
+        measured_s = sum(total.seconds for total in measured.collectives if total.collective is kind) if measured.collectives else None
+        if estimated or measured_s:
+            rows.append((kind.value.replace("_", "-"), estimated, measured_s))
     return rows
 
 
-def _estimated(run: PlannedRun) -> tuple[PlanInputs, PlanEstimate]:
-    assert run.inputs is not None, "runs that are announced are described"
+def _inputs_and_estimate(run: PlannedRun) -> tuple[PlanInputs, PlanEstimate]:
+    assert run.inputs is not None, "runs that are printed have been described"
     return run.inputs, run.inputs.estimate(run.plan)
 
 
 def _console() -> Console:
-    """Return the console of a run's tables; rich's own notebook output does not work in processes that a notebook forks."""
+    """Return the console for a run's tables; rich's notebook output does not work in processes that a notebook forks."""
     options: dict[str, Any] = {} if sys.stdout.isatty() else {"width": _WIDTH, "force_terminal": False}
-    return Console(force_jupyter=False, markup=False, emoji=False, highlight=False, **options)  # names of a model are as they are
+    return Console(force_jupyter=False, markup=False, emoji=False, highlight=False, **options)  # print model names literally

@@ -1,8 +1,8 @@
-"""Accelerate's checkpoints: complete or invisible, under Hugging Face names, of any plan and any number of ranks.
+"""Accelerate's checkpoints: complete or invisible, under Hugging Face names, from any plan and any number of ranks.
 
-Accelerate steps a prepared scheduler once for each process in every optimizer step, so that a position stands for G/W samples (G samples
-of an optimizer step, W processes). A checkpoint of G and W is at p; a run of G' and W' that was never interrupted would be at
-p · (G/W) / (G'/W'), with lengths (`T_max`, milestones) of its own.
+Accelerate steps a prepared scheduler once for each process in every optimizer step, so one scheduler step counts G/W samples (G samples
+of an optimizer step, W processes). If a checkpoint with G and W is at position p, an uninterrupted run with G' and W' would be at
+p · (G/W) / (G'/W'), with its own lengths (`T_max`, milestones).
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from .local_steps import Synchroniser
 from .plugin import writes_shards
 
 _log = logging.getLogger(__name__)
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-"""What schedulers keep in an optimizer's groups."""
+_RATE_KEYS = ("lr", "initial_lr", "max_lr", "min_lr")
+"""Keys that schedulers write into an optimizer's parameter groups."""
 
 
 class AcceleratorCheckpoints(Accelerator):
-    """`Accelerator` with these checkpoints."""
+    """`Accelerator` that writes and reads these checkpoints."""
 
     planned_run: PlannedRun | None
     _writer: CheckpointWriter
@@ -57,13 +57,13 @@ class AcceleratorCheckpoints(Accelerator):
     _local_steps: Synchroniser | None
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
-        """Save as `Accelerator.save_state`; the folder appears when it is complete. Files in it that are no checkpoint's stay.
+        """Save as `Accelerator.save_state`; the folder appears when it is complete. Other files in it stay.
 
-        With `async_save`, and a sharded layout, it appears while training goes on; `end_training` waits for the last.
+        With `async_save` and a sharded layout it is written while training continues; `end_training` waits for the last.
 
         Raises:
             CheckpointError: it cannot be written; on every rank.
-            ValueError: no folder is given, or an argument that saving has no use for.
+            ValueError: no folder is given, or an argument would have no effect.
         """
         _refuse_unused("save_state", kwargs)
         folder = on_rank_zero(lambda: self._new_folder(output_dir))
@@ -71,9 +71,9 @@ class AcceleratorCheckpoints(Accelerator):
         self._synchronise("A save")
         with self._writer.new(folder, **self._settings()) as staging:
             sharded = self._optimizers if self.is_fsdp2 else []
-            hidden: dict[str, Any] = {"_optimizers": []} if sharded else {}  # the stock functions take as many models as optimizers
-            naming = replaced(self.project_configuration, automatic_checkpoint_naming=False)
-            with naming, own_states(staging.file_system), replaced(self, **hidden):
+            hidden: dict[str, Any] = {"_optimizers": []} if sharded else {}  # stock expects as many models as optimizers
+            naming = patched(self.project_configuration, automatic_checkpoint_naming=False)
+            with naming, our_state_functions(staging.file_system), patched(self, **hidden):
                 super().save_state(str(staging.path), safe_serialization, **kwargs)
             for index, optimizer in enumerate(sharded):
                 save_optimizer(
@@ -84,23 +84,23 @@ class AcceleratorCheckpoints(Accelerator):
                     self._local_steps.save(staging.path, optimizer)
         limit = self.project_configuration.total_limit
         if self.project_configuration.automatic_checkpoint_naming and limit is not None and self.is_main_process:
-            for path in numbered_checkpoints(self._naming_folder())[max(limit, 1) :]:  # in the background one more than the limit stays
+            for path in numbered_checkpoints(self._naming_folder())[max(limit, 1) :]:  # with async_save, one more than the limit stays
                 remove_checkpoint(path)
         return str(folder)
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Load as `Accelerator.load_state`, from any plan, any number of ranks, a plain Accelerate FSDP2 run, or one process.
 
-        A rank that was not there when it was saved gets random states of its own. Checkpoints lie between optimizer steps: counting
-        micro-steps starts from the beginning.
+        Ranks that did not exist when it was saved get random states of their own. Checkpoints are saved between optimizer steps, so the
+        count of micro-steps starts at zero.
 
         Raises:
             CheckpointError: it is damaged, or of another model; on every rank.
-            ValueError: there is no checkpoint, or an argument is given that its loading has no use for.
+            ValueError: there is no checkpoint, or an argument would have no effect.
         """
         folder = Path(os.path.expanduser(input_dir)) if input_dir is not None else self._last_folder()
         check_checkpoint(folder)
-        own = self.is_fsdp2 or not is_of_one_process(on_rank_zero(lambda: find_model(folder)))  # one process reads what one wrote as stock
+        own = self.is_fsdp2 or not is_of_one_process(on_rank_zero(lambda: find_model(folder)))  # else stock loads it
         if own:
             _refuse_unused("load_state", kwargs.keys() - {"map_location"})
         warn_of_changes(folder, self._settings(), None if self.planned_run is None else self.planned_run.plan)
@@ -109,7 +109,7 @@ class AcceleratorCheckpoints(Accelerator):
         for index, model in enumerate(self._models if own else ()):
             load_model(folder, model, index=index)
         try:
-            with own_states(), replaced(self, **hidden):
+            with our_state_functions(), patched(self, **hidden):
                 super().load_state(str(folder), load_kwargs, **kwargs)
             for index, optimizer in enumerate(self._optimizers if own else ()):
                 load_optimizer(folder, model_of(optimizer, self._models), optimizer, index=index)
@@ -118,32 +118,32 @@ class AcceleratorCheckpoints(Accelerator):
         except FileNotFoundError as error:
             name = Path(str(error.filename or error)).name
             raise CheckpointError(f"Checkpoint {folder} lacks {name}, which this run needs; take another.") from None
-        load_random_states(folder, self.process_index)  # the stock loader passes over what it cannot set
+        load_random_states(folder, self.process_index)  # the stock loader skips states that it cannot set
         self.step = 0
         if (manifest := on_rank_zero(lambda: Manifest.load(folder))) is not None:
             self._rescale_schedules(manifest, folder)
 
     def _synchronise(self, what: str) -> None:
-        """Have machines that take local steps synchronise before `what`, where they are between two synchronisations. Collective."""
+        """Synchronise machines that take local steps before the event `what`, if they have stepped since the last time. Collective."""
         if self._local_steps is not None:
             self._local_steps.synchronise(what)
 
     def _rescale_schedules(self, saved: Manifest, folder: Path) -> None:
-        """Set prepared schedulers to where this number of processes would have them."""
+        """Set prepared schedulers to the position that they would have with this number of processes."""
         samples = None if self.planned_run is None else self.planned_run.plan.global_batch_size
         factor = position_factor(ranks=(saved.world_size, self.num_processes), samples=(saved.global_batch_size, samples))
         left = rescale_schedules([self._schedules[scheduler] for scheduler in self._schedulers if scheduler in self._schedules], factor)
         if left and self.is_main_process:
             _log.warning(
-                "%s was written by %d processes, this run has %d, and the learning rate of %s goes on from the old count; leave it out of"
-                " prepare, give it to register_for_checkpointing, and step it once an optimizer step.",
+                "%s was written by %d processes, this run has %d, but the learning rate of %s continues from the old count; leave it out of"
+                " prepare, pass it to register_for_checkpointing, and step it once per optimizer step.",
                 folder, saved.world_size, self.num_processes, ", ".join(left),
             )  # fmt: skip
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> Any:  # noqa: ANN401  # as its base class
-        """Prepare as the stock function, and keep the schedule as this run made it."""
+        """Prepare as the stock function, and remember the schedule's initial state in this run."""
         prepared = super().prepare_scheduler(scheduler)
-        if prepared not in self._schedules and (own := own_schedule(prepared)) is not None:
+        if prepared not in self._schedules and (own := process_schedule(prepared)) is not None:
             self._schedules[prepared] = own
         return prepared
 
@@ -174,13 +174,13 @@ class AcceleratorCheckpoints(Accelerator):
 
 
 def _refuse_unused(function: str, names: Iterable[str]) -> None:
-    """Refuse arguments that Accelerate would drop in silence: it passes them on for other backends, or for one process."""
+    """Refuse arguments that Accelerate would silently drop, since it uses them only for other backends or for one process."""
     if unused := ", ".join(sorted(names)):
-        raise ValueError(f"{function} has no use for {unused} with this run or this checkpoint; leave it out.")
+        raise ValueError(f"{function} would ignore {unused} with this run or this checkpoint; leave it out.")
 
 
-def dataset_text(dataset: Any) -> str:  # noqa: ANN401  # anything that a loader takes
-    """Return what tells a dataset from another: its size, and a checksum of three rows where reading these changes nothing."""
+def dataset_text(dataset: Any) -> str:  # noqa: ANN401  # anything that a DataLoader accepts
+    """Return a text that identifies a dataset: its size, and a checksum of three rows if reading them has no side effect."""
     try:
         size = len(dataset)
     except TypeError:
@@ -194,8 +194,8 @@ def dataset_text(dataset: Any) -> str:  # noqa: ANN401  # anything that a loader
 
 
 @contextmanager
-def own_states(files: FileSystem | None = None) -> Iterator[None]:
-    """Let Accelerate and the Trainer, which have no argument for it, write and read states by our functions in place of their own."""
+def our_state_functions(files: FileSystem | None = None) -> Iterator[None]:
+    """Make Accelerate and the Trainer, which have no argument for it, save and load states by our functions instead of their own."""
 
     def save_weights(plugin: Any, _: object, model: nn.Module, folder: str, index: int = 0, *, adapter_only: bool = False) -> None:  # noqa: ANN401
         only = adapter_only and is_adapted(model)
@@ -206,13 +206,13 @@ def own_states(files: FileSystem | None = None) -> Iterator[None]:
 
     ours = {"save_fsdp_model": save_weights, "save_fsdp_optimizer": save_states}
     custom = {"save_custom_state": _save_custom_state, "load_custom_state": _load_custom_state}
-    with replaced(accelerate.accelerator, **ours, **custom), replaced(transformers.trainer, **ours):
+    with patched(accelerate.accelerator, **ours, **custom), patched(transformers.trainer, **ours):
         yield
 
 
 @contextmanager
-def replaced(owner: object, **values: object) -> Iterator[None]:
-    """Set attributes of a module or an object within; afterwards they are as before, or not there."""
+def patched(owner: object, **values: object) -> Iterator[None]:
+    """Set attributes of a module or an object in this context; restore or remove them afterwards."""
     attributes = vars(owner)
     before = {name: attributes[name] for name in values if name in attributes}
     attributes.update(values)
@@ -225,7 +225,7 @@ def replaced(owner: object, **values: object) -> Iterator[None]:
 
 
 def _save_custom_state(obj: Stateful, path: str, index: int = 0, save_on_each_node: bool = False) -> None:
-    """Write a registered object's state, which must be readable without running anything: better known now than when it is needed."""
+    """Write a registered object's state, and check now that it can be read again without unpickling code."""
     file = Path(path) / f"custom_checkpoint_{index}.pkl"
 
     def save() -> None:
@@ -235,7 +235,7 @@ def _save_custom_state(obj: Stateful, path: str, index: int = 0, save_on_each_no
         except CheckpointError:
             raise CheckpointError(
                 f"The state of {type(obj).__name__}, registered for checkpointing, holds more than tensors and plain values, and could not"
-                " be read again; have its state_dict return numbers, text, lists, dicts and tensors."
+                " be read again; let its state_dict return numbers, text, lists, dicts and tensors."
             ) from None
 
     on_rank_zero(save)
@@ -246,20 +246,20 @@ def _load_custom_state(obj: Stateful, path: str, index: int = 0) -> None:
 
 
 def keep_whole_positions(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Let operators in slices not show in the positions of an optimizer whose model is not sharded."""
+    """For models with operators in slices, make optimizer states use the positions of the whole parameters."""
     for model in models:
         for optimizer in optimizers if is_split(model) else ():
             keep_positions(optimizer, model)
 
 
 def model_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> nn.Module:
-    """Return the model that an optimizer has parameters of; a model may have several optimizers, each with a part."""
+    """Return the model whose parameters an optimizer holds, possibly only a part of them."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return next((model for model in models if any(id(parameter) in own for parameter in model.parameters())), models[-1])
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Return whether a model has peft's adapters, which are all that its checkpoints hold."""
+    """Return whether a model has peft adapters; its checkpoints then hold only these."""
     return hasattr(model, "peft_config")
 
 
@@ -268,59 +268,59 @@ class Schedule:
     scheduler: LRScheduler
     state: dict[str, Any]
     rates: tuple[dict[str, Any], ...]
-    """Of each group of its optimizer."""
+    """Learning rates of each parameter group of its optimizer."""
     position: int
-    """-1 where it counts none."""
+    """Steps taken; -1 if the scheduler does not count them."""
 
 
 def position_factor(*, ranks: tuple[int, int], samples: tuple[int | None, int | None]) -> Fraction | None:
-    """Return what positions of a checkpoint are to be multiplied by; None where nobody knows. Pairs are of when it was saved, and now."""
+    """Return the factor for positions of a checkpoint; None if it is not known. Each pair is (when it was saved, now)."""
     if samples[0] is not None and samples[1] is not None:
         return Fraction(samples[0] * ranks[1], ranks[0] * samples[1])
     return Fraction(1) if ranks[0] == ranks[1] else None
 
 
-def own_schedule(prepared: object) -> Schedule | None:
-    """Return a scheduler that goes by the number of processes, with what loading would overwrite; None for others."""
+def process_schedule(prepared: object) -> Schedule | None:
+    """Return a scheduler that steps once per process, with the state that loading would overwrite; None for others."""
     if not isinstance(prepared, AcceleratedScheduler) or not prepared.step_with_optimizer or prepared.split_batches:
         return None
     scheduler = prepared.scheduler
-    rates = tuple({key: deepcopy(group[key]) for key in _RATES if key in group} for group in scheduler.optimizer.param_groups)
+    rates = tuple({key: deepcopy(group[key]) for key in _RATE_KEYS if key in group} for group in scheduler.optimizer.param_groups)
     return Schedule(scheduler=scheduler, state=deepcopy(scheduler.state_dict()), rates=rates, position=_position(scheduler))
 
 
 def rescale_schedules(schedules: Sequence[Schedule], factor: Fraction | None) -> list[str]:
-    """Set loaded schedulers, and their optimizers' rates, to where this run would have them, and name those that stay as saved."""
+    """Move loaded schedulers, and their optimizers' rates, to the position of this run; return the names of those left as saved."""
     if factor == 1:
         return []
     found = [(schedule, _target(schedule, factor)) for schedule in schedules]
     targets = [(schedule, target) for schedule, target in found if target is not None]
-    for schedule, _ in targets:  # all before the first step: several may change the rates of one optimizer
+    for schedule, _ in targets:  # reset all before stepping: several may share one optimizer
         for group, rates in zip(schedule.scheduler.optimizer.param_groups, schedule.rates, strict=True):
             group.update(deepcopy(rates))
         schedule.scheduler.load_state_dict(deepcopy(schedule.state))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no optimizer step went before
+        warnings.simplefilter("ignore")  # of a scheduler step before any optimizer step
         for schedule, target in targets:
-            for _ in range(target - schedule.position):  # to the bit what a run without a break has, at 7 µs a step
+            for _ in range(target - schedule.position):  # bitwise as in an uninterrupted run; 7 µs per step
                 schedule.scheduler.step()
     return [type(schedule.scheduler).__name__ for schedule, target in found if target is None]
 
 
 def _target(schedule: Schedule, factor: Fraction | None) -> int | None:
-    """Return where a scheduler is to be; None where it goes by metrics, by what is not known, or begins later."""
+    """Return a scheduler's position in this run; None if it depends on metrics, the factor is unknown, or it would have to step back."""
     saved = _position(schedule.scheduler)
     if factor is None or saved < 0 or isinstance(schedule.scheduler, ReduceLROnPlateau):
         return None
     target = round(saved * factor)
     if isinstance(schedule.scheduler, OneCycleLR):
-        target = min(target, schedule.state["total_steps"])  # Accelerate does not step it any further
+        target = min(target, schedule.state["total_steps"])  # Accelerate does not step it further
     return target if target >= schedule.position else None
 
 
 def _position(scheduler: LRScheduler) -> int:
-    """Return how often a scheduler was stepped; chained ones count for themselves."""
+    """Return how often a scheduler was stepped; for chained ones, the count of the first."""
     if hasattr(scheduler, "last_epoch"):
         return scheduler.last_epoch
-    several = getattr(scheduler, "_schedulers", ())
-    return _position(several[0]) if several else -1
+    chained = getattr(scheduler, "_schedulers", ())
+    return _position(chained[0]) if chained else -1

@@ -1,7 +1,7 @@
-"""The options of OSDP in the environment that `accelerate launch` sets; scripts whose input cannot be used end with one line.
+"""Read OSDP's options from the environment that `accelerate launch` sets; end scripts with bad input in a one-line error.
 
-`accelerate launch` exports a fixed list of variables. One of them, the sharding strategy, is passed on word for word and
-not used by FSDP2, so the options of OSDP travel in it:
+`accelerate launch` exports a fixed list of variables. One of them, the sharding strategy, is exported unchanged and
+not used by FSDP2, so it carries the options of OSDP:
 
     fsdp_config:
       fsdp_version: 2
@@ -27,63 +27,63 @@ from ..errors import OSDPError
 
 _REMEDY = "write `fsdp_sharding_strategy: {osdp: true, memory_limit: 8GiB}` under fsdp_config, with `fsdp_version: 2`"
 
-_MOST_LETTERS = 16384
-"""Of the exported text: options are a few names and numbers."""
+_MAX_CHARACTERS = 16384
+"""Limit for the exported text; options are a few names and numbers."""
 USER_ERROR = 2
-"""Exit code for input that cannot be used, as argparse has it."""
+"""Exit code for bad input, as in argparse."""
 _RANK_ZERO_FIRST_S = 5.0
-"""How long other ranks leave it to rank 0 to print; its exit makes the launcher end them."""
+"""Seconds that other ranks wait for rank 0 to print first; its exit makes the launcher end them."""
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRequest:
-    """OSDP as the accelerate configuration file asks for it."""
+    """The accelerate configuration file's request for OSDP."""
 
     osdp: bool | None = None
-    """Whether to plan where the script leaves it open; None where the file says nothing about OSDP."""
+    """Whether to plan if the script does not say; None if the file says nothing about OSDP."""
     options: Mapping[str, object] = field(default_factory=dict)
     """Options of `OSDPConfig` by name; `fsdp_transformer_layer_cls_to_wrap` counts as `block_classes`."""
     use_cpu: bool = False
-    """Run on the CPU though there is an accelerator: `accelerate launch` does not pass its own `use_cpu` on under FSDP."""
+    """Run on the CPU even with an accelerator; `accelerate launch` does not pass on its own `use_cpu` under FSDP."""
 
 
 def launch_request(environment: Mapping[str, str] | None = None) -> LaunchRequest:
-    """Return what `accelerate launch` was asked for, from the variables that it set; None takes this process's.
+    """Return the request given to `accelerate launch`, from the environment variables that it set (default: this process's).
 
     Raises:
-        ValueError: OSDP was asked for, but its options cannot be read, or the file also sets what a plan decides.
+        ValueError: the options of OSDP cannot be read, or the file also sets something that the plan decides.
     """
     environment = variables() if environment is None else environment
     raw = environment.get("FSDP_SHARDING_STRATEGY", "").strip()
-    asked = "osdp" in raw.lower() or raw.startswith("{")
-    if environment.get("ACCELERATE_USE_FSDP", "false").lower() != "true" or not asked:
+    requested = "osdp" in raw.lower() or raw.startswith("{")
+    if environment.get("ACCELERATE_USE_FSDP", "false").lower() != "true" or not requested:
         return LaunchRequest()
     if environment.get("FSDP_VERSION", "1") != "2":
         raise ValueError(f"The options of OSDP were given with fsdp_version {environment.get('FSDP_VERSION', '1')}; {_REMEDY}.")
-    options = _mapping(raw)
-    osdp, use_cpu = (_switch(options, name) for name in ("osdp", "use_cpu"))
+    options = _parse_options(raw)
+    osdp, use_cpu = (_pop_bool(options, name) for name in ("osdp", "use_cpu"))
     if osdp and environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false":
-        raise ValueError("fsdp_reshard_after_forward: false is for the plan to decide; leave it out, or write strategy: zero2 beside osdp.")
+        raise ValueError("fsdp_reshard_after_forward: false is decided by the plan; leave it out, or write strategy: zero2 next to osdp.")
     if classes := environment.get("FSDP_TRANSFORMER_CLS_TO_WRAP", ""):
         options.setdefault("block_classes", classes)
     return LaunchRequest(osdp=osdp, options=options, use_cpu=use_cpu)
 
 
-def _mapping(raw: str) -> dict[str, object]:
-    """Read the exported text, which is the Python form of the YAML mapping."""
+def _parse_options(raw: str) -> dict[str, object]:
+    """Parse the exported text, which is the YAML mapping printed as a Python dict."""
     try:
-        options = ast.literal_eval(raw) if len(raw) <= _MOST_LETTERS else None  # it makes values and calls nothing
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # the last two where brackets nest without end
+        options = ast.literal_eval(raw) if len(raw) <= _MAX_CHARACTERS else None  # evaluates literals only, without calls
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # the last two for deeply nested brackets
         options = None
     if not isinstance(options, dict) or "osdp" not in options or not all(isinstance(name, str) for name in options):
-        shown = raw if len(raw) <= 80 else f"{raw[:77]}... ({len(raw)} letters, the most are {_MOST_LETTERS})"
-        raise ValueError(f"OSDP was asked for, but its options cannot be read from fsdp_sharding_strategy: {shown}; {_REMEDY}.")
+        shown = raw if len(raw) <= 80 else f"{raw[:77]}... ({len(raw)} characters, the limit is {_MAX_CHARACTERS})"
+        raise ValueError(f"The options of OSDP cannot be read from fsdp_sharding_strategy: {shown}; {_REMEDY}.")
     return options
 
 
-def _switch(options: dict[str, object], name: str) -> bool:
-    """Take a switch out of the options; one that is not set is off."""
+def _pop_bool(options: dict[str, object], name: str) -> bool:
+    """Remove a bool from the options and return it; False if it is not set."""
     value = options.pop(name, False)
     if not isinstance(value, bool):
         raise ValueError(f"fsdp_sharding_strategy has {name}: {value!r}; write {name}: true or {name}: false.")
@@ -91,26 +91,26 @@ def _switch(options: dict[str, object], name: str) -> bool:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script once all launched ranks are there; where input is at fault, rank 0 prints `error: ...` in one line, exit code 2.
+    """Run a script once all launched ranks have started; on bad input rank 0 prints `error: ...` in one line, with exit code 2.
 
-    Input is at fault where hf_osdp or the script's own folder says so. What other libraries raise is a bug or a broken machine,
-    and keeps its traceback.
+    An error counts as bad input if hf_osdp or a file in the script's own folder raised it. Errors of other libraries are bugs or
+    broken machines, and keep their traceback.
     """
     try:
         check_ranks()
         record(main)()
     except (ValueError, OSDPError) as error:
-        if not isinstance(error, OSDPError) and not _is_ours(error, main):
+        if not isinstance(error, OSDPError) and not _is_input_error(error, main):
             raise
-        logger.debug("Input cannot be used", exc_info=True)
+        logger.debug("Bad input", exc_info=True)
         if launched_rank():
             time.sleep(_RANK_ZERO_FIRST_S)
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(USER_ERROR)
 
 
-def _is_ours(error: BaseException, main: Callable[[], None]) -> bool:
-    """Return whether the error was raised in hf_osdp, or in the folder of the script."""
+def _is_input_error(error: BaseException, main: Callable[[], None]) -> bool:
+    """Return whether the error was raised in hf_osdp or in the script's folder."""
     frames = traceback.extract_tb(error.__traceback__)
     raised = Path(frames[-1].filename).resolve()
     script = Path(main.__code__.co_filename).resolve()

@@ -1,4 +1,4 @@
-"""Local steps of a training: when machines synchronise, and what of it a checkpoint holds."""
+"""Local steps in a training loop: when machines synchronise, and which of their state a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_plugin(plugin: OSDPPlugin, steps: int) -> None:
-    """Refuse options of Accelerate beside `steps` local steps; ValueError."""
+    """Raise ValueError if an option of Accelerate does not work with `steps` local steps."""
     if writes_shards(plugin):
         refuse(steps, "state_dict_type='SHARDED_STATE_DICT' would mix the machines' optimizer states; use FULL_STATE_DICT")
     if offloads(plugin):
@@ -33,14 +33,14 @@ def check_plugin(plugin: OSDPPlugin, steps: int) -> None:
 
 
 def refuse(steps: int, problem: str) -> NoReturn:
-    """Raise ValueError with what cannot be beside so many local steps."""
+    """Raise ValueError with a problem that rules out local steps."""
     raise ValueError(f"local_steps={steps}: {problem}.")
 
 
 class Synchroniser:
-    """The outer steps of a plan with local steps, from the first optimizer step on.
+    """Run the outer steps of a plan with local steps, from the first optimizer step on.
 
-    The machines synchronise after so many steps of the optimizer since they last did, and before evaluations.
+    The machines synchronise when the planned number of optimizer steps has passed since the last time, and before evaluations.
     """
 
     _optimizer: weakref.ref[torch.optim.Optimizer] | None = None
@@ -50,11 +50,11 @@ class Synchroniser:
         self.steps, self._layout = plan.local_steps, f"{plan.fingerprint}, rank {rank()}"
         self._outer: OuterOptimizer | None = None
         self._loaded: dict[str, Any] | None = None
-        self._taken = 0
-        """Optimizer steps since the machines were equal."""
+        self._steps_since_sync = 0
+        """Optimizer steps since the machines last synchronised."""
 
     def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Begin with equal machines, and with what was loaded, unless it has begun."""
+        """Create the outer optimizer, with the loaded state if there is any, unless it exists already."""
         if self._outer is None:
             self._outer = OuterOptimizer(model, self.steps)
             if self._loaded is not None:
@@ -62,17 +62,17 @@ class Synchroniser:
                 self._loaded = None
 
     def end(self) -> None:
-        """Forget the outer state: the parameters become others, or training has ended."""
-        self._outer, self._loaded, self._taken = None, None, 0
+        """Drop the outer state, since other parameters are loaded or training has ended."""
+        self._outer, self._loaded, self._steps_since_sync = None, None, 0
 
     def synchronise(self, before: str = "") -> None:
-        """Make the machines equal where they are not, and say so where it is done `before` something. Collective."""
-        if self._outer is None or not self._taken:
+        """Synchronise the machines if they have stepped since the last time; log it if `before` names an event. Collective."""
+        if self._outer is None or not self._steps_since_sync:
             return
         if before and rank() == 0:
-            _log.warning("%s after %d of %d local steps: the machines synchronise first.", before, self._taken, self.steps.steps)
+            _log.warning("%s after %d of %d local steps: the machines synchronise first.", before, self._steps_since_sync, self.steps.steps)
         self._outer.step()
-        self._taken = 0
+        self._steps_since_sync = 0
 
     def save(self, folder: Path, optimizer: torch.optim.Optimizer) -> None:
         """Write this rank's outer momentum and its part of its machine's optimizer states. Collective."""
@@ -81,43 +81,43 @@ class Synchroniser:
             on_every_rank(lambda: torch.save(state, _path(folder)))
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, to go on with it; where it is of another plan, the first machine's states stay. Collective."""
+        """Read the state that `save` wrote; if it is of another plan, keep the first machine's optimizer states. Collective."""
         self.end()
         state: dict[str, Any] = {}
 
-        def fits_here() -> bool:
+        def read() -> bool:
             state.update(load_file(_path(folder)) if _path(folder).is_file() else {})
             return state.get("layout") == self._layout
 
-        fits = all(on_every_rank(fits_here))
-        self._loaded = state if fits else None
-        if rank() == 0 and not (fits and state["states"]):
-            momentum = "" if fits else "; the outer momentum begins at zero, as the checkpoint has none of this plan's local steps"
-            _log.warning("%s: all machines go on with the first machine's optimizer states%s.", folder, momentum)
+        matches = all(on_every_rank(read))
+        self._loaded = state if matches else None
+        if rank() == 0 and not (matches and state["states"]):
+            momentum = "" if matches else "; the outer momentum begins at zero, as the checkpoint has none for this plan"
+            _log.warning("%s: all machines continue with the first machine's optimizer states%s.", folder, momentum)
 
     def bind(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Count the optimizer's steps; OSDPError for a second one."""
+        """Count the optimizer's steps; raise OSDPError for a second optimizer."""
         optimizer = unwrapped(optimizer)
         if self._optimizer is not None:
             if self._optimizer() is not optimizer:
-                raise OSDPError("Local steps count the steps of one optimizer, and a second one was made; give it groups of parameters.")
+                raise OSDPError("Local steps count the steps of one optimizer, but a second one was made; use one with parameter groups.")
             return
         self._optimizer = weakref.ref(optimizer)
         handle = optimizer.register_step_pre_hook(lambda optimizer, *_: None if makes_states() else self.begin(model, optimizer))
         optimizer._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]  # before groups are split by device
-        optimizer.register_step_post_hook(self._stepped)
+        optimizer.register_step_post_hook(self._after_step)
 
         def forward_begins(*_: object) -> None:
             if not (model.training or torch.is_grad_enabled()):
                 self.synchronise("An evaluation")
 
-        for module in model.modules():  # parts may be called alone, as `generate` calls an encoder
+        for module in model.modules():  # submodules may be called directly, as `generate` calls an encoder
             if module is model or isinstance(module, FSDPModule):
                 module.register_forward_pre_hook(forward_begins, prepend=True)  # before FSDP2 gathers
 
-    def _stepped(self, *_: object) -> None:
-        self._taken += not makes_states()
-        if self._taken >= self.steps.steps:
+    def _after_step(self, *_: object) -> None:
+        self._steps_since_sync += not makes_states()
+        if self._steps_since_sync >= self.steps.steps:
             self.synchronise()
 
 

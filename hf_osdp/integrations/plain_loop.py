@@ -1,4 +1,4 @@
-"""A model trained by a plan in a plain PyTorch loop."""
+"""`OptimalShardedDataParallel`: a model sharded by a plan, for plain PyTorch loops."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class OptimalShardedDataParallel(nn.Module):
-    """Shards a model by the fastest plan that fits, and behaves like the model. Every rank makes it, from the same model.
+    """A model sharded by the fastest plan that fits, with the interface of the model. Every rank makes it, from the same model.
 
     ```python
     config = OSDPConfig(memory_limit="8GiB", sequence_length=512, global_batch_size=64)
@@ -62,18 +62,18 @@ class OptimalShardedDataParallel(nn.Module):
 
     fp16 needs loss scaling, with `scaler = model.grad_scaler()`: `scaler.scale(loss / len(batches)).backward()`, then
     `scaler.unscale_(optimizer)` before clipping, `scaler.step(optimizer)` and `scaler.update()`. It is an `OSDPGradScaler`;
-    torch's own GradScaler asks one mesh only, so that where units lie on several, some ranks step and others skip.
+    torch's own GradScaler checks one mesh only, so with units on several meshes some ranks would step and others skip.
 
-    Under torchrun the process group is formed if there is none: NCCL with CUDA, else gloo. The optimizer is made afterwards, from
+    Under torchrun it forms the process group if there is none: NCCL with CUDA, else gloo. Make the optimizer afterwards, from
     `model.parameters()`. Parameters and state dicts have the model's own names.
 
     Attributes:
         module: the model, sharded in place.
-        plan: what runs; the same on every rank.
-        report: the plan's estimates, on rank 0; None elsewhere and where a plan was given.
-        rounds: plans that were tried under `recalibrate`, with estimate and measurement.
-        measured: peak, step time and collectives of the first 8 optimizer steps, the same on every rank; None before they
-            ended. Rank 0 logs them beside the estimate.
+        plan: the plan that runs; the same on every rank.
+        report: the plan's estimates, on rank 0; None on other ranks and for a given plan.
+        rounds: plans tried under `recalibrate`, with estimate and measurement.
+        measured: peak, step time and collectives of the first 8 optimizer steps, the same on every rank; None until they
+            have ended. Rank 0 logs them with the estimate.
     """
 
     def __init__(
@@ -84,21 +84,21 @@ class OptimalShardedDataParallel(nn.Module):
         mixed_precision: str = "no",
         optimizer: OptimizerSpec | str | None = None,
     ) -> None:
-        """Plan for the model, or take the configuration's plan, and shard the model. Collective.
+        """Plan for the model, or use the configuration's plan, and shard the model. Collective.
 
         Args:
-            model: unsharded, equal in structure on every rank; rank 0's weights count.
-            config: what to plan for; planning needs `sequence_length` and `global_batch_size`. A given `plan` runs as it is; the
-                sizes and `memory_limit`, where they are set, must agree with it.
+            model: unsharded, with the same structure on every rank; rank 0's weights are used.
+            config: options of the plan; planning needs `sequence_length` and `global_batch_size`. A given `plan` runs unchanged; the
+                sizes and `memory_limit`, if set, must agree with it.
             mixed_precision: `"no"`, `"bf16"` or `"fp16"`.
-            optimizer: what the optimizer will hold, or its name as `TrainingArguments.optim` has it; None stands for
+            optimizer: the `OptimizerSpec` of the optimizer, or its name as in `TrainingArguments.optim`; None means
                 `torch.optim.AdamW(model.parameters())`.
 
         Raises:
             InfeasibleError: no plan meets the limit.
             PlanError: the given plan cannot be read, is for another model, number of processes or batch, or does not fit.
             HardwareError, ProfileError: the hardware is not known, or the profile is of another model.
-            PreflightError: the run would fail, or train something else than was meant.
+            PreflightError: the run would fail, or train something other than intended.
             ValueError: an option is missing, out of range, or has no effect here.
         """
         super().__init__()
@@ -106,7 +106,7 @@ class OptimalShardedDataParallel(nn.Module):
         _check(config, optimizer)
         precision = Precision.named(mixed_precision)
         if config.local_steps is not None and precision.compute is DType.FLOAT16:
-            refuse(config.local_steps, "with mixed_precision='fp16' a scaler of your own may skip a step on one machine alone; use 'bf16'")
+            refuse(config.local_steps, "with mixed_precision='fp16' a loss scaler may skip a step on one machine only; use 'bf16'")
         form_process_group(needed=precision.compute is not None)
         device = training_device()
         prepare_model(model, precision)
@@ -117,7 +117,7 @@ class OptimalShardedDataParallel(nn.Module):
             device_type=device.type,
             precision=precision,
             optimizer=optimizer or spec_of_optimizer(None, device_type=device.type),
-            against_unit_steps=None if optimizer is None else "the optimizer is known by what it holds alone",
+            against_unit_steps=None if optimizer is None else "only the optimizer's OptimizerSpec is known",
             estimates_given_plan=False,
         )
         run = plan_run(model, replace(config, compare=False), facts)
@@ -131,7 +131,7 @@ class OptimalShardedDataParallel(nn.Module):
         verify_applied(model, run.plan, run.units)
         self.module = move_to_device(model, device)
         self._out_of_memory = OutOfMemoryHandler(model, run.plan, run.units, problem=run.problem, on_oom=config.on_oom, device=device)
-        plan, units = run.plan, run.units  # and not the run, which would live as long
+        plan, units = run.plan, run.units  # so that `bind` does not keep the run alive
         self._local_steps = local = None if plan.local_steps is None else Synchroniser(plan)
 
         def bind(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -146,41 +146,41 @@ class OptimalShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  what the model returns
         """Run the model's forward pass.
 
-        The estimate counts the loss alone as kept until backward: write `loss = model(**batch).loss`, which frees the logits.
+        The estimate assumes that only the loss is kept until backward: write `loss = model(**batch).loss`, which frees the logits.
         """
         with self._out_of_memory.explained():
             return self.module(*args, **kwargs)
 
     def micro_step(self, *, is_last: bool = True) -> AbstractContextManager[None]:
-        """Return the context for forward and backward of one micro-batch; `is_last` where the optimizer steps after it."""
+        """Return the context for forward and backward of one micro-batch; `is_last` if the optimizer steps after it."""
         return micro_step(self.module, is_last=is_last, plan=self.plan)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool = True) -> None:
-        """Run `loss.backward()` of one micro-batch, as `micro_step`. The loss is taken as it is: divide it by the number of micro-steps."""
+        """Run `loss.backward()` of one micro-batch within `micro_step`; divide the loss by the number of micro-steps yourself."""
         with self._out_of_memory.explained(), self.micro_step(is_last=is_last):
             loss.backward()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Clip all gradients as one vector, and return the norm before clipping. Collective."""
+        """Clip by the norm over all gradients, and return the norm before clipping. Collective."""
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def grad_scaler(self, **kwargs: Any) -> OSDPGradScaler:
-        """Return the loss scaler, with keywords of `torch.amp.GradScaler`; without fp16 it is disabled, and the same loop runs."""
+        """Return the loss scaler, with the keywords of `torch.amp.GradScaler`; without fp16 it is disabled, so the same loop works."""
         return OSDPGradScaler(**{"device": training_device().type, "enabled": self._scales, **kwargs})
 
     def _log_measured(self, measured: Observation) -> None:
-        """Keep the measurement of the first steps; rank 0 logs it."""
+        """Store the measurement of the first steps, and log it on rank 0."""
         self.measured = measured
         if rank():
             return
         peak, step_s = (None, None) if self.report is None else (self.report.memory.peak_bytes, self.report.time.step_s)
-        texts = [_beside(peak, measured.peak_bytes, format_bytes), _beside(step_s, measured.median_step_s, format_seconds)]
+        texts = [_pair_text(peak, measured.peak_bytes, format_bytes), _pair_text(step_s, measured.median_step_s, format_seconds)]
         texts[-1] += "" if measured.first_step_s is None else f" (the first {format_seconds(measured.first_step_s)})"
         kinds = [f"{t.collective.value.replace('_', '-')} over {t.group_size}: {format_seconds(t.seconds)}" for t in measured.collectives]
         _log.info("Plan %s: peak %s, step %s%s.", self.plan.fingerprint, *texts, "; " + ", ".join(kinds) if kinds else "")
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the model's parameters under its own names: this rank's shards, as DTensors, also right after an evaluation."""
+        """Yield the model's parameters under its own names: this rank's shards, as DTensors, even right after an evaluation."""
         free_gathered(self.module)
         return self.module.named_parameters(*args, **kwargs)
 
@@ -189,19 +189,19 @@ class OptimalShardedDataParallel(nn.Module):
         return self.module.named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the model's state under its own names: shards, as torch.distributed.checkpoint takes them."""
+        """Return the model's state under its own names: shards, for torch.distributed.checkpoint."""
         return self.module.state_dict(*args, **kwargs)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return whole weights on the CPU, on rank 0; an empty dict elsewhere. Machines that take local steps synchronise. Collective."""
+        """Return the full weights on the CPU on rank 0, an empty dict on others; machines with local steps synchronise. Collective."""
         self._synchronise()
         return full_state_dict(self.module)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
-        """Load shards, as `state_dict` gives them, or whole weights, of which rank 0's count. Collective.
+        """Load shards, as `state_dict` returns them, or rank 0's full weights. Collective.
 
         Raises:
-            RuntimeError: names or shapes do not fit.
+            RuntimeError: names or shapes do not match.
         """
         if self._local_steps is not None:
             self._local_steps.end()
@@ -226,24 +226,24 @@ class OptimalShardedDataParallel(nn.Module):
         self, path: str | Path, optimizer: torch.optim.Optimizer, *, scheduler: Stateful | None = None, scaler: Stateful | None = None,
         progress: Mapping[str, Any] | None = None, sharded: bool = True, in_background: bool = False,
     ) -> None:  # fmt: skip
-        """Write all that the loop resumes from; the folder appears when it is complete. Collective.
+        """Write everything that the loop needs to resume; the folder appears when it is complete. Collective.
 
         Args:
-            path: the checkpoint's folder; `checkpoint-N` is found again by `last_checkpoint`.
-            optimizer: of this model's parameters.
+            path: the checkpoint's folder; `last_checkpoint` finds folders named `checkpoint-N`.
+            optimizer: the optimizer of this model's parameters.
             scheduler: a learning rate scheduler, if there is one.
             scaler: the loss scaler, if there is one.
-            progress: numbers, text and tensors of the loop's own, such as the step; rank 0's count.
-            sharded: each rank writes its shards, and nothing is ever whole; else rank 0 writes whole tensors.
-            in_background: shards are copied to the host's memory, and written while training goes on; `wait_for_checkpoint` at the end.
+            progress: the loop's own numbers, text and tensors, such as the step; rank 0's are saved.
+            sharded: whether each rank writes its shards, without gathering; else rank 0 writes full tensors.
+            in_background: copy shards to host memory and write them while training continues; call `wait_for_checkpoint` at the end.
 
         Raises:
-            CheckpointError: it, or the one before in the background, cannot be written; on every rank.
-            ValueError: whole tensors were asked for in the background.
+            CheckpointError: it, or the previous one in the background, cannot be written; on every rank.
+            ValueError: full tensors were requested in the background.
         """
         if in_background and not sharded:
             raise ValueError(
-                "in_background=True writes shards while training goes on, but sharded=False asks for whole tensors; leave one out."
+                "in_background=True writes shards while training continues, but sharded=False asks for full tensors; leave one out."
             )
         if sharded and self._local_steps is not None:
             refuse(self._local_steps.steps.steps, "sharded=True would mix the machines' optimizer states; give sharded=False")
@@ -256,13 +256,13 @@ class OptimalShardedDataParallel(nn.Module):
                 self._local_steps.save(staging.path, optimizer)
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the checkpoint that is written in the background is complete; all ranks raise if it could not be. Collective."""
+        """Wait until the checkpoint in the background is complete; raise on all ranks if it could not be written. Collective."""
         self._writer.wait()
 
     def load_checkpoint(
         self, path: str | Path, optimizer: torch.optim.Optimizer, *, scheduler: Stateful | None = None, scaler: Stateful | None = None
     ) -> dict[str, Any]:  # fmt: skip
-        """Load a checkpoint, whatever plan and however many ranks wrote it, and return its progress; arguments are as saved. Collective.
+        """Load a checkpoint of any plan and number of ranks, and return its progress; pass the same arguments as when saving. Collective.
 
         Raises:
             CheckpointError: it is damaged, incomplete, or of another model; on every rank.
@@ -286,7 +286,7 @@ class OptimalShardedDataParallel(nn.Module):
 
 
 def _check(config: OSDPConfig, optimizer: OptimizerSpec | str | None) -> None:
-    """Refuse what is missing for planning, or has no effect in a plain loop; before anything is changed."""
+    """Raise ValueError if planning lacks an option, or an option has no effect in a plain loop, before anything is changed."""
     if optimizer is not None and not isinstance(optimizer, (OptimizerSpec, str)):
         kind = type(optimizer).__name__
         raise ValueError(f"optimizer is of type {kind}; give an OptimizerSpec, and make the optimizer from the sharded model's parameters.")
@@ -310,10 +310,10 @@ def _log_findings(run: PlannedRun) -> None:
 
 
 def _stateful(scheduler: Stateful | None, scaler: Stateful | None) -> dict[str, Stateful]:
-    """Return what has a state, by the name of Accelerate's file."""
+    """Return the given objects by the name of Accelerate's file for their state."""
     return {name: owner for name, owner in (("scheduler.bin", scheduler), ("scaler.pt", scaler)) if owner is not None}
 
 
-def _beside(estimated: float | None, measured: float | None, text: Callable[[Any], str]) -> str:
+def _pair_text(estimated: float | None, measured: float | None, text: Callable[[Any], str]) -> str:
     known = ((estimated, "estimated"), (measured, "measured"))
     return ", ".join("not " + name if value is None else f"{text(value)} {name}" for value, name in known)

@@ -1,4 +1,4 @@
-"""`OSDPPlugin`: Accelerate's FSDP plugin with a plan in place of one strategy, and the options of FSDP that it takes or refuses."""
+"""`OSDPPlugin`: Accelerate's FSDP plugin with a plan instead of one strategy, and the FSDP options that it accepts or refuses."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ..planning.config import OSDPConfig, merged_config, stated_options
 from .launch import launch_request
 
 _COMPUTE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_NO_SUCH_CHOICE = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params", "sync_module_states", "param_init_fn")
+_NOT_IN_FSDP2 = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params", "sync_module_states", "param_init_fn")
 DECIDED = {
     **dict.fromkeys(("reshard_after_forward", "sharding_strategy"), "use OSDPConfig(strategy=...)"),
     **dict.fromkeys(("auto_wrap_policy", "min_num_params", "ignored_modules"), "use OSDPConfig(block_classes=...)"),
-    **dict.fromkeys(_NO_SUCH_CHOICE, "leave it out, FSDP2 under a plan has no such choice"),
+    **dict.fromkeys(_NOT_IN_FSDP2, "leave it out, FSDP2 under a plan has no such option"),
 }
 """Options of FSDP that have no effect under a plan → what to use instead."""
 
 
 @dataclass
 class OSDPPlugin(FullyShardedDataParallelPlugin):
-    """FSDP2 under a plan, which decides for each unit over how many ranks it is sharded and when it is freed.
+    """FSDP2 under a plan, which decides over how many ranks each unit is sharded and when its gathered parameters are freed.
 
     All other fields are those of `FullyShardedDataParallelPlugin` (`state_dict_type`, `activation_checkpointing`,
     `cpu_offload`, `cpu_ram_efficient_loading`, `mixed_precision_policy`); `transformer_cls_names_to_wrap` counts as
@@ -39,29 +39,28 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
     """
 
     osdp: OSDPConfig | Mapping[str, object] = field(default_factory=OSDPConfig)
-    """What to plan for. What is not set here comes from the file given to `accelerate launch`."""
+    """Options of the plan. Those not set here come from the file given to `accelerate launch`."""
 
     def __post_init__(self: Any) -> None:
         refuse_decided({name: getattr(self, name) for name in DECIDED})
-        asked = with_block_classes(self.osdp, self.transformer_cls_names_to_wrap, option="transformer_cls_names_to_wrap")
-        self.osdp = merged_config(asked, launch_request().options)
+        requested = with_block_classes(self.osdp, self.transformer_cls_names_to_wrap, option="transformer_cls_names_to_wrap")
+        self.osdp = merged_config(requested, launch_request().options)
         if self.fsdp_version not in (None, 2):
             raise ValueError(f"fsdp_version={self.fsdp_version} cannot run a plan; leave it out or use 2.")
         self.fsdp_version = 2
         self.reshard_after_forward = True
-        self.backward_prefetch = "NO_PREFETCH"  # or the base class would read the launcher's default
+        self.backward_prefetch = "NO_PREFETCH"  # otherwise the base class reads the launcher's default
         self.auto_wrap_policy = self.auto_wrap_policy or "transformer_based_wrap"
         layout = "SHARDED_STATE_DICT" if self.osdp.async_save else "FULL_STATE_DICT"
         self.state_dict_type = self.state_dict_type or variable("FSDP_STATE_DICT_TYPE", layout)
         super().__post_init__()
         if getattr(self, "activation_checkpointing_offload", False):
             raise ValueError(
-                "activation_checkpointing_offload=True is not counted in a plan; leave it out, or use OSDPConfig(offload_activations=True),"
-                " which is."
+                "activation_checkpointing_offload=True is not counted in a plan; leave it out, or use OSDPConfig(offload_activations=True)."
             )
         if self.osdp.async_save and not writes_shards(self):
             raise ValueError(
-                "async_save=True writes shards while training goes on, but state_dict_type is FULL_STATE_DICT; use SHARDED_STATE_DICT, or"
+                "async_save=True writes shards while training continues, but state_dict_type is FULL_STATE_DICT; use SHARDED_STATE_DICT, or"
                 " leave async_save out."
             )
 
@@ -75,9 +74,9 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
 
 
 def plugin_for(osdp: OSDPConfig | Mapping[str, object] | None, osdp_plugin: object, fsdp_plugin: object) -> OSDPPlugin:
-    """Return the plugin given under either name, or one for the configuration given, or for what the launcher was told."""
+    """Return the plugin passed under either name, else one for the `osdp` configuration or for the launcher's options."""
     if osdp_plugin is not None and fsdp_plugin is not None:
-        raise ValueError("Both osdp_plugin and fsdp_plugin were given; they name the same thing, give osdp_plugin only.")
+        raise ValueError("Both osdp_plugin and fsdp_plugin were given, which mean the same; give osdp_plugin only.")
     name, plugin = ("fsdp_plugin", fsdp_plugin) if osdp_plugin is None else ("osdp_plugin", osdp_plugin)
     if plugin is None:
         if osdp is None and launch_request().osdp is False:
@@ -98,33 +97,33 @@ def offloads(plugin: OSDPPlugin) -> bool:
     return isinstance(plugin.cpu_offload, CPUOffloadPolicy)
 
 
-def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None, *, alone: bool) -> Precision:
-    """Return the precision that FSDP2 will run, by the user's policy if there is one, or the autocast of one process `alone`."""
+def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None, *, single_process: bool) -> Precision:
+    """Return the precision of the user's policy if there is one, else of FSDP2, or of autocast if `single_process`."""
     if policy is None:
-        return Precision.named(mixed_precision, autocast=alone)
+        return Precision.named(mixed_precision, autocast=single_process)
     compute, reduce = (None if dtype is None else dtype_of(dtype) for dtype in (policy.param_dtype, policy.reduce_dtype))
     return Precision(compute=compute, reduce=reduce)
 
 
 def refuse_decided(options: Mapping[str, Any]) -> None:
-    """Refuse an option, by FSDP's name, that would be accepted and ignored; wrapping by class is what OSDP does anyway."""
+    """Refuse options, by their FSDP names, that would otherwise be ignored; wrapping by class is accepted, since OSDP does it too."""
     for name, remedy in DECIDED.items():
         value = options.get(name)
         by_class = name == "auto_wrap_policy" and str(value).lower() == "transformer_based_wrap"
         by_default = name == "limit_all_gathers" and value is True
         if value is not None and not by_class and not by_default:
-            raise ValueError(f"{name}={value!r} is for the plan to decide; {remedy}.")
+            raise ValueError(f"{name}={value!r} is decided by the plan; {remedy}.")
 
 
 def with_block_classes(
-    asked: OSDPConfig | Mapping[str, object] | None, names: str | Sequence[str] | None, *, option: str
+    requested: OSDPConfig | Mapping[str, object] | None, names: str | Sequence[str] | None, *, option: str
 ) -> dict[str, object]:
-    """Return what was asked for, with the class names that FSDP's `option` has as `block_classes`, which may not be set as well."""
-    stated = stated_options(asked)
+    """Return the requested options with the class names of FSDP's `option` as `block_classes`; raise ValueError if both are set."""
+    stated = stated_options(requested)
     if not names:
         return stated
     if stated.get("block_classes") is not None:
         raise ValueError(
-            f"{option}={names!r} was given beside block_classes={stated['block_classes']!r}; use OSDPConfig(block_classes=...) only."
+            f"{option}={names!r} and block_classes={stated['block_classes']!r} were both given; use OSDPConfig(block_classes=...) only."
         )
     return {**stated, "block_classes": names if isinstance(names, str) else tuple(names)}

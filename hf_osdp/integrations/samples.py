@@ -1,4 +1,4 @@
-"""Find the batches that training will run: look up the longest samples in the data, without taking any from it."""
+"""Predict the batches of training from the longest samples of the dataset, without consuming any."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader
 from ..distributed.process_group import all_gather_objects
 from ..modeling.batch import random_states_kept
 
-_MOST_OF_A_STREAM = 256
-"""Samples of a stream that are read at most."""
-_MOST_S = 2.0
-"""Seconds for reading samples one by one."""
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_MAX_STREAM_SAMPLES = 256
+"""Most samples to read from a stream."""
+_MAX_READ_S = 2.0
+"""Time limit for reading samples one by one."""
+_GENERATOR_TYPES = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _TOKEN_FIELDS = ("input_ids", "inputs_embeds", "decoder_input_ids")
 
 Collate = Callable[[list[Any]], Any]
@@ -33,22 +33,22 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
-    """Make batches of any number of samples, each like the largest sample that was found."""
+    """Make batches of any number of samples, all equal to the largest sample found."""
 
     sample: object
     collate: Collate
     tokens: int | None
-    """Tokens of a row; None where rows have no tokens, as with images."""
+    """Tokens of a row; None if rows have no tokens, as with images."""
     seen: int
     """Samples whose length was read."""
     is_whole: bool
-    """All samples were read."""
+    """Whether all samples were read."""
     row_tokens: int | None = None
-    """Rows are made this long, instead of `tokens`."""
+    """Tokens to make rows of, instead of `tokens`."""
 
     def __call__(self, samples: int) -> Any:  # noqa: ANN401  what the collator returns
-        """Return the batch that the data's collator makes of as many equal samples."""
-        batch = _collated(self.collate, [self.sample] * samples)
+        """Return the batch that the collator makes from this number of equal samples."""
+        batch = _collate(self.collate, [self.sample] * samples)
         if None in (self.tokens, self.row_tokens) or self.tokens == self.row_tokens:
             return batch
         return tree_map_only(torch.Tensor, self._stretch, batch)
@@ -60,50 +60,50 @@ class Batches:
         return tensor
 
     def with_rows(self, length: int | None) -> Batches:
-        """Return batches with rows of this many tokens, where rows have tokens."""
+        """Return batches with rows of `length` tokens, if rows have tokens."""
         return replace(self, row_tokens=length if self.tokens else None)
 
 
 def row_tokens(found: int | None, sequence_length: int | None) -> int | None:
-    """Return the tokens of a row: as stated, else the most that any rank found; None where none found a row. Collective."""
+    """Return the tokens of a row: `sequence_length`, else the most that any rank found; None if no rank found a row. Collective."""
     return sequence_length or max(all_gather_objects(found or 0)) or None
 
 
 def find_batches(dataset: Any, collate: Collate) -> Batches | None:  # noqa: ANN401  of any library
-    """Find the largest batch that a dataset gives to a DataLoader, without taking from a stream or advancing random number generators.
+    """Find the largest batch that a dataset gives to a DataLoader, without consuming a stream or advancing random number generators.
 
-    None where there is no dataset, or it is empty, or is a stream that cannot be copied, so that reading would take from it.
+    Return None if there is no dataset, if it is empty, or if it is a stream that cannot be copied, since reading would consume it.
     """
-    collate = _copied(collate)
-    with _all_random_states_kept(), _generators_kept(dataset):
+    collate = _copy_collator(collate)
+    with _preserve_random_states(), _preserve_generators(dataset):
         samples, seen, is_whole = ([], 0, False) if dataset is None else _longest_samples(dataset)
         if not samples:
             return None
-        sample, batch = max(((sample, _collated(collate, [sample])) for sample in samples), key=lambda pair: _numel(pair[1]))
+        sample, batch = max(((sample, _collate(collate, [sample])) for sample in samples), key=lambda pair: _numel(pair[1]))
     return Batches(sample=sample, collate=collate, tokens=tokens_of(batch), seen=seen, is_whole=is_whole)
 
 
 def _longest_samples(dataset: Any) -> tuple[list[Any], int, bool]:  # noqa: ANN401  of any library
-    """Return the samples that are longest, in each field and in all, how many were read, and whether these are all.
+    """Return the samples that are longest, by each field and in total, the number of samples read, and whether all were read.
 
-    Of a table of `datasets` only the lengths are read, of all rows. Other datasets with a length are read sample by sample, evenly spread,
-    for two seconds at most; of a stream the first samples of a copy are read.
+    From a `datasets.Dataset` only lengths are read, for all rows. Other datasets with a length are read sample by sample, evenly spread,
+    for at most two seconds. From a stream the first samples of a copy are read.
     """
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         total = len(dataset)
         if total and (rows := _longest_rows(dataset)) is not None:
             return [dataset[row] for row in rows], total, True
-        samples, seen = _longest(dataset[index] for index in _spread(total))
+        samples, seen = _longest(dataset[index] for index in _spread_indices(total))
         return samples, seen, seen == total
     try:
         stream = copy.deepcopy(dataset)
     except Exception:  # generators, files and sockets cannot be copied
         return [], 0, False
-    return *_longest(islice(iter(stream), _MOST_OF_A_STREAM)), False
+    return *_longest(islice(iter(stream), _MAX_STREAM_SAMPLES)), False
 
 
 def tokens_of(batch: object) -> int | None:
-    """Return the tokens of a row of a batch, which is the last dimension of its ids; None where it has none."""
+    """Return the tokens of a row of a batch, the last dimension of its ids; None if it has no ids."""
     if isinstance(batch, Mapping):
         named = [batch[name] for name in _TOKEN_FIELDS if name in batch] or [v for k, v in batch.items() if str(k).endswith("input_ids")]
         tensors = [tensor for tensor in named if isinstance(tensor, torch.Tensor) and tensor.dim() > 1]
@@ -114,14 +114,14 @@ def tokens_of(batch: object) -> int | None:
 
 
 def accepts_as_keywords(model: nn.Module, batch: object) -> bool:
-    """Return whether a model can be called with a batch's names as keywords, as `model(**batch)` does."""
+    """Return whether a model can be called as `model(**batch)`."""
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return isinstance(batch, Mapping) and (takes_any or set(batch) <= set(parameters))
 
 
 def batches_of_loader(loader: DataLoader[Any], model: nn.Module, sequence_length: int | None) -> tuple[Batches | None, int | None]:
-    """Find the batches that a loop gives to the model by keywords, if it can, and the tokens of a row, if they are known. Collective."""
+    """Find the batches for `model(**batch)`, or None, and the tokens of a row, or None if they are not known. Collective."""
     found = None if loader.collate_fn is None else find_batches(loader.dataset, loader.collate_fn)
     used = found if found is not None and accepts_as_keywords(model, found(1)) else None
     tokens = None if found is None else found.tokens or (None if used is None else 1)
@@ -129,17 +129,17 @@ def batches_of_loader(loader: DataLoader[Any], model: nn.Module, sequence_length
     return None if used is None else used.with_rows(length), length
 
 
-def _all_random_states_kept() -> AbstractContextManager[None]:
+def _preserve_random_states() -> AbstractContextManager[None]:
     return random_states_kept(range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0))
 
 
 @contextmanager
-def _generators_kept(dataset: object) -> Iterator[None]:
-    """Have a dataset, and those inside it, draw from copies of the random number generators that they hold."""
+def _preserve_generators(dataset: object) -> Iterator[None]:
+    """Replace the random number generators of a dataset, and of objects inside it, by copies in this context."""
     holders, held = [dataset], []
     for holder in holders:
         for name, value in vars(holder).items() if hasattr(holder, "__dict__") else ():
-            if isinstance(value, _GENERATORS):
+            if isinstance(value, _GENERATOR_TYPES):
                 held.append((vars(holder), name, value))
             elif hasattr(value, "__dict__") and len(holders) < 8:
                 holders.append(value)
@@ -152,8 +152,8 @@ def _generators_kept(dataset: object) -> Iterator[None]:
             attributes[name] = value
 
 
-def _copied(collate: Collate) -> Collate:
-    """Copy a collator, which may hold a random number generator, but not its models and tokenizers."""
+def _copy_collator(collate: Collate) -> Collate:
+    """Copy a collator with its random number generators, but not its models and tokenizers."""
     memo: dict[int, Any] = {}
     holders = [collate]
     for holder in holders:
@@ -164,18 +164,18 @@ def _copied(collate: Collate) -> Collate:
                 holders.append(value)
     try:
         return copy.deepcopy(collate, memo)
-    except Exception:  # it holds a file, say
+    except Exception:  # for example, it holds an open file
         return collate
 
 
-def _collated(collate: Collate, samples: Sequence[Any]) -> Any:  # noqa: ANN401
-    """Collate copies of the samples, since some collators remove fields from them."""
-    with _all_random_states_kept():  # collators may draw
+def _collate(collate: Collate, samples: Sequence[Any]) -> Any:  # noqa: ANN401
+    """Collate copies of the samples, since some collators remove fields."""
+    with _preserve_random_states():  # collators may use random numbers
         return collate([copy.copy(sample) if isinstance(sample, dict) else sample for sample in samples])
 
 
 def _longest_rows(dataset: Any) -> tuple[int, ...] | None:  # noqa: ANN401  of any library
-    """Return the rows of a `datasets.Dataset` with the longest lists or texts, in each column and in all; None for other datasets."""
+    """Return the rows of a `datasets.Dataset` with the longest lists or texts, by column and in total; None for other datasets."""
     table = getattr(dataset, "_data", None)
     if table is None or not hasattr(dataset, "features") or getattr(dataset, "_format_type", None) == "custom":
         return None
@@ -198,8 +198,8 @@ def _longest_rows(dataset: Any) -> tuple[int, ...] | None:  # noqa: ANN401  of a
     return tuple(dict.fromkeys(int(values.argmax()) for values in (sum(lengths), *lengths)))
 
 
-def _spread(total: int) -> Iterator[int]:
-    """Yield every index once, the first ones spread evenly over all."""
+def _spread_indices(total: int) -> Iterator[int]:
+    """Yield every index once, in an order in which the first ones are spread evenly."""
     step = 1 << max(0, total - 1).bit_length()
     yield from range(0, total, step)
     while step > 1:
@@ -208,7 +208,7 @@ def _spread(total: int) -> Iterator[int]:
 
 
 def _longest(samples: Iterable[Any]) -> tuple[list[Any], int]:
-    """Return the samples with the longest fields and the largest in all, and how many were read."""
+    """Return the samples with the longest fields and the largest total, and the number of samples read."""
     best: dict[Any, tuple[int, int, Any]] = {}
     seen, started = 0, time.monotonic()
     for sample in samples:
@@ -218,10 +218,10 @@ def _longest(samples: Iterable[Any]) -> tuple[list[Any], int]:
             if name not in best or length > best[name][0]:
                 best[name] = (length, seen, sample)
         seen += 1
-        if time.monotonic() - started > _MOST_S:
+        if time.monotonic() - started > _MAX_READ_S:
             break
-    chosen = {index: sample for _, index, sample in best.values()}
-    return [chosen[index] for index in sorted(chosen)], seen
+    longest = {index: sample for _, index, sample in best.values()}
+    return [longest[index] for index in sorted(longest)], seen
 
 
 def _length(field: object) -> int:

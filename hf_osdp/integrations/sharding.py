@@ -1,4 +1,4 @@
-"""Shard a model for an accelerator: weights from rank 0, optimizers rebound to shards, the result checked."""
+"""Shard a model for an accelerator: load weights from rank 0, give optimizers the shards, check the result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .plugin import OSDPPlugin, offloads
 def shard_model(
     model: nn.Module, run: PlannedRun, plugin: OSDPPlugin, optimizers: Sequence[torch.optim.Optimizer], *, device: torch.device
 ) -> None:
-    """Apply the plan to the model, whose weights rank 0 has, and give the optimizers its sharded parameters, or refuse them. Collective."""
+    """Apply the plan to the model with rank 0's weights, and give the optimizers its sharded parameters, or refuse them. Collective."""
     for optimizer in optimizers:
         needs_whole(unwrapped(optimizer))
     refuse_hooks(model)
@@ -34,7 +34,7 @@ def shard_model(
         mp_policy=plugin.mixed_precision_policy, pin_memory=plugin.cpu_offload.pin_memory if offloads(plugin) else None,
     )  # fmt: skip
     if weights is not None:
-        _scatter_weights(model, weights, device)
+        _load_from_rank_zero(model, weights, device)
     elif run.plan.world_size == 1:
         move_to_device(model, device)
     verify_applied(model, run.plan, run.units)
@@ -42,8 +42,8 @@ def shard_model(
         rebind_parameters(optimizer, names, model)
 
 
-def apply_alone(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Apply a plan to a model that one process trains without FSDP2: blocks that are recomputed, operators in slices."""
+def apply_plan_unsharded(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Apply the parts of a plan that need no FSDP2 to the model of a single process: recomputed blocks, operators in slices."""
     names = parameter_names(model)
     apply_plan(model, run.plan, run.units)
     verify_applied(model, run.plan, run.units)
@@ -54,8 +54,8 @@ def apply_alone(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.op
             step_by_device(unwrapped(optimizer))
 
 
-def take_later(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
-    """Prepare optimizers that were made after the plan was applied to their model, as after an evaluation, or refuse them."""
+def prepare_late_optimizers(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
+    """Prepare optimizers made after the plan was applied to their model, for example after an evaluation, or refuse them."""
     free_gathered(model)
     known = {id(parameter) for parameter in model.parameters()}
     if unknown := sum(id(p) not in known for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
@@ -78,10 +78,10 @@ def _detach_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _scatter_weights(model: nn.Module, weights: dict[str, torch.Tensor], device: torch.device) -> None:
+def _load_from_rank_zero(model: nn.Module, weights: dict[str, torch.Tensor], device: torch.device) -> None:
     others = {name for name, _ in model.named_buffers()} - set(model.state_dict())
     move_to_device(model, device, empty=True)
-    # Not by the sharded model's own names: what is in slices was taken out under its Hugging Face name.
+    # Weights of operators in slices have their Hugging Face names here, not the sharded model's names.
     load_full_state_dict(model, {name: value for name, value in weights.items() if name not in others})
     for name, buffer in model.named_buffers():
         if name in others:

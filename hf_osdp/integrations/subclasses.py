@@ -1,4 +1,4 @@
-"""Subclasses of `transformers.Trainer` that are not ours, such as TRL's, under a plan: how they are made, save, and compute their loss."""
+"""Support other subclasses of `transformers.Trainer`, such as TRL's: plan after their `__init__`, save full weights, trace their loss."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from ..tracing.tensors import DEVICE, fake_like
 
 _CONTAINERS = (dict, list, set, deque)
 _DATA = ("train_dataset", "eval_dataset")
-_MEANS = frozenset({"CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "L1Loss", "NLLLoss", "cross_entropy", "mse_loss"})
+_MEAN_LOSSES = frozenset({"CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "L1Loss", "NLLLoss", "cross_entropy", "mse_loss"})
 
 
 def check_order(cls: type, ours: type) -> None:
-    """Refuse a class that lists our Trainer before another one, whose methods would then be hidden."""
+    """Raise TypeError if a class lists our Trainer before another one, whose methods it would then hide."""
     order = cls.__mro__
     between = order[order.index(ours) + 1 : order.index(StockTrainer)]
     hidden = next((other for other in between if issubclass(other, StockTrainer) and other not in ours.__mro__), None)
@@ -39,14 +39,14 @@ def check_order(cls: type, ours: type) -> None:
         )
 
 
-def planning_at_the_end(init: Callable[..., None]) -> Callable[..., None]:
-    """Return an `__init__` that plans when the outermost one has ended, and takes `osdp=` if it does not know it."""
+def plan_after_init(init: Callable[..., None]) -> Callable[..., None]:
+    """Return an `__init__` that accepts `osdp=`, and plans after the outermost `__init__` has returned."""
     takes_osdp = "osdp" in inspect.signature(init).parameters
 
     @functools.wraps(init)
     def planning(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  our Trainer
         if "osdp" in kwargs and not takes_osdp:
-            self._asked_osdp = kwargs.pop("osdp")
+            self._osdp_argument = kwargs.pop("osdp")
         outermost = not self.__dict__.get("_in_init", False)
         self._in_init = True
         try:
@@ -60,23 +60,23 @@ def planning_at_the_end(init: Callable[..., None]) -> Callable[..., None]:
     return planning
 
 
-def with_whole_weights(save: Callable[..., None]) -> Callable[..., None]:
-    """Return a `_save` that sees whole weights in the model: it may write the model's own, and not the state that it is given."""
+def with_full_weights(save: Callable[..., None]) -> Callable[..., None]:
+    """Return a `_save` that sees full weights in the model, since it may write these instead of the state dict that it receives."""
 
     @functools.wraps(save)
     def saving(self: Any, output_dir: str | None = None, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:  # noqa: ANN401
         if self._osdp is None or not state_dict:
             save(self, output_dir, state_dict)
             return
-        with whole_weights(self.model, state_dict):
+        with full_weights(self.model, state_dict):
             save(self, output_dir, state_dict)
 
     return saving
 
 
 @contextmanager
-def whole_weights(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Show a sharded model's parameters as the whole tensors of `state`, by the model's names, between steps and on this process alone."""
+def full_weights(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Replace a sharded model's parameters in this context by the full tensors of `state`, on this process only and between steps."""
     hidden: list[tuple[nn.Module, str, nn.Parameter]] = []
     for name, module in model.named_modules():
         for leaf, parameter in list(module._parameters.items()):
@@ -97,13 +97,13 @@ def whole_weights(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterat
 def traced_loss(trainer: StockTrainer) -> Loss:
     """Return the trainer's `compute_loss` as a function of a fake model and a batch.
 
-    Each call runs on a copy of the trainer: metrics that it keeps are the copy's, nothing is sent to other ranks, and modules
-    that the trainer holds are fake. A module that is sharded, such as a reference model, gives what the trained model gave.
+    Each call runs on a copy of the trainer: its metrics stay in the copy, it sends nothing to other ranks, and its modules are fake.
+    A sharded module, such as a reference model, returns the output of the trained model.
     """
 
     def loss(fake_model: nn.Module, batch: Mapping[str, Any]) -> object:
         last: list[Any] = []
-        copied = _copied(trainer, fake_model, last)
+        copied = _copy_with_fake_model(trainer, fake_model, last)
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         items = max(1, labels.numel()) if isinstance(labels, torch.Tensor) else 1
         counted = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
@@ -112,13 +112,13 @@ def traced_loss(trainer: StockTrainer) -> Loss:
             return copied.compute_loss(fake_model, batch, num_items_in_batch=items if counted else None)  # type: ignore[arg-type]
         finally:
             handle.remove()
-            last.clear()  # the loss holds through backward what it needs
+            last.clear()  # the loss itself keeps what backward needs
 
     return loss
 
 
 def bytes_of_other_models(trainer: StockTrainer) -> dict[str, int]:
-    """Return the bytes that other models take on this device, by the name of the trainer's attribute; sharded ones with their shards."""
+    """Return the bytes of other models on this device, by the trainer's attribute; sharded models count with their shards."""
     assert isinstance(trainer.model, nn.Module)
     seen = {id(tensor) for tensor in _tensors(trainer.model)}
     found = {name: sum(_bytes_on_device(module, seen) for module in _modules_in(value)) for name, value in vars(trainer).items()}
@@ -130,10 +130,10 @@ def has_forward_of_transformers(model: nn.Module) -> bool:
 
 
 def ignores_item_count(model: nn.Module) -> bool:
-    """Return whether a model's forward accepts `num_items_in_batch` and yet gives the mean of its micro-batch as the loss.
+    """Return whether a model's forward accepts `num_items_in_batch` but returns the mean over its micro-batch as the loss.
 
-    So do BERT's heads and T5. transformers' Trainer takes such a loss to be divided already, and adds up the means of micro-steps:
-    the gradient then grows with their number, which is the planner's to choose.
+    BERT's heads and T5 do so. transformers' Trainer assumes that such a loss is divided already, and sums the means of micro-steps:
+    the gradient then grows with their number, which the planner chooses.
     """
     model = without_adapters(model)
     if hasattr(model, "accepts_loss_kwargs") or not has_forward_of_transformers(model):
@@ -142,11 +142,11 @@ def ignores_item_count(model: nn.Module) -> bool:
     if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
         return False
     names = {*code.co_names, *code.co_varnames, *(text for text in code.co_consts if isinstance(text, str))}
-    return bool(_MEANS & names) and not {"loss_function", "num_items_in_batch"} & names
+    return bool(_MEAN_LOSSES & names) and not {"loss_function", "num_items_in_batch"} & names
 
 
 class _LocalAccelerator:
-    """An accelerator whose collectives are local, on the device that fake tensors claim to be on."""
+    """An accelerator without collectives, on the device of fake tensors."""
 
     device = DEVICE
 
@@ -162,8 +162,8 @@ class _LocalAccelerator:
     gather_for_metrics = reduce = pad_across_processes = gather
 
 
-def _copied(trainer: StockTrainer, fake_model: nn.Module, last: list[Any]) -> StockTrainer:
-    """Copy a trainer, with a fake model; sharded models in it return that model's `last` output, without gradients."""
+def _copy_with_fake_model(trainer: StockTrainer, fake_model: nn.Module, last: list[Any]) -> StockTrainer:
+    """Copy a trainer with a fake model; its sharded models return that model's `last` output, without gradients."""
     assert isinstance(trainer.model, nn.Module)
     copied = copy.copy(trainer)
 
@@ -175,15 +175,15 @@ def _copied(trainer: StockTrainer, fake_model: nn.Module, last: list[Any]) -> St
             setattr(copied, name, fake_model)
         elif isinstance(value, nn.Module):
             sharded = any(isinstance(child, FSDPModule) for child in value.modules())
-            setattr(copied, name, last_output if sharded else _fake_beside(value, trainer.model, fake_model))
+            setattr(copied, name, last_output if sharded else _fake_copy(value, trainer.model, fake_model))
         elif name not in _DATA and not any(_modules_in(value)):
             setattr(copied, name, rebound(value, {id(trainer): copied, id(trainer.model): fake_model}))
     copied.accelerator = _LocalAccelerator(trainer.accelerator)
     return copied
 
 
-def _fake_beside(module: nn.Module, model: nn.Module, fake_model: nn.Module) -> nn.Module:
-    """Copy a module with fake parameters; where it holds the trained model, as losses do, the copy holds the fake one."""
+def _fake_copy(module: nn.Module, model: nn.Module, fake_model: nn.Module) -> nn.Module:
+    """Copy a module with fake parameters; if it holds the trained model, as loss modules may, the copy holds the fake model."""
     mode = next(torch._guards.detect_fake_mode([p]) for p in fake_model.parameters())
     assert mode is not None
     memo: dict[int, Any] = {id(model): fake_model}
@@ -203,7 +203,7 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _bytes_on_device(module: nn.Module, seen: set[int]) -> int:
-    """Return the bytes of tensors that were not seen yet, and of a root that FSDP2 leaves gathered after forward, as nobody freed it."""
+    """Return the bytes of tensors not seen yet, and of the gathered parameters of an FSDP2 root that stays gathered after forward."""
     new = [tensor for tensor in _tensors(module) if id(tensor) not in seen]
     seen.update(id(tensor) for tensor in new)
     local = [getattr(tensor, "_local_tensor", tensor) for tensor in new]

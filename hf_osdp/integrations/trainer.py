@@ -1,4 +1,4 @@
-"""`Trainer`: the one of transformers, sharding each unit of the model as a plan says."""
+"""`Trainer`: `transformers.Trainer` that shards each unit of the model by a plan."""
 
 from __future__ import annotations
 
@@ -26,75 +26,75 @@ from ..sharding.state import free_gathered
 from ..sharding.weight_reads import mixing_explained
 from .accelerator import OSDPAccelerator
 from .announce import announce_result, plan_and_announce
-from .checkpoints import replaced
+from .checkpoints import patched
 from .local_steps import check_plugin
 from .plugin import OSDPPlugin
-from .subclasses import check_order, ignores_item_count, planning_at_the_end, with_whole_weights
+from .subclasses import check_order, ignores_item_count, plan_after_init, with_full_weights
 from .trainer_checkpoints import StopCallback, TrainerCheckpoints
 from .trainer_facts import (
     copied_arguments,
+    copy_changes,
     facts_of_trainer,
     plugin_options,
     refuse_changes,
-    refuse_unplanned,
+    refuse_unsupported,
     requested_config,
     set_batch,
-    take_changes,
 )
 
 
 class Trainer(TrainerCheckpoints):
-    """`transformers.Trainer` that shards each unit of the model as a plan says.
+    """`transformers.Trainer` that shards each unit of the model by a plan.
 
-    The plan is made when the Trainer is. The samples of one optimizer step stay as the arguments have them (`per_device_train_batch_size` ×
-    `gradient_accumulation_steps` × processes); how many of them run at once is the planner's choice, and goes into a copy of the arguments.
+    The constructor makes the plan. The samples of one optimizer step stay as the arguments set them (`per_device_train_batch_size` ×
+    `gradient_accumulation_steps` × processes); the planner chooses how many run at once, and writes this into a copy of the arguments.
 
     Args:
         *args: as for `transformers.Trainer`.
-        osdp: None is on where the launcher or `TrainingArguments(fsdp_config={"osdp": {...}})` asks for it; True is on; False is the stock
-            Trainer; an `OSDPConfig` or a mapping of its fields is on with those options. What it leaves open comes from `fsdp_config`,
-            then from the launcher.
+        osdp: True turns OSDP on; an `OSDPConfig` or a mapping of its fields turns it on with these options; False is the stock Trainer;
+            None turns it on if the launcher or `TrainingArguments(fsdp_config={"osdp": {...}})` asks for it. Options not set here come
+            from `fsdp_config`, then from the launcher.
         **kwargs: as for `transformers.Trainer`.
 
     Raises:
-        ValueError: an option cannot be used, or an argument asks for what a plan cannot give.
+        ValueError: an option cannot be used, or an argument is not supported under a plan.
         InfeasibleError: no plan meets the memory limit.
     """
 
-    plans_unasked = False
-    """Whether OSDP is on where nobody says so, as under `hf_osdp.run`."""
+    on_by_default = False
+    """Whether OSDP is on if no configuration says so, as under `hf_osdp.run`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_order(cls, Trainer)
-        cls.__init__ = planning_at_the_end(cls.__init__)  # type: ignore[method-assign]
+        cls.__init__ = plan_after_init(cls.__init__)  # type: ignore[method-assign]
         if any("_save" in vars(other) for other in cls.__mro__[: cls.__mro__.index(Trainer)]):
-            cls._save = with_whole_weights(cls._save)  # type: ignore[method-assign]
+            cls._save = with_full_weights(cls._save)  # type: ignore[method-assign]
 
     def __init__(self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | bool | None = None, **kwargs: Any) -> None:
         call = inspect.signature(StockTrainer.__init__).bind(self, *args, **kwargs)
         given = call.arguments
         self._run: PlannedRun | None = None
-        asked = self.__dict__.pop("_asked_osdp", None) if osdp is None else osdp
-        self._osdp = requested_config(asked, given.get("args"), unasked=self.plans_unasked)
+        requested = self.__dict__.pop("_osdp_argument", None) if osdp is None else osdp
+        self._osdp = requested_config(requested, given.get("args"), on_by_default=self.on_by_default)
         if self._osdp is not None:
-            refuse_unplanned(given)
+            refuse_unsupported(given)
             arguments = given.get("args") or TrainingArguments(output_dir="tmp_trainer")
             given["args"] = copied_arguments(arguments)
             self._given_args = arguments, dict(vars(arguments))
             assert arguments.output_dir is not None
-            self._asked_batch = arguments.per_device_train_batch_size
+            self._requested_batch_size = arguments.per_device_train_batch_size
             if given.get("train_dataset") is not None:
-                start_fresh(arguments.output_dir)  # before planning, which may be the end of this start
-            self._makes_folder = not Path(arguments.output_dir).exists()
+                start_fresh(arguments.output_dir)  # before planning, which may raise
+            self._creates_folder = not Path(arguments.output_dir).exists()
         super().__init__(*call.args[1:], **call.kwargs)
 
     def _plan_now(self) -> None:
-        """Plan once every `__init__` has ended, since subclasses change model, data and loss in theirs."""
+        """Plan after the outermost `__init__` has returned, since subclasses change model, data and loss in theirs."""
         if self._osdp is None:
             return
         args = self.args
-        take_changes(args, *self._given_args)
+        copy_changes(args, *self._given_args)
         assert isinstance(self.accelerator.plugin.osdp, OSDPConfig)
         self._osdp = replace(self._osdp, compile=self._osdp.compile or self.accelerator.plugin.osdp.compile)  # the launcher's dynamo
         try:
@@ -104,16 +104,16 @@ class Trainer(TrainerCheckpoints):
             hold_master_weights(self.model, facts.precision)
             self._run = plan_and_announce(self.model, config, facts)
         except Exception:
-            if self._makes_folder:
-                with suppress(OSError):  # it is gone, or holds something
+            if self._creates_folder:
+                with suppress(OSError):  # already removed, or not empty
                     Path(str(args.output_dir)).rmdir()
             raise
         set_batch(args, self._run.plan)
         if self._run.optimizer is not None:
             args.optim = self._run.optimizer.name
         self._train_batch_size = args.train_batch_size
-        self.accelerator.adopt(self._run)
-        self.is_fsdp_enabled = self.is_fsdp_enabled or self.accelerator.is_fsdp2  # one process with units on the host
+        self.accelerator.use_plan(self._run)
+        self.is_fsdp_enabled = self.is_fsdp_enabled or self.accelerator.is_fsdp2  # also a single process with host offload
         if self.place_model_on_device and not self.is_fsdp_enabled:
             super()._move_model_to_device(self.model, args.device)
         self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and not ignores_item_count(self.model)
@@ -124,26 +124,26 @@ class Trainer(TrainerCheckpoints):
             self.add_callback(StopCallback(self._stop))
 
     def _validate_args(self) -> None:
-        """As stock, which takes no optimizer under FSDP; here it gets the shards of its parameters."""
-        with replaced(self, is_fsdp_enabled=self.is_fsdp_enabled and self._osdp is None):
+        """Validate as the stock Trainer, but accept an optimizer under FSDP: it receives the shards of its parameters."""
+        with patched(self, is_fsdp_enabled=self.is_fsdp_enabled and self._osdp is None):
             super()._validate_args()
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """As stock, but only after planning, which decides which units live on the host."""
+        """Move as the stock Trainer, but only after planning, which decides which units are kept on the host."""
         if self._osdp is None or self._run is not None:
             super()._move_model_to_device(model, device)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As stock, with an accelerator that runs plans."""
+        """Create as the stock Trainer, with an `OSDPAccelerator`."""
         if self._osdp is None:
             super().create_accelerator_and_postprocess()
             return
-        with replaced(transformers.trainer, Accelerator=OSDPAccelerator):  # stock has no argument for it
+        with patched(transformers.trainer, Accelerator=OSDPAccelerator):  # the stock Trainer has no argument for the class
             super().create_accelerator_and_postprocess()
-        self.accelerator.has_loop = False  # the Trainer knows where its steps begin and end
+        self.accelerator.measures_loop = False  # the callback below measures the steps
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """As stock, with the plan's plugin."""
+        """Build as the stock Trainer, with an `OSDPPlugin`."""
         options = super()._build_accelerator_args(**kwargs)
         if self._osdp is not None:
             options["fsdp_plugin"] = OSDPPlugin(osdp=self._osdp.options(), **plugin_options(self.args))
@@ -151,17 +151,17 @@ class Trainer(TrainerCheckpoints):
         return options
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """As stock, from shards: after an evaluation the model still shows gathered parameters of units that are kept."""
+        """Create as the stock Trainer, after freeing parameters that an evaluation left gathered, so that it holds shards."""
         if self._osdp is not None:
             free_gathered(self.model if model is None else model)
         return super().create_optimizer(model)
 
     def _has_mixed_mesh_grads(self, model: torch.nn.Module) -> bool:
-        """Return False: the Trainer's own path for several meshes does not unscale fp16 gradients; the accelerator's does."""
+        """Return False under a plan: the stock code for several meshes does not unscale fp16 gradients, the accelerator does."""
         return False if self._osdp is not None else super()._has_mixed_mesh_grads(model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As stock, which writes no loadable model where checkpoints are sharded; here a user's call always does."""
+        """Save as the stock Trainer; a user's call writes a loadable model even if checkpoints are sharded, unlike stock."""
         if self._osdp is not None:
             self.accelerator._synchronise("A save")
         sharded = self._osdp is not None and self._writes_shards()
@@ -172,30 +172,30 @@ class Trainer(TrainerCheckpoints):
             if self.args.push_to_hub:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
         if self._osdp is not None:
-            host_barrier()  # stock goes on to collectives while rank 0 writes
+            host_barrier()  # stock continues with collectives while rank 0 still writes
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As stock; then estimate and measurement are printed, and `osdp_report.json` is written.
+        """Train as the stock Trainer; then print estimate and measurement, and write `osdp_report.json`.
 
-        A restart by `torchrun --max-restarts` or a SLURM requeue goes on from the last complete checkpoint. After SIGTERM on any rank
-        a checkpoint is saved, and the process ends with exit code 143.
+        A restart by `torchrun --max-restarts` or a SLURM requeue continues from the last complete checkpoint. SIGTERM on any rank
+        saves a checkpoint and exits with code 143.
 
         Raises:
-            CheckpointError: the checkpoint that was asked for is damaged, or of another model.
-            torch.OutOfMemoryError: with the unit, the figures and the next plan; not where `on_oom="replan"` starts all ranks again.
+            CheckpointError: the requested checkpoint is damaged, or of another model.
+            torch.OutOfMemoryError: names the unit, the sizes and the next plan; not raised if `on_oom="replan"` restarts all ranks.
         """
         if self._osdp is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         assert self._run is not None
-        take_changes(self.args, *self._given_args)
+        copy_changes(self.args, *self._given_args)
         refuse_changes(self, self._osdp, self._run.plan)
         if self.accelerator._local_steps is not None:
-            self.accelerator._local_steps.end()  # of an earlier training
+            self.accelerator._local_steps.end()  # state of an earlier training
         try:
             with self.accelerator.out_of_memory_explained(), mixing_explained():
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
         finally:
-            self._stop.abandon()  # where an error ended training
+            self._stop.abandon()  # in case an error ended training
         self._finish_checkpoints()
         if self._meter.steps:
             announce_result(self._run, self._meter.summary(), self.args.output_dir)
@@ -203,24 +203,24 @@ class Trainer(TrainerCheckpoints):
         return output
 
 
-Trainer.__init__ = planning_at_the_end(Trainer.__init__)  # type: ignore[method-assign]
+Trainer.__init__ = plan_after_init(Trainer.__init__)  # type: ignore[method-assign]
 
 
 def with_osdp(trainer_class: type[StockTrainer]) -> type[StockTrainer]:
-    """Return a Trainer class that shards as a plan says, made from any subclass of `transformers.Trainer`.
+    """Return a Trainer class that shards by a plan, made from any subclass of `transformers.Trainer`.
 
     ```python
     trainer = with_osdp(SFTTrainer)(model=model, args=args, train_dataset=dataset, osdp=OSDPConfig(memory_limit="8GiB"))
     ```
 
     Args:
-        trainer_class: such as TRL's `SFTTrainer`; its constructor then takes `osdp=` too.
+        trainer_class: for example TRL's `SFTTrainer`; the constructor of the result also takes `osdp=`.
 
     Raises:
-        ValueError: it is no subclass of `transformers.Trainer`.
+        ValueError: `trainer_class` is not a subclass of `transformers.Trainer`.
     """
     if not isinstance(trainer_class, type) or not issubclass(trainer_class, StockTrainer):
-        raise ValueError(f"with_osdp takes a subclass of transformers.Trainer; {trainer_class!r} is none.")
+        raise ValueError(f"with_osdp needs a subclass of transformers.Trainer; {trainer_class!r} is not one.")
     if issubclass(trainer_class, Trainer):
         return trainer_class
     if issubclass(Trainer, trainer_class):
@@ -230,16 +230,16 @@ def with_osdp(trainer_class: type[StockTrainer]) -> type[StockTrainer]:
 
 
 class _StepCallback(TrainerCallback):
-    """Measure each optimizer step; evaluation and checkpoints lie between."""
+    """Measure each optimizer step, without the evaluations and checkpoints between steps."""
 
     def __init__(self, meter: StepMeter) -> None:
-        self._meter, self._open = meter, False
+        self._meter, self._in_step = meter, False
 
     def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
         self._meter.step_begins()
-        self._open = True
+        self._in_step = True
 
     def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        if self._open:
+        if self._in_step:
             self._meter.step_ends()
-            self._open = False
+            self._in_step = False

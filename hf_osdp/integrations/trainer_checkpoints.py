@@ -1,4 +1,4 @@
-"""The Trainer's checkpoints: complete or invisible, under Hugging Face names, of any plan and any number of ranks; the last on SIGTERM."""
+"""The Trainer's checkpoints: complete or invisible, under Hugging Face names, from any plan and any number of ranks; also on SIGTERM."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
 from ..planning.plan_run import PlannedRun
 from ..sharding.optimizer import optimizer_name
-from .checkpoints import dataset_text, is_adapted, keep_whole_positions, own_states, replaced
+from .checkpoints import dataset_text, is_adapted, keep_whole_positions, our_state_functions, patched
 from .plugin import writes_shards
 
 _log = logging.getLogger(__name__)
 TRAINER_STATE = transformers.trainer.TRAINER_STATE_NAME
-"""What the Trainer writes last into a checkpoint."""
+"""The file that the Trainer writes last into a checkpoint."""
 
 
 class TrainerCheckpoints(transformers.Trainer):
@@ -36,37 +36,37 @@ class TrainerCheckpoints(transformers.Trainer):
     _osdp: OSDPConfig | None
     _run: PlannedRun | None
     _stop: StopSignal
-    _asked_batch: int
+    _requested_batch_size: int
 
     @property
     def plan(self) -> Plan | None:
-        """The plan that runs; None where OSDP is off."""
+        """The plan that runs; None if OSDP is off."""
         return None if self._run is None else self._run.plan
 
     def _save_checkpoint(self, model: nn.Module, trial: object) -> None:
-        """Save as the stock Trainer, into a hidden folder that then appears under its name."""
+        """Save as the stock Trainer, into a hidden folder that is renamed when it is complete."""
         keep_whole_positions([self.model], [self.optimizer])
         if self._osdp is None:
             super()._save_checkpoint(model, trial)
             return
         run_dir = Path(self._get_output_dir(trial))
         folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self.accelerator._writer.new(folder, **self._settings()) as staging, own_states(staging.file_system):
-            place, later = str(staging.path.parent), lambda folder: None  # pushed once the folder has its name
-            with replaced(self, _get_output_dir=lambda trial: place, _push_from_checkpoint=later):
+        with self.accelerator._writer.new(folder, **self._settings()) as staging, our_state_functions(staging.file_system):
+            parent, push_later = str(staging.path.parent), lambda folder: None  # push only after the folder has been renamed
+            with patched(self, _get_output_dir=lambda trial: parent, _push_from_checkpoint=push_later):
                 super()._save_checkpoint(model, trial)
             if self.accelerator._local_steps is not None and not self.args.save_only_model:
                 self.accelerator._local_steps.save(staging.path, self.optimizer)
-            self._name_best(staging.path, folder)
-            if self.args.save_only_model and self._writes_shards():  # stock writes no weights then
+            self._record_best_name(staging.path, folder)
+            if self.args.save_only_model and self._writes_shards():  # stock then writes no weights
                 save_model(staging.path, self.model, sharded=True, trainable_only=is_adapted(self.model), files=staging.file_system)
-        self._keep_limit(run_dir, folder)
+        self._remove_old_checkpoints(run_dir, folder)
         if self.args.push_to_hub:
             self.accelerator._writer.wait()
             self._push_from_checkpoint(str(folder))
 
-    def _name_best(self, staged: Path, folder: Path) -> None:
-        """Let the saved state name checkpoints by their final names."""
+    def _record_best_name(self, staged: Path, folder: Path) -> None:
+        """Write the final name of the best checkpoint into the saved state."""
         if self.state.best_global_step:
             best = folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}")
             if best == folder or best.exists():
@@ -74,8 +74,8 @@ class TrainerCheckpoints(transformers.Trainer):
                 if self.args.should_save:
                     self.state.save_to_json(str(staged / TRAINER_STATE))
 
-    def _keep_limit(self, run_dir: Path, new: Path | None = None) -> None:
-        """Remove checkpoints beyond the limit, an earlier training's first, then the oldest; not the last complete one, nor the best."""
+    def _remove_old_checkpoints(self, run_dir: Path, new: Path | None = None) -> None:
+        """Remove checkpoints over the limit: those of earlier trainings first, then the oldest, never the last complete one or the best."""
         limit, best = self.args.save_total_limit or 0, self.state.best_model_checkpoint
         found = numbered_checkpoints(run_dir) if self.is_world_process_zero() and limit > 0 else []
         if found:
@@ -89,7 +89,7 @@ class TrainerCheckpoints(transformers.Trainer):
         return self.is_fsdp_enabled and writes_shards(self.accelerator.plugin)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load as the stock Trainer, the optimizer's state from any layout."""
+        """Load as the stock Trainer, with optimizer states from any layout."""
         keep_whole_positions([self.model], [self.optimizer])
         if self._osdp is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
@@ -101,7 +101,7 @@ class TrainerCheckpoints(transformers.Trainer):
         self.lr_scheduler.load_state_dict(load_file(folder / transformers.trainer.SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:  # noqa: ANN401
-        """Load as the stock Trainer, weights from any layout."""
+        """Load as the stock Trainer, with weights from any layout."""
         model = self.model if model is None else model
         folder, adapted = Path(resume_from_checkpoint), is_adapted(model)
         if self._osdp is None or (not self.is_fsdp_enabled and adapted and is_of_one_process(find_model(folder))):
@@ -117,37 +117,37 @@ class TrainerCheckpoints(transformers.Trainer):
             self._load_from_checkpoint(best)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
-        """Finalize as the stock Trainer; after SIGTERM, with seconds left, the last checkpoint stays and the best is not loaded."""
+        """Finalize as the stock Trainer; after SIGTERM only seconds are left, so keep the last checkpoint and do not load the best."""
         if self._osdp is not None:
             self.accelerator._synchronise("The end of training")
-            self.accelerator._writer.wait()  # stock looks for the best one, which may be the last
+            self.accelerator._writer.wait()  # stock loads the best one, which may be the last
         if self._osdp is None or not self._stop.stopped:
             return super()._finalize_training(*args, **kwargs)
-        with replaced(self.args, load_best_model_at_end=False, save_total_limit=None):
+        with patched(self.args, load_best_model_at_end=False, save_total_limit=None):
             return super()._finalize_training(*args, **kwargs)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
-        """Start as the stock Trainer, which warns of changed arguments: the user's batch size counts, not the plan's."""
+        """Start as the stock Trainer, which compares arguments with the checkpoint's: show it the user's batch size, not the plan's."""
         if self._osdp is None:
             return super()._init_training_state(*args, **kwargs)
-        with replaced(self.args, per_device_train_batch_size=self._asked_batch):
-            begun = super()._init_training_state(*args, **kwargs)
-        self.state.train_batch_size = self._asked_batch
-        return begun
+        with patched(self.args, per_device_train_batch_size=self._requested_batch_size):
+            result = super()._init_training_state(*args, **kwargs)
+        self.state.train_batch_size = self._requested_batch_size
+        return result
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load as the stock Trainer; ranks that were not there get states of their own."""
+        """Load as the stock Trainer; ranks that did not exist when it was saved get random states of their own."""
         if self._osdp is None or checkpoint is None:
             super()._load_rng_state(checkpoint)
         else:
             load_random_states(Path(checkpoint), self.args.process_index)
 
-    def _checkpoint_to_resume(self, asked: str | bool | None) -> str | None:
-        """Return the checkpoint that training begins with, sound and complete; the same on every rank."""
+    def _checkpoint_to_resume(self, requested: str | bool | None) -> str | None:
+        """Return the complete, undamaged checkpoint to resume from; the same on every rank."""
         folder, after_restart = str(self.args.output_dir), self._osdp is None or self._osdp.resume_after_restart
-        found = checkpoint_to_resume(folder, None if asked == "" else asked, marker=TRAINER_STATE, after_restart=after_restart)
+        found = checkpoint_to_resume(folder, None if requested == "" else requested, marker=TRAINER_STATE, after_restart=after_restart)
         if found is None:
-            if asked is True:
+            if requested is True:
                 raise ValueError(f"There is no complete checkpoint in {folder}; leave resume_from_checkpoint out to begin.")
             return None
         warn_of_changes(found, self._settings(), self.plan)
@@ -160,14 +160,14 @@ class TrainerCheckpoints(transformers.Trainer):
         return {name: text for name, text in texts.items() if text}
 
     def _finish_checkpoints(self) -> None:
-        """Complete the last checkpoint, and let other runs write into the folder."""
+        """Complete the last checkpoint, and unlock the folder for other runs."""
         self.accelerator._writer.wait()
-        self._keep_limit(Path(str(self.args.output_dir)))
+        self._remove_old_checkpoints(Path(str(self.args.output_dir)))
         unlock_checkpoints(Path(str(self.args.output_dir)))
 
 
 class StopCallback(TrainerCallback):
-    """Have a checkpoint saved and training ended at the same step on all ranks, once one of them had SIGTERM."""
+    """Save a checkpoint and end training at the same step on all ranks, after one of them received SIGTERM."""
 
     def __init__(self, stop: StopSignal) -> None:
         self._stop = stop
@@ -178,13 +178,13 @@ class StopCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         if self._stop.agreed():
             control.should_save = control.should_training_stop = True
-            control.should_evaluate = False  # the launcher waits for seconds only
+            control.should_evaluate = False  # the launcher kills after a few seconds
             if state.is_world_process_zero:
                 _log.warning("SIGTERM: training saves checkpoint-%d and ends.", state.global_step)
         return control
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
-        """Save no more: the checkpoint after the step is enough."""
+        """Skip saving and evaluation: the checkpoint after the step is enough."""
         if self._stop.stopped:
             control.should_save = control.should_evaluate = False
         return control

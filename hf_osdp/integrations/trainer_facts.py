@@ -1,4 +1,4 @@
-"""What a Trainer's arguments, data and loss say about the run that is to be planned."""
+"""Read the facts that planning needs from a Trainer's arguments, data and loss; refuse options that a plan cannot follow."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ from .subclasses import bytes_of_other_models, has_forward_of_transformers, igno
 
 _log = logging.getLogger(__name__)
 _SINGLE_SAMPLE_LOSSES = ("SFTTrainer", "RewardTrainer")
-"""Trainers with a loss of their own that is a sum over tokens or samples, whichever share a batch."""
+"""Trainers whose own loss is a sum over tokens or samples, independent of which samples share a batch."""
 _PLUGIN_OPTIONS = ("cpu_offload", "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing")
 """Entries of `TrainingArguments.fsdp_config` that go to the plugin; the plan decides the rest."""
-_ADDED = ("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
-"""Entries that transformers adds to `fsdp_config` itself, switched off."""
-_MAKERS = ("transformers", "hf_osdp")
-"""Packages in which the Trainer's own way to make an optimizer is."""
+_ADDED_BY_TRANSFORMERS = ("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
+"""Entries that transformers itself adds to `fsdp_config` with a value that turns them off."""
+_STOCK_PACKAGES = ("transformers", "hf_osdp")
+"""Packages whose `create_optimizer` follows `TrainingArguments.optim`."""
 
 
 def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> tuple[OSDPConfig, RunFacts]:
-    """Return the configuration with the sizes of the run of a Trainer whose `__init__` has ended, and what else is known. Collective."""
+    """Return the configuration with the run's sizes filled in, and the facts of a Trainer whose `__init__` has returned. Collective."""
     args, plugin = trainer.args, trainer.accelerator.plugin
     batches, sequence_length = _batches(trainer, config)
     stock_loss = type(trainer).compute_loss is Trainer.compute_loss
     model_makes_loss = stock_loss and trainer.compute_loss_func is None and trainer.label_smoother is None
     trains = trainer.train_dataset is not None
-    begun = recorded_manifest(str(args.output_dir)) if trains and config.resume_after_restart else None
-    samples = config.global_batch_size or _global_batch_size(args, None if begun is None else begun.global_batch_size)
+    manifest = recorded_manifest(str(args.output_dir)) if trains and config.resume_after_restart else None
+    samples = config.global_batch_size or _global_batch_size(args, None if manifest is None else manifest.global_batch_size)
     optimizer = _optimizer_spec(trainer)
     sized = replace(
         config,
@@ -66,7 +66,7 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> tuple[OSDPConfig, 
         device_type=args.device.type,
         precision=Precision.named(args.mixed_precision, autocast=args.world_size == 1 and not dist.is_initialized()),
         optimizer=optimizer,
-        optimizer_choices=_optimizer_choices(trainer, config, optimizer, None if begun is None else begun.settings.get("optimizer")),
+        optimizer_choices=_optimizer_choices(trainer, config, optimizer, None if manifest is None else manifest.settings.get("optimizer")),
         steps=_steps(trainer, samples),
         inputs=batches,
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),
@@ -84,13 +84,13 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> tuple[OSDPConfig, 
 
 
 def _warn(args: TrainingArguments, line: str, *values: object) -> None:
-    """Log once, on rank 0."""
+    """Log a warning on rank 0."""
     if args.process_index == 0:
         _log.warning(line, *values)
 
 
 def trainer_folder(args: TrainingArguments, model: nn.Module | None) -> RunFolder:
-    """Return where the Trainer writes, and what; of peft's models only adapters are saved."""
+    """Return the folder that the Trainer writes and what it saves there; for peft models only adapters are saved."""
     assert args.output_dir is not None
     return RunFolder(
         path=args.output_dir,
@@ -102,46 +102,46 @@ def trainer_folder(args: TrainingArguments, model: nn.Module | None) -> RunFolde
 
 
 def _steps(trainer: Trainer, samples_of_step: int) -> int | None:
-    """Return the optimizer steps of training; None for a stream without `max_steps`, and where nothing is trained."""
+    """Return the optimizer steps of training; None for a stream without `max_steps`, and if nothing is trained."""
     args, dataset = trainer.args, trainer.train_dataset
     if args.max_steps > 0:
         return args.max_steps
     return math.ceil(args.num_train_epochs * len(dataset) / samples_of_step) if isinstance(dataset, Sized) else None
 
 
-def _global_batch_size(args: TrainingArguments, begun: int | None) -> int:
-    """Return the samples of a step as the arguments have them; a restart, which may have fewer processes, keeps those it began with."""
+def _global_batch_size(args: TrainingArguments, started_with: int | None) -> int:
+    """Return the samples of a step by the arguments; a restart, which may have fewer processes, keeps those of the first start."""
     given = samples_of_step(args)
-    if begun is None or begun == given or begun % args.world_size:
+    if started_with is None or started_with == given or started_with % args.world_size:
         return given
-    _warn(args, "This restart keeps the global batch of %d samples that training began with; the arguments make %d.", begun, given)
-    return begun
+    _warn(args, "This restart keeps the global batch of %d samples that training began with; the arguments make %d.", started_with, given)
+    return started_with
 
 
-def _micro_batch_size(trainer: Trainer, asked: int | None) -> int | None:
-    """Return the samples of a micro-batch, where they were `asked` for or the loss may depend on them; None leaves them to the planner."""
-    args, reason = trainer.args, batch_coupling(trainer) or _count_of_batches(trainer)
+def _micro_batch_size(trainer: Trainer, requested: int | None) -> int | None:
+    """Return the samples of a micro-batch if they were `requested` or the loss may depend on them; None lets the planner choose."""
+    args, reason = trainer.args, batch_coupling(trainer) or _batch_count_dependence(trainer)
     if reason is None:
-        return asked
+        return requested
     size: int = samples_of_step(args) // (args.gradient_accumulation_steps * args.world_size)
-    if asked is None:
-        _warn(args, "%s, so micro-batches stay at %d samples; OSDPConfig(micro_batch_size=...) sets another size.", reason, size)
-    elif asked != size:
-        _warn(args, "%s: with micro_batch_size=%d it may be another training than with the %d of the arguments.", reason, asked, size)
-    return asked or size
+    if requested is None:
+        _warn(args, "%s, so micro-batches stay at %d samples; set OSDPConfig(micro_batch_size=...) for another size.", reason, size)
+    elif requested != size:
+        _warn(args, "%s: micro_batch_size=%d may train differently than the %d samples of the arguments.", reason, requested, size)
+    return requested or size
 
 
 def batch_coupling(trainer: Trainer) -> str | None:
-    """Return why a loss may depend on which samples share a micro-batch, so that none may be split; None where it does not."""
+    """Return why the loss may depend on which samples share a micro-batch, whose size must then stay; None if it does not."""
     assert isinstance(trainer.model, nn.Module)
     cls, model = type(trainer), without_adapters(trainer.model)
     if "return_loss" in inspect.signature(model.forward).parameters:
         return f"{type(model).__name__} compares the samples of a batch with each other"
     if has_running_statistics(model):
-        return f"{type(model).__name__} has batch normalisation, which takes the statistics of a micro-batch"
+        return f"{type(model).__name__} has batch normalisation, which computes statistics over a micro-batch"
     if getattr(getattr(model, "config", None), "output_router_logits", False) or getattr(trainer, "aux_loss_enabled", False):
         return f"{type(model).__name__} balances its experts over the tokens of a micro-batch"
-    owner = next(base.__name__ for base in cls.__mro__ if "compute_loss" in vars(base))  # a subclass may have a loss of its own again
+    owner = next(base.__name__ for base in cls.__mro__ if "compute_loss" in vars(base))  # the class that defines the loss in use
     if owner in _SINGLE_SAMPLE_LOSSES:
         return None
     if cls.compute_loss is not Trainer.compute_loss:
@@ -151,8 +151,8 @@ def batch_coupling(trainer: Trainer) -> str | None:
     return None
 
 
-def _count_of_batches(trainer: Trainer) -> str | None:
-    """Return why it may matter how many micro-batches make up a step; None where its samples alone do."""
+def _batch_count_dependence(trainer: Trainer) -> str | None:
+    """Return why the loss may depend on the number of micro-batches in a step; None if only the samples of the step matter."""
     assert isinstance(trainer.model, nn.Module)
     args, dataset, model = trainer.args, trainer.train_dataset, without_adapters(trainer.model)
     if callable(trainer.compute_loss_func):
@@ -160,56 +160,56 @@ def _count_of_batches(trainer: Trainer) -> str | None:
     if trainer.model_accepts_loss_kwargs and not hasattr(model, "accepts_loss_kwargs") and not has_forward_of_transformers(model):
         return f"{type(model).__name__} may not divide its loss by num_items_in_batch"
     if not args.average_tokens_across_devices and trainer.model_accepts_loss_kwargs and not ignores_item_count(model):
-        return "average_tokens_across_devices=False weighs samples by those that share a process"
+        return "average_tokens_across_devices=False weights samples by the tokens on their process"
     is_whole = isinstance(dataset, Sized) and len(dataset) % samples_of_step(args) == 0
     for name, ends in (
         ("dataloader_drop_last=True", args.dataloader_drop_last),
         ("even_batches=False", not _accelerator_config(args).even_batches),
     ):
         if ends and not is_whole:
-            return f"{name} ends an epoch by whole micro-batches"
+            return f"{name} ends each epoch at a whole micro-batch"
     return None
 
 
 def _batches(trainer: Trainer, config: OSDPConfig) -> tuple[Inputs | None, int]:
-    """Return batches as the data gives them, None where the data does not show them, and the tokens of a row. Collective."""
+    """Return the batches that the data gives (None if they cannot be read from it), and the tokens of a row. Collective."""
     if config.inputs is not None:
         return config.inputs, config.sequence_length or tokens_of(config.inputs(1)) or 1
     evaluated = trainer.eval_dataset
     evaluated = next(iter(evaluated.values()), None) if isinstance(evaluated, dict) else evaluated
     found = find_batches(*_rows_and_collator(trainer, trainer.train_dataset)) or find_batches(*_rows_and_collator(trainer, evaluated))
-    is_made_in_step = found is not None and not isinstance(found(1), Mapping)
-    tokens = None if found is None else _tokens_to_generate(trainer, found.sample) if is_made_in_step else found.tokens or 1
+    made_in_step = found is not None and not isinstance(found(1), Mapping)
+    tokens = None if found is None else _tokens_to_generate(trainer, found.sample) if made_in_step else found.tokens or 1
     length = row_tokens(tokens, config.sequence_length)
     if length is None:
-        raise ValueError("The sequence length cannot be read from the dataset; give OSDPConfig(sequence_length=...).")
-    if found is not None and not is_made_in_step:
+        raise ValueError("The sequence length cannot be read from the dataset; set OSDPConfig(sequence_length=...).")
+    if found is not None and not made_in_step:
         if config.sequence_length is None and not found.is_whole and found.tokens:
             _warn(
-                trainer.args, "Planned for %d tokens, the longest of %d samples that were looked at; where longer ones come, give"
+                trainer.args, "Planned for %d tokens, the longest of the %d samples that were read; if the data has longer ones, set"
                 " OSDPConfig(sequence_length=...).", length, found.seen,
             )  # fmt: skip
         return found.with_rows(length), length
     if found is not None:
         _warn(
-            trainer.args, "%s makes its batches in the step itself, as by generation: the estimate is that of the model's own loss, without"
-            " what it takes to make them; a lower memory_limit leaves room.", type(trainer).__name__,
+            trainer.args, "%s makes its batches inside the step, for example by generation; the estimate covers the model's own loss, not"
+            " the memory and time to make them. Lower memory_limit to leave room.", type(trainer).__name__,
         )  # fmt: skip
     return None, length
 
 
 def _rows_and_collator(trainer: Trainer, dataset: Any) -> tuple[Any, Any]:  # noqa: ANN401  of any library
-    """Return a dataset with the columns that the Trainer keeps, and what makes batches of its rows."""
+    """Return a dataset with the columns that the Trainer keeps, and the collator for its rows."""
     if type(trainer).get_train_dataloader is not Trainer.get_train_dataloader:
         return dataset, trainer.data_collator
-    datasets = sys.modules.get("datasets")  # a dataset of its class cannot be there without it
+    datasets = sys.modules.get("datasets")  # not imported: the dataset is not one of its class
     if datasets is not None and isinstance(dataset, datasets.Dataset):
         return trainer._remove_unused_columns(dataset), trainer.data_collator
     return dataset, trainer._get_collator_with_removed_columns(trainer.data_collator)
 
 
 def _tokens_to_generate(trainer: Trainer, sample: object) -> int | None:
-    """Return the tokens of a prompt and of what is generated for it, as TRL's online trainers name them; None elsewhere."""
+    """Return the tokens of a prompt plus its completion, for TRL's online trainers; None for others."""
     completion: int | None = getattr(trainer.args, "max_completion_length", None)
     tokenizer: Any = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     if completion is None or tokenizer is None or not isinstance(sample, Mapping) or "prompt" not in sample:
@@ -221,14 +221,14 @@ def _optimizer_spec(trainer: Trainer) -> OptimizerSpec:
     device_type, name, optimizer = trainer.args.device.type, OptimizerNames(trainer.args.optim).value, trainer.optimizer
     if optimizer is None and trainer.optimizer_cls_and_kwargs is None and knows_trainer_name(name):
         return spec_of_trainer_name(name, device_type=device_type)
-    spec = spec_of_optimizer(optimizer or _small_optimizer(trainer, name), device_type=device_type)
+    spec = spec_of_optimizer(optimizer or _tiny_optimizer(trainer, name), device_type=device_type)
     given = {} if trainer.optimizer_cls_and_kwargs is None else trainer.optimizer_cls_and_kwargs[1]
     registers = optimizer is None and given.get("optim_bits") == 8  # as transformers' `create_optimizer` does for bitsandbytes
     return replace(spec, keeps_embeddings=True) if registers else spec
 
 
-def _small_optimizer(trainer: Trainer, name: str) -> torch.optim.Optimizer:
-    """Return what the Trainer makes, by the class that it was given or else this name of `optim`, with one element."""
+def _tiny_optimizer(trainer: Trainer, name: str) -> torch.optim.Optimizer:
+    """Return the Trainer's optimizer, from its `optimizer_cls_and_kwargs` or else from this `optim` name, over one element."""
     args = copy.copy(trainer.args)
     args.optim = name
     try:
@@ -240,26 +240,26 @@ def _small_optimizer(trainer: Trainer, name: str) -> torch.optim.Optimizer:
 
 
 def _optimizer_choices(
-    trainer: Trainer, config: OSDPConfig, optimizer: OptimizerSpec, begun: str | None
+    trainer: Trainer, config: OSDPConfig, optimizer: OptimizerSpec, started_with: str | None
 ) -> tuple[tuple[str, OptimizerSpec], ...]:
-    """Return the optimizers that may run, as names of `optim` with what they hold; a restart keeps the one with which training `begun`.
+    """Return the candidate optimizers, by `optim` name with their specs; a restart keeps `started_with`, the one that training began with.
 
-    There is no choice where the optimizer is there already, or is made by other code than the Trainer's.
+    Return no candidates if the optimizer exists already, or is made by other code than the Trainer's.
     """
-    maker = next(cls for cls in type(trainer).__mro__ if "create_optimizer" in vars(cls))
+    owner = next(cls for cls in type(trainer).__mro__ if "create_optimizer" in vars(cls))
     made = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
-    if config.other_optimizers is None or made or maker.__module__.partition(".")[0] not in _MAKERS:
+    if config.other_optimizers is None or made or owner.__module__.partition(".")[0] not in _STOCK_PACKAGES:
         return ()
     choices = {OptimizerNames(trainer.args.optim).value: optimizer}
     for name in config.other_optimizers:
         choices.setdefault(name, spec_of_trainer_name(name, device_type=trainer.args.device.type))
-        _small_optimizer(trainer, name)
-    kept = {name: spec for name, spec in choices.items() if begun is None or spec.name == begun.lower()}
+        _tiny_optimizer(trainer, name)
+    kept = {name: spec for name, spec in choices.items() if started_with is None or spec.name == started_with.lower()}
     return tuple((kept or choices).items())
 
 
 def reader_of_gradients(trainer: Trainer) -> str | None:
-    """Return what may read gradients between backward and the end of the optimizer's step; None where nothing does."""
+    """Return what may read gradients between backward and the end of the optimizer step; None if nothing does."""
     for callback in trainer.callback_handler.callbacks:
         for event in ("on_pre_optimizer_step", "on_optimizer_step"):
             if getattr(type(callback), event) is not getattr(TrainerCallback, event):
@@ -272,7 +272,7 @@ def reader_of_gradients(trainer: Trainer) -> str | None:
 
 
 def _against_unit_steps(trainer: Trainer) -> str | None:
-    """Return why the optimizer may not step unit by unit, or that it is not known."""
+    """Return why the optimizer may not step unit by unit; None if it may."""
     if trainer.optimizer is not None:
         return reason_against_unit_steps(trainer.optimizer)
     name = OptimizerNames(trainer.args.optim).value
@@ -281,43 +281,43 @@ def _against_unit_steps(trainer: Trainer) -> str | None:
 
 
 def requested_config(
-    osdp: OSDPConfig | Mapping[str, object] | bool | None, args: TrainingArguments | None, *, unasked: bool = False
+    osdp: OSDPConfig | Mapping[str, object] | bool | None, args: TrainingArguments | None, *, on_by_default: bool = False
 ) -> OSDPConfig | None:
-    """Return what was asked for: by the Trainer's argument, then by `fsdp_config`, then by the launcher; None for the stock Trainer.
+    """Return the configuration merged from the Trainer's `osdp`, `fsdp_config` and the launcher; None for the stock Trainer.
 
-    The first that says so switches it on or off, else `unasked` does; each option comes from the first that sets it.
+    The first of these that sets it turns OSDP on or off, else `on_by_default` does; each option comes from the first that sets it.
     """
     if osdp is False:
         return None
     if osdp not in (None, True) and not isinstance(osdp, (OSDPConfig, Mapping)):
         raise ValueError(f"osdp={osdp!r} is of type {type(osdp).__name__}; use True, False, an OSDPConfig or a mapping of its fields.")
-    beside = _fsdp_config(args)
-    here, request = beside.get("osdp"), launch_request()
+    fsdp_config = _fsdp_config(args)
+    here, request = fsdp_config.get("osdp"), launch_request()
     if here is not None and not isinstance(here, (bool, Mapping)):
         raise ValueError(f"fsdp_config has osdp={here!r}; use true, false or a mapping of options.")
-    launched = unasked if request.osdp is None else request.osdp
+    launched = on_by_default if request.osdp is None else request.osdp
     if osdp is None and (here is False or (here is None and not launched)):
         return None
-    _refuse_ignored(beside)
+    _refuse_ignored(fsdp_config)
     compiles = {"compile": True} if args is not None and args.torch_compile else {}
-    near = {**compiles, **stated_options(here if isinstance(here, Mapping) else None), **stated_options(None if osdp is True else osdp)}
-    if compiles and near.get("compile") is False:
-        raise ValueError("torch_compile=True beside compile=False of OSDP's options: leave one of the two out.")
-    classes = beside.get("transformer_layer_cls_to_wrap")
-    return merged_config(with_block_classes(near, classes, option="transformer_layer_cls_to_wrap"), request.options)
+    options = {**compiles, **stated_options(here if isinstance(here, Mapping) else None), **stated_options(None if osdp is True else osdp)}
+    if compiles and options.get("compile") is False:
+        raise ValueError("torch_compile=True contradicts compile=False in OSDP's options; leave one of the two out.")
+    classes = fsdp_config.get("transformer_layer_cls_to_wrap")
+    return merged_config(with_block_classes(options, classes, option="transformer_layer_cls_to_wrap"), request.options)
 
 
-def _refuse_ignored(beside: Mapping[str, Any]) -> None:
-    """Refuse entries of `fsdp_config` that would have no effect; those that transformers adds itself, switched off, are accepted."""
-    if beside.get("version", 2) not in (2, "2"):
-        raise ValueError(f"fsdp_config has version={beside['version']!r}, which cannot run a plan; leave it out or use 2.")
-    set_here = {name: value for name, value in beside.items() if name not in _ADDED or value not in (0, None)}
+def _refuse_ignored(fsdp_config: Mapping[str, Any]) -> None:
+    """Refuse entries of `fsdp_config` that would have no effect; accept those that transformers adds itself, if they are off."""
+    if fsdp_config.get("version", 2) not in (2, "2"):
+        raise ValueError(f"fsdp_config has version={fsdp_config['version']!r}, which cannot run a plan; leave it out or use 2.")
+    set_here = {name: value for name, value in fsdp_config.items() if name not in _ADDED_BY_TRANSFORMERS or value not in (0, None)}
     refuse_decided(set_here)
     known = ("osdp", "version", "transformer_layer_cls_to_wrap", "auto_wrap_policy", *_PLUGIN_OPTIONS)
     for name, value in set_here.items():
         if name not in known and value is not None:
             raise ValueError(
-                f"fsdp_config has {name}={value!r}, which has no effect under a plan; leave it out (known are {', '.join(known)}; options"
+                f"fsdp_config has {name}={value!r}, which has no effect under a plan; leave it out (allowed: {', '.join(known)}; options"
                 " of OSDPConfig go into osdp)."
             )
 
@@ -328,17 +328,17 @@ def plugin_options(args: TrainingArguments) -> dict[str, Any]:
 
 
 def copied_arguments(args: TrainingArguments) -> TrainingArguments:
-    """Return a copy of the training arguments that the planner may write into, with one number of accumulation steps in it."""
+    """Return a copy of the training arguments that the planner may change, with accelerator_config's `num_steps` merged in."""
     own = copy.copy(args)
     own.accelerator_config = copy.deepcopy(args.accelerator_config)
     steps = (_accelerator_config(own).gradient_accumulation_kwargs or {}).pop("num_steps", None)
     if steps is not None and args.gradient_accumulation_steps not in (1, steps):
         raise ValueError(
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps} and num_steps={steps} of accelerator_config were both given;"
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} and num_steps={steps} of accelerator_config disagree;"
             " leave one of the two out."
         )
     own.gradient_accumulation_steps = steps or args.gradient_accumulation_steps
-    own.torch_compile = False  # the plan has it, by block
+    own.torch_compile = False  # the plan decides which blocks to compile
     return own
 
 
@@ -347,27 +347,27 @@ def samples_of_step(args: TrainingArguments) -> int:
     batch, splits = args.per_device_train_batch_size, _accelerator_config(args).split_batches
     if splits and batch % args.world_size:
         raise ValueError(
-            f"split_batches=True splits batches of {batch} over {args.world_size} processes; use a per_device_train_batch_size that"
-            f" {args.world_size} divides."
+            f"split_batches=True cannot split batches of {batch} over {args.world_size} processes; use a per_device_train_batch_size"
+            f" that is a multiple of {args.world_size}."
         )
     return batch * args.gradient_accumulation_steps * (1 if splits else args.world_size)
 
 
 def set_batch(args: TrainingArguments, plan: Plan) -> None:
-    """Write the plan's batch sizes into the Trainer's own arguments, as `split_batches` needs them."""
+    """Write the plan's batch sizes into the Trainer's own arguments, multiplied for `split_batches` if it is set."""
     parts = args.world_size if _accelerator_config(args).split_batches else 1
     args.per_device_train_batch_size = plan.micro_batch_size * parts
     args.gradient_accumulation_steps = plan.accumulation_steps
     if args.auto_find_batch_size:
         _warn(
-            args, "auto_find_batch_size=True was switched off: the plan has the batch size, %d samples at once on each process, which fits"
+            args, "auto_find_batch_size=True was switched off: the plan sets %d samples at once on each process, which fit"
             " by its estimate.", plan.micro_batch_size,
         )  # fmt: skip
     args.auto_find_batch_size = False
 
 
-def refuse_unplanned(given: Mapping[str, Any]) -> None:
-    """Refuse arguments of a Trainer, by name, that a plan made beforehand cannot take into account."""
+def refuse_unsupported(given: Mapping[str, Any]) -> None:
+    """Refuse Trainer arguments, by name, that a plan made beforehand cannot account for."""
     args: TrainingArguments | None = given.get("args")
     if given.get("model") is None:
         raise ValueError("OSDP plans for one model when the Trainer is made; pass model=... instead of model_init.")
@@ -382,8 +382,8 @@ def refuse_unplanned(given: Mapping[str, Any]) -> None:
         )
 
 
-def take_changes(own: TrainingArguments, given: TrainingArguments, before: dict[str, Any]) -> None:
-    """Write into the Trainer's copy of the arguments what was set in those that were given, where it is not as `before`."""
+def copy_changes(own: TrainingArguments, given: TrainingArguments, before: dict[str, Any]) -> None:
+    """Copy into the Trainer's own arguments each field of the `given` ones that has changed since `before`."""
     for field in fields(given):
         value = getattr(given, field.name)
         if value != before.get(field.name, value):
@@ -392,15 +392,15 @@ def take_changes(own: TrainingArguments, given: TrainingArguments, before: dict[
 
 
 def refuse_changes(trainer: Trainer, config: OSDPConfig, plan: Plan) -> None:
-    """Refuse another number of samples than the plan's, and callbacks that came after it and would find no gradients."""
+    """Refuse a number of samples other than the plan's, and callbacks added after planning that would find no gradients."""
     if (samples := samples_of_step(trainer.args)) != plan.global_batch_size:
         raise ValueError(
-            f"The Trainer's arguments make {samples} samples of a step, the plan has {plan.global_batch_size}; set batch sizes before the"
-            " Trainer is made."
+            f"The Trainer's arguments now make {samples} samples per step, but the plan has {plan.global_batch_size}; set batch sizes"
+            " before the Trainer is made."
         )
     in_backward = config.step_in_backward is None and any(unit.step_in_backward for unit in plan.units)
     if in_backward and (reason := reader_of_gradients(trainer)):
-        raise ValueError(f"The plan steps in backward, but {reason}; give it when the Trainer is made, or set step_in_backward=False.")
+        raise ValueError(f"The plan steps in backward, but {reason}; pass it to the Trainer's constructor, or set step_in_backward=False.")
 
 
 def _accelerator_config(args: TrainingArguments) -> AcceleratorConfig:
@@ -409,7 +409,7 @@ def _accelerator_config(args: TrainingArguments) -> AcceleratorConfig:
 
 
 def _fsdp_config(args: TrainingArguments | None) -> dict[str, Any]:
-    """Return `TrainingArguments.fsdp_config` as a dict; with `fsdp` unset, transformers leaves the path of a file unread."""
+    """Return `TrainingArguments.fsdp_config` as a dict; transformers does not read it from a file unless `fsdp` is set."""
     config = None if args is None else args.fsdp_config
     if isinstance(config, str):
         path, config = config, read_json(config, "fsdp_config")

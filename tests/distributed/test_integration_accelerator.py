@@ -104,7 +104,7 @@ def test_what_would_wait_or_clip_before_gradients_are_reduced_is_refused():
         for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
             with pytest.raises(OSDPError, match=r"^Gradients cannot be clipped before the last micro-step reduces them"):
                 clip(model.parameters(), 1.0)
-    with pytest.raises(ValueError, match=r"^join_uneven_inputs cannot join ranks that share a model"):
+    with pytest.raises(ValueError, match=r"^join_uneven_inputs cannot run with a sharded model"):
         accelerator.join_uneven_inputs([model], even_batches=False)
     with accelerator.join_uneven_inputs([model]):
         pass

@@ -169,7 +169,7 @@ def test_loaded_weights_begin_anew_frozen_ones_are_refused_and_a_save_of_no_stat
 @pytest.mark.on_ranks(2, init=False, nodes=2)
 def test_loops_refuse_what_local_steps_cannot_run_beside():
     osdp = OSDPConfig(hardware=preset("cpu", nodes=2, devices_per_node=1), local_steps=5, sequence_length=12, global_batch_size=4)
-    with pytest.raises(ValueError, match="local_steps=5: with mixed_precision='fp16' a scaler of your own may skip a step"):
+    with pytest.raises(ValueError, match="local_steps=5: with mixed_precision='fp16' a loss scaler may skip a step"):
         OptimalShardedDataParallel(trainers.tiny_model(), osdp, mixed_precision="fp16")
     with pytest.raises(ValueError, match="local_steps=5 cannot run with step_in_backward=True"):
         replace(osdp, step_in_backward=True)
@@ -179,7 +179,7 @@ def test_loops_refuse_what_local_steps_cannot_run_beside():
     AcceleratorState._reset_state(True)
     accelerator, model = OSDPAccelerator(osdp=osdp, cpu=True), trainers.tiny_model()
     half = len(parameters := list(model.parameters())) // 2
-    with pytest.raises(OSDPError, match="count the steps of one optimizer, and a second one was made"):
+    with pytest.raises(OSDPError, match="count the steps of one optimizer, but a second one was made"):
         accelerator.prepare(model, sgd(parameters[:half]), sgd(parameters[half:]))
 
 

@@ -54,7 +54,7 @@ def test_the_plugin_refuses_what_the_page_says_it_refuses():
     refused -= {"fsdp_version", "activation_checkpointing_offload"}
     assert refused == set(DECIDED)
     for name in refused:
-        with pytest.raises(ValueError, match="is for the plan to decide"):
+        with pytest.raises(ValueError, match="is decided by the plan"):
             OSDPPlugin(**{name: VALUES.get(name, True)})
     with pytest.raises(ValueError, match="cannot run a plan"):
         OSDPPlugin(fsdp_version=1)

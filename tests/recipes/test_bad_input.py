@@ -194,9 +194,9 @@ def test_bad_input_is_one_clear_line(bad_files, refused, script, case):
         (
             "run_clm",
             "memory_limit: 1GiB\nmax_steps: 1\nmemory_limit: 2GiB\n",
-            "the key 'memory_limit' stands twice; keep one in \"bad.yaml\", line 3",
+            "the key 'memory_limit' appears twice; keep one in \"bad.yaml\", line 3",
         ),
-        ("train_plain", "steps: 1\nsteps: 2\n", "the key 'steps' stands twice"),
+        ("train_plain", "steps: 1\nsteps: 2\n", "the key 'steps' appears twice"),
         ("run_clm", "max_steps: true\n", "--max_steps/--max-steps: invalid int value: 'True'"),
         ("run_clm_no_trainer", "do_train: true\n", "['--do_train=True']"),
         ("run_clm_no_trainer", "no_such_key: true\n", "['--no_such_key=True']"),

@@ -127,7 +127,7 @@ def test_save_state_follows_accelerates_own_naming(tmp_path):
     assert counter.value == 2
     accelerator.load_state(strict=True)  # for load_state_dict of one process
     for call, folder in ((accelerator.save_state, None), (accelerator.load_state, saved(tmp_path / "shards"))):
-        with pytest.raises(ValueError, match="state has no use for strict, tag with this run or this checkpoint; leave it out"):
+        with pytest.raises(ValueError, match="state would ignore strict, tag with this run or this checkpoint; leave it out"):
             call(folder, strict=True, tag=1)
     counter.value = Counter(1)  # could be written, and never read again
     with pytest.raises(CheckpointError, match="The state of Counter, registered for checkpointing, holds more than tensors and plain"):

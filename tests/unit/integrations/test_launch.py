@@ -53,7 +53,7 @@ def test_launch_request_refuses_what_it_cannot_read_in_one_line(strategy):
     with pytest.raises(ValueError, match="cannot be read") as caught:
         requested(strategy)
     assert "\n" not in str(caught.value)
-    assert len(strategy) < 16384 or f"{len(strategy)} letters, the most are 16384" in str(caught.value)
+    assert len(strategy) < 16384 or f"{len(strategy)} characters, the limit is 16384" in str(caught.value)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -74,7 +74,7 @@ def test_plugin_is_fsdp2_with_float32_reduction_and_writes_shards_only_in_the_ba
         ({"backward_prefetch": "BACKWARD_PRE"}, "leave it out"),
         ({"limit_all_gathers": False}, "leave it out"),
         ({"transformer_cls_names_to_wrap": ["BertLayer"], "osdp": OSDPConfig(block_classes="GPT2Block")}, "OSDPConfig(block_classes"),
-        ({"state_dict_type": "FULL_STATE_DICT", "osdp": {"async_save": True}}, "async_save=True writes shards while training goes on"),
+        ({"state_dict_type": "FULL_STATE_DICT", "osdp": {"async_save": True}}, "async_save=True writes shards while training continues"),
     ],
 )
 def test_plugin_refuses_what_the_plan_decides_or_contradicts(options, remedy):
@@ -113,8 +113,8 @@ def test_plugin_for_takes_either_name_and_one_of_them(monkeypatch):
 
 def test_precision_is_that_of_the_name_or_of_the_policy():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    assert precision_of("fp16", None, alone=False).compute is DType.FLOAT16
-    assert precision_of("no", policy, alone=False).reduce is DType.BFLOAT16
+    assert precision_of("fp16", None, single_process=False).compute is DType.FLOAT16
+    assert precision_of("no", policy, single_process=False).reduce is DType.BFLOAT16
 
 
 # --------------------------------------------------------------------------------------------------- the Trainer's arguments
@@ -250,14 +250,14 @@ def test_checkpointing_of_every_block_says_what_leaving_it_to_the_planner_would_
     args = arguments(tmp_path, per_device_train_batch_size=8, gradient_checkpointing=by == "argument")
     trainer = Trainer(model=model, args=args, train_dataset=DATA, osdp=OSDPConfig(hardware="cpu", compare=False))
     said = " ".join(capsys.readouterr().out.split())
-    (gain,) = map(float, re.findall(r"recomputes every block\. Left .* ([\d.]+) times as fast: switch checkpointing off", said))
+    (gain,) = map(float, re.findall(r"recomputes every block\. If .* ([\d.]+) times as fast: switch checkpointing off", said))
     run = trainer._run
     assert 1 < gain == pytest.approx(run.plan.step_s / run.open_step_s, abs=0.01)
     assert by != "model" or all(block.gradient_checkpointing for block in model.transformer.h), "the model is left as it was"
 
 
 def test_accelerator_refuses_hook_of_ddp_that_would_have_no_effect():
-    with pytest.raises(ValueError, match=r"^comm_hook=bf16 is for DDP, without effect under a plan"):
+    with pytest.raises(ValueError, match=r"^comm_hook=bf16 is for DDP and has no effect under a plan"):
         OSDPAccelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)])
     OSDPAccelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
 

@@ -11,7 +11,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch.optim import lr_scheduler as schedulers
 from transformers import get_cosine_schedule_with_warmup
 
-from hf_osdp.integrations.checkpoints import own_schedule, position_factor, rescale_schedules
+from hf_osdp.integrations.checkpoints import position_factor, process_schedule, rescale_schedules
 
 STEPS, BREAK = 12, 5
 
@@ -44,7 +44,7 @@ def made(kinds, ranks: int):
 
 
 def own(scheduler, **options):
-    return own_schedule(AcceleratedScheduler(scheduler, [], **options))
+    return process_schedule(AcceleratedScheduler(scheduler, [], **options))
 
 
 def rates_of(optimizer) -> list[float]:
@@ -106,7 +106,7 @@ def test_position_factor_follows_ranks_and_samples(was, now, factor):
 
 def test_own_schedule_leaves_out_what_goes_by_the_loop_alone():
     (scheduler,) = made([KINDS["step"]], 1)[1]
-    assert own(scheduler, split_batches=True) is own(scheduler, step_with_optimizer=False) is own_schedule(SimpleNamespace()) is None
+    assert own(scheduler, split_batches=True) is own(scheduler, step_with_optimizer=False) is process_schedule(SimpleNamespace()) is None
 
 
 @pytest.mark.filterwarnings("ignore")

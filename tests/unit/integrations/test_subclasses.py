@@ -23,7 +23,7 @@ from transformers import (
 
 import hf_osdp
 from hf_osdp import OSDPConfig, with_osdp
-from hf_osdp.integrations.subclasses import bytes_of_other_models, ignores_item_count, whole_weights
+from hf_osdp.integrations.subclasses import bytes_of_other_models, full_weights, ignores_item_count
 from hf_osdp.integrations.trainer_facts import batch_coupling
 from hf_osdp.planner.presets import preset
 
@@ -88,7 +88,7 @@ def test_subclass_with_our_trainer_first_is_refused_by_name():
 def test_with_osdp_keeps_known_classes_and_refuses_others():
     assert with_osdp(transformers.Trainer) is hf_osdp.Trainer and with_osdp(hf_osdp.Trainer) is hf_osdp.Trainer
     assert issubclass(with_osdp(Seq2SeqTrainer), Seq2SeqTrainer)
-    with pytest.raises(ValueError, match=r"with_osdp takes a subclass of transformers\.Trainer"):
+    with pytest.raises(ValueError, match=r"with_osdp needs a subclass of transformers\.Trainer"):
         with_osdp(dict)
 
 
@@ -111,7 +111,7 @@ def test_micro_batches_stay_where_a_loss_may_couple_samples(tmp_path, caplog):
         model(), arguments(tmp_path), 1.0, train_dataset=rows(), osdp=OSDPConfig(hardware=preset("cpu"), micro_batch_size=1, compare=False)
     )
     assert asked.plan.micro_batch_size == 1
-    assert "with micro_batch_size=1 it may be another training than with the 2 of the arguments." in caplog.text
+    assert "micro_batch_size=1 may train differently than the 2 samples of the arguments." in caplog.text
     assert batch_coupling(hf_osdp.Trainer(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)) is None
 
 
@@ -227,7 +227,7 @@ def enclosing(loss):
 def test_whole_weights_are_shown_while_a_trainer_saves():
     inner = model()
     before = inner.lm_head.weight
-    with whole_weights(inner, {"lm_head.weight": torch.zeros(64, 32)}):
+    with full_weights(inner, {"lm_head.weight": torch.zeros(64, 32)}):
         assert inner.lm_head.weight.abs().sum() == 0
     assert inner.lm_head.weight is before
 

@@ -79,7 +79,7 @@ def full_states(model: nn.Module, optimizer: torch.optim.Optimizer):
     return load
 
 
-def own_states(model: nn.Module, optimizer: torch.optim.Optimizer):
+def our_state_functions(model: nn.Module, optimizer: torch.optim.Optimizer):
     """By positions of the whole model's parameters, as torch has them; returns what loads them."""
     weights, state = {k: v.clone() for k, v in model.state_dict().items()}, copy.deepcopy(optimizer.state_dict())
     whole = optimizer_of(model_in(1)).state_dict()["param_groups"]
@@ -94,7 +94,7 @@ def own_states(model: nn.Module, optimizer: torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 1), (4, 2), (4, 4)])
-@pytest.mark.parametrize("states", [full_states, own_states])
+@pytest.mark.parametrize("states", [full_states, our_state_functions])
 def test_training_continues_in_any_number_of_slices(states, before, after):
     first = model_in(before)
     optimizer = optimizer_of(first)
