@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.errors import OSDPError
+from hf_osdp.errors import OSDPError, UnreducedGradientError
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.sharding.gradients import clip_grad_norm_
+from hf_osdp.sharding.gradients import clip_grad_norm_, local
 from hf_osdp.sharding.optimizer_steps import step_on_shards
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step
@@ -147,6 +150,17 @@ def gives_up_a_group_of_micro_steps(model, optimizer, loss, number) -> None:
     optimizer.zero_grad()
 
 
+def scales_between_micro_steps(model, optimizer, loss, number) -> None:
+    for last in (False, True):
+        with micro_step(model, is_last=last, plan=PLANS.get(model)):
+            loss(number + 5 * last).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 PLANS: dict[nn.Module, Plan] = {}
 SGD = torch.optim.SGD
 EQUAL = [
@@ -159,6 +173,8 @@ EQUAL = [
     (gives_up_a_group_of_micro_steps, SGD, "mixed", None),
     (gives_up_a_group_of_micro_steps, SGD, "mixed", "reduce_every_micro_step"),
     (gives_up_a_group_of_micro_steps, SGD, "zero3", "reduce_every_micro_step"),
+    (gives_up_a_group_of_micro_steps, partial(SGD, foreach=True), "zero3", None),
+    (scales_between_micro_steps, SGD, "mixed", "reduce_every_micro_step"),
 ]
 
 
@@ -198,6 +214,21 @@ def test_hooks_and_data_that_shards_do_not_take_are_refused():
 
 
 @pytest.mark.on_ranks(2)
+def test_gradients_of_shards_are_refused_after_model_to_which_frees_the_shards_before():
+    model, _, _ = sharded()
+    tiny_loss(model, tiny_batch(0)).backward()
+    model.zero_grad()
+    before = [weakref.ref(local(parameter)) for parameter in model.parameters()]
+    model.to(torch.float64)
+    gc.collect()
+    assert not any(shard() is not None for shard in before)
+    shard = model.transformer.ln_f.weight
+    tiny_loss(model, tiny_batch(0)).backward()
+    with pytest.raises(UnreducedGradientError, match="got a gradient for a shard of its weight"):
+        shard.sum().full_tensor().backward()
+
+
+@pytest.mark.on_ranks(2)
 def test_optimizers_of_other_parameters_are_refused():
     whole = whole_model()
     early, units = SGD(whole.parameters(), lr=0.1), find_units(whole)
@@ -227,6 +258,23 @@ def test_a_step_without_the_last_micro_step_is_refused():
             OSDPError, match=r"came while gradients of unit .* wait for the last micro-step; pass is_last=True in it \(under"
         ):
             SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.on_ranks(2)
+def test_a_rank_may_skip_a_micro_step_in_which_nothing_is_sent():
+    model, plan, _ = sharded("replicate", way="reduce_every_micro_step")
+    optimizer = SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for last in (False, True):
+            if last or dist.get_rank() == 0:
+                with micro_step(model, is_last=last, plan=plan):
+                    tiny_loss(model, tiny_batch(last)).backward()
+        optimizer.step()
+    alone = whole_model()
+    (0.5 * tiny_loss(alone, tiny_batch(0)) + tiny_loss(alone, tiny_batch(1))).backward()
+    for (name, found), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert expected.grad is None or torch.allclose(found.grad.full_tensor(), expected.grad, rtol=0, atol=1e-12), name
 
 
 @pytest.mark.on_ranks(2)
@@ -264,6 +312,12 @@ def test_gradients_of_different_parameters_are_refused():
             OSDPError, match=f"Ranks have gradients of different parameters.* such as '{missing}'.*; call every module on every"
         ):
             optimizer.step()
+    if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.13: ranks without a gradient reduce zeros
+        model, _, _ = sharded("mixed")
+        model.set_reduce_scatter_unused_params(True)
+        (tiny_loss(model, tiny_batch(0)) + (model.second if dist.get_rank() else model.first).sum()).backward()
+        SGD(model.parameters(), lr=0.1).step()
+        assert model.first.grad.full_tensor().tolist() == model.second.grad.full_tensor().tolist() == [0.5] * 3
     model, plan, _ = sharded("replicate", way="reduce_every_micro_step")
     for number, name in enumerate(("first", "second")):
         with micro_step(model, is_last=number == 1, plan=plan):

@@ -1,0 +1,235 @@
+"""Check in each step that FSDP2 reduces every gradient, that all ranks reduce the same ones, and that the optimizer receives them.
+
+The checks run when forward begins (shards), in backward (gradients), and before each step of any optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..distributed.mesh import apart, collective_device, sharing_ranks
+from ..distributed.process_group import gloo_group
+from ..errors import OSDPError, UnreducedGradientError
+from .gradients import local
+
+REMEDY = (
+    "read weights as attributes of their module (model.lm_head.weight) within the forward or the loss, and not through"
+    " model.parameters(), full_tensor() or a reference that was kept from before"
+)
+_Names = tuple[str | None, ...]
+_Parameters = tuple[list[FSDPParamGroup], list[nn.Parameter]]
+"""An optimizer's units, and its parameters that the plan does not have, if there are units and several ranks share the model."""
+
+
+class _Shard(NamedTuple):
+    """A shard when forward last began. `.data = ...` replaces the storage of a DTensor, and not its local tensor."""
+
+    shard: nn.Parameter
+    memory: torch.Tensor
+    storage: torch.UntypedStorage
+    hooks: dict[int, Any] | None
+    """Contains only `_refuse`; None for a frozen shard."""
+
+
+class GradientChecks:
+    """Check gradients and shards of a model's units, and average the gradients of its parameters without dimensions."""
+
+    def __init__(self, labels: dict[FSDPParamGroup, str], scalars: Iterable[nn.Parameter], replaced: Iterable[nn.Parameter]) -> None:
+        """Take the units' labels, the parameters without dimensions, and the parameters that `fully_shard` replaced by shards."""
+        self._labels, self._scalars = labels, tuple(scalars)
+        self._replaced = WeakIdKeyDictionary(dict.fromkeys(replaced))
+        self._shards: dict[FSDPParam, _Shard] = {}
+        self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], _Parameters]] = WeakKeyDictionary()
+        self._may_hold = False
+        """Gradients of micro-steps wait for the last one, or backward has begun and not ended: perhaps it raised."""
+        self._marks: dict[FSDPParamGroup, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        """By unit whose gradients wait: a shard, zeros as its gradient, and their version."""
+        self._reduced: dict[tuple[str, _Names], None] = {}
+        """Each unit's label and parameters without a gradient, as reduced since ranks were last compared."""
+        self._compared: tuple[list[tuple[str, _Names]], torch.Tensor, dist.Work] | None = None
+        self._host = gloo_group() if apart() is None else None
+
+    def forget_shards(self) -> None:
+        """Release shards that are about to be replaced."""
+        self._shards.clear()
+
+    def forward_begins(self) -> None:
+        """Refuse gradients of shards, and changes of shards that FSDP2 would ignore."""
+        for group, label in self._labels.items():
+            for parameter in group.fsdp_params:
+                shard, seen = parameter.sharded_param, self._shards.get(parameter)
+                if (
+                    seen is None
+                    or shard is not seen.shard
+                    or shard.untyped_storage() is not seen.storage
+                    or (shard.requires_grad if seen.hooks is None else len(seen.hooks) > 1)
+                ):
+                    self._shards[parameter] = _check_shard(label, parameter, seen)
+
+    def backward_begins(self) -> None:
+        """Drop gradients that FSDP2 holds from earlier micro-steps if `zero_grad` was called since."""
+        self._may_hold = True
+        for group, (shard, zeros, version) in self._marks.items():
+            if _was_zeroed(shard, zeros, version):
+                self._reduced.clear()
+                group._partial_reduce_output = None
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
+            shard.grad = None
+        self._marks.clear()
+
+    def reduce(self, group: FSDPParamGroup) -> None:
+        """Reduce a unit's gradients, and record which exist: FSDP2 assumes that all ranks have the same ones."""
+        if group.reduce_grads and not getattr(group, "reduce_scatter_unused_params", False):  # the latter adds zeros
+            label, without = self._labels[group], tuple(p._param_fqn for p in group.fsdp_params if not _has_whole_gradient(p))
+            if len(without) < len(group.fsdp_params):
+                if group._partial_reduce_output is not None and (label, without) not in self._reduced:
+                    raise OSDPError(
+                        f"Micro-steps have gradients of different parameters of unit {label!r}, which FSDP2 cannot add up"
+                        " before replicas are averaged; plan with reduce_every_micro_step=False."
+                    )
+                self._reduced.pop((label, without), None)  # in the order of the last micro-step, which all ranks run
+                self._reduced[label, without] = None
+        type(group).post_backward(group)
+
+    def backward_ends(self) -> None:
+        """Check all units after FSDP2's end of backward, and average scalars. Collective."""
+        if all(group.all_reduce_grads for group in self._labels):  # in the last micro-step: ranks may skip others
+            self._compare()
+            self._average_scalars()
+        holding = list(filter(_holds, self._labels))
+        for group in holding:
+            if group.reduce_grads and (late := next(filter(_has_whole_gradient, group.fsdp_params), None)) is not None:
+                raise UnreducedGradientError(
+                    f"Unit {self._labels[group]!r} got a gradient for its {late._module_info.param_name} that was not reduced over the"
+                    f" ranks, because it came after the unit's own backward; {REMEDY}."
+                )
+            shard = min((p.sharded_param for p in group.fsdp_params), key=lambda shard: (not shard.requires_grad, shard.numel()))
+            if shard.requires_grad and shard.grad is None:
+                # `zero_grad` cannot reach the gradients that FSDP2 holds; it removes these zeros or detaches them from their graph.
+                with torch.enable_grad():
+                    shard.grad = torch.zeros_like(shard, requires_grad=True).neg()
+                self._marks[group] = shard, shard.grad, shard.grad._version
+        self._may_hold = bool(holding)
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Free whole weights that the step makes stale; refuse a step without its reduced gradients. In backward do neither."""
+        self._finish_comparison()
+        ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        if optimizer not in self._optimizers or self._optimizers[optimizer][0] != ids:
+            self._optimizers[optimizer] = ids, self._parameters_of(optimizer)
+        units, strange = self._optimizers[optimizer][1]
+        for group in units if torch._C._current_graph_task_id() == -1 else ():
+            if not group.is_sharded:
+                group.reshard()
+            if self._may_hold and _holds(group):
+                raise OSDPError(
+                    f"optimizer.step() came while gradients of unit {self._labels[group]!r} wait for the last micro-step; pass is_last=True"
+                    " in it (under Accelerate, step by sync_gradients), or plan with reduce_every_micro_step=False where it has none."
+                )
+        if (own := next((parameter for parameter in strange if parameter.grad is not None), None)) is not None:
+            raise OSDPError(
+                f"{type(optimizer).__name__} has a parameter of shape {tuple(own.shape)} that the plan does not have, whose gradients are"
+                " not averaged over ranks; make it a part of the model before planning."
+            )
+
+    def _parameters_of(self, optimizer: torch.optim.Optimizer) -> _Parameters:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(parameter in self._replaced for parameter in parameters):
+            raise OSDPError(f"{type(optimizer).__name__} has parameters from before the plan was applied; make it again after that.")
+        ids, scalars = set(map(id, parameters)), set(map(id, self._scalars))
+        units = [group for group in self._labels if any(id(parameter.sharded_param) in ids for parameter in group.fsdp_params)]
+        strange = [p for p in parameters if not isinstance(p, DTensor) and id(p) not in scalars]
+        return units, strange if units and sharing_ranks() > 1 else []
+
+    def _compare(self) -> None:
+        """Start to compare which gradients the ranks have reduced. Collective."""
+        self._finish_comparison()
+        if self._reduced and self._host is not None:
+            number = crc32(repr(reduced := list(self._reduced)).encode())
+            extremes = torch.tensor([number, -number])
+            self._compared = reduced, extremes, dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._host, async_op=True)
+        self._reduced.clear()
+
+    def _finish_comparison(self) -> None:
+        """Wait for the comparison of the last backward, and raise if ranks have reduced different gradients."""
+        if self._compared is None:
+            return
+        (reduced, extremes, work), self._compared = self._compared, None
+        work.wait(default_pg_timeout)  # the group's own is for saves and searches
+        if extremes[0] != -extremes[1]:
+            trained = {p._param_fqn for group in self._labels for p in group.fsdp_params if p.sharded_param.requires_grad}
+            names = [name for _, without in reduced for name in without if name in trained]
+            raise OSDPError(
+                "Ranks have gradients of different parameters, which FSDP2 averages with one another (here"
+                f" {len(names)} have none, such as {', '.join(map(str, names[:1]))!r}); call every module on every rank, with an empty"
+                " batch where it has nothing to do."
+            )
+
+    @torch.no_grad()
+    def _average_scalars(self) -> None:
+        """Average gradients of parameters without dimensions over the ranks that share a model. Collective."""
+        scalars = [parameter for parameter in self._scalars if parameter.requires_grad]
+        if not scalars or sharing_ranks() == 1:
+            return
+        own = [(0.0, 0.0) if p.grad is None else (p.grad.item(), 1.0) for p in scalars]
+        sums = torch.tensor(own, dtype=torch.float64, device=collective_device())
+        dist.all_reduce(sums, group=None if (groups := apart()) is None else groups.machine)
+        for parameter, (total, used) in zip(scalars, sums.tolist(), strict=True):
+            if used:  # on some rank
+                parameter.grad = torch.full_like(parameter, total / sharing_ranks())
+
+
+def _check_shard(label: str, parameter: FSDPParam, before: _Shard | None) -> _Shard:
+    """Return the shard as it is now, with `_refuse` as its only hook; raise if `.data` was assigned or the user has hooked it."""
+    shard, name = parameter.sharded_param, parameter._module_info.param_name
+    memory, storage = local(shard), shard.untyped_storage()
+    if before is not None and memory is before.memory and storage is not before.storage:
+        raise OSDPError(f"Unit {label!r}: .data of its {name} was assigned, which changes no shard; use {name}.data.copy_(...).")
+    if any(getattr(hook, "func", None) is not _refuse for hook in (shard._backward_hooks or {}).values()):
+        raise OSDPError(
+            f"Unit {label!r}: register_hook on its {name} has no effect on a shard; use register_post_accumulate_grad_hook, or"
+            " change gradients before optimizer.step()."
+        )
+    if shard.requires_grad:
+        shard._backward_hooks = None  # after `model.to`, torch would keep these hooks and not call them
+        shard.register_hook(partial(_refuse, label, parameter))
+    return _Shard(shard, memory, storage, shard._backward_hooks if shard.requires_grad else None)
+
+
+def _refuse(label: str, parameter: FSDPParam, gradient: torch.Tensor) -> None:
+    name = parameter._module_info.param_name
+    raise UnreducedGradientError(f"Unit {label!r} got a gradient for a shard of its {name}, which is not reduced over the ranks; {REMEDY}.")
+
+
+def _has_whole_gradient(parameter: FSDPParam) -> bool:
+    whole = getattr(parameter, "_unsharded_param", None)
+    return (whole is not None and whole.grad is not None) or parameter.unsharded_accumulated_grad is not None
+
+
+def _holds(group: FSDPParamGroup) -> bool:
+    """Return whether gradients of a micro-step wait for those of the next."""
+    return group._partial_reduce_output is not None or any(map(_has_whole_gradient, group.fsdp_params))
+
+
+def _was_zeroed(shard: torch.Tensor, zeros: torch.Tensor, version: int) -> bool:
+    """Return whether `zero_grad` was called, or a loop zeroed the gradient: the zeros are -0.0 until then, also if they were scaled."""
+    if shard.grad is not zeros or zeros.grad_fn is None:
+        return True
+    now = local(zeros)
+    return zeros._version != version and not (now.signbit().any() or now.any())
