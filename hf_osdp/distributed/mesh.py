@@ -56,6 +56,9 @@ class Meshes:
     Shard groups are neighbouring ranks, so that they stay inside a node if their size allows it.
     """
 
+    is_silent = False
+    """Whether collectives send nothing, so that each rank runs alone."""
+
     def __init__(self, device_type: str, *, machines: int = 1) -> None:
         """Take `"cuda"` or `"cpu"`, as `init_device_mesh` does; raise ValueError without a process group."""
         if not dist.is_initialized():

@@ -59,7 +59,7 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> tuple[OSDPConfig, 
         config,
         sequence_length=sequence_length,
         global_batch_size=samples,
-        micro_batch_size=_micro_batch_size(trainer, config.micro_batch_size),
+        micro_batch_size=_micro_batch_size(trainer, config),
     )
     return sized, RunFacts(
         world_size=args.world_size,
@@ -118,12 +118,16 @@ def _global_batch_size(args: TrainingArguments, started_with: int | None) -> int
     return started_with
 
 
-def _micro_batch_size(trainer: Trainer, requested: int | None) -> int | None:
-    """Return the samples of a micro-batch if they were `requested` or the loss may depend on them; None lets the planner choose."""
-    args, reason = trainer.args, batch_coupling(trainer) or _batch_count_dependence(trainer)
+def _micro_batch_size(trainer: Trainer, config: OSDPConfig) -> int | None:
+    """Return the samples of a micro-batch if they were requested or the loss may depend on them; None lets the planner choose."""
+    args, requested, coupling = trainer.args, config.micro_batch_size, batch_coupling(trainer)
+    reason = coupling or _batch_count_dependence(trainer)
     if reason is None:
         return requested
     size: int = samples_of_step(args) // (args.gradient_accumulation_steps * args.world_size)
+    if requested is None and config.plan is not None and coupling is None:
+        _warn(args, "%s: a plan of other micro-batches than the %d samples of the arguments may train differently.", reason, size)
+        return None
     if requested is None:
         _warn(args, "%s, so micro-batches stay at %d samples; set OSDPConfig(micro_batch_size=...) for another size.", reason, size)
     elif requested != size:

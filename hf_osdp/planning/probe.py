@@ -121,6 +121,8 @@ def sharded_copy(plan: Plan, trial: Trial, meshes: Meshes | None) -> nn.Module:
 class SilentMeshes(Meshes):
     """Meshes of the same shapes whose collectives send nothing: a rank can run alone, with the same allocations as among all ranks."""
 
+    is_silent = True
+
     def __init__(self, device_type: str) -> None:
         from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend
 

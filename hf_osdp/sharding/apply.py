@@ -105,7 +105,7 @@ def apply_plan(
     refuse_hooks(model)
     replaced = [parameter for parameter in model.parameters() if parameter not in ignored]
     _fully_shard(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pin_memory, background)
-    WeightReads(model, units, scalars, replaced, background)
+    WeightReads(model, units, scalars, replaced, background, is_alone=meshes.is_silent)
     return model
 
 

@@ -29,6 +29,8 @@ REMEDY = (
     "read weights as attributes of their module (model.lm_head.weight) within the forward or the loss, and not through"
     " model.parameters(), full_tensor() or a reference that was kept from before"
 )
+_MARK_ELEMENTS = 2**8
+"""Shards up to this size, or that of the smallest, get zeros; see `_mark`."""
 _Names = tuple[str | None, ...]
 _Parameters = tuple[list[FSDPParamGroup], list[nn.Parameter]]
 """An optimizer's units, and its parameters that the plan does not have, if there are units and several ranks share the model."""
@@ -47,9 +49,11 @@ class _Shard(NamedTuple):
 class GradientChecks:
     """Check gradients and shards of a model's units, and average the gradients of its parameters without dimensions."""
 
-    def __init__(self, labels: dict[FSDPParamGroup, str], scalars: Iterable[nn.Parameter], replaced: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self, labels: dict[FSDPParamGroup, str], scalars: Iterable[nn.Parameter], replaced: Iterable[nn.Parameter], *, is_alone: bool
+    ) -> None:
         """Take the units' labels, the parameters without dimensions, and the parameters that `fully_shard` replaced by shards."""
-        self._labels, self._scalars = labels, tuple(scalars)
+        self._labels, self._scalars, self._is_alone = labels, tuple(scalars), is_alone
         self._replaced = WeakIdKeyDictionary(dict.fromkeys(replaced))
         self._shards: dict[FSDPParam, _Shard] = {}
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], _Parameters]] = WeakKeyDictionary()
@@ -57,10 +61,12 @@ class GradientChecks:
         """Gradients of micro-steps wait for the last one, or backward has begun and not ended: perhaps it raised."""
         self._marks: dict[FSDPParamGroup, tuple[torch.Tensor, torch.Tensor, int]] = {}
         """By unit whose gradients wait: a shard, zeros as its gradient, and their version."""
+        self._unmarked: list[FSDPParamGroup] = []
+        """Further units whose gradients wait."""
         self._reduced: dict[tuple[str, _Names], None] = {}
         """Each unit's label and parameters without a gradient, as reduced since ranks were last compared."""
         self._compared: tuple[list[tuple[str, _Names]], torch.Tensor, dist.Work] | None = None
-        self._host = gloo_group() if apart() is None else None
+        self._host = None if is_alone or apart() is not None else gloo_group()
 
     def forget_shards(self) -> None:
         """Release shards that are about to be replaced."""
@@ -82,14 +88,17 @@ class GradientChecks:
     def backward_begins(self) -> None:
         """Drop gradients that FSDP2 holds from earlier micro-steps if `zero_grad` was called since."""
         self._may_hold = True
-        for group, (shard, zeros, version) in self._marks.items():
-            if _was_zeroed(shard, zeros, version):
-                self._reduced.clear()
-                group._partial_reduce_output = None
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter._unsharded_param.grad = None
+        zeroed = {group for group, (shard, zeros, version) in self._marks.items() if _was_zeroed(shard, zeros, version)}
+        if zeroed and len(zeroed) == len(self._marks):
+            zeroed.update(self._unmarked)
+        for group in zeroed:
+            self._reduced.clear()
+            group._partial_reduce_output = None
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+        for shard, _, _ in self._marks.values():
             shard.grad = None
         self._marks.clear()
 
@@ -119,13 +128,25 @@ class GradientChecks:
                     f"Unit {self._labels[group]!r} got a gradient for its {late._module_info.param_name} that was not reduced over the"
                     f" ranks, because it came after the unit's own backward; {REMEDY}."
                 )
-            shard = min((p.sharded_param for p in group.fsdp_params), key=lambda shard: (not shard.requires_grad, shard.numel()))
-            if shard.requires_grad and shard.grad is None:
-                # `zero_grad` cannot reach the gradients that FSDP2 holds; it removes these zeros or detaches them from their graph.
+        self._mark(holding)
+        self._may_hold = bool(holding)
+
+    def _mark(self, holding: list[FSDPParamGroup]) -> None:
+        """Give a small shard of each unit whose gradients wait zeros as its gradient, which show later whether `zero_grad` was called.
+
+        `zero_grad` cannot reach the gradients that FSDP2 holds; it removes these zeros or detaches them from their graph. Units without
+        a small shard, whose zeros would take memory, follow the others.
+        """
+        trained = {group: [p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad] for group in holding}
+        smallest = {group: min(shards, key=torch.numel) for group, shards in trained.items() if shards}
+        free = {group: shard for group, shard in smallest.items() if shard.grad is None}
+        most = max(_MARK_ELEMENTS, min(map(torch.numel, free.values()), default=0))
+        for group, shard in free.items():
+            if shard.numel() <= most:
                 with torch.enable_grad():
                     shard.grad = torch.zeros_like(shard, requires_grad=True).neg()
                 self._marks[group] = shard, shard.grad, shard.grad._version
-        self._may_hold = bool(holding)
+        self._unmarked = [group for group in free if group not in self._marks]
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Free whole weights that the step makes stale; refuse a step without its reduced gradients. In backward do neither."""
@@ -185,7 +206,7 @@ class GradientChecks:
     def _average_scalars(self) -> None:
         """Average gradients of parameters without dimensions over the ranks that share a model. Collective."""
         scalars = [parameter for parameter in self._scalars if parameter.requires_grad]
-        if not scalars or sharing_ranks() == 1:
+        if not scalars or sharing_ranks() == 1 or self._is_alone:
             return
         own = [(0.0, 0.0) if p.grad is None else (p.grad.item(), 1.0) for p in scalars]
         sums = torch.tensor(own, dtype=torch.float64, device=collective_device())

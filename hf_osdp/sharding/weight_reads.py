@@ -39,9 +39,19 @@ class WeightReads:
     """Gather units whose weights are read outside of a call. Hooks of the root module hold it, and it wraps FSDP2's own backward."""
 
     def __init__(
-        self, root: nn.Module, units: Sequence[UnitDescription], scalars: _Parameters, replaced: _Parameters, background: Background | None
+        self,
+        root: nn.Module,
+        units: Sequence[UnitDescription],
+        scalars: _Parameters,
+        replaced: _Parameters,
+        background: Background | None,
+        *,
+        is_alone: bool = False,
     ) -> None:
-        """Watch a model after `fully_shard`, which replaced the parameters `replaced` by shards and ignores `scalars`."""
+        """Watch a model after `fully_shard`, which replaced the parameters `replaced` by shards and ignores `scalars`.
+
+        If this rank trains alone, nothing is sent to other ranks.
+        """
         self.active = False
         """True between the first forward of the root or a unit and the end of backward."""
         self.after_evaluation = False
@@ -49,7 +59,7 @@ class WeightReads:
         self._background = background
         modules = modules_by_name(root)
         self._labels = {group: unit.label for unit in units for group in parameter_groups(modules[unit.module_names[0]])}
-        self._checks = checks = GradientChecks(self._labels, scalars, replaced)
+        self._checks = checks = GradientChecks(self._labels, scalars, replaced, is_alone=is_alone)
         weakref.finalize(checks, before_step.add(partial(GradientChecks.step_begins, weakref.proxy(checks))))
         self._pinned: list[FSDPParamGroup] = []
         self._gathered: list[FSDPParamGroup] = []
