@@ -9,7 +9,7 @@ import pytest
 
 from .pages import PLACE, page, source_strings, source_trees, text_of
 
-PAGES = ("troubleshooting.md", "troubleshooting_runs.md", "troubleshooting_files.md")
+PAGES = ("troubleshooting.md", "troubleshooting_runs.md", "troubleshooting_training.md", "troubleshooting_files.md")
 FOREIGN = "## Messages of torch, Accelerate and transformers"
 ENTRY = re.compile(r"^`(?P<message>[^`\n]+)`\n: ", re.MULTILINE)
 BLANK = re.compile(r"‹[^›]*›")
