@@ -118,7 +118,7 @@ def test_absent_states_stay_absent_and_another_optimizers_are_refused(tmp_path):
         for (saved, _), line in rank.pop("lines").items():
             assert "cannot be loaded (it is the state of another optimizer: it holds " in line, saved
             assert "but this run's AdamW holds " in line and "make the model and the optimizer that were saved" in line
-            assert {"AdamW": "exp_avg, exp_avg_sq where", "momentum": "holds momentum_buffer where", "plain": "nesterov"}[saved] in line
+            assert {"AdamW": "exp_avg, exp_avg_sq, but", "momentum": "holds momentum_buffer, but", "plain": "nesterov"}[saved] in line
         assert {name: error for name, error in rank.items() if error != 0} == {}
 
 

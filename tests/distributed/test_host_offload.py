@@ -113,7 +113,7 @@ def test_whole_states_go_over_to_another_plan(world_size):
     without = {name: value for name, value in weights.items() if "ln_f" not in name}
     with pytest.raises(RuntimeError, match=r"2 missing \['transformer.ln_f.weight', 'transformer.ln_f.bias'\], 0 unexpected"):
         load_full_state_dict(second, without)
-    with pytest.raises(RuntimeError, match=r"has shape \(2, 2\), the model has \(61, 20\)"):
+    with pytest.raises(RuntimeError, match=r"has shape \(2, 2\), but the model.s has \(61, 20\)"):
         load_full_state_dict(second, {**weights, "lm_head.weight": torch.zeros(2, 2)})
 
 
