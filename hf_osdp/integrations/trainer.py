@@ -30,17 +30,9 @@ from .checkpoints import patched
 from .local_steps import check_plugin
 from .plugin import OSDPPlugin
 from .subclasses import check_order, ignores_item_count, plan_after_init, with_full_weights
+from .trainer_arguments import copied_arguments, copy_changes, plugin_options, refuse_unsupported, requested_config, set_batch
 from .trainer_checkpoints import StopCallback, TrainerCheckpoints
-from .trainer_facts import (
-    copied_arguments,
-    copy_changes,
-    facts_of_trainer,
-    plugin_options,
-    refuse_changes,
-    refuse_unsupported,
-    requested_config,
-    set_batch,
-)
+from .trainer_facts import facts_of_trainer, refuse_changes
 
 
 class Trainer(TrainerCheckpoints):

@@ -8,14 +8,13 @@ import logging
 import math
 import sys
 from collections.abc import Mapping, Sized
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
@@ -24,23 +23,18 @@ from ..modeling.batch import Inputs, without_adapters
 from ..modeling.wrapping import has_running_statistics
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
-from ..planning.config import OSDPConfig, merged_config, stated_options
+from ..planning.config import OSDPConfig
 from ..planning.facts import RunFacts, RunFolder
-from ..reading import read_json
 from ..sharding.optimizer import frozen_parameters, knows_trainer_name, spec_of_optimizer, spec_of_trainer_name
 from ..sharding.unit_steps import reason_against_unit_steps
-from .launch import launch_request
-from .plugin import offloads, refuse_decided, with_block_classes
+from .plugin import offloads
 from .samples import find_batches, row_tokens, tokens_of
 from .subclasses import bytes_of_other_models, has_forward_of_transformers, ignores_item_count, traced_loss
+from .trainer_arguments import accelerator_config_of, samples_of_step, warn
 
 _log = logging.getLogger(__name__)
 _SINGLE_SAMPLE_LOSSES = ("SFTTrainer", "RewardTrainer")
 """Trainers whose own loss is a sum over tokens or samples, independent of which samples share a batch."""
-_PLUGIN_OPTIONS = ("cpu_offload", "cpu_ram_efficient_loading", "state_dict_type", "activation_checkpointing")
-"""Entries of `TrainingArguments.fsdp_config` that go to the plugin; the plan decides the rest."""
-_ADDED_BY_TRANSFORMERS = ("min_num_params", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt")
-"""Entries that transformers itself adds to `fsdp_config` with a value that turns them off."""
 _STOCK_PACKAGES = ("transformers", "hf_osdp")
 """Packages whose `create_optimizer` follows `TrainingArguments.optim`."""
 
@@ -83,12 +77,6 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> tuple[OSDPConfig, 
     )
 
 
-def _warn(args: TrainingArguments, line: str, *values: object) -> None:
-    """Log a warning on rank 0."""
-    if args.process_index == 0:
-        _log.warning(line, *values)
-
-
 def trainer_folder(args: TrainingArguments, model: nn.Module | None) -> RunFolder:
     """Return the folder that the Trainer writes and what it saves there; for peft models only adapters are saved."""
     assert args.output_dir is not None
@@ -114,7 +102,7 @@ def _global_batch_size(args: TrainingArguments, started_with: int | None) -> int
     given = samples_of_step(args)
     if started_with is None or started_with == given or started_with % args.world_size:
         return given
-    _warn(args, "This restart keeps the global batch of %d samples that training began with; the arguments make %d.", started_with, given)
+    warn(args, "This restart keeps the global batch of %d samples that training began with; the arguments make %d.", started_with, given)
     return started_with
 
 
@@ -126,12 +114,12 @@ def _micro_batch_size(trainer: Trainer, config: OSDPConfig) -> int | None:
         return requested
     size: int = samples_of_step(args) // (args.gradient_accumulation_steps * args.world_size)
     if requested is None and config.plan is not None and coupling is None:
-        _warn(args, "%s: a plan of other micro-batches than the %d samples of the arguments may train differently.", reason, size)
+        warn(args, "%s: a plan of other micro-batches than the %d samples of the arguments may train differently.", reason, size)
         return None
     if requested is None:
-        _warn(args, "%s, so micro-batches stay at %d samples; set OSDPConfig(micro_batch_size=...) for another size.", reason, size)
+        warn(args, "%s, so micro-batches stay at %d samples; set OSDPConfig(micro_batch_size=...) for another size.", reason, size)
     elif requested != size:
-        _warn(args, "%s: micro_batch_size=%d may train differently than the %d samples of the arguments.", reason, requested, size)
+        warn(args, "%s: micro_batch_size=%d may train differently than the %d samples of the arguments.", reason, requested, size)
     return requested or size
 
 
@@ -168,7 +156,7 @@ def _batch_count_dependence(trainer: Trainer) -> str | None:
     is_whole = isinstance(dataset, Sized) and len(dataset) % samples_of_step(args) == 0
     for name, ends in (
         ("dataloader_drop_last=True", args.dataloader_drop_last),
-        ("even_batches=False", not _accelerator_config(args).even_batches),
+        ("even_batches=False", not accelerator_config_of(args).even_batches),
     ):
         if ends and not is_whole:
             return f"{name} ends each epoch at a whole micro-batch"
@@ -189,13 +177,13 @@ def _batches(trainer: Trainer, config: OSDPConfig) -> tuple[Inputs | None, int]:
         raise ValueError("The sequence length cannot be read from the dataset; set OSDPConfig(sequence_length=...).")
     if found is not None and not made_in_step:
         if config.sequence_length is None and not found.is_whole and found.tokens:
-            _warn(
+            warn(
                 trainer.args, "Planned for %d tokens, the longest of the %d samples that were read; if the data has longer ones, set"
                 " OSDPConfig(sequence_length=...).", length, found.seen,
             )  # fmt: skip
         return found.with_rows(length), length
     if found is not None:
-        _warn(
+        warn(
             trainer.args, "%s makes its batches inside the step, for example by generation; the estimate covers the model's own loss, not"
             " the memory and time to make them. Lower memory_limit to leave room.", type(trainer).__name__,
         )  # fmt: skip
@@ -284,117 +272,6 @@ def _against_unit_steps(trainer: Trainer) -> str | None:
     return None if known else f"the optimizer of optim={name!r} may keep state that all its parameters share"
 
 
-def requested_config(
-    osdp: OSDPConfig | Mapping[str, object] | bool | None, args: TrainingArguments | None, *, on_by_default: bool = False
-) -> OSDPConfig | None:
-    """Return the configuration merged from the Trainer's `osdp`, `fsdp_config` and the launcher; None for the stock Trainer.
-
-    The first of these that sets it turns OSDP on or off, else `on_by_default` does; each option comes from the first that sets it.
-    """
-    if osdp is False:
-        return None
-    if osdp not in (None, True) and not isinstance(osdp, (OSDPConfig, Mapping)):
-        raise ValueError(f"osdp={osdp!r} is of type {type(osdp).__name__}; use True, False, an OSDPConfig or a mapping of its fields.")
-    fsdp_config = _fsdp_config(args)
-    here, request = fsdp_config.get("osdp"), launch_request()
-    if here is not None and not isinstance(here, (bool, Mapping)):
-        raise ValueError(f"fsdp_config has osdp={here!r}; use true, false or a mapping of options.")
-    launched = on_by_default if request.osdp is None else request.osdp
-    if osdp is None and (here is False or (here is None and not launched)):
-        return None
-    _refuse_ignored(fsdp_config)
-    compiles = {"compile": True} if args is not None and args.torch_compile else {}
-    options = {**compiles, **stated_options(here if isinstance(here, Mapping) else None), **stated_options(None if osdp is True else osdp)}
-    if compiles and options.get("compile") is False:
-        raise ValueError("torch_compile=True contradicts compile=False in OSDP's options; leave one of the two out.")
-    classes = fsdp_config.get("transformer_layer_cls_to_wrap")
-    return merged_config(with_block_classes(options, classes, option="transformer_layer_cls_to_wrap"), request.options)
-
-
-def _refuse_ignored(fsdp_config: Mapping[str, Any]) -> None:
-    """Refuse entries of `fsdp_config` that would have no effect; accept those that transformers adds itself, if they are off."""
-    if fsdp_config.get("version", 2) not in (2, "2"):
-        raise ValueError(f"fsdp_config has version={fsdp_config['version']!r}, which cannot run a plan; leave it out or use 2.")
-    set_here = {name: value for name, value in fsdp_config.items() if name not in _ADDED_BY_TRANSFORMERS or value not in (0, None)}
-    refuse_decided(set_here)
-    known = ("osdp", "version", "transformer_layer_cls_to_wrap", "auto_wrap_policy", *_PLUGIN_OPTIONS)
-    for name, value in set_here.items():
-        if name not in known and value is not None:
-            raise ValueError(
-                f"fsdp_config has {name}={value!r}, which has no effect under a plan; leave it out (allowed: {', '.join(known)}; options"
-                " of OSDPConfig go into osdp)."
-            )
-
-
-def plugin_options(args: TrainingArguments) -> dict[str, Any]:
-    stated = {**(args.fsdp_plugin_args or {}), **({} if args.fsdp else _fsdp_config(args))}
-    return {name: stated[name] for name in _PLUGIN_OPTIONS if name in stated}
-
-
-def copied_arguments(args: TrainingArguments) -> TrainingArguments:
-    """Return a copy of the training arguments that the planner may change, with accelerator_config's `num_steps` merged in."""
-    own = copy.copy(args)
-    own.accelerator_config = copy.deepcopy(args.accelerator_config)
-    steps = (_accelerator_config(own).gradient_accumulation_kwargs or {}).pop("num_steps", None)
-    if steps is not None and args.gradient_accumulation_steps not in (1, steps):
-        raise ValueError(
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps} and num_steps={steps} of accelerator_config disagree;"
-            " leave one of the two out."
-        )
-    own.gradient_accumulation_steps = steps or args.gradient_accumulation_steps
-    own.torch_compile = False  # the plan decides which blocks to compile
-    return own
-
-
-def samples_of_step(args: TrainingArguments) -> int:
-    """Return the samples of one optimizer step over all processes; `split_batches` divides each batch among them."""
-    batch, splits = args.per_device_train_batch_size, _accelerator_config(args).split_batches
-    if splits and batch % args.world_size:
-        raise ValueError(
-            f"split_batches=True cannot split batches of {batch} over {args.world_size} processes; use a per_device_train_batch_size"
-            f" that is a multiple of {args.world_size}."
-        )
-    return batch * args.gradient_accumulation_steps * (1 if splits else args.world_size)
-
-
-def set_batch(args: TrainingArguments, plan: Plan) -> None:
-    """Write the plan's batch sizes into the Trainer's own arguments, multiplied for `split_batches` if it is set."""
-    parts = args.world_size if _accelerator_config(args).split_batches else 1
-    args.per_device_train_batch_size = plan.micro_batch_size * parts
-    args.gradient_accumulation_steps = plan.accumulation_steps
-    if args.auto_find_batch_size:
-        _warn(
-            args, "auto_find_batch_size=True was switched off: the plan sets %d samples at once on each process, which fit"
-            " by its estimate.", plan.micro_batch_size,
-        )  # fmt: skip
-    args.auto_find_batch_size = False
-
-
-def refuse_unsupported(given: Mapping[str, Any]) -> None:
-    """Refuse Trainer arguments, by name, that a plan made beforehand cannot account for."""
-    args: TrainingArguments | None = given.get("args")
-    if given.get("model") is None:
-        raise ValueError("OSDP plans for one model when the Trainer is made; pass model=... instead of model_init.")
-    if args is None:
-        return
-    if args.deepspeed:
-        raise ValueError("deepspeed and OSDP both decide how the model is sharded; leave one of them out.")
-    if (full := next((name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(args, name)), None)) and args.world_size > 1:
-        raise ValueError(
-            f"{full}=True converts the weights for evaluation, which FSDP2's shards do not allow; leave it out:"
-            f" {full.partition('_')[0]}=True computes evaluations in that precision too."
-        )
-
-
-def copy_changes(own: TrainingArguments, given: TrainingArguments, before: dict[str, Any]) -> None:
-    """Copy into the Trainer's own arguments each field of the `given` ones that has changed since `before`."""
-    for field in fields(given):
-        value = getattr(given, field.name)
-        if value != before.get(field.name, value):
-            setattr(own, field.name, value)
-            before[field.name] = value
-
-
 def refuse_changes(trainer: Trainer, config: OSDPConfig, plan: Plan) -> None:
     """Refuse a number of samples other than the plan's, and callbacks added after planning that would find no gradients."""
     if (samples := samples_of_step(trainer.args)) != plan.global_batch_size:
@@ -405,18 +282,3 @@ def refuse_changes(trainer: Trainer, config: OSDPConfig, plan: Plan) -> None:
     in_backward = config.step_in_backward is None and any(unit.step_in_backward for unit in plan.units)
     if in_backward and (reason := reader_of_gradients(trainer)):
         raise ValueError(f"The plan steps in backward, but {reason}; pass it to the Trainer's constructor, or set step_in_backward=False.")
-
-
-def _accelerator_config(args: TrainingArguments) -> AcceleratorConfig:
-    assert isinstance(args.accelerator_config, AcceleratorConfig)
-    return args.accelerator_config
-
-
-def _fsdp_config(args: TrainingArguments | None) -> dict[str, Any]:
-    """Return `TrainingArguments.fsdp_config` as a dict; transformers does not read it from a file unless `fsdp` is set."""
-    config = None if args is None else args.fsdp_config
-    if isinstance(config, str):
-        path, config = config, read_json(config, "fsdp_config")
-        if not isinstance(config, dict):
-            raise ValueError(f"fsdp_config={path!r} holds a {type(config).__name__}; it must map option names to values.")
-    return {str(name).removeprefix("fsdp_"): value for name, value in (config or {}).items()}

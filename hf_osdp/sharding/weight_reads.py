@@ -60,7 +60,7 @@ class WeightReads:
         modules = modules_by_name(root)
         self._labels = {group: unit.label for unit in units for group in parameter_groups(modules[unit.module_names[0]])}
         self._checks = checks = GradientChecks(self._labels, scalars, replaced, is_alone=is_alone)
-        weakref.finalize(checks, before_step.add(partial(GradientChecks.step_begins, weakref.proxy(checks))))
+        weakref.finalize(checks, before_step.add(partial(_step_begins, weakref.ref(checks))))
         self._pinned: list[FSDPParamGroup] = []
         self._gathered: list[FSDPParamGroup] = []
         self._hooked: dict[int, torch.Tensor] = {}
@@ -201,6 +201,11 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(super().items()),)
+
+
+def _step_begins(checks: weakref.ref[GradientChecks], optimizer: torch.optim.Optimizer) -> None:
+    if (found := checks()) is not None:  # the model may be freed while hooks of a step run
+        found.step_begins(optimizer)
 
 
 def end_step(model: nn.Module) -> None:

@@ -88,7 +88,7 @@ def options_of(*argv: str) -> dict[str, object]:
 
 
 def test_grouping_goes_before_the_strategy_of_the_launcher(monkeypatch):
-    from hf_osdp.integrations.trainer_facts import requested_config
+    from hf_osdp.integrations.trainer_arguments import requested_config
 
     for name, value in {
         "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": "{'osdp': True, 'strategy': 'ddp', 'compare': False}",

@@ -19,7 +19,8 @@ from transformers import TrainingArguments
 
 from hf_osdp import OSDPAccelerator, Trainer
 from hf_osdp.integrations.plugin import OSDPPlugin, plugin_for, precision_of
-from hf_osdp.integrations.trainer_facts import _steps, copied_arguments, plugin_options, requested_config
+from hf_osdp.integrations.trainer_arguments import copied_arguments, plugin_options, requested_config
+from hf_osdp.integrations.trainer_facts import _steps
 from hf_osdp.modeling.split.names import is_split
 from hf_osdp.modeling.wrapping import recomputation_of
 from hf_osdp.planner.decision import Batch, UnitLayout
