@@ -66,7 +66,8 @@ def out_of_memory(bench: Bench) -> None:
 
 def runs_out(ranks: int, on_oom: str, device: str, *, timeout_s: float) -> subprocess.CompletedProcess[str]:
     """Run the script under torchrun."""
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--max-restarts=2"]
+    restarts = 2 if on_oom == "replan" else 0  # the launcher would also restart after an error that is only explained
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *launch, str(SCRIPT), on_oom, device]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s)

@@ -58,7 +58,7 @@ def layouts(bench: Bench) -> None:
     expected_s=150,
     limit_s=420,
     rehearsal_s=20,
-    proves="20 limits that torch's allocator enforces, without a margin: every plan that is called feasible runs",
+    proves="20 limits that torch's allocator enforces: every plan that is called feasible runs",
 )
 def limits(bench: Bench) -> None:
     if bench.rehearses:
