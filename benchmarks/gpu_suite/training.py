@@ -90,7 +90,7 @@ def memory_of(folder: Path) -> tuple[int | None, int | None]:
 
 @step(
     part=1,
-    expected_s=90,
+    expected_s=45,
     limit_s=240,
     rehearsal_s=15,
     proves="the Trainer under a plan in float32, bf16 and fp16: stock losses, estimated memory",

@@ -38,11 +38,12 @@ def prefer_expandable_segments() -> None:
     """Switch on expandable segments of torch's CUDA allocator, unless the user set `expandable_segments` or chose another allocator.
 
     FSDP2's buffers and parameters differ in size from unit to unit; in expandable segments they leave few gaps (docs/estimates.md).
-    Child processes inherit the setting. Do nothing if CUDA is already initialised or missing, or the system is not Linux.
+    Child processes inherit the setting. If CUDA is in use already, as after `TrainingArguments()`, segments that torch has reserved stay
+    as they are, and new ones expand. Do nothing without CUDA or on another system than Linux.
     """
     settings = _allocator_settings()
     chosen = _EXPANDABLE in settings or settings.get("backend", "native") != "native"
-    if chosen or torch.version.cuda is None or sys.platform != "linux" or torch.cuda.is_initialized():
+    if chosen or torch.version.cuda is None or sys.platform != "linux":
         return
     name = next((name for name in reversed(_VARIABLES) if variable(name)), _VARIABLES[0])
     text = f"{variable(name)},{_EXPANDABLE}:True".lstrip(",")
@@ -51,9 +52,13 @@ def prefer_expandable_segments() -> None:
 
 
 def has_fixed_segments() -> bool:
-    """Return whether this process's CUDA allocator has no expandable segments, after `prefer_expandable_segments`."""
+    """Return whether this process's CUDA allocator has segments that do not expand, after `prefer_expandable_segments`."""
     settings = _allocator_settings()
-    return settings.get(_EXPANDABLE) != "True" and settings.get("backend", "native") == "native"
+    if settings.get("backend", "native") != "native":
+        return False
+    if settings.get(_EXPANDABLE) != "True":
+        return True
+    return torch.cuda.is_initialized() and not all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
 
 
 def _allocator_settings() -> dict[str, str]:

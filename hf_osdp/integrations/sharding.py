@@ -11,7 +11,7 @@ from torch import nn
 from ..distributed.mesh import world_size
 from ..planning.plan_run import PlannedRun
 from ..sharding.apply import apply_plan, refuse_hooks, verify_applied
-from ..sharding.environment import move_to_device
+from ..sharding.environment import apply_tied, move_to_device
 from ..sharding.optimizer import needs_whole, unwrapped
 from ..sharding.optimizer_steps import parameter_names, rebind_parameters, release_parameters, step_by_device, step_on_shards, steps_shards
 from ..sharding.state import free_gathered, load_full_state_dict
@@ -72,9 +72,7 @@ def _detach_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     persistent = set(model.state_dict())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name not in persistent}
     weights = {name: value.detach() for name, value in (*model.state_dict().items(), *buffers.items())}
-    model.to("meta")
-    if hasattr(model, "tie_weights"):
-        model.tie_weights()  # type: ignore[operator]
+    apply_tied(model, lambda tensor: tensor.to("meta"))
     return weights
 
 

@@ -222,8 +222,9 @@ def fixed_segments(free_share: float) -> Finding | None:
     if free_share >= _FIXED_SEGMENTS_MARGIN:
         return None
     message = (
-        f"expandable_segments is off, so gaps between tensors may take more than the free {free_share:.0%} of the limit; set"
-        f" PYTORCH_ALLOC_CONF=expandable_segments:True, or memory_margin={_FIXED_SEGMENTS_MARGIN}."
+        "Torch's CUDA allocator has segments that do not expand, so gaps between tensors may take more than the free"
+        f" {free_share:.0%} of the limit; set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts, or"
+        f" memory_margin={_FIXED_SEGMENTS_MARGIN}."
     )
     return Finding(Check.ALLOCATOR, Severity.WARNING, message)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -104,4 +105,18 @@ def move_to_device(model: nn.Module, device: torch.device, *, empty: bool = Fals
             return torch.empty_like(tensor, device=target)
         return tensor if tensor.device == target else tensor.to(target)
 
-    return model._apply(move)
+    return apply_tied(model, move)
+
+
+def apply_tied(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    """Call `model._apply(fn)` and tie parameters again: torch makes one for each owner where `fn` changes the kind of tensor (to meta)."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((module, name))
+    model._apply(fn)
+    for (first, leaf), *others in owners.values():
+        for module, name in others:
+            module._parameters[name] = first._parameters[leaf]
+    return model

@@ -74,4 +74,4 @@ def test_doctor_warns_where_this_shell_has_segments_of_cuda_that_do_not_expand(m
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     (found,) = rows(model, *SIZES, "--device", "h100", "--devices-per-node", 4)["allocator"]
-    assert found[0] == "warning" and "expandable_segments is off" in found[1]
+    assert found[0] == "warning" and "segments that do not expand" in found[1]
