@@ -327,7 +327,11 @@ def headline(layouts: Sequence[LayoutRow], limits: Sequence[LimitRow]) -> tuple[
     large = [row.used for row in limits if row.used is not None and row.limit_bytes >= LARGE_BYTES]
     used = min(large, default=None)
     met = mean <= AIM_ERROR and not failed and (used is None or used >= AIM_USED)
-    share = "no limit was 4 GiB or more" if used is None else f"at least {used:.1%} used of limits from 4 GiB less the margin (aim {AIM_USED:.0%})"
+    share = (
+        "no limit was 4 GiB or more"
+        if used is None
+        else f"at least {used:.1%} used of limits from 4 GiB less the margin (aim {AIM_USED:.0%})"
+    )
     line = (
         f"estimate off by {mean:.2%} on average (aim {AIM_ERROR:.0%}), {worst:.2%} at worst, over {len(errors)} of {len(layouts)} layouts;"
         f" {failed} of {len(limits)} feasible plans ran out of memory (aim 0); {share}"
@@ -339,8 +343,10 @@ def headline(layouts: Sequence[LayoutRow], limits: Sequence[LimitRow]) -> tuple[
 
 
 def hardware_of(memory: Memory) -> Hardware:
-    """Return hardware of eight such devices. Only the libraries' workspaces share the allocator, because the process group has no
-    communicator. The margin is that of every run on CUDA, because the limit is on reserved bytes."""
+    """Return hardware of eight such devices, with the margin of every run on CUDA, because the limit is on reserved bytes.
+
+    Only the libraries' workspaces share the allocator, because the process group has no communicator.
+    """
     hardware = preset("h100", devices_per_node=WORLD)
     device = replace(hardware.device, memory_bytes=memory.total_bytes, reserved_bytes=memory.workspace_bytes, communicator_bytes=0)
     return replace(hardware, device=device, host=None)  # only the device's memory is compared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from dataclasses import dataclass
@@ -220,6 +221,7 @@ def measure_recomputation(bench: Bench, name: str, timed: Timed, samples: int, w
     plan, on_cuda = timed.plan(samples, recomputation=way), bench.device.type == "cuda"
     estimate = estimate_plan(plan, timed.description, timed.trial.job, timed.hardware)
     if on_cuda:
+        gc.collect()  # the model before has cycles; its bytes must not count as there before this one
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(bench.device)
     before = torch.cuda.memory_allocated(bench.device) if on_cuda else 0

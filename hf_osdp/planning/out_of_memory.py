@@ -39,12 +39,12 @@ _DEVICE_SIGNS = (
     "cudnn_status_internal_error_device_allocation_failed",  # cuDNN 9
     "failed to cuda calloc",  # NCCL src/include/alloc.h, under "unhandled cuda error"
     "cuda failure 2 'out of memory'",  # NCCL src/include/checks.h
-    "cuda failure 'out of memory'",  # the same, before 2.19
+    "cuda failure 'out of memory'",  # the same, as 2.28.9 wrote it on an H100
 )
-_SIGNS_ON_FULL_DEVICE = ("cudnn_status_internal_error", "unhandled cuda error")
-"""What cuDNN 9 and NCCL 2.28 raise on an H100 without free memory, and for other reasons elsewhere."""
+_CUDNN_ON_FULL_DEVICE = "cudnn_status_internal_error"
+"""cuDNN 9.19 raised this on an H100 without free memory; it has other causes too."""
 _FULL_BYTES = 64 * 2**20
-"""A device with less free memory is full: libraries ask for workspaces of some MiB."""
+"""With less free memory, a device is full for a library that needs workspaces of some MiB."""
 _CUDA_ERROR_MEMORY_ALLOCATION = 2  # in `torch.AcceleratorError.error_code`
 _GATHERS = ("unshard", "wait_for_unshard", "pre_forward", "pre_backward", "_prefetch_unshard")
 _FSDP_FILE, _AUTOGRAD_FILE, _OPTIMIZER_FILE = "_fsdp_param_group.py", "torch/autograd/graph.py", "torch/optim/"
@@ -66,7 +66,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     code = getattr(error, "error_code", None)
     if code == _CUDA_ERROR_MEMORY_ALLOCATION or any(sign in text for sign in (*_HOST_SIGNS, *_DEVICE_SIGNS)):
         return True
-    return any(sign in text for sign in _SIGNS_ON_FULL_DEVICE) and torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] < _FULL_BYTES
+    return _CUDNN_ON_FULL_DEVICE in text and torch.cuda.is_initialized() and torch.cuda.mem_get_info()[0] < _FULL_BYTES
 
 
 def is_of_host(error: BaseException) -> bool:

@@ -141,8 +141,15 @@ def test_segments_are_fixed_where_the_native_allocator_does_not_expand_them(call
     assert has_fixed_segments() is (settings == "expandable_segments:False")
 
 
-@pytest.mark.parametrize(("owner", "name", "value"), [(torch.cuda, "is_initialized", lambda: True), (torch.version, "cuda", None)])
-def test_expandable_segments_leave_allocator_in_use_and_torch_without_cuda(calls, monkeypatch, owner, name, value):
-    monkeypatch.setattr(owner, name, value)
+def test_expandable_segments_leave_torch_without_cuda(calls, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
     prefer_expandable_segments()
     assert not calls
+
+
+@pytest.mark.parametrize(("segments", "fixed"), [([], False), ([True], False), ([False, True], True)])
+def test_segments_reserved_before_the_setting_stay_fixed(calls, monkeypatch, segments, fixed):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)  # as after `TrainingArguments()`
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": expands} for expands in segments])
+    prefer_expandable_segments()
+    assert calls == ["expandable_segments:True"] and has_fixed_segments() is fixed

@@ -58,6 +58,13 @@ OTHERS = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize(("free", "expected"), [(4 * 2**20, True), (2**30, False)])
+def test_internal_error_of_cudnn_is_out_of_memory_on_a_full_device(monkeypatch, free, expected):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * 2**30))
+    assert is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR")) is expected
+
+
 @pytest.fixture(scope="module")
 def problem() -> PlanningProblem:
     hardware = preset("cpu", devices_per_node=4)

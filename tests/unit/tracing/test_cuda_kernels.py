@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.presets import preset, preset_names
+from hf_osdp.tracing import attention
 from hf_osdp.tracing.attention import AttentionCall, Kernel, attention_kernel
 from hf_osdp.tracing.cuda_kernels import CudaKernels
 from hf_osdp.tracing.describe import describe
@@ -65,8 +66,14 @@ RULES = [
 ]
 
 
-def test_attention_kernel_follows_torchs_checks():
+def test_attention_kernel_follows_torchs_checks(monkeypatch):
+    monkeypatch.setattr(attention, "_DROPOUT_IN_SIXTEENTHS", True)
     assert [attention_kernel(given, capability) for given, capability, _ in RULES] == [expected for *_, expected in RULES]
+
+
+def test_cudnn_takes_any_dropout_in_torch_2_11(monkeypatch):
+    monkeypatch.setattr(attention, "_DROPOUT_IN_SIXTEENTHS", False)
+    assert attention_kernel(call(dropout=0.1, has_mask=True, **GROUPED), H100) is Kernel.CUDNN  # seen on an H100
 
 
 def test_presets_of_gpus_name_their_compute_capability():
