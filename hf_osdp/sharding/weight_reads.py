@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,13 +25,11 @@ from ..modeling.step_hooks import before_step
 from ..modeling.units import modules_by_name
 from ..planner.description import UnitDescription
 from .environment import parameter_groups
-from .gradient_checks import REMEDY, GradientChecks
+from .gradient_checks import GradientChecks
 
 _Parameters = Iterable[nn.Parameter]
 _IN_CALL = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
 """States of a unit whose module runs forward or is recomputed in backward: FSDP2 gathers it for these reads."""
-_MIXED = ("got mixed torch.Tensor and DTensor", "inputs with different meshes")
-"""Parts of torch's messages about operators on shards and whole tensors, or on shards of several layouts."""
 
 
 class WeightReads:
@@ -215,15 +212,11 @@ def end_step(model: nn.Module) -> None:
             reads.end_step()
 
 
-@contextmanager
-def mixing_explained() -> Iterator[None]:
-    """Add the remedy to torch's error about a loss that mixes whole tensors with shards."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not any(text in str(error) for text in _MIXED):
-            raise
-        raise OSDPError(f"The loss mixes whole tensors with shards of weights; {REMEDY}.") from error
+def watched_units(model: nn.Module) -> Iterator[tuple[FSDPParamGroup, WeightReads]]:
+    """Yield the unit of each module that has parameters under a plan, with its watcher."""
+    for module in model.modules():
+        if isinstance(watched := module._parameters, _WatchedParameters):
+            yield watched.group, watched.reads
 
 
 def _postpone(*unused: object) -> None:
