@@ -57,8 +57,10 @@ def full_parameters(model: nn.Module, *, write_back: bool = True) -> Iterator[nn
     shards = {id(shard): shard for _, _, shard in held}
     with torch.no_grad():
         whole = {key: nn.Parameter(gathered(shard).detach(), shard.requires_grad) for key, shard in shards.items()}
-    called = {module for group, _ in watched_units(model) for module in group.modules}
-    handles = [module.register_forward_pre_hook(_refuse_call, prepend=True) for module in called]
+    groups = {group for group, _ in watched_units(model)}
+    handles = [module.register_forward_pre_hook(_refuse_call, prepend=True) for group in groups for module in group.modules]
+    for parameter in (p for group in groups for p in group.fsdp_params):
+        parameter.reset_sharded_param = _nothing  # type: ignore[method-assign]  # which takes a loaded parameter for a shard
     for module, leaf, shard in held:
         module._parameters[leaf] = whole[id(shard)]
     try:
@@ -69,6 +71,8 @@ def full_parameters(model: nn.Module, *, write_back: bool = True) -> Iterator[nn
             module._parameters[leaf] = shard
         for handle in handles:
             handle.remove()
+        for parameter in (p for group in groups for p in group.fsdp_params):
+            del parameter.reset_sharded_param
     with torch.no_grad():
         for key, shard in shards.items() if write_back else ():
             broadcast_into(shard, changed[key])
@@ -78,6 +82,10 @@ def _refuse_call(module: nn.Module, args: object) -> NoReturn:
     raise OSDPError(
         f"{type(module).__name__} was called within hf_osdp.full_parameters, where its units cannot gather; call the model after it."
     )
+
+
+def _nothing() -> None:
+    """Replace FSDP2's work after `load_state_dict`."""
 
 
 class AcrossLayouts(TorchDispatchMode):

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank
@@ -60,8 +61,8 @@ class _Shards(OrderedDict[str, Any]):
 def _state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
     """Return the stock state dict; the model's whole one cannot be pickled."""
     state: Mapping[str, Any] = nn.Module.state_dict(self, *args, **kwargs)
-    if args or kwargs.get("destination") is not None:
-        return state
+    if args or kwargs.get("destination") is not None or not any(isinstance(value, DTensor) for value in state.values()):
+        return state  # whole within `full_parameters`
     shards = _Shards(state)
     shards._metadata = state._metadata  # type: ignore[attr-defined]
     return shards
@@ -90,6 +91,12 @@ class _CalledOnAllRanks:
             return method(*args, **kwargs)
 
         return called
+
+
+def save_whole(part: nn.Module) -> None:
+    """Make a part of a sharded model, or the model inside of adapters, save whole weights too."""
+    if hasattr(type(part), "save_pretrained"):
+        part.save_pretrained = _saving_whole_weights(type(part).save_pretrained).__get__(part)
 
 
 def _saving_whole_weights(save: Callable[..., Any]) -> Callable[..., Any]:

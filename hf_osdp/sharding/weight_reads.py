@@ -7,7 +7,7 @@ backward, the unit is gathered here; it stays gathered and is reduced at the end
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..distributed.process_group import require_all
 from ..distributed.replicas import Background
@@ -67,6 +68,7 @@ class WeightReads:
                 for owner in (info.module, *info.shared_modules):
                     if not isinstance(owner._parameters, _WatchedParameters):
                         owner.__dict__["_parameters"] = _WatchedParameters(owner._parameters, group, self)
+                        owner.register_load_state_dict_pre_hook(_load_as_shards)
         for module in root.modules():
             if isinstance(module, FSDPModule):
                 state = module._get_fsdp_state()
@@ -198,6 +200,18 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(super().items()),)
+
+
+def _load_as_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *unused: object) -> None:
+    """Cut whole tensors, the same on every rank, to load them into shards; nothing is sent."""
+    for leaf, parameter in module._parameters.items():
+        value = state.get(prefix + leaf)
+        if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor):
+            continue
+        if metadata.get("assign_to_params_buffers", False):
+            raise OSDPError("load_state_dict(assign=True) would replace shards, which FSDP2 and the optimizer hold; leave out assign.")
+        if not isinstance(value, DTensor) and value.shape == parameter.shape:
+            state[prefix + leaf] = distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _step_begins(checks: weakref.ref[GradientChecks], optimizer: torch.optim.Optimizer) -> None:
