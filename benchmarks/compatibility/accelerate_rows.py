@@ -190,12 +190,17 @@ def _saved(side: Side) -> Figures:
     return [*figures, _sums(type(gpt2()).from_pretrained(side.folder / "out").state_dict())]
 
 
+@row("torch.compile(model), accelerator.save_model", _GROUP)
+def _compiled(side: Side) -> Figures:
+    return _save_model(side, torch.compile(llama()))
+
+
 @row("accelerator.save_model", _GROUP)
-def _save_model(side: Side) -> Figures:
+def _save_model(side: Side, model: Any = None) -> Figures:
     from safetensors.torch import load_file
 
     accelerator = side.accelerator()
-    model = llama()
+    model = model or llama()
     model, optimizer, loader = accelerator.prepare(model, _adamw(model), _loader(side))
     figures = _loop(side, accelerator, model, optimizer, loader)
     accelerator.save_model(model, str(side.folder / "out"))

@@ -75,7 +75,8 @@ class Trainer(TrainerCheckpoints):
             refuse_unsupported(given)
             arguments = given.get("args") or TrainingArguments(output_dir="tmp_trainer")
             if isinstance(model := given.get("model"), torch.nn.Module):
-                given["model"] = self._without_wrappers(model)
+                given["model"], is_wrapped = without_wrappers(model)
+                self._osdp = self._osdp.compiling() if is_wrapped else self._osdp
             given["args"] = copied_arguments(arguments)
             self._given_args = arguments, dict(vars(arguments))
             assert arguments.output_dir is not None
@@ -119,18 +120,6 @@ class Trainer(TrainerCheckpoints):
         self._stop = StopSignal()
         if self._osdp.save_on_sigterm:
             self.add_callback(StopCallback(self._stop))
-
-    def call_model_init(self, trial: Any = None) -> torch.nn.Module:  # noqa: ANN401  as stock
-        """Make the model as the stock Trainer; if it is wrapped by torch.compile, the plan compiles its blocks instead."""
-        model = super().call_model_init(trial)
-        return model if self._osdp is None else self._without_wrappers(model)
-
-    def _without_wrappers(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the model without wrappers of torch.compile; if there were any, the plan compiles its blocks."""
-        model, is_wrapped = without_wrappers(model)
-        if is_wrapped and self._osdp is not None:
-            self._osdp = self._osdp.compiling()
-        return model
 
     def _validate_args(self) -> None:
         """Validate as the stock Trainer, but accept an optimizer under FSDP: it receives the shards of its parameters."""

@@ -44,12 +44,9 @@ def full_parameters(model: nn.Module, *, write_back: bool = True) -> Iterator[nn
     Raises:
         OSDPError: not every rank enters, or the model is called inside.
     """
-    for _, reads in watched_units(model):
-        reads.end_step()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    held = [(module, leaf, p) for module in model.modules() for leaf, p in module._parameters.items() if isinstance(p, DTensor)]
+    _free(model)
+    named = ((module, leaf, p) for module in model.modules() for leaf, p in module._parameters.items())
+    held: list[tuple[nn.Module, str, Any]] = [found for found in named if isinstance(found[2], DTensor)]
     if not held:
         yield model
         return
@@ -57,25 +54,44 @@ def full_parameters(model: nn.Module, *, write_back: bool = True) -> Iterator[nn
     shards = {id(shard): shard for _, _, shard in held}
     with torch.no_grad():
         whole = {key: nn.Parameter(gathered(shard).detach(), shard.requires_grad) for key, shard in shards.items()}
-    groups = {group for group, _ in watched_units(model)}
-    handles = [module.register_forward_pre_hook(_refuse_call, prepend=True) for group in groups for module in group.modules]
-    for parameter in (p for group in groups for p in group.fsdp_params):
-        parameter.reset_sharded_param = _nothing  # type: ignore[method-assign]  # which takes a loaded parameter for a shard
-    for module, leaf, shard in held:
-        module._parameters[leaf] = whole[id(shard)]
-    try:
-        yield model
-    finally:
-        changed = {id(shard): module._parameters.get(leaf) for module, leaf, shard in held}
+    with _units_at_rest(model):
         for module, leaf, shard in held:
-            module._parameters[leaf] = shard
-        for handle in handles:
-            handle.remove()
-        for parameter in (p for group in groups for p in group.fsdp_params):
-            del parameter.reset_sharded_param
+            module._parameters[leaf] = whole[id(shard)]
+        try:
+            yield model
+        finally:
+            changed = {id(shard): getattr(module, leaf) for module, leaf, shard in held}
+            for module, leaf, shard in held:
+                module._parameters[leaf] = shard
     with torch.no_grad():
         for key, shard in shards.items() if write_back else ():
             broadcast_into(shard, changed[key])
+
+
+def _free(model: nn.Module) -> None:
+    """Free what was gathered for reads, or by an evaluation."""
+    for _, reads in watched_units(model):
+        reads.end_step()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@contextmanager
+def _units_at_rest(model: nn.Module) -> Iterator[None]:
+    """Refuse calls of the units in this context, and keep FSDP2 from taking a loaded whole parameter for a shard."""
+    groups = {group for group, _ in watched_units(model)}
+    parameters = [parameter for group in groups for parameter in group.fsdp_params]
+    handles = [module.register_forward_pre_hook(_refuse_call, prepend=True) for group in groups for module in group.modules]
+    for parameter in parameters:
+        parameter.reset_sharded_param = _nothing  # type: ignore[method-assign]  # FSDP2's hook after load_state_dict
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter in parameters:
+            del parameter.reset_sharded_param
 
 
 def _refuse_call(module: nn.Module, args: object) -> NoReturn:
@@ -120,8 +136,8 @@ class AcrossLayouts(TorchDispatchMode):
         return tuple(next(columns) if isinstance(arg, (list, tuple)) else arg for arg in args)
 
     def _aligned(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        like = next((t for t in tree_leaves(args) if _has_layout(t)), None)
-        aligned: tuple[Any, ...] = tree_map(lambda t: self._as(t, like) if _has_layout(t) else t, tuple(args))
+        operands = [t for t in tree_leaves(args) if _has_layout(t)]
+        aligned: tuple[Any, ...] = tree_map(lambda t: self._as(t, operands[0]) if _has_layout(t) else t, tuple(args))
         return aligned
 
     @torch.no_grad()

@@ -96,7 +96,7 @@ class _CalledOnAllRanks:
 def save_whole(part: nn.Module) -> None:
     """Make a part of a sharded model, or the model inside of adapters, save whole weights too."""
     if hasattr(type(part), "save_pretrained"):
-        part.save_pretrained = _saving_whole_weights(type(part).save_pretrained).__get__(part)
+        part.save_pretrained = _saving_whole_weights(type(part).save_pretrained).__get__(part)  # type: ignore[attr-defined]
 
 
 def _saving_whole_weights(save: Callable[..., Any]) -> Callable[..., Any]:

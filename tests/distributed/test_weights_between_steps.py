@@ -144,7 +144,7 @@ def test_sums_over_layouts_and_work_with_gradients():
     with AcrossLayouts("Work on weights in on_step_end"):
         norm = sum(parameter.detach().norm() ** 2 for parameter in model.parameters())
         distance = sum(((p.detach() - q.detach()) ** 2).sum() for p, q in zip(alone.parameters(), model.parameters(), strict=True))
-        with pytest.raises((RuntimeError, ValueError), match="mixed torch.Tensor and DTensor"):
+        with pytest.raises((RuntimeError, ValueError), match="got mixed"):
             (model.lm_head.weight * alone.lm_head.weight.detach()).sum()  # a gradient would flow past FSDP2
     assert float(norm) == pytest.approx(float(sum(p.detach().norm() ** 2 for p in alone.parameters())), rel=TOLERANCE)
     assert float(distance) == 0.0
