@@ -195,8 +195,8 @@ class OSDPConfig:
             raise ValueError(f"nodes={self.nodes} was given with a hardware description of {self.hardware.nodes}; leave nodes out.")
 
     def compiling(self) -> OSDPConfig:
-        """Return the configuration with compiled blocks, as other settings ask for; `"auto"` and a given plan, which states it, stay."""
-        return self if self.compile or self.plan is not None else replace(self, compile=True)
+        """Return the configuration with compiled blocks, for which something else than `compile` asks; `"auto"` stays."""
+        return replace(self, compile=self.compile or True)
 
     def _shown(self, name: str) -> str:
         """Return an option for a message, without values that may be long."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.clip_grad import clip_grad_norm_ as clip_of_an_early_import
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from transformers import TrainerCallback
 
 import hf_osdp
 from hf_osdp.distributed import process_group
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import OSDPError
 from hf_osdp.modeling.units import find_units
+from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.between_steps import AcrossLayouts
 from hf_osdp.sharding.gradients import local
@@ -27,6 +30,8 @@ from hf_osdp.sharding.state import full_state_dict
 from tests.helpers.checkpointed import worst
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+
+from .test_integration_trainer import LENGTH, PlannedTrainer, StockTrainer, arguments, assert_close, history, tokens
 
 LAYOUTS = ("mixed", "zero3", "zero2", "replicate")
 TOLERANCE = 1e-12
@@ -225,6 +230,51 @@ def test_whole_weights_are_loaded_and_parts_are_saved(tmp_path):
         assert worst(block, alone.model.layers[1].state_dict()) < TOLERANCE
         with pytest.raises(OSDPError, match=re.escape("load_state_dict(assign=True) would replace shards")):
             model.load_state_dict(other_weights, assign=True)
+
+
+class Averages(TrainerCallback):
+    """Average weights in a whole copy, and continue from the average."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+
+    def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
+        self.average.update_parameters(model)
+        with torch.no_grad():
+            for parameter, mean in zip(model.parameters(), self.average.module.parameters(), strict=True):
+                parameter.copy_(mean)
+
+
+class Stacks(TrainerCallback):
+    def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
+        torch.stack([parameter.detach().sum() for parameter in model.parameters()])
+
+
+@pytest.fixture(scope="module")
+def averaged(tmp_path_factory) -> tuple[dict[str, list[float]], dict[str, torch.Tensor]]:
+    """History and average of the stock Trainer in one process."""
+    callback = Averages(tiny_model("gpt2"))
+    args = arguments(str(tmp_path_factory.mktemp("one")), per_device_train_batch_size=8)
+    trainer = StockTrainer(model=tiny_model("gpt2"), args=args, train_dataset=tokens(), callbacks=[callback])
+    trainer.train()
+    return history(trainer), dict(callback.average.module.state_dict())
+
+
+@pytest.mark.on_ranks(2, init=False)
+def test_callbacks_average_weights_as_under_the_stock_trainer(tmp_path, averaged):
+    given = plan_of(find_units(tiny_model("gpt2")), 2, "mixed")
+    config = OSDPConfig(plan=replace(given, sequence_length=LENGTH, micro_batch_size=4))
+    args = arguments(str(tmp_path), per_device_train_batch_size=4)
+    callback = Averages(tiny_model("gpt2"))
+    options = {"args": args, "train_dataset": tokens(), "osdp": config}
+    trainer = PlannedTrainer(model=tiny_model("gpt2"), callbacks=[callback], **options)
+    trainer.train()
+    assert_close(history(trainer), averaged[0], 1e-9)
+    assert worst(callback.average.module.state_dict(), averaged[1]) < 1e-9
+    trainer = PlannedTrainer(model=tiny_model("gpt2"), callbacks=[Stacks()], **options)
+    said = "^Code between steps mixes whole tensors with shards of weights; do this within `with hf_osdp.full_parameters"
+    with pytest.raises(OSDPError, match=said):
+        trainer.train()
 
 
 @pytest.mark.on_ranks(2)
