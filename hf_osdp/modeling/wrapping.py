@@ -71,9 +71,7 @@ def without_wrappers(model: nn.Module) -> tuple[nn.Module, bool]:
     dynamo = sys.modules.get("torch._dynamo")  # without it nothing is wrapped
     wrappers = {m for m in model.modules() if isinstance(m, dynamo.OptimizedModule)} if dynamo is not None else set()
     if any(wrapper.get_compiler_config() is None for wrapper in wrappers):
-        raise ValueError(
-            "torch.compile(model) with another backend than inductor cannot be planned; leave torch.compile or its backend out."
-        )
+        raise ValueError("torch.compile(model) with a backend other than inductor cannot be planned; use inductor, or leave it out.")
     for module in list(model.modules()) if wrappers else ():
         for name, child in module._modules.items():
             if child in wrappers:

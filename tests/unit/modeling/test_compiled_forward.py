@@ -43,7 +43,7 @@ def test_wrappers_of_torch_compile_are_taken_off_a_model_and_its_modules():
     names = list(plain.state_dict())
     assert without_wrappers(plain) == (plain, False)
     inner = plain[0]
-    plain[0], plain[1][0] = torch.compile(inner), torch.compile(torch.compile(plain[1][0]))
+    plain[0], plain[1][0] = torch.compile(inner), torch.compile(plain[1][0])
     wrapped = torch.compile(plain)
     assert list(wrapped.state_dict()) != names
     model, is_wrapped = without_wrappers(wrapped)
