@@ -36,8 +36,7 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
         methods["state_dict"] = _state_dict
     if hasattr(cls, "generate"):
         methods["generate"] = _CalledOnAllRanks(cls.generate)
-    save = getattr(cls, "save_pretrained", None)
-    if save is not None and {"state_dict", "kwargs"} & set(inspect.signature(save).parameters):
+    if (save := _save_of(cls)) is not None:
         methods["save_pretrained"] = _saving_whole_weights(save)
     return type(cls.__name__, (FSDPModule, cls), methods)
 
@@ -95,8 +94,14 @@ class _CalledOnAllRanks:
 
 def save_whole(part: nn.Module) -> None:
     """Make a part of a sharded model, or the model inside of adapters, save whole weights too."""
-    if hasattr(type(part), "save_pretrained"):
-        part.save_pretrained = _saving_whole_weights(type(part).save_pretrained).__get__(part)  # type: ignore[attr-defined]
+    if (save := _save_of(type(part))) is not None:
+        part.save_pretrained = _saving_whole_weights(save).__get__(part)  # type: ignore[attr-defined]
+
+
+def _save_of(cls: type[nn.Module]) -> Callable[..., Any] | None:
+    """Return a class's `save_pretrained`, if it can be given whole weights."""
+    save = getattr(cls, "save_pretrained", None)
+    return save if save is not None and {"state_dict", "kwargs"} & set(inspect.signature(save).parameters) else None
 
 
 def _saving_whole_weights(save: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,6 +114,8 @@ def _saving_whole_weights(save: Callable[..., Any]) -> Callable[..., Any]:
         owner = call.arguments if "state_dict" in signature.parameters else call.arguments.setdefault("kwargs", {})
         if owner.get("state_dict") is not None:
             return save(*call.args, **call.kwargs) if rank() == 0 else None
+        if not any(isinstance(parameter, DTensor) for parameter in self.parameters()):  # whole already, perhaps on one rank alone
+            return save(*call.args, **call.kwargs)
         require_all(f"{type(self).__name__}.save_pretrained")
         owner["state_dict"] = full_state_dict(self)
         return on_rank_zero(lambda: save(*call.args, **call.kwargs))

@@ -224,6 +224,11 @@ def test_whole_weights_are_loaded_and_parts_are_saved(tmp_path):
         model.model.save_pretrained(folder)
         saved = type(alone.model).from_pretrained(folder, dtype=torch.float64)
         assert worst(saved.state_dict(), alone.model.state_dict()) < TOLERANCE
+        with hf_osdp.full_parameters(model, write_back=False):
+            if dist.get_rank() == 0:  # whole weights need no other rank
+                model.model.save_pretrained(folder / "alone")
+        dist.barrier()
+        assert worst(type(alone.model).from_pretrained(folder / "alone", dtype=torch.float64).state_dict(), saved.state_dict()) == 0.0
         with hf_osdp.full_parameters(model.model.layers[1], write_back=False) as block:
             torch.save(block.state_dict(), folder / f"block{dist.get_rank()}.pt")
         block = torch.load(folder / f"block{dist.get_rank()}.pt", weights_only=True)
