@@ -200,7 +200,7 @@ def _save_model(side: Side, model: Any = None) -> Figures:
     from safetensors.torch import load_file
 
     accelerator = side.accelerator()
-    model = model or llama()
+    model = llama() if model is None else model
     model, optimizer, loader = accelerator.prepare(model, _adamw(model), _loader(side))
     figures = _loop(side, accelerator, model, optimizer, loader)
     accelerator.save_model(model, str(side.folder / "out"))
