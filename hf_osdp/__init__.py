@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .planner.profile import Profile
     from .planner.search.search import search
     from .planning.config import OSDPConfig
+    from .sharding.between_steps import full_parameters
     from .sharding.gradients import OSDPGradScaler
     from .tracing.describe import describe
 
@@ -47,6 +48,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "checkpoint_to_resume": "checkpoint.resume",
     "describe": "tracing.describe",
+    "full_parameters": "sharding.between_steps",
     "Hardware": "planner.hardware",
     "last_checkpoint": "checkpoint.resume",
     "measure_hardware": "measurement.machine",

@@ -190,12 +190,20 @@ def _saved(side: Side) -> Figures:
     return [*figures, _sums(type(gpt2()).from_pretrained(side.folder / "out").state_dict())]
 
 
+@row("torch.compile(model), accelerator.save_model", _GROUP)
+def _compiled(side: Side) -> Figures:
+    *figures, sums = _save_model(side, torch.compile(llama()))
+    if side.is_stock:  # saves names that `from_pretrained` does not find
+        sums = {name.removeprefix("_orig_mod."): value for name, value in sums.items()}
+    return [*figures, sums]
+
+
 @row("accelerator.save_model", _GROUP)
-def _save_model(side: Side) -> Figures:
+def _save_model(side: Side, model: Any = None) -> Figures:
     from safetensors.torch import load_file
 
     accelerator = side.accelerator()
-    model = llama()
+    model = llama() if model is None else model
     model, optimizer, loader = accelerator.prepare(model, _adamw(model), _loader(side))
     figures = _loop(side, accelerator, model, optimizer, loader)
     accelerator.save_model(model, str(side.folder / "out"))

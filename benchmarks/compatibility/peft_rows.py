@@ -53,6 +53,18 @@ _entered("LoHa", lambda: peft.LoHaConfig(r=4, module_dropout=0.0, **_TARGETS))
 _entered("VeRA", lambda: peft.VeraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"]))
 
 
+@row("LoRA, merge_and_unload, saved", _GROUP)
+def _merged(side: Side) -> Figures:
+    def then(trainer: Any) -> dict[str, float]:
+        merged = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
+        merged.save_pretrained(side.folder / "merged", is_main_process=dist.get_rank() == 0)
+        dist.barrier()
+        state = type(llama()).from_pretrained(side.folder / "merged").state_dict()
+        return {name: float(value.double().abs().sum()) for name, value in state.items()}
+
+    return _adapted(side, config=_lora, then=then)
+
+
 @row("LoRA, saved and loaded as an adapter", _GROUP)
 def _saved(side: Side) -> Figures:
     def then(trainer: Any) -> dict[str, float]:

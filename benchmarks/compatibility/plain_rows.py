@@ -10,6 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import hf_osdp
 
 from .data import LENGTH, tokens
 from .models import Plain, gpt2, llama
@@ -35,6 +38,8 @@ def _loop(
     optimizer_of: Any = None,
     then: Any = None,
     inputs: Any = None,
+    clip: Any = None,
+    after_step: Any = None,
     **options: Any,
 ) -> Figures:
     """Train steps of `micro` micro-batches, with clipping."""
@@ -51,9 +56,11 @@ def _loop(
                 loss = model(**batch)["loss"] if loss_of is None else loss_of(model, batch)
                 (loss / micro).backward()
             total += mean_over_ranks(loss) / micro
-        figures.append({"loss": total, "grad_norm": _clipped(side, model)})
+        figures.append({"loss": total, "grad_norm": (clip or _clipped)(side, model)})
         optimizer.step()
         optimizer.zero_grad()
+        if after_step is not None:
+            after_step(model, step)
     return figures if then is None else [*figures, then(side, model)]
 
 
@@ -66,6 +73,10 @@ def _micro_step(side: Side, model: Any, last: bool) -> Any:
 def _clipped(side: Side, model: Any) -> float:
     clip = partial(nn.utils.clip_grad_norm_, model.parameters()) if side.is_stock else model.clip_grad_norm_
     return float(clip(1.0))
+
+
+def _clipped_by_torch(side: Side, model: Any) -> float:
+    return float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
 
 
 def _entered(name: str, *, about: dict[str, Any] | None = None, **options: Any) -> None:
@@ -110,5 +121,34 @@ _entered("the loss reads the head's weight, other layouts", make=llama, loss_of=
 _entered("torch.optim.SGD with momentum", optimizer_of=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
 _entered("torch.optim.Adagrad", optimizer_of=partial(torch.optim.Adagrad, lr=1e-2))
 _entered("torch.optim.Adam, fused", optimizer_of=partial(torch.optim.Adam, lr=1e-2, eps=1e-5, fused=True))
+
+
+class _Averaged:
+    """Average the weights in a whole copy."""
+
+    def __init__(self) -> None:
+        self.average = AveragedModel(llama())
+
+    def __call__(self, model: Any, step: int) -> None:
+        with hf_osdp.full_parameters(model.module, write_back=False):
+            self.average.update_parameters(model.module)
+
+    def sums(self, side: Side, model: Any) -> dict[str, float]:
+        return {name: float(value.double().abs().sum()) for name, value in self.average.module.state_dict().items()}
+
+
+def _loads(model: Any, step: int) -> None:
+    if step == 1:
+        model.module.load_state_dict(llama().state_dict())
+
+
+@row("AveragedModel, in full_parameters", _GROUP)
+def _averages(side: Side) -> Figures:
+    averaged = _Averaged()
+    return _loop(side, make=llama, after_step=averaged, then=averaged.sums)
+
+
+_entered("torch.nn.utils.clip_grad_norm_", make=llama, clip=_clipped_by_torch)
+_entered("whole weights loaded between steps", make=llama, after_step=_loads)
 _entered("save_pretrained", then=_pretrained)
 _entered("whole state dict", make=llama, then=_whole_state)

@@ -63,6 +63,14 @@ def _read(side: Side, trainer: Any) -> dict[str, float]:
     return {"sum": float(weight.detach().abs().sum())}
 
 
+def _part(side: Side, trainer: Any) -> dict[str, float]:
+    """Save the model without its head."""
+    folder, part = Path(side.folder, "part"), trainer.accelerator.unwrap_model(trainer.model).model
+    part.save_pretrained(folder, is_main_process=_is_first())
+    dist.barrier()
+    return _sums(type(part).from_pretrained(folder).state_dict())
+
+
 def _entered(name: str, then: Any, **about: Any) -> None:
     def train(side: Side) -> Figures:
         return trained(side, llama(), tokens(), then=partial(then, side))
@@ -72,6 +80,7 @@ def _entered(name: str, then: Any, **about: Any) -> None:
 
 _entered("model.save_pretrained", _pretrained, daily=True)
 _entered("accelerator.get_state_dict, torch.save", _saved_state)
+_entered("a part of the model saved", _part)
 _entered("torch.save(model)", _saved_module, expected=Verdict.REFUSED, is_refused_late=True)
 _entered("the model called after training", _called)
 _entered("a weight read after training", _read)

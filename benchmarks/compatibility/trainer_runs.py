@@ -9,8 +9,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
+from trl import BEMACallback
 
 from .data import classes, masked, padded, sentences, tokenizer, tokens, uneven_tokens
 from .models import gpt2, llama, tiny
@@ -204,6 +206,37 @@ class _Freezing(TrainerCallback):
         """Halve it."""
         for group in optimizer.param_groups:
             group["lr"] /= 2
+
+
+class _Averaging(TrainerCallback):
+    """Average weights in a whole copy, and continue from the average."""
+
+    def __init__(self, model: Any) -> None:
+        self.average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.average.update_parameters(model)
+        if state.global_step == 2:
+            with torch.no_grad():
+                for parameter, mean in zip(model.parameters(), self.average.module.parameters(), strict=True):
+                    parameter.copy_(mean)
+
+
+def _sums(model: torch.nn.Module) -> dict[str, float]:
+    return {name: float(parameter.detach().double().abs().sum()) for name, parameter in model.named_parameters()}
+
+
+@row("a callback that averages weights in a whole copy", _GROUP)
+def _averaged(side: Side) -> Figures:
+    model = llama()
+    callback = _Averaging(model)
+    return trained(side, model, tokens(), given={"callbacks": [callback]}, then=lambda trainer: _sums(callback.average.module))
+
+
+@row("TRL's BEMACallback", _GROUP)
+def _bema(side: Side) -> Figures:
+    callback = BEMACallback(update_freq=1)
+    return trained(side, llama(), tokens(), given={"callbacks": [callback]}, then=lambda trainer: _sums(callback.running_model))
 
 
 @row("a callback that changes the optimizer", _GROUP)

@@ -72,6 +72,9 @@ def _dpo(side: Side, *, reference: bool = False, adapters: bool = False, **optio
 
 
 _entered("DPO, reference model given", _dpo, reference=True, with_lora=False, about={"daily": True})
+_entered(
+    "DPO, sync_ref_model", _dpo, reference=True, with_lora=False, sync_ref_model=True, ref_model_mixup_alpha=0.5, ref_model_sync_steps=1
+)
 _entered("DPO, precompute_ref_log_probs", _dpo, reference=True, with_lora=False, precompute_ref_log_probs=True)
 row("DPO, LoRA, the base is the reference", _GROUP)(partial(_dpo, adapters=True))
 row("DPO, LoRA, precompute_ref_log_probs", _GROUP)(partial(_dpo, adapters=True, precompute_ref_log_probs=True))

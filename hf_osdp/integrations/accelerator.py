@@ -29,6 +29,7 @@ from ..errors import OSDPError
 from ..measurement.step_meter import LoopMeter, Observation
 from ..modeling.batch import Inputs
 from ..modeling.build import checkpoint_blocks
+from ..modeling.wrapping import without_wrappers
 from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
@@ -141,6 +142,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             InfeasibleError: no plan meets the memory limit.
         """
         sizes: dict[str, Any] = {"sequence_length": sequence_length, "global_batch_size": global_batch_size}
+        model = self._without_wrappers(model)
         config = replace(self._config, **{name: value for name, value in sizes.items() if value})
         plan = self._make_plan(model, config, optimizer)
         self.gradient_accumulation_steps = plan.accumulation_steps
@@ -216,6 +218,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401  as stock
         """Prepare as `Accelerator.prepare`; a model may also come without an optimizer, for evaluation."""
+        args = tuple(self._without_wrappers(one) if isinstance(one, nn.Module) else one for one in args)
         models, optimizers, loaders = _of_type(args, nn.Module), _of_type(args, torch.optim.Optimizer), _of_type(args, DataLoader)
         known = {id(model) for model in (*self._models, *models)}
         if self.is_fsdp2 and models and len(known) > 1:
@@ -235,6 +238,13 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         if optimizers and self._models and self.planned_run is not None:
             self._bind_optimizers(optimizers, self.planned_run)
         return result
+
+    def _without_wrappers(self, model: nn.Module) -> nn.Module:
+        """Return the model without wrappers of torch.compile; if there were any, the plan compiles its blocks."""
+        model, is_wrapped = without_wrappers(model)
+        if is_wrapped and self.planned_run is None:
+            self.plugin.osdp = self._config.compiling()
+        return model
 
     def _plan_or_check(self, model: nn.Module, loaders: Sequence[DataLoader[Any]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Plan for the first loader, which is for training; if a plan exists, refuse a loader with another batch size."""
@@ -399,7 +409,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         if dynamo.backend != DynamoBackend.INDUCTOR or unsupported:
             options = ", ".join(f"{name}={getattr(dynamo, name)!r}" for name in unsupported) or f"backend={dynamo.backend.value.lower()}"
             raise ValueError(f"torch.compile with {options} cannot be planned; use inductor with its defaults, or leave it out.")
-        self.plugin.osdp = replace(self._config, compile=self._config.compile or True)  # "auto" stays
+        self.plugin.osdp = self._config.compiling()
 
     def _select_fsdp(self, *, single_process: bool = False) -> None:
         """Select FSDP with this plugin in the shared state; Accelerate does not for CPU processes, and keeps its first plugin."""

@@ -18,6 +18,7 @@ from ..checkpoint.writer import CheckpointWriter
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank, world_size
 from ..measurement.step_meter import LoopMeter, Observation
+from ..modeling.wrapping import without_wrappers
 from ..planner.description import DType
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
@@ -103,6 +104,8 @@ class OptimalShardedDataParallel(nn.Module):
         """
         super().__init__()
         config = merged_config(config)
+        model, is_wrapped = without_wrappers(model)
+        config = config.compiling() if is_wrapped else config
         _check(config, optimizer)
         precision = Precision.named(mixed_precision)
         if config.local_steps is not None and precision.compute is DType.FLOAT16:

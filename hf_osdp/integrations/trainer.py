@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from ..checkpoint.resume import start_fresh
 from ..distributed.process_group import host_barrier
 from ..distributed.stop import StopSignal
 from ..measurement.step_meter import StepMeter
+from ..modeling.wrapping import without_wrappers
 from ..planning.config import OSDPConfig
 from ..planning.plan_run import PlannedRun
+from ..sharding.between_steps import AcrossLayouts, mixing_explained
 from ..sharding.environment import hold_master_weights
 from ..sharding.state import free_gathered
-from ..sharding.weight_reads import mixing_explained
 from .accelerator import OSDPAccelerator
 from .announce import announce_result, plan_and_announce
 from .checkpoints import patched
@@ -72,6 +74,9 @@ class Trainer(TrainerCheckpoints):
         if self._osdp is not None:
             refuse_unsupported(given)
             arguments = given.get("args") or TrainingArguments(output_dir="tmp_trainer")
+            if isinstance(model := given.get("model"), torch.nn.Module):
+                given["model"], is_wrapped = without_wrappers(model)
+                self._osdp = self._osdp.compiling() if is_wrapped else self._osdp
             given["args"] = copied_arguments(arguments)
             self._given_args = arguments, dict(vars(arguments))
             assert arguments.output_dir is not None
@@ -111,6 +116,7 @@ class Trainer(TrainerCheckpoints):
         self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and not ignores_item_count(self.model)
         self._meter = StepMeter(args.device, compiled=bool(self._run.plan.compiled_classes))
         self.add_callback(_StepCallback(self._meter))
+        self.callback_handler.call_event = partial(_call_event, self.callback_handler.call_event)  # type: ignore[method-assign]
         self._stop = StopSignal()
         if self._osdp.save_on_sigterm:
             self.add_callback(StopCallback(self._stop))
@@ -166,6 +172,19 @@ class Trainer(TrainerCheckpoints):
         if self._osdp is not None:
             host_barrier()  # stock continues with collectives while rank 0 still writes
 
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run forward and backward as the stock Trainer, and explain an error of a loss that mixes shards with whole tensors."""
+        with self._loss_explained():
+            return super().training_step(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as stock
+        """Evaluate as the stock Trainer, and explain an error as in `training_step`."""
+        with self._loss_explained():
+            return super().prediction_step(*args, **kwargs)
+
+    def _loss_explained(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._osdp is None else mixing_explained(in_loss=True)
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train as the stock Trainer; then print estimate and measurement, and write `osdp_report.json`.
 
@@ -184,7 +203,7 @@ class Trainer(TrainerCheckpoints):
         if self.accelerator._local_steps is not None:
             self.accelerator._local_steps.end()  # state of an earlier training
         try:
-            with self.accelerator.out_of_memory_explained(), mixing_explained():
+            with self.accelerator.out_of_memory_explained(), mixing_explained(in_loss=False):
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
         finally:
             self._stop.abandon()  # in case an error ended training
@@ -219,6 +238,12 @@ def with_osdp(trainer_class: type[StockTrainer]) -> type[StockTrainer]:
         return Trainer
     members = {"__module__": trainer_class.__module__, "__doc__": trainer_class.__doc__, "__qualname__": trainer_class.__qualname__}
     return type(trainer_class.__name__, (trainer_class, Trainer), members)
+
+
+def _call_event(call: Callable[..., Any], event: str, *args: Any, **kwargs: Any) -> object:
+    """Call an event's callbacks so that their element-wise work on weights, such as averages, runs on shards of any layout."""
+    with AcrossLayouts(f"Work on weights in {event}"), mixing_explained(in_loss=False):
+        return call(event, *args, **kwargs)
 
 
 class _StepCallback(TrainerCallback):

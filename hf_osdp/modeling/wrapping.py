@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -57,6 +58,26 @@ def compile_forward(module: nn.Module, recomputation: Recomputation | None = Non
     """
     compiler = _COMPILER.get()
     module.forward = CompiledForward(module.forward, recomputation) if compiler is None else compiler(module.forward, recomputation)
+
+
+def without_wrappers(model: nn.Module) -> tuple[nn.Module, bool]:
+    """Return a model without the wrappers of `torch.compile(module)`, around itself or its modules, and whether there were any.
+
+    Names of parameters below a wrapper begin with `_orig_mod.`, also in saved files, which `from_pretrained` would not find.
+
+    Raises:
+        ValueError: a wrapper has another backend than Inductor.
+    """
+    dynamo = sys.modules.get("torch._dynamo")  # without it nothing is wrapped
+    wrappers = {m for m in model.modules() if isinstance(m, dynamo.OptimizedModule)} if dynamo is not None else set()
+    if any(wrapper.get_compiler_config() is None for wrapper in wrappers):
+        raise ValueError("torch.compile(model) with a backend other than inductor cannot be planned; use inductor, or leave it out.")
+    for module in list(model.modules()) if wrappers else ():
+        for name, child in module._modules.items():
+            if child in wrappers:
+                module._modules[name] = child._orig_mod  # type: ignore[union-attr, assignment]
+    unwrapped: nn.Module = model._orig_mod if model in wrappers else model  # type: ignore[assignment]
+    return unwrapped, bool(wrappers)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +193,10 @@ class OSDPConfig:
             raise ValueError(f"{problem}; leave one of the two out.")
         if self.nodes is not None and isinstance(self.hardware, Hardware):
             raise ValueError(f"nodes={self.nodes} was given with a hardware description of {self.hardware.nodes}; leave nodes out.")
+
+    def compiling(self) -> OSDPConfig:
+        """Return the configuration with compiled blocks, for which something else than `compile` asks; `"auto"` stays."""
+        return replace(self, compile=self.compile or True)
 
     def _shown(self, name: str) -> str:
         """Return an option for a message, without values that may be long."""

@@ -29,7 +29,8 @@ from ..planner.decision import UnitDecision
 from ..planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription
 from ..planner.plan import Plan
 from .environment import form_process_group, parameter_groups, uses_host
-from .sharded_class import keep_class
+from .gradients import clip_across_meshes
+from .sharded_class import keep_class, save_whole
 from .state import broadcast_parameters
 from .weight_reads import WeightReads
 
@@ -105,6 +106,7 @@ def apply_plan(
     refuse_hooks(model)
     replaced = [parameter for parameter in model.parameters() if parameter not in ignored]
     _fully_shard(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pin_memory, background)
+    clip_across_meshes()
     WeightReads(model, units, scalars, replaced, background, is_alone=meshes.is_silent)
     return model
 
@@ -156,6 +158,8 @@ def _fully_shard(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             keep_class(module)
+        else:
+            save_whole(module)
 
 
 def _is_read(group: FSDPParamGroup, reduced: Tensor) -> bool:

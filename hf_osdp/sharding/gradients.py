@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
 
 from ..distributed.mesh import apart, collective_device, sharing_ranks, world_size
 
@@ -76,6 +78,38 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
     for device, tensors in by_device.items():
         torch._foreach_mul_(tensors, factor.to(device))
     return norm
+
+
+def clip_across_meshes() -> None:
+    """Let `torch.nn.utils.clip_grad_norm_` clip gradients on several meshes, or shards beside whole tensors, by our `total_norm`.
+
+    torch stacks the norms of all gradients, and scales them by one list operator; both fail for those ("must have the same mesh"; read in
+    torch 2.11 to 2.13). It has no hook, and a script may hold `clip_grad_norm_` already, so the two functions that it calls are wrapped.
+    """
+    stock_norm, stock_scale = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
+    if stock_norm.__module__ == __name__:
+        return
+
+    def norm_of(
+        tensors: torch.Tensor | Iterable[torch.Tensor],
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        grads = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        if len({grad.device_mesh if isinstance(grad, DTensor) else None for grad in grads}) > 1:
+            grads = [total_norm(grads, norm_type)]
+        return stock_norm(grads, norm_type, error_if_nonfinite, foreach)
+
+    def scale(
+        parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
+    ) -> None:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not isinstance(total_norm, DTensor):
+            parameters = [SimpleNamespace(grad=local(p.grad)) for p in parameters if p.grad is not None]  # type: ignore[misc]
+        stock_scale(parameters, max_norm, total_norm, foreach)
+
+    clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_ = norm_of, scale
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank
@@ -35,8 +36,7 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
         methods["state_dict"] = _state_dict
     if hasattr(cls, "generate"):
         methods["generate"] = _CalledOnAllRanks(cls.generate)
-    save = getattr(cls, "save_pretrained", None)
-    if save is not None and {"state_dict", "kwargs"} & set(inspect.signature(save).parameters):
+    if (save := _save_of(cls)) is not None:
         methods["save_pretrained"] = _saving_whole_weights(save)
     return type(cls.__name__, (FSDPModule, cls), methods)
 
@@ -60,8 +60,8 @@ class _Shards(OrderedDict[str, Any]):
 def _state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
     """Return the stock state dict; the model's whole one cannot be pickled."""
     state: Mapping[str, Any] = nn.Module.state_dict(self, *args, **kwargs)
-    if args or kwargs.get("destination") is not None:
-        return state
+    if args or kwargs.get("destination") is not None or not any(isinstance(value, DTensor) for value in state.values()):
+        return state  # whole within `full_parameters`
     shards = _Shards(state)
     shards._metadata = state._metadata  # type: ignore[attr-defined]
     return shards
@@ -92,6 +92,18 @@ class _CalledOnAllRanks:
         return called
 
 
+def save_whole(part: nn.Module) -> None:
+    """Make a part of a sharded model, or the model inside of adapters, save whole weights too."""
+    if (save := _save_of(type(part))) is not None:
+        part.save_pretrained = _saving_whole_weights(save).__get__(part)  # type: ignore[attr-defined]
+
+
+def _save_of(cls: type[nn.Module]) -> Callable[..., Any] | None:
+    """Return a class's `save_pretrained`, if it can be given whole weights."""
+    save = getattr(cls, "save_pretrained", None)
+    return save if save is not None and {"state_dict", "kwargs"} & set(inspect.signature(save).parameters) else None
+
+
 def _saving_whole_weights(save: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method so that rank 0 writes whole weights; without a state dict they are gathered, and every rank must call it."""
     signature = inspect.signature(save)
@@ -102,6 +114,8 @@ def _saving_whole_weights(save: Callable[..., Any]) -> Callable[..., Any]:
         owner = call.arguments if "state_dict" in signature.parameters else call.arguments.setdefault("kwargs", {})
         if owner.get("state_dict") is not None:
             return save(*call.args, **call.kwargs) if rank() == 0 else None
+        if not any(isinstance(parameter, DTensor) for parameter in self.parameters()):  # whole already, perhaps on one rank alone
+            return save(*call.args, **call.kwargs)
         require_all(f"{type(self).__name__}.save_pretrained")
         owner["state_dict"] = full_state_dict(self)
         return on_rank_zero(lambda: save(*call.args, **call.kwargs))

@@ -199,7 +199,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], *,
         if target.shape != shapes[name]:
             raise RuntimeError(f"{name!r} has shape {shapes[name]}, but the model's has {tuple(target.shape)}.")
     for name in {id(target): name for name, target in found.items()}.values():  # tied weights are loaded once
-        _broadcast_into(targets[name], state[name] if rank() == 0 else None)
+        broadcast_into(targets[name], state[name] if rank() == 0 else None)
 
 
 @torch.no_grad()
@@ -316,7 +316,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Opti
     for name, own in mine["state"].items():
         if name in shapes:  # parameters without a gradient at the time of saving have no state
             for key in _shapes(own):
-                _broadcast_into(own[key], state["state"][name][key] if rank() == 0 else None)
+                broadcast_into(own[key], state["state"][name][key] if rank() == 0 else None)
             loaded["state"][name] = {**own, **loaded["state"][name]}
     set_optimizer_state(model, optimizer, loaded)
 
@@ -326,11 +326,11 @@ def _copy_on_rank_zero(value: torch.Tensor) -> torch.Tensor:
     if isinstance(value, SlicedTensor):
         parts = [_copy_on_rank_zero(part) for part in value.parts]
         return torch.cat(parts, dim=value.whole.dim) if rank() == 0 else parts[0]
-    whole = _gathered(value) if isinstance(value, DTensor) else value
+    whole = gathered(value) if isinstance(value, DTensor) else value
     return whole.detach().to("cpu", copy=True) if rank() == 0 else torch.empty(0)
 
 
-def _gathered(value: DTensor) -> torch.Tensor:
+def gathered(value: DTensor) -> torch.Tensor:
     """Gather a tensor that is sharded by rows over one axis of its mesh, by one plain collective.
 
     The group of a CUDA mesh may have only NCCL, which cannot send CPU tensors, so shards on the host are copied to the device first.
@@ -346,11 +346,11 @@ def _gathered(value: DTensor) -> torch.Tensor:
     return gather_rows(value.to_local(), value.shape[0], value.device_mesh.get_group(axes[0]))
 
 
-def _broadcast_into(target: torch.Tensor, source: torch.Tensor | None) -> None:
+def broadcast_into(target: torch.Tensor, source: torch.Tensor | None) -> None:
     """Broadcast rank 0's whole tensor, and copy each rank's part into its parameter, buffer or state. Collective."""
     if isinstance(target, SlicedTensor):
         for part, start, size in zip(target.parts, target.whole.starts, target.whole.sizes, strict=True):
-            _broadcast_into(part, None if source is None else source.narrow(target.whole.dim, start, size))
+            broadcast_into(part, None if source is None else source.narrow(target.whole.dim, start, size))
         return
     whole = source
     if world_size() > 1:

@@ -7,8 +7,7 @@ backward, the unit is gathered here; it stays gathered and is reduced at the end
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..distributed.process_group import require_all
 from ..distributed.replicas import Background
@@ -26,13 +26,11 @@ from ..modeling.step_hooks import before_step
 from ..modeling.units import modules_by_name
 from ..planner.description import UnitDescription
 from .environment import parameter_groups
-from .gradient_checks import REMEDY, GradientChecks
+from .gradient_checks import GradientChecks
 
 _Parameters = Iterable[nn.Parameter]
 _IN_CALL = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
 """States of a unit whose module runs forward or is recomputed in backward: FSDP2 gathers it for these reads."""
-_MIXED = ("got mixed torch.Tensor and DTensor", "inputs with different meshes")
-"""Parts of torch's messages about operators on shards and whole tensors, or on shards of several layouts."""
 
 
 class WeightReads:
@@ -70,6 +68,7 @@ class WeightReads:
                 for owner in (info.module, *info.shared_modules):
                     if not isinstance(owner._parameters, _WatchedParameters):
                         owner.__dict__["_parameters"] = _WatchedParameters(owner._parameters, group, self)
+                        owner.register_load_state_dict_pre_hook(_load_as_shards)
         for module in root.modules():
             if isinstance(module, FSDPModule):
                 state = module._get_fsdp_state()
@@ -203,6 +202,18 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
         return dict, (dict(super().items()),)
 
 
+def _load_as_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *unused: object) -> None:
+    """Cut whole tensors, the same on every rank, to load them into shards; nothing is sent."""
+    for leaf, parameter in module._parameters.items():
+        value = state.get(prefix + leaf)
+        if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor):
+            continue
+        if metadata.get("assign_to_params_buffers", False):
+            raise OSDPError("load_state_dict(assign=True) would replace shards, which FSDP2 and the optimizer hold; leave out assign.")
+        if not isinstance(value, DTensor) and value.shape == parameter.shape:
+            state[prefix + leaf] = distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+
+
 def _step_begins(checks: weakref.ref[GradientChecks], optimizer: torch.optim.Optimizer) -> None:
     if (found := checks()) is not None:  # the model may be freed while hooks of a step run
         found.step_begins(optimizer)
@@ -215,15 +226,11 @@ def end_step(model: nn.Module) -> None:
             reads.end_step()
 
 
-@contextmanager
-def mixing_explained() -> Iterator[None]:
-    """Add the remedy to torch's error about a loss that mixes whole tensors with shards."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not any(text in str(error) for text in _MIXED):
-            raise
-        raise OSDPError(f"The loss mixes whole tensors with shards of weights; {REMEDY}.") from error
+def watched_units(model: nn.Module) -> Iterator[tuple[FSDPParamGroup, WeightReads]]:
+    """Yield the unit of each module that has parameters under a plan, with its watcher."""
+    for module in model.modules():
+        if isinstance(watched := module._parameters, _WatchedParameters):
+            yield watched.group, watched.reads
 
 
 def _postpone(*unused: object) -> None:

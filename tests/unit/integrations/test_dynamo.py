@@ -9,6 +9,7 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from accelerate.utils.other import is_compiled_module
 
 from hf_osdp.integrations.accelerator import OSDPAccelerator
+from tests.helpers.models import tiny_model
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,16 @@ def test_blocks_are_compiled_as_options_launcher_and_dynamo_ask(monkeypatch, osd
     if variable:
         monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", variable)
     assert OSDPAccelerator(cpu=True, osdp=osdp, **asked).plugin.osdp.compile == compiles
+
+
+@pytest.mark.parametrize("osdp", [{}, {"compile": "auto"}])
+def test_a_model_wrapped_by_torch_compile_is_unwrapped_and_its_blocks_are_compiled(osdp):
+    accelerator = OSDPAccelerator(cpu=True, osdp=osdp)
+    model = tiny_model("gpt2")
+    assert accelerator._without_wrappers(model) is model and accelerator.plugin.osdp.compile == osdp.get("compile", False)
+    assert accelerator._without_wrappers(torch.compile(model)) is model and accelerator.plugin.osdp.compile == osdp.get("compile", True)
+    with pytest.raises(ValueError, match="so compile=True would have no effect; leave one of the two out"):
+        OSDPAccelerator(cpu=True, osdp={"plan": "plan.json"})._without_wrappers(torch.compile(model))
 
 
 @pytest.mark.parametrize(

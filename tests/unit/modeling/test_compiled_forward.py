@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_osdp.modeling.wrapping import CompiledForward, compile_forward, is_compiled
+from hf_osdp.modeling.wrapping import CompiledForward, compile_forward, is_compiled, without_wrappers
 
 
 class Normed(nn.Module):
@@ -36,6 +36,20 @@ def stepped(block: nn.Module) -> list[torch.Tensor]:
 def block() -> nn.Module:
     torch.manual_seed(0)
     return Normed()
+
+
+def test_wrappers_of_torch_compile_are_taken_off_a_model_and_its_modules():
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    names = list(plain.state_dict())
+    assert without_wrappers(plain) == (plain, False)
+    inner = plain[0]
+    plain[0], plain[1][0] = torch.compile(inner), torch.compile(plain[1][0])
+    wrapped = torch.compile(plain)
+    assert list(wrapped.state_dict()) != names
+    model, is_wrapped = without_wrappers(wrapped)
+    assert is_wrapped and model is plain and model[0] is inner and list(model.state_dict()) == names
+    with pytest.raises(ValueError, match="with a backend other than inductor cannot be planned; use inductor, or leave it out"):
+        without_wrappers(torch.compile(nn.Linear(2, 2), backend="eager"))
 
 
 def test_statistics_of_batch_norm_in_a_compiled_block_count_each_batch_once(block):
