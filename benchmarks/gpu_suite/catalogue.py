@@ -8,4 +8,5 @@ from . import faults  # noqa: F401
 from . import offload  # noqa: F401
 from . import memory  # noqa: F401
 from . import times  # noqa: F401
+from . import beside  # noqa: F401
 from . import headlines  # noqa: F401

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,6 +28,7 @@ beyond which blocks run without compilation."""
 Compiler = Callable[[Callable[..., Any], Recomputation | None], Callable[..., Any]]
 """Function from a forward and its recomputation to the compiled forward."""
 _COMPILER: ContextVar[Compiler | None] = ContextVar("_COMPILER", default=None)
+_log = logging.getLogger(__name__)
 
 
 class CompiledForward:
@@ -77,6 +79,11 @@ def without_wrappers(model: nn.Module) -> tuple[nn.Module, bool]:
             if child in wrappers:
                 module._modules[name] = child._orig_mod  # type: ignore[union-attr, assignment]
     unwrapped: nn.Module = model._orig_mod if model in wrappers else model  # type: ignore[assignment]
+    if wrappers:
+        _log.warning(
+            "torch.compile(model) was taken off, and the plan compiles the blocks with Inductor's defaults; its mode, fullgraph, dynamic"
+            " and options are not used. Leave torch.compile out and set OSDPConfig(compile=True) instead."
+        )
     return unwrapped, bool(wrappers)
 
 

@@ -95,7 +95,7 @@ class _CalledOnAllRanks:
 def save_whole(part: nn.Module) -> None:
     """Make a part of a sharded model, or the model inside of adapters, save whole weights too."""
     if (save := _save_of(type(part))) is not None:
-        part.save_pretrained = _saving_whole_weights(save).__get__(part)  # type: ignore[attr-defined]
+        part.save_pretrained = _saving_whole_weights(save).__get__(part)
 
 
 def _save_of(cls: type[nn.Module]) -> Callable[..., Any] | None:
