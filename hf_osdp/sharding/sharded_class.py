@@ -30,11 +30,13 @@ def keep_class(module: nn.Module) -> None:
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Make FSDP2's subclass of a class, as `fully_shard` does, with the original name and replacements for methods that sharding breaks."""
     methods: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    methods |= {"__deepcopy__": _no_copy, "__reduce_ex__": _no_copy, "_is_fsdp_managed_module": True}  # the last: for `generate`
+    methods |= {"__deepcopy__": _no_copy, "__reduce_ex__": _no_copy}
     if cls.state_dict is nn.Module.state_dict:
         methods["state_dict"] = _state_dict
     if hasattr(cls, "generate"):
         methods["generate"] = _CalledOnAllRanks(cls.generate)
+        # transformers then lets ranks generate equally many tokens. Encoders that read it elsewhere would switch off LayerDrop.
+        methods["_is_fsdp_managed_module"] = True
     save = getattr(cls, "save_pretrained", None)
     if save is not None and {"state_dict", "kwargs"} & set(inspect.signature(save).parameters):
         methods["save_pretrained"] = _saving_whole_weights(save)
