@@ -29,7 +29,7 @@ from ..planner.decision import UnitDecision
 from ..planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription
 from ..planner.plan import Plan
 from .environment import form_process_group, parameter_groups, uses_host
-from .sharded_class import keep_class
+from .sharded_class import keep_class, mark_managed
 from .state import broadcast_parameters
 from .weight_reads import WeightReads
 
@@ -156,6 +156,7 @@ def _fully_shard(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             keep_class(module)
+    mark_managed(model)
 
 
 def _is_read(group: FSDPParamGroup, reduced: Tensor) -> bool:

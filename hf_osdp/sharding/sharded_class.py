@@ -16,6 +16,7 @@ from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank
 from ..distributed.process_group import require_all
 from ..errors import OSDPError
+from ..modeling.wrapping import is_compiled
 from .state import full_state_dict
 
 _REMEDY = "call model.save_pretrained(folder) on every rank, or save what accelerator.get_state_dict(model) returns on rank 0"
@@ -24,6 +25,18 @@ _REMEDY = "call model.save_pretrained(folder) on every rank, or save what accele
 def keep_class(module: nn.Module) -> None:
     """Name a sharded module's class as before: FSDP2 renames it, and transformers looks up losses, heads and files by class name."""
     module.__class__ = _sharded_class(type(module).__mro__[2])
+
+
+def mark_managed(model: nn.Module) -> None:
+    """Let only `generate` and compiled blocks read FSDP2's mark, which it sets on every module.
+
+    transformers' `generate` then lets all ranks generate equally many tokens, and torch.compile treats weights as FSDP2's. But encoders
+    with LayerDrop (20 classes of transformers 5.23) run every layer where they find it.
+    """
+    compiled = {inner for module in model.modules() if is_compiled(module) for inner in module.modules()}
+    for module in model.modules():
+        if not hasattr(module, "generate") and module not in compiled:
+            vars(module).pop("_is_fsdp_managed_module", None)
 
 
 @functools.cache
@@ -35,8 +48,6 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
         methods["state_dict"] = _state_dict
     if hasattr(cls, "generate"):
         methods["generate"] = _CalledOnAllRanks(cls.generate)
-        # transformers then lets ranks generate equally many tokens. Encoders that read it elsewhere would switch off LayerDrop.
-        methods["_is_fsdp_managed_module"] = True
     save = getattr(cls, "save_pretrained", None)
     if save is not None and {"state_dict", "kwargs"} & set(inspect.signature(save).parameters):
         methods["save_pretrained"] = _saving_whole_weights(save)
