@@ -108,9 +108,8 @@ class GradientChecks:
             self._average_scalars()
         holding = list(filter(_holds, self._labels))
         for group in holding:
-            waits = partial(self._order.holds, group) if self._order is not None else lambda parameter: False
-            left = (p for p in group.fsdp_params if has_whole_gradient(p) and not waits(p))
-            if group.reduce_grads and (late := next(left, None)) is not None:
+            waits = self._order is not None and not group.all_reduce_grads  # for the last micro-step, which reduces what is left
+            if group.reduce_grads and not waits and (late := next(filter(has_whole_gradient, group.fsdp_params), None)) is not None:
                 raise UnreducedGradientError(
                     f"Unit {self._labels[group]!r} got a gradient for its {late._module_info.param_name} that was not reduced over the"
                     f" ranks, because it came after the unit's own backward; {REMEDY}."

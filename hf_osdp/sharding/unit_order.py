@@ -12,11 +12,11 @@ gloo, until no rank needs a further one; one that was not expected is issued the
 from __future__ import annotations
 
 import sys
-from binascii import crc32
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,20 +27,48 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from ..distributed.process_group import all_gather_objects, differences
+from ..distributed.process_group import all_gather_objects
 from ..errors import OSDPError
 from .environment import parameter_groups
 from .unit_sequences import GATHER, REDUCE, REDUCE_REST, Expected, merged, operation, unit_of
 
 _LATER = 2
 """Calls of the model since the last backward, above which they are of one kind."""
+_MOST_RANKS = 2**20
+
+
+class _Kind(NamedTuple):
+    """What the ranks do in a phase; the same on all of them."""
+
+    is_backward: bool = False
+    trains: bool = False
+    """The call computes gradients; the backward is a step's last."""
+    calls: int = -1
+    """Calls of the model since the last backward; -1 for a read of a weight between phases."""
+
+    def __str__(self) -> str:
+        if self.calls < 0:
+            return "a read of a weight outside of the model's call"
+        if self.is_backward:
+            return "backward" if self.trains else "backward of a micro-step that is not the last"
+        number = ("the first", "the second", "a later")[self.calls]
+        return f"{number} call of the model{'' if self.trains else ' without gradients'} since backward"
+
+    @property
+    def number(self) -> int:
+        return 100 * self.is_backward + 10 * self.trains + self.calls + 1
+
+    @staticmethod
+    def of_number(number: int) -> _Kind:
+        return _Kind(bool(number // 100), bool(number // 10 % 10), number % 10 - 1)
 
 
 @dataclass(slots=True, kw_only=True)
 class _Phase:
-    kind: str
+    kind: _Kind
     expected: Expected
-    is_backward: bool
+    start: tuple[torch.Tensor, dist.Work] | None
+    """The comparison of kinds, in progress; None once it has ended well."""
     position: int = 0
     """How many of the expected collectives have been issued."""
     needed: list[int] = field(default_factory=list)
@@ -61,7 +89,7 @@ class UnitOrder:
         self._groups = list(labels)
         self._numbers = {group: number for number, group in enumerate(self._groups)}
         self._gathers = any(_ranks(group) > 1 for group in self._groups)
-        self._expected: dict[str, Expected] = {}
+        self._expected: dict[_Kind, Expected] = {}
         self._phase: _Phase | None = None
         self._outermost: nn.Module | None = None
         self._error_before: BaseException | None = None
@@ -83,11 +111,12 @@ class UnitOrder:
             module.register_forward_hook(self._call_ends, always_call=True)
 
     def backward_begins(self) -> None:
-        if self._phase is not None and not self._phase.is_backward:  # backward within a call of the model
+        if self._phase is not None and not self._phase.kind.is_backward:  # backward within a call of the model
             self._finish()
-        if self._phase is None and (self._gathers or any(group.reduce_grads for group in self._groups)):
+        sends = self._gathers or any(group.reduce_grads and group.all_reduce_grads for group in self._groups)
+        if self._phase is None and sends:  # else ranks may call backward differently often
             last = all(group.reduce_grads and group.all_reduce_grads for group in self._groups)
-            self._begin(f"backward{'' if last else ' of a micro-step'}, after {self._calls} calls", is_backward=True)
+            self._begin(_Kind(is_backward=True, trains=last, calls=self._calls))
 
     @contextmanager
     def entering(self, groups: Iterable[FSDPParamGroup]) -> Iterator[None]:
@@ -114,7 +143,7 @@ class UnitOrder:
 
     def backward_ends(self) -> None:
         """Reduce what is left, and take part in what other ranks need, before FSDP2's own end of backward."""
-        if self._phase is None or not self._phase.is_backward:
+        if self._phase is None or not self._phase.kind.is_backward:
             return
         for group in self._groups:
             if group._training_state != TrainingState.POST_BACKWARD and any(map(has_whole_gradient, group.fsdp_params)):
@@ -134,15 +163,10 @@ class UnitOrder:
         """Forget which parameters got gradients, after `zero_grad`."""
         self._touched.clear()
 
-    def holds(self, group: FSDPParamGroup, parameter: FSDPParam) -> bool:
-        """Return whether a gradient waits for the last micro-step, because its unit is reduced without it in others."""
-        return not group.all_reduce_grads and parameter not in self._reduced_parameters(group)
-
     def _call_begins(self, module: nn.Module, args: object) -> None:
         if self._outermost is None and torch._C._current_graph_task_id() == -1:
             self._outermost, self._error_before = module, sys.exc_info()[1]
-            grad = "" if torch.is_grad_enabled() else " without gradients"
-            self._begin(f"a call of the model{grad}, after {self._calls} others")
+            self._begin(_Kind(trains=torch.is_grad_enabled(), calls=self._calls))
             self._calls = min(self._calls + 1, _LATER)
 
     def _call_ends(self, module: nn.Module, args: object, output: object) -> None:
@@ -154,8 +178,8 @@ class UnitOrder:
         elif self._phase is not None:
             self._finish()
 
-    def _begin(self, kind: str, *, is_backward: bool = False) -> None:
-        self._phase = _Phase(kind=kind, expected=self._expected.setdefault(kind, Expected()), is_backward=is_backward)
+    def _begin(self, kind: _Kind) -> None:
+        self._phase = _Phase(kind=kind, expected=self._expected.setdefault(kind, Expected()), start=self._compare(kind, None))
 
     def _finish(self) -> bool:
         """Take part in all that other ranks need in this phase; return whether one has reduced zeros. Collective."""
@@ -169,7 +193,7 @@ class UnitOrder:
             self._expected[phase.kind] = Expected(merged([*sequences, phase.expected.sequence]))
         elif phase.expected.is_due():
             seen = torch.tensor(phase.expected.seen, dtype=torch.uint8)
-            self._all_reduce(seen)
+            self._start_all_reduce(seen).wait(default_pg_timeout)
             phase.expected.keep(seen.tolist())
         return has_zeros
 
@@ -194,6 +218,7 @@ class UnitOrder:
             self._agree(need)
             return
         phase.needed.append(need)
+        self._check_start(waits=False)
         place = phase.expected.find(need, phase.position)
         if place is None:
             self._take_part_in_rest()
@@ -217,31 +242,48 @@ class UnitOrder:
 
         Return whether a rank has reduced zeros in the place of gradients since the last step.
         """
+        kind = self._phase.kind if self._phase else _Kind()
+        self._check_start(waits=True)
         while True:
-            kind = 1 + crc32((self._phase.kind if self._phase else "").encode())
-            sent = torch.tensor([-1 if need is None else need, kind, -kind, bool(self._zeros)])
-            self._all_reduce(sent)
-            turn, most, least, has_zeros = sent.tolist()
-            if most != -least:
-                raise self._error()
-            if self._phase is not None and turn >= 0:
+            turn, has_zeros = self._result(*self._compare(kind, need), need)
+            if self._phase is not None and turn is not None:
                 self._phase.is_longer = True
                 self._phase.issued.add(turn)
-            if turn == (-1 if need is None else need):
-                return bool(has_zeros)
+            if turn == need:
+                return has_zeros
+            assert turn is not None
             self._take_part(turn)
 
-    def _all_reduce(self, tensor: torch.Tensor) -> None:
-        work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._host, async_op=True)
-        work.wait(default_pg_timeout)  # the group's own is for saves and searches
+    def _compare(self, kind: _Kind, need: int | None) -> tuple[torch.Tensor, dist.Work]:
+        """Start to tell other ranks what this rank does and needs. Collective."""
+        rank, zeros = dist.get_rank(), bool(self._zeros)
+        number = kind.number * _MOST_RANKS + rank
+        sent = torch.tensor([-1 if need is None else need, number, -number, zeros])
+        return sent, self._start_all_reduce(sent)
 
-    def _error(self) -> OSDPError:
-        runs = self._phase.kind if self._phase else "a read of a weight outside of the model's call"
-        every = all_gather_objects({"the part of a step": runs}, self._host)
-        return OSDPError(
-            f"Ranks run different parts of a step: {differences(dict(enumerate(every)))}; call the model and backward equally often on"
-            " every rank, and read weights of the model on all of them."
-        )
+    def _result(self, sent: torch.Tensor, work: dist.Work, need: int | None) -> tuple[int | None, bool]:
+        """Return whose turn it is, and whether a rank has zeros; raise OSDPError if ranks do different things."""
+        work.wait(default_pg_timeout)  # the group's own is for saves and searches
+        turn, most, least, has_zeros = sent.tolist()
+        found = [(_Kind.of_number(number // _MOST_RANKS), number % _MOST_RANKS) for number in (most, -least)]
+        if found[0][0] != found[1][0]:
+            parts = " and ".join(f"rank {rank} {kind}" for kind, rank in found)
+            at = "" if need is None else f"; here unit {self._labels[self._groups[unit_of(need)]]!r} would be gathered"
+            raise OSDPError(
+                f"Ranks run different parts of a step: {parts}{at}; call the model and backward equally often on every rank, and read"
+                " weights of the model on all of them."
+            )
+        return None if turn < 0 else turn, bool(has_zeros)
+
+    def _check_start(self, *, waits: bool) -> None:
+        """Check that ranks have begun one kind of phase, if this is known by now."""
+        phase = self._phase
+        if phase is not None and phase.start is not None and (waits or phase.start[1].is_completed()):
+            start, phase.start = phase.start, None
+            self._result(*start, phase.needed[-1] if phase.needed else None)
+
+    def _start_all_reduce(self, tensor: torch.Tensor) -> dist.Work:
+        return dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._host, async_op=True)
 
     def _take_part(self, need: int) -> None:
         """Issue a collective that other ranks need, and this rank does not, or not yet."""
@@ -258,7 +300,7 @@ class UnitOrder:
     def _lend_shard(self, group: FSDPParamGroup) -> None:
         """Gather a unit for other ranks; keep it only if this rank holds it already, or needs it in this backward."""
         pending, is_held = group._all_gather_result, group.is_unsharded
-        is_backward = self._phase is not None and self._phase.is_backward
+        is_backward = self._phase is not None and self._phase.kind.is_backward
         group._all_gather_result = None
         with group.use_training_state(TrainingState.IDLE):  # on the current stream
             group._to_sharded()
@@ -321,7 +363,7 @@ class UnitOrder:
         if has_zeros:
             ordered = [parameter for group in self._groups for parameter in group.fsdp_params]
             flags = torch.tensor([parameter in self._touched for parameter in ordered], dtype=torch.uint8)
-            self._all_reduce(flags)
+            self._start_all_reduce(flags).wait(default_pg_timeout)
             used = {parameter for parameter, flag in zip(ordered, flags.tolist(), strict=True) if flag}
         for parameter in self._zeros - used:
             parameter.sharded_param.grad = None
