@@ -200,7 +200,7 @@ class UnitOrder:
     def _gather(self, group: FSDPParamGroup, async_op: bool = False) -> None:
         """Gather a unit as FSDP2 does, when its turn comes; leave out a prefetch whose turn it is not."""
         need = GATHER + 3 * self._numbers[group]
-        stays = not group.unshard_in_backward and group._training_state == TrainingState.PRE_BACKWARD
+        stays = not getattr(group, "unshard_in_backward", True) and group._training_state == TrainingState.PRE_BACKWARD
         if group._all_gather_result is None and not group.is_unsharded and not stays:
             phase = self._phase
             is_early = self._entered and group not in self._entered
@@ -268,7 +268,7 @@ class UnitOrder:
         found = [(_Kind.of_number(number // _MOST_RANKS), number % _MOST_RANKS) for number in (most, -least)]
         if found[0][0] != found[1][0]:
             parts = " and ".join(f"rank {rank} {kind}" for kind, rank in found)
-            at = "" if need is None else f"; here unit {self._labels[self._groups[unit_of(need)]]!r} would be gathered"
+            at = "" if need is None else f"; rank {dist.get_rank()} is at unit {self._labels[self._groups[unit_of(need)]]!r}"
             raise OSDPError(
                 f"Ranks run different parts of a step: {parts}{at}; call the model and backward equally often on every rank, and read"
                 " weights of the model on all of them."
@@ -359,16 +359,19 @@ class UnitOrder:
 
     def _forget_zeros(self, issued: set[int], *, has_zeros: bool) -> None:
         """Remove gradients of parameters that no rank has used, as DDP does, and learn which to reduce. Collective if a rank has zeros."""
-        used = {parameter for group in self._groups for parameter in group.fsdp_params}
+        reduced = {self._groups[unit_of(need)] for need in issued if operation(need)}
         if has_zeros:
             ordered = [parameter for group in self._groups for parameter in group.fsdp_params]
             flags = torch.tensor([parameter in self._touched for parameter in ordered], dtype=torch.uint8)
             self._start_all_reduce(flags).wait(default_pg_timeout)
             used = {parameter for parameter, flag in zip(ordered, flags.tolist(), strict=True) if flag}
-        for parameter in self._zeros - used:
-            parameter.sharded_param.grad = None
-        for group in {self._groups[unit_of(need)] for need in issued if operation(need)}:
-            self._trained[group] = self._trained.get(group, set()) | (used & set(group.fsdp_params))
+            for parameter in self._zeros - used:
+                parameter.sharded_param.grad = None
+            for group in reduced:
+                self._trained[group] = self._trained.get(group, set()) | (used & set(group.fsdp_params))
+        else:
+            for group in reduced - self._trained.keys():
+                self._trained[group] = set(group.fsdp_params)
         self._zeros.clear()
         self._touched.clear()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 
 from hf_osdp.distributed.mesh import Meshes
@@ -236,6 +238,28 @@ def runs_different_parts(case: str) -> None:
             if is_first:
                 loss.backward()
             model(inputs(0, 0)).backward()
+
+
+@pytest.mark.on_ranks(2)
+def test_ranks_generate_with_and_without_a_picture():
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4),
+        text_config=transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=50, initializer_range=0.5, eos_token_id=None),
+        image_token_id=49, vision_feature_layer=-1, image_seq_length=4,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    expected = transformers.LlavaForConditionalGeneration(config).double().eval()
+    model = copy.deepcopy(expected)
+    units = find_units(model)
+    apply_plan(model, plan_of(units, 2, "zero3"), units, meshes=Meshes("cpu"))
+    text = torch.arange(3, 12)[None]
+    with_picture = torch.cat([torch.full((1, 4), 49), text], dim=1)
+    pixels = torch.randn(1, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    given = {"input_ids": text} if dist.get_rank() else {"input_ids": with_picture, "pixel_values": pixels}
+    for count in (3 + dist.get_rank(), 5 - dist.get_rank()):  # ranks end after different numbers of tokens
+        options = {"max_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+        assert model.generate(**given, **options).tolist() == expected.generate(**given, **options).tolist()
 
 
 @pytest.mark.on_ranks(2)
