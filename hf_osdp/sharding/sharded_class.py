@@ -18,6 +18,7 @@ from ..distributed.process_group import require_all
 from ..errors import OSDPError
 from ..modeling.wrapping import is_compiled
 from .state import full_state_dict
+from .unit_order import generating
 
 _REMEDY = "call model.save_pretrained(folder) on every rank, or save what accelerator.get_state_dict(model) returns on rank 0"
 
@@ -100,7 +101,8 @@ class _CalledOnAllRanks:
         @functools.wraps(method)
         def called(*args: Any, **kwargs: Any) -> object:
             require_all(self._label)
-            return method(*args, **kwargs)
+            with generating():
+                return method(*args, **kwargs)
 
         return called
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -35,6 +36,17 @@ from .unit_sequences import GATHER, REDUCE, REDUCE_REST, Expected, merged, opera
 _LATER = 2
 """Calls of the model since the last backward, above which they are of one kind."""
 _MOST_RANKS = 2**20
+_generates = ContextVar("generates", default=False)
+
+
+@contextmanager
+def generating() -> Iterator[None]:
+    """Let calls of a model's parts belong to its next whole call: `generate` encodes pictures first, on ranks that have any."""
+    token = _generates.set(True)
+    try:
+        yield
+    finally:
+        _generates.reset(token)
 
 
 class _Kind(NamedTuple):
@@ -166,8 +178,9 @@ class UnitOrder:
     def _call_begins(self, module: nn.Module, args: object) -> None:
         if self._outermost is None and torch._C._current_graph_task_id() == -1:
             self._outermost, self._error_before = module, sys.exc_info()[1]
-            self._begin(_Kind(trains=torch.is_grad_enabled(), calls=self._calls))
-            self._calls = min(self._calls + 1, _LATER)
+            if self._phase is None:
+                self._begin(_Kind(trains=torch.is_grad_enabled(), calls=self._calls))
+                self._calls = min(self._calls + 1, _LATER)
 
     def _call_ends(self, module: nn.Module, args: object, output: object) -> None:
         if module is not self._outermost:
@@ -175,7 +188,7 @@ class UnitOrder:
         self._outermost = None
         if sys.exc_info()[1] is not self._error_before:
             self._phase = None  # the call raised
-        elif self._phase is not None:
+        elif self._phase is not None and (hasattr(module, "generate") or not _generates.get()):
             self._finish()
 
     def _begin(self, kind: _Kind) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.units import find_units
@@ -253,6 +254,7 @@ def test_ranks_generate_with_and_without_a_picture():
     model = copy.deepcopy(expected)
     units = find_units(model)
     apply_plan(model, plan_of(units, 2, "zero3"), units, meshes=Meshes("cpu"))
+    register_fsdp_forward_method(model, "generate")  # as the Trainer does: pictures are encoded before the model is called
     text = torch.arange(3, 12)[None]
     with_picture = torch.cat([torch.full((1, 4), 49), text], dim=1)
     pixels = torch.randn(1, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
