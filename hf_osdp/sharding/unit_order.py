@@ -17,25 +17,21 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from ..distributed.process_group import all_gather_objects
-from ..errors import OSDPError
 from .environment import parameter_groups
+from .unit_agreement import Agreement, Kind
 from .unit_sequences import GATHER, REDUCE, REDUCE_REST, Expected, merged, operation, unit_of
 
 _LATER = 2
 """Calls of the model since the last backward, above which they are of one kind."""
-_MOST_RANKS = 2**20
 _generates = ContextVar("generates", default=False)
 
 
@@ -49,35 +45,9 @@ def generating() -> Iterator[None]:
         _generates.reset(token)
 
 
-class _Kind(NamedTuple):
-    """What the ranks do in a phase; the same on all of them."""
-
-    is_backward: bool = False
-    trains: bool = False
-    """The call computes gradients; the backward is a step's last."""
-    calls: int = -1
-    """Calls of the model since the last backward; -1 for a read of a weight between phases."""
-
-    def __str__(self) -> str:
-        if self.calls < 0:
-            return "a read of a weight outside of the model's call"
-        if self.is_backward:
-            return "backward" if self.trains else "backward of a micro-step that is not the last"
-        number = ("the first", "the second", "a later")[self.calls]
-        return f"{number} call of the model{'' if self.trains else ' without gradients'} since backward"
-
-    @property
-    def number(self) -> int:
-        return 100 * self.is_backward + 10 * self.trains + self.calls + 1
-
-    @staticmethod
-    def of_number(number: int) -> _Kind:
-        return _Kind(bool(number // 100), bool(number // 10 % 10), number % 10 - 1)
-
-
 @dataclass(slots=True, kw_only=True)
 class _Phase:
-    kind: _Kind
+    kind: Kind
     expected: Expected
     start: tuple[torch.Tensor, dist.Work] | None
     """The comparison of kinds, in progress; None once it has ended well."""
@@ -97,11 +67,11 @@ class UnitOrder:
 
     def __init__(self, root: nn.Module, labels: Mapping[FSDPParamGroup, str], host: dist.ProcessGroup) -> None:
         """Watch the calls of a sharded model; ranks agree over `host`, a gloo group of all of them."""
-        self._labels, self._host = dict(labels), host
+        self._agreement = Agreement(host, list(labels.values()))
         self._groups = list(labels)
         self._numbers = {group: number for number, group in enumerate(self._groups)}
         self._gathers = any(_ranks(group) > 1 for group in self._groups)
-        self._expected: dict[_Kind, Expected] = {}
+        self._expected: dict[Kind, Expected] = {}
         self._phase: _Phase | None = None
         self._outermost: nn.Module | None = None
         self._error_before: BaseException | None = None
@@ -128,7 +98,7 @@ class UnitOrder:
         sends = self._gathers or any(group.reduce_grads and group.all_reduce_grads for group in self._groups)
         if self._phase is None and sends:  # else ranks may call backward differently often
             last = all(group.reduce_grads and group.all_reduce_grads for group in self._groups)
-            self._begin(_Kind(is_backward=True, trains=last, calls=self._calls))
+            self._begin(Kind(is_backward=True, trains=last, calls=self._calls))
 
     @contextmanager
     def entering(self, groups: Iterable[FSDPParamGroup]) -> Iterator[None]:
@@ -178,8 +148,8 @@ class UnitOrder:
     def _call_begins(self, module: nn.Module, args: object) -> None:
         if self._outermost is None and torch._C._current_graph_task_id() == -1:
             self._outermost, self._error_before = module, sys.exc_info()[1]
-            if self._phase is None:
-                self._begin(_Kind(trains=torch.is_grad_enabled(), calls=self._calls))
+            if self._phase is None or self._phase.kind.is_backward:  # a backward that raised has not ended its phase
+                self._begin(Kind(trains=torch.is_grad_enabled(), calls=self._calls))
                 self._calls = min(self._calls + 1, _LATER)
 
     def _call_ends(self, module: nn.Module, args: object, output: object) -> None:
@@ -191,8 +161,8 @@ class UnitOrder:
         elif self._phase is not None and (hasattr(module, "generate") or not _generates.get()):
             self._finish()
 
-    def _begin(self, kind: _Kind) -> None:
-        self._phase = _Phase(kind=kind, expected=self._expected.setdefault(kind, Expected()), start=self._compare(kind, None))
+    def _begin(self, kind: Kind) -> None:
+        self._phase = _Phase(kind=kind, expected=self._expected.setdefault(kind, Expected()), start=self._agreement.start(kind, None))
 
     def _finish(self) -> bool:
         """Take part in all that other ranks need in this phase; return whether one has reduced zeros. Collective."""
@@ -202,11 +172,11 @@ class UnitOrder:
         has_zeros = self._agree(None)
         self._phase = None
         if phase.is_longer:
-            sequences = all_gather_objects(phase.needed, self._host)
+            sequences = self._agreement.gathered(phase.needed)
             self._expected[phase.kind] = Expected(merged([*sequences, phase.expected.sequence]))
         elif phase.expected.is_due():
             seen = torch.tensor(phase.expected.seen, dtype=torch.uint8)
-            self._start_all_reduce(seen).wait(default_pg_timeout)
+            self._agreement.most(seen)
             phase.expected.keep(seen.tolist())
         return has_zeros
 
@@ -255,10 +225,10 @@ class UnitOrder:
 
         Return whether a rank has reduced zeros in the place of gradients since the last step.
         """
-        kind = self._phase.kind if self._phase else _Kind()
+        kind = self._phase.kind if self._phase else Kind()
         self._check_start(waits=True)
         while True:
-            turn, has_zeros = self._result(*self._compare(kind, need), need)
+            turn, has_zeros = self._agreement.result(*self._agreement.start(kind, need, has_zeros=bool(self._zeros)), need)
             if self._phase is not None and turn is not None:
                 self._phase.is_longer = True
                 self._phase.issued.add(turn)
@@ -267,36 +237,12 @@ class UnitOrder:
             assert turn is not None
             self._take_part(turn)
 
-    def _compare(self, kind: _Kind, need: int | None) -> tuple[torch.Tensor, dist.Work]:
-        """Start to tell other ranks what this rank does and needs. Collective."""
-        rank, zeros = dist.get_rank(), bool(self._zeros)
-        number = kind.number * _MOST_RANKS + rank
-        sent = torch.tensor([-1 if need is None else need, number, -number, zeros])
-        return sent, self._start_all_reduce(sent)
-
-    def _result(self, sent: torch.Tensor, work: dist.Work, need: int | None) -> tuple[int | None, bool]:
-        """Return whose turn it is, and whether a rank has zeros; raise OSDPError if ranks do different things."""
-        work.wait(default_pg_timeout)  # the group's own is for saves and searches
-        turn, most, least, has_zeros = sent.tolist()
-        found = [(_Kind.of_number(number // _MOST_RANKS), number % _MOST_RANKS) for number in (most, -least)]
-        if found[0][0] != found[1][0]:
-            parts = " and ".join(f"rank {rank} {kind}" for kind, rank in found)
-            at = "" if need is None else f"; rank {dist.get_rank()} is at unit {self._labels[self._groups[unit_of(need)]]!r}"
-            raise OSDPError(
-                f"Ranks run different parts of a step: {parts}{at}; call the model and backward equally often on every rank, and read"
-                " weights of the model on all of them."
-            )
-        return None if turn < 0 else turn, bool(has_zeros)
-
     def _check_start(self, *, waits: bool) -> None:
         """Check that ranks have begun one kind of phase, if this is known by now."""
         phase = self._phase
         if phase is not None and phase.start is not None and (waits or phase.start[1].is_completed()):
             start, phase.start = phase.start, None
-            self._result(*start, phase.needed[-1] if phase.needed else None)
-
-    def _start_all_reduce(self, tensor: torch.Tensor) -> dist.Work:
-        return dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._host, async_op=True)
+            self._agreement.result(*start, phase.needed[-1] if phase.needed else None)
 
     def _take_part(self, need: int) -> None:
         """Issue a collective that other ranks need, and this rank does not, or not yet."""
@@ -376,7 +322,7 @@ class UnitOrder:
         if has_zeros:
             ordered = [parameter for group in self._groups for parameter in group.fsdp_params]
             flags = torch.tensor([parameter in self._touched for parameter in ordered], dtype=torch.uint8)
-            self._start_all_reduce(flags).wait(default_pg_timeout)
+            self._agreement.most(flags)
             used = {parameter for parameter, flag in zip(ordered, flags.tolist(), strict=True) if flag}
             for parameter in self._zeros - used:
                 parameter.sharded_param.grad = None
