@@ -30,7 +30,7 @@ from ..planner.description import Activations, DType, GatherSpan, ModelDescripti
 from ..planner.plan import Plan
 from .environment import form_process_group, parameter_groups, uses_host
 from .gradients import clip_across_meshes
-from .sharded_class import keep_class, save_whole
+from .sharded_class import keep_class, mark_managed, save_whole
 from .state import broadcast_parameters
 from .weight_reads import WeightReads
 
@@ -160,6 +160,7 @@ def _fully_shard(
             keep_class(module)
         else:
             save_whole(module)
+    mark_managed(model)
 
 
 def _is_read(group: FSDPParamGroup, reduced: Tensor) -> bool:

@@ -9,21 +9,19 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..distributed.mesh import apart, collective_device, sharing_ranks
-from ..distributed.process_group import gloo_group
 from ..errors import OSDPError, UnreducedGradientError
 from .gradients import local
+from .unit_order import UnitOrder, has_whole_gradient
 
 REMEDY = (
     "read weights as attributes of their module (model.lm_head.weight) within the forward or the loss, and not through"
@@ -31,7 +29,6 @@ REMEDY = (
 )
 _MARK_ELEMENTS = 2**8
 """Shards up to this size, or that of the smallest, get zeros; see `_mark`."""
-_Names = tuple[str | None, ...]
 _Parameters = tuple[list[FSDPParamGroup], list[nn.Parameter]]
 """An optimizer's units, and its parameters that the plan does not have, if there are units and several ranks share the model."""
 
@@ -50,10 +47,16 @@ class GradientChecks:
     """Check gradients and shards of a model's units, and average the gradients of its parameters without dimensions."""
 
     def __init__(
-        self, labels: dict[FSDPParamGroup, str], scalars: Iterable[nn.Parameter], replaced: Iterable[nn.Parameter], *, is_alone: bool
+        self,
+        labels: dict[FSDPParamGroup, str],
+        scalars: Iterable[nn.Parameter],
+        replaced: Iterable[nn.Parameter],
+        order: UnitOrder | None,
+        *,
+        is_alone: bool,
     ) -> None:
         """Take the units' labels, the parameters without dimensions, and the parameters that `fully_shard` replaced by shards."""
-        self._labels, self._scalars, self._is_alone = labels, tuple(scalars), is_alone
+        self._labels, self._scalars, self._order, self._is_alone = labels, tuple(scalars), order, is_alone
         self._replaced = WeakIdKeyDictionary(dict.fromkeys(replaced))
         self._shards: dict[FSDPParam, _Shard] = {}
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], _Parameters]] = WeakKeyDictionary()
@@ -63,10 +66,6 @@ class GradientChecks:
         """By unit whose gradients wait: a shard, zeros as its gradient, and their version."""
         self._unmarked: list[FSDPParamGroup] = []
         """Further units whose gradients wait."""
-        self._reduced: dict[tuple[str, _Names], None] = {}
-        """Each unit's label and parameters without a gradient, as reduced since ranks were last compared."""
-        self._compared: tuple[list[tuple[str, _Names]], torch.Tensor, dist.Work] | None = None
-        self._host = None if is_alone or apart() is not None else gloo_group()
 
     def forget_shards(self) -> None:
         """Release shards that are about to be replaced."""
@@ -92,7 +91,8 @@ class GradientChecks:
         if zeroed and len(zeroed) == len(self._marks):
             zeroed.update(self._unmarked)
         for group in zeroed:
-            self._reduced.clear()
+            if self._order is not None:
+                self._order.forget_gradients()
             group._partial_reduce_output = None
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
@@ -102,28 +102,14 @@ class GradientChecks:
             shard.grad = None
         self._marks.clear()
 
-    def reduce(self, group: FSDPParamGroup) -> None:
-        """Reduce a unit's gradients, and record which exist: FSDP2 assumes that all ranks have the same ones."""
-        if group.reduce_grads and not getattr(group, "reduce_scatter_unused_params", False):  # the latter adds zeros
-            label, without = self._labels[group], tuple(p._param_fqn for p in group.fsdp_params if not _has_whole_gradient(p))
-            if len(without) < len(group.fsdp_params):
-                if group._partial_reduce_output is not None and (label, without) not in self._reduced:
-                    raise OSDPError(
-                        f"Micro-steps have gradients of different parameters of unit {label!r}, which FSDP2 cannot add up"
-                        " before replicas are averaged; plan with reduce_every_micro_step=False."
-                    )
-                self._reduced.pop((label, without), None)  # in the order of the last micro-step, which all ranks run
-                self._reduced[label, without] = None
-        type(group).post_backward(group)
-
     def backward_ends(self) -> None:
         """Check all units after FSDP2's end of backward, and average scalars. Collective."""
         if all(group.all_reduce_grads for group in self._labels):  # in the last micro-step: ranks may skip others
-            self._compare()
             self._average_scalars()
         holding = list(filter(_holds, self._labels))
         for group in holding:
-            if group.reduce_grads and (late := next(filter(_has_whole_gradient, group.fsdp_params), None)) is not None:
+            waits = self._order is not None and not group.all_reduce_grads  # for the last micro-step, which reduces what is left
+            if group.reduce_grads and not waits and (late := next(filter(has_whole_gradient, group.fsdp_params), None)) is not None:
                 raise UnreducedGradientError(
                     f"Unit {self._labels[group]!r} got a gradient for its {late._module_info.param_name} that was not reduced over the"
                     f" ranks, because it came after the unit's own backward; {REMEDY}."
@@ -150,7 +136,6 @@ class GradientChecks:
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Free whole weights that the step makes stale; refuse a step without its reduced gradients. In backward do neither."""
-        self._finish_comparison()
         ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         if optimizer not in self._optimizers or self._optimizers[optimizer][0] != ids:
             self._optimizers[optimizer] = ids, self._parameters_of(optimizer)
@@ -177,30 +162,6 @@ class GradientChecks:
         units = [group for group in self._labels if any(id(parameter.sharded_param) in ids for parameter in group.fsdp_params)]
         strange = [p for p in parameters if not isinstance(p, DTensor) and id(p) not in scalars]
         return units, strange if units and sharing_ranks() > 1 else []
-
-    def _compare(self) -> None:
-        """Start to compare which gradients the ranks have reduced. Collective."""
-        self._finish_comparison()
-        if self._reduced and self._host is not None:
-            number = crc32(repr(reduced := list(self._reduced)).encode())
-            extremes = torch.tensor([number, -number])
-            self._compared = reduced, extremes, dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=self._host, async_op=True)
-        self._reduced.clear()
-
-    def _finish_comparison(self) -> None:
-        """Wait for the comparison of the last backward, and raise if ranks have reduced different gradients."""
-        if self._compared is None:
-            return
-        (reduced, extremes, work), self._compared = self._compared, None
-        work.wait(default_pg_timeout)  # the group's own is for saves and searches
-        if extremes[0] != -extremes[1]:
-            trained = {p._param_fqn for group in self._labels for p in group.fsdp_params if p.sharded_param.requires_grad}
-            names = [name for _, without in reduced for name in without if name in trained]
-            raise OSDPError(
-                "Ranks have gradients of different parameters, which FSDP2 averages with one another (here"
-                f" {len(names)} have none, such as {', '.join(map(str, names[:1]))!r}); call every module on every rank, with an empty"
-                " batch where it has nothing to do."
-            )
 
     @torch.no_grad()
     def _average_scalars(self) -> None:
@@ -238,14 +199,9 @@ def _refuse(label: str, parameter: FSDPParam, gradient: torch.Tensor) -> None:
     raise UnreducedGradientError(f"Unit {label!r} got a gradient for a shard of its {name}, which is not reduced over the ranks; {REMEDY}.")
 
 
-def _has_whole_gradient(parameter: FSDPParam) -> bool:
-    whole = getattr(parameter, "_unsharded_param", None)
-    return (whole is not None and whole.grad is not None) or parameter.unsharded_accumulated_grad is not None
-
-
 def _holds(group: FSDPParamGroup) -> bool:
     """Return whether gradients of a micro-step wait for those of the next."""
-    return group._partial_reduce_output is not None or any(map(_has_whole_gradient, group.fsdp_params))
+    return group._partial_reduce_output is not None or any(map(has_whole_gradient, group.fsdp_params))
 
 
 def _was_zeroed(shard: torch.Tensor, zeros: torch.Tensor, version: int) -> bool:

@@ -17,7 +17,9 @@ from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank
 from ..distributed.process_group import require_all
 from ..errors import OSDPError
+from ..modeling.wrapping import is_compiled
 from .state import full_state_dict
+from .unit_order import generating
 
 _REMEDY = "call model.save_pretrained(folder) on every rank, or save what accelerator.get_state_dict(model) returns on rank 0"
 
@@ -27,11 +29,23 @@ def keep_class(module: nn.Module) -> None:
     module.__class__ = _sharded_class(type(module).__mro__[2])
 
 
+def mark_managed(model: nn.Module) -> None:
+    """Let only `generate` and compiled blocks read FSDP2's mark, which it sets on every module.
+
+    transformers' `generate` then lets all ranks generate equally many tokens, and torch.compile treats weights as FSDP2's. But encoders
+    with LayerDrop (20 classes of transformers 5.23) run every layer where they find it.
+    """
+    compiled = {inner for module in model.modules() if is_compiled(module) for inner in module.modules()}
+    for module in model.modules():
+        if not hasattr(module, "generate") and module not in compiled:
+            vars(module).pop("_is_fsdp_managed_module", None)
+
+
 @functools.cache
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """Make FSDP2's subclass of a class, as `fully_shard` does, with the original name and replacements for methods that sharding breaks."""
     methods: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
-    methods |= {"__deepcopy__": _no_copy, "__reduce_ex__": _no_copy, "_is_fsdp_managed_module": True}  # the last: for `generate`
+    methods |= {"__deepcopy__": _no_copy, "__reduce_ex__": _no_copy}
     if cls.state_dict is nn.Module.state_dict:
         methods["state_dict"] = _state_dict
     if hasattr(cls, "generate"):
@@ -87,7 +101,8 @@ class _CalledOnAllRanks:
         @functools.wraps(method)
         def called(*args: Any, **kwargs: Any) -> object:
             require_all(self._label)
-            return method(*args, **kwargs)
+            with generating():
+                return method(*args, **kwargs)
 
         return called
 

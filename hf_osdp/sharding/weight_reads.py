@@ -19,7 +19,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..distributed.process_group import require_all
+from ..distributed.mesh import apart
+from ..distributed.process_group import gloo_group, require_all
 from ..distributed.replicas import Background
 from ..errors import OSDPError
 from ..modeling.step_hooks import before_step
@@ -27,6 +28,7 @@ from ..modeling.units import modules_by_name
 from ..planner.description import UnitDescription
 from .environment import parameter_groups
 from .gradient_checks import GradientChecks
+from .unit_order import UnitOrder
 
 _Parameters = Iterable[nn.Parameter]
 _IN_CALL = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
@@ -57,7 +59,9 @@ class WeightReads:
         self._background = background
         modules = modules_by_name(root)
         self._labels = {group: unit.label for unit in units for group in parameter_groups(modules[unit.module_names[0]])}
-        self._checks = checks = GradientChecks(self._labels, scalars, replaced, is_alone=is_alone)
+        host = None if is_alone or apart() is not None else gloo_group()
+        self._order = None if host is None else UnitOrder(root, self._labels, host)
+        self._checks = checks = GradientChecks(self._labels, scalars, replaced, self._order, is_alone=is_alone)
         weakref.finalize(checks, before_step.add(partial(_step_begins, weakref.ref(checks))))
         self._pinned: list[FSDPParamGroup] = []
         self._gathered: list[FSDPParamGroup] = []
@@ -73,7 +77,7 @@ class WeightReads:
             if isinstance(module, FSDPModule):
                 state = module._get_fsdp_state()
                 state._root_post_backward_final_callback = partial(self._backward_ends, state)  # type: ignore[method-assign]
-                state._pre_backward = partial(self._backward_begins, state._pre_backward)  # type: ignore[method-assign]
+                state._pre_backward = partial(self._backward_begins, state, state._pre_backward)  # type: ignore[method-assign]
                 if module is not root:
                     module.register_forward_pre_hook(self._unit_begins, prepend=True)
                 else:
@@ -139,11 +143,15 @@ class WeightReads:
                 " add the losses and call backward once."
             )
         self._checks.backward_begins()
+        if self._order is not None:
+            self._order.backward_begins()
         self._root_state._register_root_post_backward_final_callback()
 
     def _backward_ends(self, state: FSDPState) -> None:
         """Run FSDP2's end of backward once all gradients exist; then check the units."""
         self._unpin()
+        if self._order is not None:
+            self._order.backward_ends()
         type(state)._root_post_backward_final_callback(state)
         if self._background is not None:
             self._background.wait()
@@ -151,18 +159,27 @@ class WeightReads:
         self.active = False
         self._checks.backward_ends()
 
-    def _backward_begins(self, pre_backward: Callable[[torch.Tensor], torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:
+    def _backward_begins(
+        self, state: FSDPState, pre_backward: Callable[[torch.Tensor], torch.Tensor], gradient: torch.Tensor
+    ) -> torch.Tensor:
         if torch.is_grad_enabled():
             raise OSDPError(
                 "create_graph=True asks for gradients of gradients, which need weights that are freed by then; leave out this gradient"
                 " penalty, or train this loss with osdp=False."
             )
         self._checks.backward_begins()
-        return pre_backward(gradient)
+        if self._order is None:
+            return pre_backward(gradient)
+        with self._order.entering(parameter_groups(state._modules[0])):
+            return pre_backward(gradient)
 
     def _reduce(self, group: FSDPParamGroup, *unused: object) -> None:
-        if group not in self._pinned:
-            self._checks.reduce(group)
+        if group in self._pinned:
+            return
+        if self._order is None:
+            type(group).post_backward(group)
+        else:
+            self._order.reduce(group)
 
     def _apply(self, apply: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
         self._shards_change()

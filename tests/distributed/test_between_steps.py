@@ -297,35 +297,3 @@ def test_closures_and_hooks_do_not_go_with_units_that_step_by_themselves():
                 bind_optimizer(model, plan, units, [optimizer])
                 for parameter in model.parameters():
                     parameter.register_post_accumulate_grad_hook(lambda parameter: None)
-
-
-@pytest.mark.on_ranks(2)
-def test_gradients_of_different_parameters_are_refused():
-    """Of two parameters of one shape, in one unit: FSDP2 takes the one's gradient for the other's."""
-    for layout in ("mixed", "zero3", "replicate"):
-        model, _, _ = sharded(layout)
-        optimizer = SGD(model.parameters(), lr=0.1)
-        loss = tiny_loss(model, tiny_batch(0))
-        (loss + (model.second if dist.get_rank() else model.first).sum()).backward()
-        missing = "first" if dist.get_rank() else "second"
-        with pytest.raises(
-            OSDPError, match=f"Ranks have gradients of different parameters.* such as '{missing}'.*; call every module on every"
-        ):
-            optimizer.step()
-    if hasattr(model, "set_reduce_scatter_unused_params"):  # torch 2.13: ranks without a gradient reduce zeros
-        model, _, _ = sharded("mixed")
-        model.set_reduce_scatter_unused_params(True)
-        (tiny_loss(model, tiny_batch(0)) + (model.second if dist.get_rank() else model.first).sum()).backward()
-        SGD(model.parameters(), lr=0.1).step()
-        assert model.first.grad.full_tensor().tolist() == model.second.grad.full_tensor().tolist() == [0.5] * 3
-    model, plan, _ = sharded("replicate", way="reduce_every_micro_step")
-    for number, name in enumerate(("first", "second")):
-        with micro_step(model, is_last=number == 1, plan=plan):
-            loss = tiny_loss(model, tiny_batch(0)) + getattr(model, name).sum()
-            if number == 0:
-                loss.backward()
-                continue
-            with pytest.raises(
-                OSDPError, match=r"Micro-steps have gradients of different parameters of unit .*reduce_every_micro_step=False"
-            ):
-                loss.backward()
