@@ -35,6 +35,7 @@ from hf_osdp.tracing.loss_kind import LossKind, find_loss_kind
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 100}
 SEQ2SEQ = {"vocab_size": 100, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
 DISTILBERT = DistilBertConfig(dim=32, hidden_dim=64, n_layers=2, n_heads=2, vocab_size=100)
+T5 = T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
 SPEECH = Wav2Vec2Config(**SIZES, conv_dim=(32, 32), conv_stride=(5, 2), conv_kernel=(10, 3), num_conv_pos_embeddings=16)
 MOE = {**SIZES, "num_key_value_heads": 2}
 
@@ -55,7 +56,7 @@ def its_own(model, batch, items):
         (lambda: BertForSequenceClassification(BertConfig(**SIZES)), LossKind.WHOLE),
         (lambda: BertForMaskedLM(BertConfig(**SIZES)), LossKind.WHOLE),
         (lambda: DistilBertForMaskedLM(DISTILBERT), LossKind.WHOLE),
-        (lambda: T5ForConditionalGeneration(T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)), LossKind.WHOLE),
+        (lambda: T5ForConditionalGeneration(T5), LossKind.WHOLE),
         (lambda: BartForConditionalGeneration(BartConfig(**SEQ2SEQ)), LossKind.WHOLE),
         (lambda: Wav2Vec2ForCTC(SPEECH), LossKind.WHOLE),
     ],
