@@ -1,7 +1,7 @@
 """Train every class of transformers that takes labels by a plan with smaller micro-batches, and compare with the stock Trainer.
 
     python -m benchmarks.loss_sweep [--only NAME ...] [--part I/N] [--out FILE]
-    python -m benchmarks.loss_sweep --markdown docs/losses.md FILE ...
+    python -m benchmarks.loss_sweep --markdown docs/loss_sweep.md FILE ...
 
 A scan finds the classes; each is built with a small configuration, made by rules for the names of its fields. It trains two steps of 8
 samples in float64, in one process: under the stock Trainer, and under a plan. If the planner may choose the micro-batch, the memory limit
@@ -378,10 +378,9 @@ def _reason(detail: str) -> str:
 
 PAGE = """# Losses under smaller micro-batches
 
-Whether a micro-batch may be cut depends on what the loss divides by ([options](options.md)). This is found by computing the loss in a
-trace, not by names. The sweep below checks that on every class of transformers whose forward takes `labels`: two steps of 8 samples in
-float64, one process, under a memory limit that micro-batches of 8 do not meet, against the stock Trainer. Losses and gradient norms agree
-within 1e-9 (the largest relative difference is {worst}).
+A comparison with the stock Trainer for every class of transformers whose forward takes `labels`: two steps of 8 samples in float64, one
+process, under a memory limit that micro-batches of 8 do not meet. Which micro-batches may change is
+[found in a trace](losses.md). Losses and gradient norms agree within 1e-9 (the largest relative difference is {worst}).
 
 | outcome | classes |
 | --- | --- |
@@ -391,8 +390,8 @@ within 1e-9 (the largest relative difference is {worst}).
 them. `refused`: an error in one line, before training. `not built`: no small model or batch was made by the generic rules, or the stock
 Trainer failed on it.
 
-Written by `python -m benchmarks.loss_sweep --out FILE` for all {tried} classes (`--part I/N` divides them), then
-`python -m benchmarks.loss_sweep --markdown docs/losses.md FILE ...`; two CPU cores, {versions}, November 2026.
+{tried} classes were tried. Written by `python -m benchmarks.loss_sweep --out FILE` (`--part I/N` divides the classes), then
+`python -m benchmarks.loss_sweep --markdown docs/loss_sweep.md FILE ...`; two CPU cores, {versions}, November 2026.
 
 ## Equal with smaller micro-batches
 {equal}
