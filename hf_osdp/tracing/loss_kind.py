@@ -78,7 +78,8 @@ class _Examination:
         self._fake = fake_copy(model, self._mode)
         one, both = (tree_map_only(torch.Tensor, torch.clone, plain_batch(inputs(count))) for count in (1, 2))
         one, both = _with_valid_labels(one), _with_valid_labels(both)
-        self._batches = {None: both, **{part: _part_of_batch(both, one, part) for part in (0, 1)}}
+        self._batches: dict[int | None, dict[str, Any]] = {None: both}
+        self._batches |= {part: _part_of_batch(both, one, part) for part in (0, 1)}
         self._calls: list[tuple[OpOverload | None, torch.Size]] = []
 
     def kind(self) -> LossKind:
