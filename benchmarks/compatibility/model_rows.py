@@ -111,10 +111,6 @@ _DISTILBERT = partial(tiny, "DistilBertForMaskedLM")
 _EXPERTS = partial(tiny, "MixtralForCausalLM", output_router_logits=True)
 _many = {"per_device_train_batch_size": 8}
 _model("DistilBertForMaskedLM, micro-batches left to the planner", _DISTILBERT, partial(masked, 64), **_many, about=_FREE)
-_model(
-    "DistilBertForMaskedLM, under a limit for smaller micro-batches", _DISTILBERT, partial(masked, 64), **_many,
-    about={"config": {"micro_batch_size": None, "memory_limit": "600KiB"}, "expected": Verdict.REFUSED},
-)  # fmt: skip
 _model("MixtralForCausalLM, router loss, micro-batches left to the planner", _EXPERTS, partial(tokens, 64), **_many, **_SPARE, about=_FREE)
 _model(
     "MixtralForCausalLM, router loss, micro-batches that the user made smaller", _EXPERTS, partial(tokens, 64), **_many, **_SPARE,
