@@ -347,7 +347,7 @@ def markdown(results: list[Result]) -> str:
     reasons = Counter(_reason(result.detail) for result in results if result.outcome == "not built")
     versions = package_versions()
     return PAGE.format(
-        tried=len(results), outcomes=outcomes, worst=f"{worst:.0e}",
+        tried=len(results), found=len([*classes()]), outcomes=outcomes, worst=f"{worst:.0e}",
         equal=_listed(results, "equal"), kept=_listed(results, "kept"),
         refused="\n".join(f"- {r.name}: {r.detail}" for r in results if r.outcome == "refused") or "None.",
         reasons="\n".join(f"| {reason} | {number} |" for reason, number in reasons.most_common()),
@@ -378,7 +378,7 @@ def _reason(detail: str) -> str:
 
 PAGE = """# Losses under smaller micro-batches
 
-A comparison with the stock Trainer for every class of transformers whose forward takes `labels`: two steps of 8 samples in float64, one
+A comparison with the stock Trainer for classes of transformers whose forward takes `labels`: two steps of 8 samples in float64, one
 process, under a memory limit that micro-batches of 8 do not meet. Which micro-batches may change is
 [found in a trace](losses.md). Losses and gradient norms agree within 1e-9 (the largest relative difference is {worst}).
 
@@ -390,7 +390,7 @@ process, under a memory limit that micro-batches of 8 do not meet. Which micro-b
 them. `refused`: an error in one line, before training. `not built`: no small model or batch was made by the generic rules, or the stock
 Trainer failed on it.
 
-{tried} classes were tried. Written by `python -m benchmarks.loss_sweep --out FILE` (`--part I/N` divides the classes), then
+{tried} of the {found} classes that the scan finds were tried so far. Written by `python -m benchmarks.loss_sweep --out FILE` (`--part I/N` divides the classes), then
 `python -m benchmarks.loss_sweep --markdown docs/loss_sweep.md FILE ...`; two CPU cores, {versions}, November 2026.
 
 ## Equal with smaller micro-batches
