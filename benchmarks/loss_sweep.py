@@ -390,8 +390,8 @@ process, under a memory limit that micro-batches of 8 do not meet. Which micro-b
 them. `refused`: an error in one line, before training. `not built`: no small model or batch was made by the generic rules, or the stock
 Trainer failed on it.
 
-{tried} of the {found} classes that the scan finds were tried so far. Written by `python -m benchmarks.loss_sweep --out FILE` (`--part I/N` divides the classes), then
-`python -m benchmarks.loss_sweep --markdown docs/loss_sweep.md FILE ...`; two CPU cores, {versions}, November 2026.
+{tried} of the {found} classes that the scan finds were tried so far. Written by `python -m benchmarks.loss_sweep --out FILE`
+(`--part I/N` divides the classes; a further run with the same file goes on), then `python -m benchmarks.loss_sweep --markdown docs/loss_sweep.md FILE ...`; two CPU cores, {versions}, November 2026.
 
 ## Equal with smaller micro-batches
 {equal}
