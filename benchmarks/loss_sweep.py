@@ -391,7 +391,8 @@ them. `refused`: an error in one line, before training. `not built`: no small mo
 Trainer failed on it.
 
 {tried} of the {found} classes that the scan finds were tried so far. Written by `python -m benchmarks.loss_sweep --out FILE`
-(`--part I/N` divides the classes; a further run with the same file goes on), then `python -m benchmarks.loss_sweep --markdown docs/loss_sweep.md FILE ...`; two CPU cores, {versions}, November 2026.
+(`--part I/N` divides the classes; a further run with the same file goes on), then
+`python -m benchmarks.loss_sweep --markdown docs/loss_sweep.md FILE ...`; two CPU cores, {versions}, November 2026.
 
 ## Equal with smaller micro-batches
 {equal}
