@@ -6,12 +6,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
+
+from tests.helpers.architectures import tiny_config
 
 from . import models
 from .data import captions, classes, images, masked, padded, speech, tokens, uneven_tokens, waves, with_return_loss
 from .models import Plain, gpt2, llama, tiny
-from .row import Figures, row
+from .row import Figures, Verdict, row
 from .side import Side, trained
 
 _GROUP = "Models"
@@ -68,10 +71,6 @@ _model("a plain nn.Module that holds a model", lambda: _Holding().double(), toke
 
 
 def _gpt2_classifier() -> tuple[type[nn.Module], Any]:
-    import transformers
-
-    from tests.helpers.architectures import tiny_config
-
     return transformers.GPT2ForSequenceClassification, tiny_config("GPT2LMHeadModel", num_labels=3, pad_token_id=0)
 
 
@@ -87,6 +86,36 @@ class _Holding(nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         value = self.head(self.norm(self.backbone(input_ids=input_ids).last_hidden_state.mean(1)))
         return {"loss": value.pow(2).mean(), "logits": value}
+
+
+def _scored(kind: str, count: int) -> tuple[Any, list[dict[str, torch.Tensor]]]:
+    """Return a function that makes a Llama that predicts numbers or several labels, and its samples."""
+
+    def make() -> nn.Module:
+        changes = {"num_labels": count, "problem_type": kind, "pad_token_id": 0, "initializer_range": 0.1}
+        return models.made(transformers.LlamaForSequenceClassification, tiny_config("LlamaForCausalLM", **changes))
+
+    made = torch.Generator().manual_seed(4)
+    targets = [torch.rand(count, generator=made) for _ in range(64)]
+    if kind == "regression":
+        return make, [{**sample, "labels": target[0]} for sample, target in zip(tokens(64), targets, strict=True)]
+    return make, [{**sample, "labels": target.round()} for sample, target in zip(tokens(64), targets, strict=True)]
+
+
+_SET, _FREE = {"config": {"micro_batch_size": 2}}, {"config": {"micro_batch_size": None}}
+for _name, _kind, _count in (("regression", "regression", 1), ("several labels", "multi_label_classification", 4)):
+    _make, _samples = _scored(_kind, _count)
+    for _words, _about in (("micro-batches that the user made smaller", _SET), ("micro-batches left to the planner", _FREE)):
+        _model(f"{_name}, {_words}", _make, lambda samples=_samples: samples, per_device_train_batch_size=8, about=_about)
+_DISTILBERT = partial(tiny, "DistilBertForMaskedLM")
+_EXPERTS = partial(tiny, "MixtralForCausalLM", output_router_logits=True)
+_many = {"per_device_train_batch_size": 8}
+_model("DistilBertForMaskedLM, micro-batches left to the planner", _DISTILBERT, partial(masked, 64), **_many, about=_FREE)
+_model("MixtralForCausalLM, router loss, micro-batches left to the planner", _EXPERTS, partial(tokens, 64), **_many, **_SPARE, about=_FREE)
+_model(
+    "MixtralForCausalLM, router loss, micro-batches that the user made smaller", _EXPERTS, partial(tokens, 64), **_many, **_SPARE,
+    about={**_SET, "expected": Verdict.REFUSED},
+)  # fmt: skip
 
 
 @row("frozen embeddings and first block", _GROUP)

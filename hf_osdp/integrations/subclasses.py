@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import Trainer as StockTrainer
 
-from ..modeling.batch import Loss, without_adapters
+from ..modeling.batch import Loss
 from ..modeling.units import canonical_name
 from ..sharding.environment import parameter_groups
 from ..tracing.fake_model import rebound
@@ -24,7 +24,6 @@ from ..tracing.tensors import DEVICE, fake_like
 
 _CONTAINERS = (dict, list, set, deque)
 _DATA = ("train_dataset", "eval_dataset")
-_MEAN_LOSSES = frozenset({"CrossEntropyLoss", "MSELoss", "BCEWithLogitsLoss", "L1Loss", "NLLLoss", "cross_entropy", "mse_loss"})
 
 
 def check_order(cls: type, ours: type) -> None:
@@ -95,26 +94,35 @@ def full_weights(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterato
 
 
 def traced_loss(trainer: StockTrainer) -> Loss:
-    """Return the trainer's `compute_loss` as a function of a fake model and a batch.
+    """Return the trainer's `compute_loss` as a function of a fake model and a batch, for as many items as the batch has labels."""
+
+    def loss(fake_model: nn.Module, batch: Mapping[str, Any]) -> object:
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        items = max(1, labels.numel()) if isinstance(labels, torch.Tensor) else 1
+        return loss_of_items(trainer, fake_model, batch, items if counts_items(trainer) else None)
+
+    return loss
+
+
+def counts_items(trainer: StockTrainer) -> bool:
+    """Return whether the trainer counts the items of a step and gives their number to the loss."""
+    return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
+
+
+def loss_of_items(trainer: StockTrainer, fake_model: nn.Module, batch: Any, items: Any) -> object:  # noqa: ANN401
+    """Return what the trainer's `compute_loss` returns for a fake model, a batch and the number of items of the step, or None.
 
     Each call runs on a copy of the trainer: its metrics stay in the copy, it sends nothing to other ranks, and its modules are fake.
     A sharded module, such as a reference model, returns the output of the trained model.
     """
-
-    def loss(fake_model: nn.Module, batch: Mapping[str, Any]) -> object:
-        last: list[Any] = []
-        copied = _copy_with_fake_model(trainer, fake_model, last)
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        items = max(1, labels.numel()) if isinstance(labels, torch.Tensor) else 1
-        counted = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-        handle = fake_model.register_forward_hook(lambda module, args, output: last.__setitem__(slice(None), [output]))
-        try:
-            return copied.compute_loss(fake_model, batch, num_items_in_batch=items if counted else None)  # type: ignore[arg-type]
-        finally:
-            handle.remove()
-            last.clear()  # the loss itself keeps what backward needs
-
-    return loss
+    last: list[Any] = []
+    copied = _copy_with_fake_model(trainer, fake_model, last)
+    handle = fake_model.register_forward_hook(lambda module, args, output: last.__setitem__(slice(None), [output]))
+    try:
+        return copied.compute_loss(fake_model, batch, num_items_in_batch=items)
+    finally:
+        handle.remove()
+        last.clear()  # the loss itself keeps what backward needs
 
 
 def bytes_of_other_models(trainer: StockTrainer) -> dict[str, int]:
@@ -123,26 +131,6 @@ def bytes_of_other_models(trainer: StockTrainer) -> dict[str, int]:
     seen = {id(tensor) for tensor in _tensors(trainer.model)}
     found = {name: sum(_bytes_on_device(module, seen) for module in _modules_in(value)) for name, value in vars(trainer).items()}
     return {name: nbytes for name, nbytes in found.items() if nbytes}
-
-
-def has_forward_of_transformers(model: nn.Module) -> bool:
-    return inspect.unwrap(type(model).forward).__module__.startswith("transformers.")
-
-
-def ignores_item_count(model: nn.Module) -> bool:
-    """Return whether a model's forward accepts `num_items_in_batch` but returns the mean over its micro-batch as the loss.
-
-    BERT's heads and T5 do so. transformers' Trainer assumes that such a loss is divided already, and sums the means of micro-steps:
-    the gradient then grows with their number, which the planner chooses.
-    """
-    model = without_adapters(model)
-    if hasattr(model, "accepts_loss_kwargs") or not has_forward_of_transformers(model):
-        return False
-    code = getattr(inspect.unwrap(type(model).forward), "__code__", None)
-    if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
-        return False
-    names = {*code.co_names, *code.co_varnames, *(text for text in code.co_consts if isinstance(text, str))}
-    return bool(_MEAN_LOSSES & names) and not {"loss_function", "num_items_in_batch"} & names
 
 
 class _LocalAccelerator:

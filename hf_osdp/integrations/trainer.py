@@ -31,10 +31,11 @@ from .announce import announce_result, plan_and_announce
 from .checkpoints import patched
 from .local_steps import check_plugin
 from .plugin import OSDPPlugin
-from .subclasses import check_order, ignores_item_count, plan_after_init, with_full_weights
+from .subclasses import check_order, plan_after_init, with_full_weights
 from .trainer_arguments import copied_arguments, copy_changes, plugin_options, refuse_unsupported, requested_config, set_batch
 from .trainer_checkpoints import StopCallback, TrainerCheckpoints
 from .trainer_facts import facts_of_trainer, refuse_changes
+from .trainer_loss import scale_loss
 
 
 class Trainer(TrainerCheckpoints):
@@ -97,9 +98,10 @@ class Trainer(TrainerCheckpoints):
         try:
             if self._osdp.local_steps is not None:
                 check_plugin(self.accelerator.plugin, self._osdp.local_steps)
-            config, facts = facts_of_trainer(self, self._osdp)
+            config, facts, rule = facts_of_trainer(self, self._osdp)
             hold_master_weights(self.model, facts.precision)
-            self._run = plan_and_announce(self.model, config, facts)
+            with rule.explained():
+                self._run = plan_and_announce(self.model, config, facts)
         except Exception:
             if self._creates_folder:
                 with suppress(OSError):  # already removed, or not empty
@@ -113,7 +115,8 @@ class Trainer(TrainerCheckpoints):
         self.is_fsdp_enabled = self.is_fsdp_enabled or self.accelerator.is_fsdp2  # also a single process with host offload
         if self.place_model_on_device and not self.is_fsdp_enabled:
             super()._move_model_to_device(self.model, args.device)
-        self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs and not ignores_item_count(self.model)
+        if (factor := rule.factor(self._run.plan)) != 1:
+            scale_loss(self, factor)
         self._meter = StepMeter(args.device, compiled=bool(self._run.plan.compiled_classes))
         self.add_callback(_StepCallback(self._meter))
         self.callback_handler.call_event = partial(_call_event, self.callback_handler.call_event)  # type: ignore[method-assign]

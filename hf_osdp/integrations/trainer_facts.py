@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import math
 import sys
@@ -19,8 +18,7 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
 from ..checkpoint.resume import recorded_manifest
-from ..modeling.batch import Inputs, without_adapters
-from ..modeling.wrapping import has_running_statistics
+from ..modeling.batch import Inputs
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
@@ -29,17 +27,16 @@ from ..sharding.optimizer import frozen_parameters, knows_trainer_name, spec_of_
 from ..sharding.unit_steps import reason_against_unit_steps
 from .plugin import offloads
 from .samples import find_batches, row_tokens, tokens_of
-from .subclasses import bytes_of_other_models, has_forward_of_transformers, ignores_item_count, traced_loss
-from .trainer_arguments import accelerator_config_of, samples_of_step, warn
+from .subclasses import bytes_of_other_models, traced_loss
+from .trainer_arguments import samples_of_step, warn
+from .trainer_loss import MicroBatchRule, micro_batch_rule
 
 _log = logging.getLogger(__name__)
-_SINGLE_SAMPLE_LOSSES = ("SFTTrainer", "RewardTrainer")
-"""Trainers whose own loss is a sum over tokens or samples, independent of which samples share a batch."""
 _STOCK_PACKAGES = ("transformers", "hf_osdp")
 """Packages whose `create_optimizer` follows `TrainingArguments.optim`."""
 
 
-def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> tuple[OSDPConfig, RunFacts]:
+def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> tuple[OSDPConfig, RunFacts, MicroBatchRule]:
     """Return the configuration with the run's sizes filled in, and the facts of a Trainer whose `__init__` has returned. Collective."""
     args, plugin = trainer.args, trainer.accelerator.plugin
     batches, sequence_length = _batches(trainer, config)
@@ -49,13 +46,9 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> tuple[OSDPConfig, 
     manifest = recorded_manifest(str(args.output_dir)) if trains and config.resume_after_restart else None
     samples = config.global_batch_size or _global_batch_size(args, None if manifest is None else manifest.global_batch_size)
     optimizer = _optimizer_spec(trainer)
-    sized = replace(
-        config,
-        sequence_length=sequence_length,
-        global_batch_size=samples,
-        micro_batch_size=_micro_batch_size(trainer, config),
-    )
-    return sized, RunFacts(
+    rule = micro_batch_rule(trainer, config, batches, sequence_length)
+    sized = replace(config, sequence_length=sequence_length, global_batch_size=samples, micro_batch_size=rule.chosen)
+    facts = RunFacts(
         world_size=args.world_size,
         device_type=args.device.type,
         precision=Precision.named(args.mixed_precision, autocast=args.world_size == 1 and not dist.is_initialized()),
@@ -75,6 +68,7 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> tuple[OSDPConfig, 
         frozen_in_optimizer=frozen_parameters(trainer.optimizer),
         folder=trainer_folder(args, trainer.model) if trains else None,
     )
+    return sized, facts, rule
 
 
 def trainer_folder(args: TrainingArguments, model: nn.Module | None) -> RunFolder:
@@ -104,63 +98,6 @@ def _global_batch_size(args: TrainingArguments, started_with: int | None) -> int
         return given
     warn(args, "This restart keeps the global batch of %d samples that training began with; the arguments make %d.", started_with, given)
     return started_with
-
-
-def _micro_batch_size(trainer: Trainer, config: OSDPConfig) -> int | None:
-    """Return the samples of a micro-batch if they were requested or the loss may depend on them; None lets the planner choose."""
-    args, requested, coupling = trainer.args, config.micro_batch_size, batch_coupling(trainer)
-    reason = coupling or _batch_count_dependence(trainer)
-    if reason is None:
-        return requested
-    size: int = samples_of_step(args) // (args.gradient_accumulation_steps * args.world_size)
-    if requested is None and config.plan is not None and coupling is None:
-        warn(args, "%s: a plan of other micro-batches than the %d samples of the arguments may train differently.", reason, size)
-        return None
-    if requested is None:
-        warn(args, "%s, so micro-batches stay at %d samples; set OSDPConfig(micro_batch_size=...) for another size.", reason, size)
-    elif requested != size:
-        warn(args, "%s: micro_batch_size=%d may train differently than the %d samples of the arguments.", reason, requested, size)
-    return requested or size
-
-
-def batch_coupling(trainer: Trainer) -> str | None:
-    """Return why the loss may depend on which samples share a micro-batch, whose size must then stay; None if it does not."""
-    assert isinstance(trainer.model, nn.Module)
-    cls, model = type(trainer), without_adapters(trainer.model)
-    if "return_loss" in inspect.signature(model.forward).parameters:
-        return f"{type(model).__name__} compares the samples of a batch with each other"
-    if has_running_statistics(model):
-        return f"{type(model).__name__} has batch normalisation, which computes statistics over a micro-batch"
-    if getattr(getattr(model, "config", None), "output_router_logits", False) or getattr(trainer, "aux_loss_enabled", False):
-        return f"{type(model).__name__} balances its experts over the tokens of a micro-batch"
-    owner = next(base.__name__ for base in cls.__mro__ if "compute_loss" in vars(base))  # the class that defines the loss in use
-    if owner in _SINGLE_SAMPLE_LOSSES:
-        return None
-    if cls.compute_loss is not Trainer.compute_loss:
-        return f"{cls.__name__} computes its own loss, which may depend on the samples that share a batch"
-    if cls.get_train_dataloader is not Trainer.get_train_dataloader:
-        return f"{cls.__name__} makes its own batches"
-    return None
-
-
-def _batch_count_dependence(trainer: Trainer) -> str | None:
-    """Return why the loss may depend on the number of micro-batches in a step; None if only the samples of the step matter."""
-    assert isinstance(trainer.model, nn.Module)
-    args, dataset, model = trainer.args, trainer.train_dataset, without_adapters(trainer.model)
-    if callable(trainer.compute_loss_func):
-        return "compute_loss_func may not divide the loss by num_items_in_batch"
-    if trainer.model_accepts_loss_kwargs and not hasattr(model, "accepts_loss_kwargs") and not has_forward_of_transformers(model):
-        return f"{type(model).__name__} may not divide its loss by num_items_in_batch"
-    if not args.average_tokens_across_devices and trainer.model_accepts_loss_kwargs and not ignores_item_count(model):
-        return "average_tokens_across_devices=False weights samples by the tokens on their process"
-    is_whole = isinstance(dataset, Sized) and len(dataset) % samples_of_step(args) == 0
-    for name, ends in (
-        ("dataloader_drop_last=True", args.dataloader_drop_last),
-        ("even_batches=False", not accelerator_config_of(args).even_batches),
-    ):
-        if ends and not is_whole:
-            return f"{name} ends each epoch at a whole micro-batch"
-    return None
 
 
 def _batches(trainer: Trainer, config: OSDPConfig) -> tuple[Inputs | None, int]:

@@ -6,6 +6,7 @@ all true. Real tensors that a loss uses, such as those of a reference model, bec
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..modeling.batch import plain_batch
-from .tensors import DEVICE, fake_like, is_dtensor, tensors_in
+from .tensors import DEVICE, call_operator, fake_like, is_dtensor, tensors_in
 
 aten = torch.ops.aten
 
@@ -41,9 +42,11 @@ class KnownValues(TorchDispatchMode):
     Enter it right after the `FakeTensorMode`, so that the modes above see each operator once, with the memory of its result.
     """
 
-    def __init__(self, *, alone: bool) -> None:
+    def __init__(self, *, alone: bool, max_floats: int = _MAX_KNOWN_FLOATS) -> None:
         super().__init__()
         self._alone = alone
+        self._is_small = functools.partial(_is_small, max_floats=max_floats)
+        self._max_bytes = 8 * max(_MAX_KNOWN, max_floats)
         self._values: dict[int, tuple[torch.UntypedStorage, weakref.ref[torch.UntypedStorage]]] = {}
         """Real and fake storages by fake storage, so that views share values and see what is written through other views."""
         self._fakes = WeakIdKeyDictionary()
@@ -52,7 +55,7 @@ class KnownValues(TorchDispatchMode):
     def store(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """Store a tensor's values, unless it is too large; its views share them."""
         storage = fake.untyped_storage()
-        if not _is_small(fake) or storage.nbytes() > 8 * _MAX_KNOWN or real.device.type == "meta":
+        if not self._is_small(fake) or storage.nbytes() > self._max_bytes or real.device.type == "meta":
             return
         key = storage._cdata
         with _disable_current_modes():
@@ -77,7 +80,7 @@ class KnownValues(TorchDispatchMode):
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the values of a tensor, in memory that its views share; None if they are not known."""
         if not isinstance(tensor, FakeTensor):
-            return tensor.detach() if tensor.device == DEVICE and _is_small(tensor) else None
+            return tensor.detach() if tensor.device == DEVICE and self._is_small(tensor) else None
         storage = tensor.untyped_storage()
         known, _ = self._values.get(storage._cdata, (None, None))
         if known is None or known.nbytes() != storage.nbytes():  # storages of parameters are resized
@@ -132,7 +135,7 @@ class KnownValues(TorchDispatchMode):
         indexed = args
         if packet in _INDEXING:
             indexed = (args[0], [position for index in args[1] for position in self._positions(index)], *args[2:])
-        result = func(*indexed, **kwargs)
+        result = call_operator(func, indexed, kwargs)
         self._propagate(func, args, kwargs, result)
         return result
 
@@ -141,7 +144,7 @@ class KnownValues(TorchDispatchMode):
         if func.is_view and isinstance(args[0], FakeTensor):
             return
         made = list(tensors_in(result))
-        real = self._computed(func, args, kwargs) if made and all(map(_is_small, made)) else _UNKNOWN
+        real = self._computed(func, args, kwargs) if made and all(map(self._is_small, made)) else _UNKNOWN
         if real is _UNKNOWN:
             for tensor in _written(func, args, kwargs) if func._schema.is_mutable else ():
                 self._values.pop(tensor.untyped_storage()._cdata, None)
@@ -198,8 +201,8 @@ def is_known(func: OpOverload, result: object) -> bool:
     return is_small or packet in _FALLBACKS or packet in _INDEXING
 
 
-def _is_small(tensor: torch.Tensor) -> bool:
-    return tensor.numel() <= (_MAX_KNOWN_FLOATS if tensor.is_floating_point() or tensor.is_complex() else _MAX_KNOWN)
+def _is_small(tensor: torch.Tensor, max_floats: int = _MAX_KNOWN_FLOATS) -> bool:
+    return tensor.numel() <= (max_floats if tensor.is_floating_point() or tensor.is_complex() else _MAX_KNOWN)
 
 
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

@@ -10,21 +10,15 @@ import torch
 import transformers
 from datasets import Dataset
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     Seq2SeqTrainer,
-    T5Config,
-    T5ForConditionalGeneration,
     TrainingArguments,
 )
 
 import hf_osdp
 from hf_osdp import OSDPConfig, with_osdp
-from hf_osdp.integrations.subclasses import bytes_of_other_models, full_weights, ignores_item_count
-from hf_osdp.integrations.trainer_facts import batch_coupling
+from hf_osdp.integrations.subclasses import bytes_of_other_models, full_weights
 from hf_osdp.planner.presets import preset
 
 
@@ -103,58 +97,6 @@ def test_plan_is_made_for_the_loss_that_runs(tmp_path):
     assert own.plan.sequence_length == 16
 
 
-def test_micro_batches_stay_where_a_loss_may_couple_samples(tmp_path, caplog):
-    own = with_osdp(Scaled)(model(), arguments(tmp_path, gradient_accumulation_steps=4), 1.0, train_dataset=rows(), osdp=CONFIG)
-    assert (own.plan.micro_batch_size, own.plan.accumulation_steps) == (2, 4)
-    assert "Scaled computes its own loss" in caplog.text
-    asked = with_osdp(Scaled)(
-        model(), arguments(tmp_path), 1.0, train_dataset=rows(), osdp=OSDPConfig(hardware=preset("cpu"), micro_batch_size=1, compare=False)
-    )
-    assert asked.plan.micro_batch_size == 1
-    assert "micro_batch_size=1 may train differently than the 2 samples of the arguments." in caplog.text
-    assert batch_coupling(hf_osdp.Trainer(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)) is None
-
-
-def test_batch_coupling_sees_own_loss_of_a_subclass_of_sft_and_experts():
-    sft = type("SFTTrainer", (transformers.Trainer,), {"compute_loss": lambda *args: None, "model": model()})
-    mine = type("Mine", (sft,), {"compute_loss": lambda *args: None})
-    experts = type("Experts", (sft,), {"aux_loss_enabled": True})
-    reasons = [batch_coupling(object.__new__(cls)) for cls in (sft, mine, experts)]
-    assert reasons[0] is None and "Mine computes its own loss" in reasons[1] and "balances its experts" in reasons[2]
-
-
-class Mean(LlamaForCausalLM):
-    """Takes the number of items, and gives the mean of its micro-batch."""
-
-    def forward(self, input_ids=None, labels=None, **kwargs):
-        return super().forward(input_ids=input_ids, labels=labels)
-
-
-@pytest.mark.parametrize(
-    ("cls", "options", "given", "reason"),
-    [
-        (LlamaForCausalLM, {}, {}, None),
-        (type("Named", (LlamaForCausalLM,), {}), {}, {}, None),
-        (Mean, {}, {}, "Mean may not divide its loss"),
-        (
-            LlamaForCausalLM,
-            {},
-            {"compute_loss_func": lambda outputs, labels, num_items_in_batch: outputs.logits.mean()},
-            "compute_loss_func",
-        ),
-        (LlamaForCausalLM, {"average_tokens_across_devices": False}, {}, "average_tokens_across_devices=False"),
-        (LlamaForCausalLM, {"dataloader_drop_last": True}, {}, "dataloader_drop_last=True"),
-        (LlamaForCausalLM, {"accelerator_config": {"even_batches": False}}, {}, "even_batches=False"),
-        (LlamaForCausalLM, {"dataloader_drop_last": True}, {"train_dataset": [{"input_ids": [1] * 8, "labels": [1] * 8}] * 8}, None),
-    ],
-)
-def test_micro_batches_stay_where_their_number_counts(tmp_path, caplog, cls, options, given, reason):
-    args = arguments(tmp_path, gradient_accumulation_steps=2, **options)
-    trainer = hf_osdp.Trainer(model=cls(model().config), args=args, osdp=CONFIG, **{"train_dataset": rows(), **given})
-    assert (trainer.plan.accumulation_steps == 2) is (reason is not None)
-    assert reason is None or reason in caplog.text
-
-
 def test_loss_that_cannot_be_traced_falls_back_with_a_warning(tmp_path, caplog):
     class Odd(transformers.Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -230,41 +172,3 @@ def test_whole_weights_are_shown_while_a_trainer_saves():
     with full_weights(inner, {"lm_head.weight": torch.zeros(64, 32)}):
         assert inner.lm_head.weight.abs().sum() == 0
     assert inner.lm_head.weight is before
-
-
-# ------------------------------------------------------------------------- losses that are not divided by the items of a batch
-
-BERT = BertConfig(
-    vocab_size=61, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, max_position_embeddings=16,
-    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3,
-)  # fmt: skip
-T5 = T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
-
-
-@pytest.mark.parametrize(
-    ("make", "ignores"),
-    [
-        (lambda: BertForSequenceClassification(BERT), True),
-        (lambda: BertForMaskedLM(BERT), True),
-        (lambda: T5ForConditionalGeneration(T5), True),
-        (model, False),
-        (lambda: torch.nn.Linear(2, 2), False),
-    ],
-)
-def test_ignores_item_count_knows_models_whose_loss_is_a_mean(make, ignores):
-    assert ignores_item_count(make()) is ignores
-
-
-def test_micro_batch_of_the_plan_does_not_change_loss_and_gradient_norm(tmp_path):
-    def first_step(micro_batch_size: int) -> tuple[float, float]:
-        torch.manual_seed(0)
-        data = [{"input_ids": torch.randint(61, (8,)), "labels": torch.tensor(index % 3)} for index in range(8)]
-        options = {"max_steps": 1, "logging_steps": 1, "disable_tqdm": True, "report_to": [], "use_cpu": True}
-        args = TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=8, **options)
-        osdp = {"micro_batch_size": micro_batch_size, "sequence_length": 8, "hardware": "cpu", "compare": False}
-        trainer = hf_osdp.Trainer(model=BertForSequenceClassification(BERT), args=args, train_dataset=data, osdp=osdp)
-        trainer.train()
-        logged = next(entry for entry in trainer.state.log_history if "grad_norm" in entry)
-        return logged["loss"], logged["grad_norm"]
-
-    assert first_step(2) == pytest.approx(first_step(8), rel=1e-3)

@@ -1,0 +1,171 @@
+"""Which micro-batches train as the Trainer's arguments do: decided by what the loss divides by."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from ..distributed.consensus import on_rank_zero
+from ..errors import InfeasibleError
+from ..modeling.batch import Inputs, training_batch, without_adapters
+from ..modeling.wrapping import has_running_statistics
+from ..planner.plan import Plan
+from ..planning.config import OSDPConfig
+from ..tracing.loss_kind import LossKind, find_loss_kind
+from .samples import Batches
+from .subclasses import counts_items, loss_of_items
+from .trainer_arguments import accelerator_config_of, samples_of_step, warn
+
+_TOKENS = 16
+"""Tokens of the rows on which the loss is examined."""
+_PROBLEMS = {
+    LossKind.WHOLE: "The loss of {} is not divided by num_items_in_batch",
+    LossKind.MIXED: "The loss of {} is not a sum over samples that is divided by num_items_in_batch",
+    LossKind.UNKNOWN: "It is not known whether the loss of {} is divided by num_items_in_batch",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchRule:
+    """The micro-batches of a Trainer's run."""
+
+    size: int
+    """Samples of a micro-batch by the arguments."""
+    chosen: int | None
+    """Samples of a micro-batch to plan for; None lets the planner choose."""
+    kept: str | None = None
+    """Why the micro-batch stays at the arguments' size, with the remedy; None if it need not stay."""
+    averages: bool = False
+    """Each micro-batch's loss counts with its share of the arguments' micro-batch, since the loss does not do so itself."""
+
+    def factor(self, plan: Plan) -> float:
+        """Return the factor of each micro-batch's loss where the stock Trainer sums losses over micro-steps.
+
+        The stock Trainer adds a·b samples' means over micro-batches of b as Σ_a mean_b. With micro-batches of b′ the sum has a·b/b′ terms,
+        so each gets b′/b.
+        """
+        return plan.micro_batch_size / self.size if self.averages else 1.0
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Add to an InfeasibleError why the planner could not choose smaller micro-batches."""
+        try:
+            yield
+        except InfeasibleError as error:
+            if self.kept is not None:
+                error.args = (f"{error} {self.kept}",)
+            raise
+
+
+def micro_batch_rule(trainer: Trainer, config: OSDPConfig, inputs: Inputs | None, sequence_length: int) -> MicroBatchRule:
+    """Return the rule for a Trainer whose `__init__` has returned; `inputs` are its batches, None if these are not known. Collective.
+
+    Raises:
+        ValueError: a micro-batch size was requested with which this loss cannot train as with the arguments' own.
+    """
+    args, requested = trainer.args, config.micro_batch_size
+    size: int = samples_of_step(args) // (args.gradient_accumulation_steps * args.world_size)
+    if trainer.train_dataset is None:
+        return MicroBatchRule(size=size, chosen=requested)
+    kind = on_rank_zero(lambda: _loss_kind(trainer, inputs, sequence_length))
+    problem = None if kind is LossKind.SHARE else _PROBLEMS[kind].format(_owner_of_loss(trainer))
+    may_change = kind in (LossKind.SHARE, LossKind.WHOLE)
+    coupling = problem or _coupling(trainer)
+    reason = coupling or _batch_count_dependence(trainer)
+    averages = kind is LossKind.WHOLE
+    if reason is None:
+        return MicroBatchRule(size=size, chosen=requested)
+    if requested is None and config.plan is not None and may_change:
+        warn(args, "%s: a plan of other micro-batches than the %d samples of the arguments may train differently.", reason, size)
+        return MicroBatchRule(size=size, chosen=None, averages=averages)
+    if requested in (None, size):
+        remedy = "OSDPConfig(micro_batch_size=...)" if may_change else "per_device_train_batch_size and gradient_accumulation_steps"
+        kept = f"{reason}, so micro-batches stay at {size} samples; set {remedy} for another size."
+        if requested is None:
+            warn(args, kept)
+        return MicroBatchRule(size=size, chosen=size, kept=kept)
+    if not may_change:
+        raise ValueError(
+            f"{reason}, so micro_batch_size={requested} would train something else than the {size} samples of the arguments; leave it"
+            f" out, or set per_device_train_batch_size={requested} and gradient_accumulation_steps."
+        )
+    warn(args, "%s: micro_batch_size=%d may train differently than the %d samples of the arguments.", reason, requested, size)
+    return MicroBatchRule(size=size, chosen=requested, averages=averages)
+
+
+def scale_loss(trainer: Trainer, factor: float) -> None:
+    """Multiply the losses of training wherever the stock Trainer adds them up over micro-steps, instead of averaging them."""
+    compute_loss = trainer.compute_loss
+
+    @functools.wraps(compute_loss)
+    def scaled(model: nn.Module, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:  # noqa: ANN401
+        result = compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+        is_counted = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
+        sums = getattr(trainer, "loss_is_scaled_for_ga", None) is None and (is_counted or trainer.compute_loss_func is not None)
+        if not (model.training and sums):
+            return result
+        return (result[0] * factor, *result[1:]) if isinstance(result, tuple) else result * factor
+
+    trainer.compute_loss = scaled  # type: ignore[method-assign]
+
+
+def _loss_kind(trainer: Trainer, inputs: Inputs | None, sequence_length: int) -> LossKind:
+    """Examine the trainer's loss on short rows, and on whole ones if nothing is found on these."""
+    model = trainer.model
+    assert isinstance(model, nn.Module)
+    if not counts_items(trainer):
+        return LossKind.WHOLE
+
+    def loss(fake_model: nn.Module, batch: dict[str, Any], items: torch.Tensor) -> object:
+        return loss_of_items(trainer, fake_model, batch, items if isinstance(batch.get("labels"), torch.Tensor) else None)
+
+    short = min(_TOKENS, sequence_length)
+    if isinstance(inputs, Batches):
+        tried: list[Inputs] = [inputs.with_rows(short), inputs]
+    else:
+        tried = [inputs or (lambda samples: training_batch(model, short)(samples))]
+    kinds = (find_loss_kind(model, batches, loss) for batches in tried)
+    kind = next((kind for kind in kinds if kind is not LossKind.UNKNOWN), LossKind.UNKNOWN)
+    if kind is LossKind.WHOLE and getattr(trainer, "loss_is_scaled_for_ga", None):
+        return LossKind.UNKNOWN  # the trainer may divide by the number of micro-steps
+    return kind
+
+
+def _owner_of_loss(trainer: Trainer) -> str:
+    if type(trainer).compute_loss is not Trainer.compute_loss:
+        return f"{type(trainer).__name__}.compute_loss"
+    assert isinstance(trainer.model, nn.Module)
+    return type(without_adapters(trainer.model)).__name__ if trainer.compute_loss_func is None else "compute_loss_func"
+
+
+def _coupling(trainer: Trainer) -> str | None:
+    """Return why the model's outputs may depend on which samples share a micro-batch; None if they do not."""
+    assert isinstance(trainer.model, nn.Module)
+    cls, model = type(trainer), without_adapters(trainer.model)
+    if has_running_statistics(model):
+        return f"{type(model).__name__} has batch normalisation, which computes statistics over a micro-batch"
+    if cls.get_train_dataloader is not Trainer.get_train_dataloader:
+        return f"{cls.__name__} makes its own batches"
+    return None
+
+
+def _batch_count_dependence(trainer: Trainer) -> str | None:
+    """Return why a step may depend on the number of its micro-batches; None if only its samples matter."""
+    args, dataset = trainer.args, trainer.train_dataset
+    if not args.average_tokens_across_devices:
+        return "average_tokens_across_devices=False weights samples by the tokens on their process"
+    is_whole = isinstance(dataset, Sized) and len(dataset) % samples_of_step(args) == 0
+    for name, ends in (
+        ("dataloader_drop_last=True", args.dataloader_drop_last),
+        ("even_batches=False", not accelerator_config_of(args).even_batches),
+    ):
+        if ends and not is_whole:
+            return f"{name} ends each epoch at a whole micro-batch"
+    return None

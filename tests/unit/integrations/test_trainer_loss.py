@@ -1,0 +1,189 @@
+"""Micro-batches of a Trainer's run: left to the planner where the loss is a share of the step's, else as the arguments set them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from torch.nn.functional import cross_entropy, mse_loss
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    MixtralForCausalLM,
+    TrainingArguments,
+)
+
+import hf_osdp
+from hf_osdp import InfeasibleError, OSDPConfig, with_osdp
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+CONFIG = OSDPConfig(hardware="cpu", compare=False)
+LIMIT = "8MiB"
+"""Less than 16 samples of 32 tokens need, and more than 4."""
+
+
+def arguments(tmp_path, **options):
+    given = {"per_device_train_batch_size": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    return TrainingArguments(output_dir=str(tmp_path / "out"), **{**given, **options})
+
+
+def rows(count=2, length=8, label=None):
+    made = torch.Generator().manual_seed(3)
+    ids = [torch.randint(3, 60, (length,), generator=made) for _ in range(count)]
+    return [{"input_ids": row, "labels": row.clone() if label is None else label(row)} for row in ids]
+
+
+def llama(cls=LlamaForCausalLM, **options):
+    torch.manual_seed(0)
+    return cls(LlamaConfig(**SIZES, max_position_embeddings=64, pad_token_id=0, **options)).double()
+
+
+def mixtral(**options):
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4, **options))
+
+
+class Mean(LlamaForCausalLM):
+    """Accepts the number of items, and returns the mean of its micro-batch."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        return super().forward(input_ids=input_ids, labels=labels)
+
+
+class OwnMean(transformers.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).logits.pow(2).mean()
+
+
+class OwnSum(transformers.Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs).logits.pow(2).sum() / num_items_in_batch
+
+
+def divided(outputs, labels, num_items_in_batch=None):
+    return cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
+
+
+BERT = BertConfig(**SIZES, max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+WHOLE = "is not divided by num_items_in_batch"
+ONE_LABEL = {"train_dataset": rows(label=lambda row: torch.tensor(1))}
+
+
+@pytest.mark.parametrize(
+    ("make", "base", "options", "given", "reason"),
+    [
+        (llama, None, {}, {}, None),
+        (lambda: llama(type("Named", (LlamaForCausalLM,), {})), None, {}, {}, None),
+        (lambda: get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"])), None, {}, {}, None),
+        (llama, None, {"label_smoothing_factor": 0.1}, {}, None),
+        (llama, None, {}, {"compute_loss_func": divided}, None),
+        (llama, OwnSum, {}, {}, None),
+        (mixtral, None, {}, {}, None),
+        (lambda: llama(Mean), None, {}, {}, f"The loss of Mean {WHOLE}"),
+        (lambda: llama(LlamaForSequenceClassification), None, {}, ONE_LABEL, f"The loss of LlamaForSequenceClassification {WHOLE}"),
+        (lambda: BertForSequenceClassification(BERT), None, {}, ONE_LABEL, f"The loss of BertForSequenceClassification {WHOLE}"),
+        (llama, None, {}, {"compute_loss_func": lambda outputs, *_, **__: outputs.logits.mean()}, f"The loss of compute_loss_func {WHOLE}"),
+        (llama, OwnMean, {}, {}, f"The loss of OwnMean.compute_loss {WHOLE}"),
+        (lambda: mixtral(output_router_logits=True), None, {}, {}, "The loss of MixtralForCausalLM is not a sum over samples"),
+        (llama, None, {"average_tokens_across_devices": False}, {}, "average_tokens_across_devices=False"),
+        (llama, None, {"dataloader_drop_last": True}, {}, "dataloader_drop_last=True"),
+        (llama, None, {"accelerator_config": {"even_batches": False}}, {}, "even_batches=False"),
+        (llama, None, {"dataloader_drop_last": True}, {"train_dataset": Dataset.from_list(rows(8))}, None),
+    ],
+)  # fmt: skip
+def test_micro_batches_stay_unless_their_losses_add_up(tmp_path, caplog, make, base, options, given, reason):
+    args = arguments(tmp_path, gradient_accumulation_steps=2, **options)
+    trainer = with_osdp(base or transformers.Trainer)(model=make(), args=args, osdp=CONFIG, **{"train_dataset": rows(), **given})
+    assert (trainer.plan.accumulation_steps == 2) is (reason is not None)
+    assert reason is None or (reason in caplog.text and "micro-batches stay at 2 samples" in caplog.text)
+
+
+def trained(tmp_path, make, data, osdp, **options):
+    """Return the trainer, and loss (which it adds up in float32) and gradient norm of two steps."""
+    args = arguments(tmp_path, **{"max_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, **options})
+    trainer = hf_osdp.Trainer(model=make(), args=args, train_dataset=data, osdp=osdp)
+    trainer.train()
+    return trainer, [[entry[name] for entry in trainer.state.log_history if name in entry] for name in ("loss", "grad_norm")]
+
+
+def assert_equal(figures, expected):
+    assert len(expected[0]) == 2
+    for found, stock, tolerance in zip(figures, expected, (3e-7, 1e-9), strict=True):
+        assert found == pytest.approx(stock, rel=tolerance)
+
+
+def float_label(row):
+    return torch.tensor(float(row.double().mean()) / 30, dtype=torch.float64)
+
+
+def distilbert():
+    torch.manual_seed(0)
+    sizes = {"dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 2, "vocab_size": 64, "max_position_embeddings": 64}
+    return DistilBertForMaskedLM(DistilBertConfig(**sizes, dropout=0.0, attention_dropout=0.0)).double()
+
+
+CASES = {
+    "regression": (
+        lambda: llama(LlamaForSequenceClassification, num_labels=1, problem_type="regression"), rows(32, 32, float_label),
+    ),
+    "multi-label": (
+        lambda: llama(LlamaForSequenceClassification, num_labels=4, problem_type="multi_label_classification"),
+        rows(32, 32, lambda row: (row[:4] > 30).double()),
+    ),
+    "masked": (distilbert, rows(32, 32, lambda row: torch.where(row % 2 == 0, row, -100))),
+    "experts": (lambda: mixtral(output_router_logits=True), rows(32, 32)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training_equals_stock_or_is_refused_where_the_loss_is_not_a_share(tmp_path, name):
+    make, data = CASES[name]
+    options = {"per_device_train_batch_size": 16}
+    try:
+        trainer, figures = trained(tmp_path, make, data, {"memory_limit": LIMIT, "hardware": "cpu", "compare": False}, **options)
+    except InfeasibleError as error:
+        assert "so micro-batches stay at 16 samples" in str(error) and "\n" not in str(error)
+        trainer, figures = trained(tmp_path, make, data, {"hardware": "cpu", "compare": False}, **options)
+    assert trainer.plan.micro_batch_size == 16
+    assert_equal(figures, trained(tmp_path, make, data, False, **options)[1])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", ["regression", "multi-label"])
+def test_micro_batch_size_that_the_user_set_averages_means_of_samples(tmp_path, name, accumulation):
+    make, data = CASES[name]
+    options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": accumulation}
+    osdp = {"micro_batch_size": 2, "hardware": "cpu", "compare": False}
+    trainer, figures = trained(tmp_path, make, data, osdp, **options)
+    assert trainer.plan.micro_batch_size == 2
+    stock, expected = trained(tmp_path, make, data, False, **options)
+    assert_equal(figures, expected)
+    assert trainer.evaluate(data)["eval_loss"] == pytest.approx(stock.evaluate(data)["eval_loss"], rel=1e-6)
+
+
+def test_micro_batch_size_is_refused_where_a_part_of_the_loss_would_be_multiplied(tmp_path):
+    osdp = OSDPConfig(hardware="cpu", compare=False, micro_batch_size=1)
+    args = arguments(tmp_path)
+    with pytest.raises(ValueError, match="so micro_batch_size=1 would train something else than the 2 samples of the arguments; leave it"):
+        hf_osdp.Trainer(model=mixtral(output_router_logits=True), args=args, train_dataset=rows(), osdp=osdp)
+
+
+def test_a_trainer_that_divides_by_its_steps_keeps_its_micro_batches(tmp_path, caplog):
+    class Divides(transformers.Trainer):
+        loss_is_scaled_for_ga = True
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return mse_loss(model(**inputs).logits, torch.zeros(())) / self.args.gradient_accumulation_steps
+
+    args = arguments(tmp_path, gradient_accumulation_steps=2)
+    trainer = with_osdp(Divides)(model=llama(), args=args, train_dataset=rows(), osdp=CONFIG)
+    assert trainer.plan.accumulation_steps == 2
+    assert "It is not known whether the loss of Divides.compute_loss is divided" in caplog.text
