@@ -15,7 +15,7 @@ from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import StrategyResult
 from hf_osdp.quantities import format_bytes
 
-STOCK, STOCK_BF16, ALONE, EXACT_PLAN, APART = "stock", "stock, bf16", "alone", "osdp, exact", "osdp, local steps"
+STOCK, STOCK_BF16, ALONE, EXACT_PLAN = "stock", "stock, bf16", "alone", "osdp, exact"
 TERMS = ("compute_s", "exposed_s", "copy_s", "optimizer_s")
 
 
@@ -49,9 +49,6 @@ class Entrant:
         """
         if self.sends in (Sends.STOCK, Sends.STOCK_BF16):
             hardware = with_stock_reduce_scatter(hardware)
-        if self.plan.local_steps is not None:
-            inside = tuple(timing for timing in hardware.timings if not timing.crosses_nodes)
-            hardware, job = replace(hardware, nodes=1, timings=inside), replace(job, local_steps=self.plan.local_steps)
         if self.sends is Sends.STOCK_BF16:
             job = replace(job, precision=Precision(reduce=DType.BFLOAT16))
         estimate = estimate_plan(self.plan, description, job, hardware)
@@ -86,7 +83,7 @@ def line_up(results: Sequence[Sequence[StrategyResult]], limits: Sequence[int]) 
     cells = []
     for limit, rows in zip(limits, results, strict=True):
         cell: dict[str, dict] = {}
-        shown = [row for row in rows if not row.variant or row.label in (EXACT_PLAN, APART)]
+        shown = [row for row in rows if not row.variant or row.label == EXACT_PLAN]
         for row in sorted(shown, key=lambda row: row.strategy is Strategy.OSDP):  # OSDP last: an equal plan keeps its strategy's name
             if row.result is None:
                 cell[row.label] = {"needs": row.least_peak_bytes, "reason": row.reason}
@@ -119,7 +116,7 @@ def _entered(entrants: dict[str, Entrant], label: str, plan: Plan, limit: int) -
 
 
 def _runs(plan: Plan) -> tuple[object, ...]:
-    return plan.units, plan.accumulation_steps, plan.local_steps
+    return plan.units, plan.accumulation_steps
 
 
 def replicated(plan: Plan) -> Plan:

@@ -8,8 +8,6 @@ One unit with G gathers, S reduce-scatters and, if it is replicated, one all-red
     two stages:  the same with B / L bytes, in rings of ranks with the same place in each node; stages inside nodes send none
     all-reduce:  2 (r - 1)/r · B / g a hop, in rings of the r ranks that hold the same shard
 
-A plan of H local steps sends 2 (M - 1)/M · B per machine in each synchronisation of M machines, and one H-th of that per step.
-
 With low-bit communication, B is the bytes of codes and scales. G is 2 per micro-step if parameters are freed after forward, else 1; FSDP2
 keeps the root's parameters until backward. gloo's own reduce-scatter is an all-reduce whose other parts are dropped:
 2 (g - 1)/g · B per hop.
@@ -41,10 +39,6 @@ def bytes_sent(
         stock_reduce_scatter: gradients are reduced by gloo's own reduce-scatter.
         reduced_itemsize: bytes per element of a gradient that is sent unencoded.
     """
-    if (local := plan.local_steps) is not None:  # each machine has the whole model and sends it in the two laps of a ring
-        elements = sum(p.numel for unit in description.units for p in unit.trainable)
-        nbytes = _sent(local.wire, elements // plan.world_size, local.machines, 4) * plan.world_size
-        return round(2 * (local.machines - 1) / local.machines * nbytes / local.steps)
     batch = plan.batch
     total: Counter[int] = Counter()
     for unit in description.units:

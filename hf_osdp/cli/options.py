@@ -95,9 +95,6 @@ class Request:
         Literal["exact", "bf16", "int8", "int4"],
         option("NAME", "Lowest precision of parameters and gradients sent over slow links; it changes the rounding of training."),
     ] = "exact"
-    local_steps: Annotated[
-        int | None, count("Steps of each machine between synchronisations, for slow links; this is another algorithm (DiLoCo).")
-    ] = None
     compile: Annotated[bool, switch("Compile each block with torch.compile before it is sharded.", "--compile")] = False
     operator_splitting: Annotated[bool, switch("Split blocks into operator units, and operators into slices, if that is faster.")] = True
     split_vocabulary: Annotated[

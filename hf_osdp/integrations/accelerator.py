@@ -44,7 +44,6 @@ from ..sharding.unit_steps import BackwardSteps, bind_optimizer, reason_against_
 from .announce import announce_result, plan_and_announce
 from .checkpoints import AcceleratorCheckpoints, patched
 from .launch import launch_request
-from .local_steps import Synchroniser, check_plugin
 from .plugin import OSDPPlugin, offloads, plugin_for, precision_of
 from .samples import batches_of_loader
 from .sharding import apply_plan_unsharded, prepare_late_optimizers, shard_model
@@ -93,7 +92,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         """The plan and its inputs; None before planning."""
         self._loop_meter: LoopMeter | None = None
         self._backward_steps: BackwardSteps | None = None
-        self._local_steps: Synchroniser | None = None
         self._out_of_memory: OutOfMemoryHandler | None = None
         self.measured: Observation | None = None
         """Measurement of the loop's first optimizer steps, the same on every process; None until they have ended."""
@@ -186,8 +184,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             raise ValueError("The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...).")
         if config.global_batch_size is None:
             raise ValueError("The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...).")
-        if config.local_steps is not None:
-            check_plugin(self.plugin, config.local_steps)
         if self.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             config = replace(config, reduce_every_micro_step=True)
         facts = RunFacts(
@@ -271,10 +267,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self._backward_steps = bind_optimizer(model, run.plan, run.units, optimizers)
         if before not in (None, self._backward_steps):  # an earlier optimizer must not step any more
             before.remove()
-        if run.plan.local_steps is not None:
-            self._local_steps = self._local_steps or Synchroniser(run.plan)
-            for optimizer in optimizers:
-                self._local_steps.bind(model, optimizer)
         if self.measures_loop and self._loop_meter is None:
             skips = self.scaler is not None and self.scaler.is_enabled()
             self._loop_meter = LoopMeter(model, self.device, self._report, run.plan, may_skip=skips)
@@ -317,7 +309,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             for tracker in self.trackers:
                 tracker.finish()
             return
-        self._synchronise("The end of training")
         if self._loop_meter is not None:
             self._loop_meter.finish()
         self._writer.wait()
@@ -352,7 +343,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Return copies of the full weights under their Hugging Face names on rank 0, and an empty dict on other ranks."""
-        self._synchronise("A save")
         return full_state_dict(model) if self.is_fsdp2 else super().get_state_dict(model, unwrap=unwrap)
 
     def clip_grad_norm_(self, parameters: Parameters, max_norm: float, norm_type: float = 2) -> torch.Tensor:

@@ -37,7 +37,6 @@ from ..sharding.optimizer_steps import prepare_new_optimizers
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
 from ..sharding.unit_steps import bind_optimizer
-from .local_steps import Synchroniser, refuse
 
 _log = logging.getLogger(__name__)
 
@@ -105,8 +104,6 @@ class OptimalShardedDataParallel(nn.Module):
         config = merged_config(config)
         _check(config, optimizer)
         precision = Precision.named(mixed_precision)
-        if config.local_steps is not None and precision.compute is DType.FLOAT16:
-            refuse(config.local_steps, "with mixed_precision='fp16' a loss scaler may skip a step on one machine only; use 'bf16'")
         form_process_group(needed=precision.compute is not None)
         device = training_device()
         prepare_model(model, precision)
@@ -132,14 +129,7 @@ class OptimalShardedDataParallel(nn.Module):
         self.module = move_to_device(model, device)
         self._out_of_memory = OutOfMemoryHandler(model, run.plan, run.units, problem=run.problem, on_oom=config.on_oom, device=device)
         plan, units = run.plan, run.units  # so that `bind` does not keep the run alive
-        self._local_steps = local = None if plan.local_steps is None else Synchroniser(plan)
-
-        def bind(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-            bind_optimizer(module, plan, units, [optimizer])
-            if local is not None:
-                local.bind(module, optimizer)
-
-        prepare_new_optimizers(self.module, bind)
+        prepare_new_optimizers(self.module, lambda module, optimizer: bind_optimizer(module, plan, units, [optimizer]))
         self._scales = precision.compute is DType.FLOAT16
         self._loop_meter = LoopMeter(self.module, device, self._log_measured, plan, may_skip=self._scales)
 
@@ -193,8 +183,7 @@ class OptimalShardedDataParallel(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the full weights on the CPU on rank 0, an empty dict on others; machines with local steps synchronise. Collective."""
-        self._synchronise()
+        """Return the full weights on the CPU on rank 0, an empty dict on others. Collective."""
         return full_state_dict(self.module)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
@@ -203,8 +192,6 @@ class OptimalShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: names or shapes do not match.
         """
-        if self._local_steps is not None:
-            self._local_steps.end()
         if any(isinstance(value, DTensor) for value in state_dict.values()):
             self.module.load_state_dict(state_dict, strict=strict)
         else:
@@ -245,15 +232,10 @@ class OptimalShardedDataParallel(nn.Module):
             raise ValueError(
                 "in_background=True writes shards while training continues, but sharded=False asks for full tensors; leave one out."
             )
-        if sharded and self._local_steps is not None:
-            refuse(self._local_steps.steps.steps, "sharded=True would mix the machines' optimizer states; give sharded=False")
-        self._synchronise()
         self._writer.in_background = in_background
         others = _stateful(scheduler, scaler)
         with self._writer.new(path, optimizer=optimizer_name(optimizer)) as staging:
             stage_loop(staging, self.module, optimizer, others=others, progress=progress or {}, sharded=sharded)
-            if self._local_steps is not None:
-                self._local_steps.save(staging.path, optimizer)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint in the background is complete; raise on all ranks if it could not be written. Collective."""
@@ -267,14 +249,7 @@ class OptimalShardedDataParallel(nn.Module):
         Raises:
             CheckpointError: it is damaged, incomplete, or of another model; on every rank.
         """
-        progress = load_loop(path, self.module, optimizer, others=_stateful(scheduler, scaler), writer=self._writer)
-        if self._local_steps is not None:
-            self._local_steps.load(Path(path))
-        return progress
-
-    def _synchronise(self) -> None:
-        if self._local_steps is not None:
-            self._local_steps.synchronise("A save")
+        return load_loop(path, self.module, optimizer, others=_stateful(scheduler, scaler), writer=self._writer)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  the model's own
         try:

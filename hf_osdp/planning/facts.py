@@ -8,11 +8,9 @@ from pathlib import Path
 
 from ..errors import PlanError
 from ..modeling.batch import Inputs, Loss
-from ..planner.cost.local_steps import fastest_wire
 from ..planner.description import DType, ModelDescription
-from ..planner.hardware import DeviceSpec, Hardware
+from ..planner.hardware import DeviceSpec
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
-from ..planner.local_steps import LocalSteps
 from ..planner.plan import Plan
 from ..planner.wire import EXACT, WireFormat, formats_up_to
 from ..quantities import format_bytes
@@ -108,7 +106,7 @@ def _steps_in_backward(config: OSDPConfig, facts: RunFacts) -> bool:
 def check_backward_step(plan: Plan, config: OSDPConfig, facts: RunFacts) -> None:
     """Refuse a given plan that steps in backward if gradients may be read before the step, and `step_in_backward=True` without effect."""
     planned = any(unit.step_in_backward for unit in plan.units)
-    reason = _reason_against_backward_step(facts) if plan.local_steps is None else "local steps begin with the optimizer's step"
+    reason = _reason_against_backward_step(facts)
     if planned and reason:
         raise PlanError(f"The plan steps in backward, but {reason}; change that, or plan again.")
     if planned and not _steps_in_backward(config, facts):
@@ -186,29 +184,3 @@ def check_limit(limit_bytes: int, device: DeviceSpec, *, given: str) -> int:
         f"{given} is more than the {format_bytes(total)} of {device.name}; use at most {total // 2**20}MiB, or leave it out for all of"
         " them."
     )
-
-
-def of_one_machine(hardware: Hardware, job: TrainingJob, config: OSDPConfig) -> tuple[Hardware, TrainingJob]:
-    """Return the hardware of one machine, with the link to others, and the job with local steps.
-
-    Raises:
-        ValueError: there is only one machine, or states are to be kept on the host.
-    """
-    if hardware.nodes == 1:
-        raise ValueError(f"local_steps={config.local_steps} is for several machines, and the processes are on one; leave it out.")
-    if job.host_offload or job.offload_optimizer:
-        raise ValueError(f"local_steps={config.local_steps} keeps all states on the device; leave the offload to the host out.")
-    local = config.outer(hardware.nodes)
-    assert local is not None
-    machine = replace(hardware, nodes=1, timings=tuple(timing for timing in hardware.timings if not timing.crosses_nodes))
-    local = replace(local, wire=fastest_wire(machine, local, config.wire))
-    return machine, replace(job, local_steps=local, host_offload=False, offload_optimizer=False, step_in_backward=False)
-
-
-def check_local_steps(plan: Plan, configured: LocalSteps | None) -> None:
-    """Refuse a given plan whose local steps differ from those of the configuration."""
-    for name in ("steps", "outer_learning_rate", "outer_momentum"):
-        planned, wanted = (None if local is None else getattr(local, name) for local in (plan.local_steps, configured))
-        if planned != wanted:
-            option = "local_steps" if name == "steps" else name
-            raise PlanError(f"The plan trains with {option}={planned}, but {option}={wanted} is asked for; make them agree, or plan again.")

@@ -29,7 +29,7 @@ from ..report.plan_file import PlanInputs
 from ..sharding.environment import uses_host
 from .choices import Compilation, OptimizerChoice, find_plan_and_optimizer, weigh
 from .config import OSDPConfig
-from .facts import RunFacts, check_backward_step, check_communication, check_local_steps, check_whole, training_job
+from .facts import RunFacts, check_backward_step, check_communication, check_whole, training_job
 from .preflight import Finding, KnownRun, check_model, check_run
 from .probe import Trial, probe
 from .problem import Describer, FoundPlan, ProblemBuilder, plan_from_rank_zero
@@ -115,7 +115,7 @@ def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedR
     if config.compile == "auto" and isinstance(found.outcome, InfeasibleError):
         return _searched(model, eager, facts)
     plan, problem = found.plan, found.problem
-    plan.check(problem.description, plan.ranks_of_machine(facts.world_size))
+    plan.check(problem.description, facts.world_size)
     compilation = None
     if config.compile == "auto" or (config.compare and config.compile):
         compilation = on_rank_zero(lambda: weigh(found, facts.steps))
@@ -180,16 +180,15 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
         )
     check_backward_step(plan, config, facts)
     check_communication(plan, config.wire)
-    check_local_steps(plan, config.outer())
     inputs = peak_bytes = None
     if facts.estimates_given_plan:
         if uses_host(plan):
             facts = facts.under_fsdp
         as_planned = replace(config, plan=None, compile=bool(plan.compiled_classes))
         description = Describer(model, as_planned, facts).describe(plan.split, micro_batch_size=plan.micro_batch_size)
-        plan.check(description, plan.ranks_of_machine(facts.world_size))
+        plan.check(description, facts.world_size)
         check_whole(plan, description, facts.optimizer)
-        inputs = PlanInputs(description=description, job=replace(training_job(config, facts), local_steps=plan.local_steps), hardware=None)
+        inputs = PlanInputs(description=description, job=training_job(config, facts), hardware=None)
         if config.memory_limit is not None:
             peak_bytes = inputs.estimate(plan).memory.peak_bytes
     check_given_plan(plan, config, peak_bytes)

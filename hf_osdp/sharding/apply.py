@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ..distributed.collectives import Stages, plain_transport, unit_collectives
 from ..distributed.consensus import require_same
-from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, sharing_ranks, world_size
+from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, world_size
 from ..distributed.replicas import Background, Replicas
 from ..distributed.wire import WireTransport
 from ..errors import OSDPError, PlanError, PlanMismatchError
@@ -76,7 +76,7 @@ def apply_plan(
         device = meshes.device_type if meshes else collective_device().type
         require_same({"the plan": plan.fingerprint, "the model": units_text, "the device": device})
     apply_split(model, plan.split)
-    plan.check(_as_description(model, units), plan.ranks_of_machine(world_size()))
+    plan.check(_as_description(model, units), world_size())
     found = _find_units(model, plan, units)
     _change_forwards(found, plan.compiled_classes)
     for head in heads_in_pieces(model) if plan.compiled_classes else ():
@@ -85,15 +85,14 @@ def apply_plan(
         return model
     if uses_host(plan) and not dist.is_initialized():
         form_process_group(needed=True)
-    if meshes is None or meshes.machines != plan.machines:
-        meshes = Meshes(collective_device().type, machines=plan.machines)
+    if meshes is None:
+        meshes = Meshes(collective_device().type)
     meshes.prepare(plan)
-    meshes.train_apart()
     if broadcast:
         broadcast_parameters(model)
     # FSDP2 refuses parameters without dimensions; WeightReads averages their gradients.
     scalars = {parameter for parameter in model.parameters() if not parameter.dim()}
-    single_process = plan.world_size == 1 and not _changes_dtypes(mp_policy) and plan.local_steps is None
+    single_process = plan.world_size == 1 and not _changes_dtypes(mp_policy)
     ignored = set(scalars)
     if single_process:  # parameters that are not on the host stay plain
         named = named_parameters(model)
@@ -206,7 +205,7 @@ def bottom_up(units: tuple[UnitDescription, ...]) -> tuple[UnitDescription, ...]
 
 def needs_process_group(plan: Plan, mp_policy: MixedPrecisionPolicy | None) -> bool:
     """Return whether FSDP2 runs the plan, in one process or in several."""
-    return plan.world_size > 1 or _changes_dtypes(mp_policy) or uses_host(plan) or plan.local_steps is not None
+    return plan.world_size > 1 or _changes_dtypes(mp_policy) or uses_host(plan)
 
 
 def _find_units(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> list[_Unit]:
@@ -280,7 +279,7 @@ def read_back(model: nn.Module, units: tuple[UnitDescription, ...]) -> tuple[Uni
 
 
 def _read_unit(unit: UnitDescription, module: nn.Module, owners: dict[tuple[int, str], str]) -> UnitDecision:
-    world, expected, groups = sharing_ranks(), _managed_names(unit), parameter_groups(module)
+    world, expected, groups = world_size(), _managed_names(unit), parameter_groups(module)
     if not expected:
         return UnitDecision(fqn=unit.fqn, shard_size=world, reshard_after_forward=False)
     activations = Activations(recomputation=recomputation_of(module), offloads=is_offloaded(module))
@@ -309,7 +308,7 @@ def _read_unit(unit: UnitDescription, module: nn.Module, owners: dict[tuple[int,
 def _visible(planned: UnitDecision, module: nn.Module) -> UnitDecision:
     """Return the part of a decision that `read_back` can see: nothing about micro-steps, the optimizer, or freeing a plain unit."""
     shown = replace(planned, reduce_every_micro_step=True, states_on_host=False, step_in_backward=False)
-    plain = sharing_ranks() == 1 and not planned.on_host and not parameter_groups(module)
+    plain = world_size() == 1 and not planned.on_host and not parameter_groups(module)
     return replace(shown, reshard_after_forward=False) if plain else shown
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ..distributed.mesh import apart, collective_device, sharing_ranks, world_size
+from ..distributed.mesh import collective_device, world_size
 
 
 @torch.no_grad()
@@ -19,7 +19,7 @@ def total_norm(
 ) -> torch.Tensor:
     """Return the norm of all gradients as one vector, each element counted once.
 
-    Collective: one all-reduce over the ranks that share the model: all ranks, or with local steps those of a machine.
+    Collective: one all-reduce.
 
     A gradient in s shards on W ranks is held W/s times, so
 
@@ -27,7 +27,7 @@ def total_norm(
 
     and for p = inf the largest local norm. The sum is computed in float64.
 
-    Gradients are DTensors on any meshes that span these ranks, or plain tensors that are equal on every rank; on the device or on the host.
+    Gradients are DTensors on any meshes that span all ranks, or plain tensors that are equal on every rank; on the device or on the host.
     A rank whose shard is empty takes part. The norm is a 0-d tensor, equal on every rank, in their widest dtype (at least float32).
     `before` is this rank's `local_power` of gradients that were freed already, and their widest dtype.
     """
@@ -39,9 +39,8 @@ def total_norm(
         value, dtype = value + before[0].to(value.device), before[1]
     for grad in grads:
         dtype = torch.promote_types(dtype, grad.dtype)
-    if sharing_ranks() > 1:
-        group = None if (groups := apart()) is None else groups.machine
-        dist.all_reduce(value, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
+    if world_size() > 1:
+        dist.all_reduce(value, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
     return (value if math.isinf(norm_type) else value.pow(1.0 / norm_type)).to(dtype)
 
 
@@ -58,7 +57,7 @@ def local_power(grads: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.
         if math.isinf(norm_type):
             value = torch.maximum(value, norms.max())
         else:
-            value = value + norms.pow(norm_type).sum() * (shard_size / sharing_ranks())
+            value = value + norms.pow(norm_type).sum() * (shard_size / world_size())
     return value
 
 

@@ -19,8 +19,6 @@ _log = logging.getLogger(__name__)
 
 POINTS = 16
 """Default number of searches for a front: enough for a curve, and at most a few seconds."""
-LOCAL_STEPS = "local steps"
-"""Variant name of a plan with local steps."""
 _NEAR = 1.01
 """Ratio of memory or time below which plans count as equal."""
 

@@ -55,7 +55,7 @@ def _remedies(problem: PlanningProblem) -> Iterator[str]:
         if length >= 1 and fits_by_estimate(replace(problem, description=shorter)):
             yield f"sequence length {length}"
             break
-    for factor in _FACTORS if job.local_steps is None else ():
+    for factor in _FACTORS:
         try:
             more = hardware.scaled(devices_per_node=factor) if hardware.world_size == 1 else hardware.scaled(nodes=hardware.nodes * factor)
         except HardwareError:

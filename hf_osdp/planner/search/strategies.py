@@ -44,7 +44,7 @@ class _Allowed:
 def batches(job: TrainingJob, world_size: int) -> Iterator[Batch]:
     """Yield every pair of micro-batch size and accumulation steps that gives the global batch."""
     for size in job.micro_batch_sizes(world_size):
-        yield Batch(micro_batch_size=size, accumulation_steps=job.global_batch_size // (job.all_ranks(world_size) * size))
+        yield Batch(micro_batch_size=size, accumulation_steps=job.global_batch_size // (world_size * size))
 
 
 def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:

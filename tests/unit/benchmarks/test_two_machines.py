@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,7 @@ from benchmarks.two_machines.lineup import ALONE, STOCK
 from benchmarks.two_machines.tables import cells_of, verdicts
 from benchmarks.two_machines.theory import bytes_sent
 from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.local_steps import LocalSteps
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.wire import WireFormat
 from tests.helpers.descriptions import transformer
 
 MODEL = transformer(layers=2, hidden=64, vocabulary=512)
@@ -54,13 +51,6 @@ def plan_of(shard_size: int, *, world: int = 4, steps: int = 1, **choice) -> Pla
 def test_bytes_of_nodes_of_two_are_those_of_the_table(plan, root, blocks):
     padded = 1e-3 if plan.world_size == 4 else 0.02
     assert bytes_sent(plan, MODEL, 2) == pytest.approx(root * ROOT + blocks * BLOCKS, rel=padded)
-
-
-def test_a_plan_of_local_steps_sends_its_part_of_a_synchronisation():
-    plan = replace(plan_of(2, world=2), local_steps=LocalSteps(steps=10, machines=2))
-    assert bytes_sent(plan, MODEL, 2) == pytest.approx((ROOT + BLOCKS) / 10, rel=1e-3)
-    machines = replace(plan, local_steps=LocalSteps(steps=10, machines=4, wire=WireFormat.INT8))
-    assert bytes_sent(machines, MODEL, 2) == pytest.approx(1.5 * (ROOT + BLOCKS) / 10 * (1 + 4 / 256) / 4, rel=2e-2)
 
 
 def test_stock_reduce_scatters_send_twice_groups_inside_a_node_nothing_and_micro_steps_gather_again():
