@@ -84,13 +84,6 @@ class Request:
     offload_activations: Annotated[
         bool | None, switch("Offload the saved activations of every block to the host, or of none; default: the planner decides.")
     ] = None
-    step_in_backward: Annotated[
-        bool | None,
-        switch(
-            "Update each unit as soon as its gradients are reduced, which frees them; not for loops that clip, accumulate or scale.",
-            "--step-in-backward",
-        ),
-    ] = None
     communication: Annotated[
         Literal["exact", "bf16", "int8", "int4"],
         option("NAME", "Lowest precision of parameters and gradients sent over slow links; it changes the rounding of training."),

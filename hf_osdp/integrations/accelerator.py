@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -37,10 +36,10 @@ from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun
 from ..sharding.environment import form_process_group, prepare_model, uses_host
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
+from ..sharding.host_states import bind_optimizer, reason_against_unit_steps
 from ..sharding.optimizer import frozen_parameters, spec_of_optimizer, spec_of_optimizers
 from ..sharding.state import full_state_dict
 from ..sharding.steps import micro_step
-from ..sharding.unit_steps import BackwardSteps, bind_optimizer, reason_against_unit_steps
 from .announce import announce_result, plan_and_announce
 from .checkpoints import AcceleratorCheckpoints, patched
 from .launch import launch_request
@@ -91,7 +90,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self.planned_run: PlannedRun | None = None
         """The plan and its inputs; None before planning."""
         self._loop_meter: LoopMeter | None = None
-        self._backward_steps: BackwardSteps | None = None
         self._out_of_memory: OutOfMemoryHandler | None = None
         self.measured: Observation | None = None
         """Measurement of the loop's first optimizer steps, the same on every process; None until they have ended."""
@@ -263,10 +261,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
     def _bind_optimizers(self, optimizers: Sequence[torch.optim.Optimizer], run: PlannedRun) -> None:
         """Make the optimizers step as planned, and measure the loop's first steps."""
-        model, before = self._models[-1], self._backward_steps
-        self._backward_steps = bind_optimizer(model, run.plan, run.units, optimizers)
-        if before not in (None, self._backward_steps):  # an earlier optimizer must not step any more
-            before.remove()
+        model = self._models[-1]
+        bind_optimizer(model, run.plan, run.units, optimizers)
         if self.measures_loop and self._loop_meter is None:
             skips = self.scaler is not None and self.scaler.is_enabled()
             self._loop_meter = LoopMeter(model, self.device, self._report, run.plan, may_skip=skips)
@@ -347,8 +343,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
     def clip_grad_norm_(self, parameters: Parameters, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clip by the norm over all units, on any meshes, and return the norm before clipping."""
-        if self._backward_steps is not None and (max_norm, norm_type) == (math.inf, 2):  # only reads the norm, to log it
-            return self._backward_steps.total_norm([parameters] if isinstance(parameters, torch.Tensor) else parameters)
         self._check_gradients()
         if not self.is_fsdp2:
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
@@ -366,8 +360,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     def _check_gradients(self) -> None:
         if self.is_fsdp2 and not self.sync_gradients:
             raise OSDPError("Gradients cannot be clipped before the last micro-step reduces them; clip only if accelerator.sync_gradients.")
-        if self._backward_steps is not None:
-            raise OSDPError("The plan steps in backward, so no gradients are left to clip; set step_in_backward=False, or do not clip.")
 
     @property
     def _config(self) -> OSDPConfig:

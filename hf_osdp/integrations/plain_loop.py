@@ -32,11 +32,11 @@ from ..quantities import format_bytes, format_seconds
 from ..sharding.apply import apply_plan, verify_applied
 from ..sharding.environment import form_process_group, move_to_device, mp_policy, prepare_model, training_device
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
+from ..sharding.host_states import bind_optimizer
 from ..sharding.optimizer import optimizer_name, spec_of_optimizer, spec_of_trainer_name
 from ..sharding.optimizer_steps import prepare_new_optimizers
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
-from ..sharding.unit_steps import bind_optimizer
 
 _log = logging.getLogger(__name__)
 
@@ -267,8 +267,6 @@ def _check(config: OSDPConfig, optimizer: OptimizerSpec | str | None) -> None:
         raise ValueError(f"optimizer is of type {kind}; give an OptimizerSpec, and make the optimizer from the sharded model's parameters.")
     if config.async_save:
         raise ValueError("async_save=True has no effect in a plain loop; leave it out, and use save_checkpoint(in_background=True).")
-    if config.step_in_backward:
-        raise ValueError("step_in_backward=True needs an optimizer that is prepared with the model; use the Trainer or an OSDPAccelerator.")
     if config.plan is None:
         if missing := [name for name in ("sequence_length", "global_batch_size") if getattr(config, name) is None]:
             raise ValueError(f"Planning needs {' and '.join(missing)}; set {'them' if len(missing) > 1 else 'it'} in OSDPConfig.")

@@ -175,7 +175,7 @@ class Trainer(TrainerCheckpoints):
             return super().train(resume_from_checkpoint, *args, **kwargs)
         assert self._run is not None
         copy_changes(self.args, *self._given_args)
-        refuse_changes(self, self._osdp, self._run.plan)
+        refuse_changes(self, self._run.plan)
         try:
             with self.accelerator.out_of_memory_explained(), mixing_explained():
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)

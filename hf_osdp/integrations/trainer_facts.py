@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
@@ -25,8 +25,8 @@ from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
 from ..planning.facts import RunFacts, RunFolder
+from ..sharding.host_states import reason_against_unit_steps
 from ..sharding.optimizer import frozen_parameters, knows_trainer_name, spec_of_optimizer, spec_of_trainer_name
-from ..sharding.unit_steps import reason_against_unit_steps
 from .plugin import offloads
 from .samples import find_batches, row_tokens, tokens_of
 from .subclasses import bytes_of_other_models, has_forward_of_transformers, ignores_item_count, traced_loss
@@ -66,7 +66,6 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> tuple[OSDPConfig, 
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),
         other_models=bytes_of_other_models(trainer),
         clips_gradients=bool(args.max_grad_norm and args.max_grad_norm > 0),
-        against_backward_step=reader_of_gradients(trainer),
         against_unit_steps=_against_unit_steps(trainer),
         activation_checkpointing=bool(args.gradient_checkpointing or plugin.activation_checkpointing),
         reads_loss_alone=model_makes_loss and not args.use_liger_kernel,
@@ -250,19 +249,6 @@ def _optimizer_choices(
     return tuple((kept or choices).items())
 
 
-def reader_of_gradients(trainer: Trainer) -> str | None:
-    """Return what may read gradients between backward and the end of the optimizer step; None if nothing does."""
-    for callback in trainer.callback_handler.callbacks:
-        for event in ("on_pre_optimizer_step", "on_optimizer_step"):
-            if getattr(type(callback), event) is not getattr(TrainerCallback, event):
-                return f"{type(callback).__name__}.{event} may read gradients"
-    if type(trainer).training_step is not Trainer.training_step:
-        return f"{type(trainer).__name__}.training_step may read gradients"
-    if trainer.optimizer is not None and trainer.optimizer._optimizer_step_pre_hooks:
-        return f"a hook of {type(trainer.optimizer).__name__}.step may read gradients"
-    return None
-
-
 def _against_unit_steps(trainer: Trainer) -> str | None:
     """Return why the optimizer may not step unit by unit; None if it may."""
     if trainer.optimizer is not None:
@@ -272,13 +258,10 @@ def _against_unit_steps(trainer: Trainer) -> str | None:
     return None if known else f"the optimizer of optim={name!r} may keep state that all its parameters share"
 
 
-def refuse_changes(trainer: Trainer, config: OSDPConfig, plan: Plan) -> None:
-    """Refuse a number of samples other than the plan's, and callbacks added after planning that would find no gradients."""
+def refuse_changes(trainer: Trainer, plan: Plan) -> None:
+    """Refuse a number of samples other than the plan's."""
     if (samples := samples_of_step(trainer.args)) != plan.global_batch_size:
         raise ValueError(
             f"The Trainer's arguments now make {samples} samples per step, but the plan has {plan.global_batch_size}; set batch sizes"
             " before the Trainer is made."
         )
-    in_backward = config.step_in_backward is None and any(unit.step_in_backward for unit in plan.units)
-    if in_backward and (reason := reader_of_gradients(trainer)):
-        raise ValueError(f"The plan steps in backward, but {reason}; pass it to the Trainer's constructor, or set step_in_backward=False.")

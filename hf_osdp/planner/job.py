@@ -269,8 +269,6 @@ class TrainingJob:
     """Whether the loop keeps the model's outputs from forward through backward (`out = model(...); out.loss.backward()`)."""
     clips_gradients: bool = False
     """Whether gradients are clipped by their norm before each optimizer step."""
-    step_in_backward: bool = False
-    """Whether units may step in backward in plans without accumulation, because nothing reads gradients between backward and the step."""
     communication: WireFormat | None = None
     """The coarsest format in which parameters and gradients may be sent, used where it is faster; None sends exact values."""
     correction_bytes: int = 0

@@ -76,7 +76,7 @@ class Plan:
         self._check_units()
 
     def _check_units(self) -> None:
-        world, steps, seen = self.world_size, self.accumulation_steps, set[str]()
+        world, seen = self.world_size, set[str]()
         for unit in self.units:
             g = unit.shard_size
             if world % g:
@@ -84,8 +84,6 @@ class Plan:
                     f"Unit {unit.label!r} is sharded over {g} ranks, which does not divide the world size {world};"
                     f" plan again for {world} processes."
                 )
-            if unit.step_in_backward and steps > 1:
-                raise PlanError(f"Unit {unit.label!r} steps in backward, which {steps} accumulation steps do not allow; plan again.")
             if unit.replica_wire is not None and g == world:
                 raise PlanError(f"Unit {unit.label!r} has a replica_wire, but is sharded over all ranks, without replicas; plan again.")
             if unit.fqn in seen:
@@ -283,7 +281,6 @@ def _beyond_fsdp_plan(unit: UnitDecision, accumulation_steps: int) -> str:
         "offloads its activations": unit.activations.offloads,
         "has collectives in two stages": unit.two_stage,
         "is sent in fewer bits": unit.wires,
-        "steps in backward": unit.step_in_backward,
         "has its optimizer states on the host": unit.states_on_host,
         "holds whole gradients between micro-steps": accumulation_steps > 1 and not unit.reduce_every_micro_step,
     }

@@ -67,10 +67,6 @@ class OSDPConfig:
     lets the planner decide for each. Parameters and gradients stay on the device."""
     offload_activations: bool | None = None
     """True keeps every block's saved activations in the host's memory until backward, False those of none; None lets the planner decide."""
-    step_in_backward: bool | None = None
-    """Step each unit within backward, as soon as its gradients are reduced, so that the gradients of only one unit exist at once: True
-    wherever the layout allows it, False nowhere; None if a Trainer neither clips (`max_grad_norm=0`) nor scales the loss, and no callback
-    reads gradients. Between backward and `optimizer.step()` these gradients are None. Plans with accumulation never do this."""
     other_optimizers: tuple[str, ...] | str | None = None
     """Values of `TrainingArguments.optim`, as names or one comma-separated string: the Trainer may use one of them instead of its own if a
     step is then faster, or only then fits: `"adamw_torch_8bit"`. This changes the arithmetic of training, so None allows none. Restarts

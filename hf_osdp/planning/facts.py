@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..errors import PlanError
 from ..modeling.batch import Inputs, Loss
-from ..planner.description import DType, ModelDescription
+from ..planner.description import ModelDescription
 from ..planner.hardware import DeviceSpec
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.plan import Plan
@@ -57,8 +57,6 @@ class RunFacts:
     """The training loop may keep the model's outputs through backward."""
     clips_gradients: bool = False
     """Each step clips the norm of all gradients."""
-    against_backward_step: str | None = "this loop may read gradients before the optimizer steps"
-    """Why units do not step in backward unless the user requests it; None if nothing prevents it."""
     against_unit_steps: str | None = None
     """Why the optimizer cannot step unit by unit; None if it can."""
     activation_checkpointing: bool = False
@@ -88,32 +86,6 @@ class RunFacts:
     def under_fsdp(self) -> RunFacts:
         """The same with FSDP2's mixed precision instead of autocast; only FSDP2 can keep units on the host."""
         return replace(self, precision=replace(self.precision, autocast=False))
-
-
-def _reason_against_backward_step(facts: RunFacts) -> str | None:
-    """Return why all gradients are needed at once, whatever the user requests; None if they are not."""
-    if facts.clips_gradients:
-        return "gradients are clipped by the norm of all of them (max_grad_norm=0 does not clip)"
-    return "fp16 scales the loss and may skip a step" if facts.precision.compute is DType.FLOAT16 else facts.against_unit_steps
-
-
-def _steps_in_backward(config: OSDPConfig, facts: RunFacts) -> bool:
-    """Return whether units may step in backward: as the user requests, else if nothing prevents it."""
-    against = _reason_against_backward_step(facts) or facts.against_backward_step
-    return against is None if config.step_in_backward is None else config.step_in_backward
-
-
-def check_backward_step(plan: Plan, config: OSDPConfig, facts: RunFacts) -> None:
-    """Refuse a given plan that steps in backward if gradients may be read before the step, and `step_in_backward=True` without effect."""
-    planned = any(unit.step_in_backward for unit in plan.units)
-    reason = _reason_against_backward_step(facts)
-    if planned and reason:
-        raise PlanError(f"The plan steps in backward, but {reason}; change that, or plan again.")
-    if planned and not _steps_in_backward(config, facts):
-        reason = facts.against_backward_step if config.step_in_backward is None else "step_in_backward=False"
-        raise PlanError(f"The plan steps in backward, but {reason}; set step_in_backward=True if nothing reads gradients, or plan again.")
-    if config.step_in_backward and not planned:
-        raise ValueError("plan runs a given plan as it is, so step_in_backward=True would have no effect; leave one of the two out.")
 
 
 def check_whole(plan: Plan, description: ModelDescription, optimizer: OptimizerSpec) -> None:
@@ -150,8 +122,6 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
         problem = f"{name} needs whole parameters at once, which host and device do not have; leave host_offload out, or use AdamW."
     elif facts.against_unit_steps and offload_optimizer:
         problem = f"offload_optimizer=True, but {facts.against_unit_steps}; leave it out, or use AdamW."
-    elif config.step_in_backward and (reason := _reason_against_backward_step(facts)):
-        problem = f"step_in_backward=True, but {reason}; leave one of the two out."
     useless = next((f"{name}={value}" for name, value in _IGNORED_WITH_CHECKPOINTING if getattr(config, name) is value), None)
     if facts.activation_checkpointing and useless:
         problem = f"{useless} has no effect with activation checkpointing of all blocks; leave one of the two out."
@@ -163,7 +133,6 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
         optimizer=facts.optimizer,
         holds_outputs=facts.holds_outputs,
         clips_gradients=facts.clips_gradients,
-        step_in_backward=_steps_in_backward(config, facts),
         micro_batch_size=config.micro_batch_size,
         reduce_every_micro_step=config.reduce_every_micro_step,
         recompute=config.recompute,

@@ -29,7 +29,7 @@ from ..report.plan_file import PlanInputs
 from ..sharding.environment import uses_host
 from .choices import Compilation, OptimizerChoice, find_plan_and_optimizer, weigh
 from .config import OSDPConfig
-from .facts import RunFacts, check_backward_step, check_communication, check_whole, training_job
+from .facts import RunFacts, check_communication, check_whole, training_job
 from .preflight import Finding, KnownRun, check_model, check_run
 from .probe import Trial, probe
 from .problem import Describer, FoundPlan, ProblemBuilder, plan_from_rank_zero
@@ -178,7 +178,6 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
         raise PlanError(
             "The plan recomputes or offloads blocks, and activation checkpointing would recompute them too; switch it off, or plan again."
         )
-    check_backward_step(plan, config, facts)
     check_communication(plan, config.wire)
     inputs = peak_bytes = None
     if facts.estimates_given_plan:

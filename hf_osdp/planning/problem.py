@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from ..distributed.consensus import on_rank_zero
-from ..distributed.mesh import rank
 from ..distributed.restart import limit_after_oom
 from ..errors import CheckpointingError, DescriptionError, HardwareError, InfeasibleError
 from ..measurement.machine import hardware_of_run
@@ -140,10 +139,6 @@ class ProblemBuilder:
                 break
             described.add(size)
             found = self._find(size)
-        steps = found.outcome.accumulation_steps if isinstance(found.outcome, Plan) else 1
-        if self.config.step_in_backward and steps > 1 and rank() == 0:
-            message = "step_in_backward=True has no effect: the plan accumulates %d micro-steps; use a smaller global batch."
-            _log.warning(message, steps)
         return found
 
     def _find(self, micro_batch_size: int) -> FoundPlan:

@@ -161,8 +161,6 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
         some = f", except for {held} of {len(plan.units)} units, whose whole gradients are kept and reduced once per step" if held else ""
         every = "once per step; whole gradients are kept until then" if held == len(plan.units) else f"in every micro-step{some}"
         lines.append(f"Gradients are reduced {every}.")
-    if early := sum(unit.step_in_backward for unit in plan.units):
-        lines.append(f"{early} of {len(plan.units)} units are updated in backward: their gradients are None before optimizer.step().")
     lines += _other_arithmetic(plan)
     if plan.strategy == "osdp" and plan.proven_optimal:
         lines.append(

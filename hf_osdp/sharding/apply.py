@@ -307,7 +307,7 @@ def _read_unit(unit: UnitDescription, module: nn.Module, owners: dict[tuple[int,
 
 def _visible(planned: UnitDecision, module: nn.Module) -> UnitDecision:
     """Return the part of a decision that `read_back` can see: nothing about micro-steps, the optimizer, or freeing a plain unit."""
-    shown = replace(planned, reduce_every_micro_step=True, states_on_host=False, step_in_backward=False)
+    shown = replace(planned, reduce_every_micro_step=True, states_on_host=False)
     plain = world_size() == 1 and not planned.on_host and not parameter_groups(module)
     return replace(shown, reshard_after_forward=False) if plain else shown
 

@@ -14,9 +14,7 @@ from ..distributed.mesh import collective_device, world_size
 
 
 @torch.no_grad()
-def total_norm(
-    grads: Iterable[torch.Tensor], norm_type: float = 2.0, *, before: tuple[torch.Tensor, torch.dtype] | None = None
-) -> torch.Tensor:
+def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all gradients as one vector, each element counted once.
 
     Collective: one all-reduce.
@@ -29,14 +27,11 @@ def total_norm(
 
     Gradients are DTensors on any meshes that span all ranks, or plain tensors that are equal on every rank; on the device or on the host.
     A rank whose shard is empty takes part. The norm is a 0-d tensor, equal on every rank, in their widest dtype (at least float32).
-    `before` is this rank's `local_power` of gradients that were freed already, and their widest dtype.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} must be positive; use 1, 2 or inf.")
     grads = list(grads)
-    value, dtype = local_power(grads, norm_type), torch.float32
-    if before is not None:
-        value, dtype = value + before[0].to(value.device), before[1]
+    value, dtype = _local_power(grads, norm_type), torch.float32
     for grad in grads:
         dtype = torch.promote_types(dtype, grad.dtype)
     if world_size() > 1:
@@ -44,8 +39,7 @@ def total_norm(
     return (value if math.isinf(norm_type) else value.pow(1.0 / norm_type)).to(dtype)
 
 
-@torch.no_grad()
-def local_power(grads: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+def _local_power(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return this rank's part of the sum in `total_norm`: a 0-d tensor of float64, on the device that communicates."""
     device = collective_device() if world_size() > 1 else _main_device(grads)
     groups: dict[tuple[int, torch.device], list[torch.Tensor]] = {}

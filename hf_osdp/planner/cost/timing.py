@@ -180,7 +180,7 @@ def unit_time(
     micro_steps, scatters = batch.accumulation_steps, batch.reduce_scatters(layout)
     forward = max(0.0, terms.gather_forward + trip.out - windows.forward) + trip.back_before
     back = terms.gather_backward + trip.back_beside
-    all_reduce = max(0.0, terms.all_reduce - (0.0 if layout.step_in_backward else windows.replicas))
+    all_reduce = max(0.0, terms.all_reduce - windows.replicas)
     last = max(0.0, back + terms.reduce_scatter + all_reduce - windows.backward)
     earlier = max(0.0, back + (terms.reduce_scatter if scatters > 1 else 0.0) - windows.backward)
     for call in windows.later:

@@ -155,13 +155,10 @@ def unit_bytes(
     if holds:  # all whole gradients but the last are freed before the output is allocated
         last = _whole(trainable[-1:], precision.reduced_dtype) if g > 1 else 0
         output = max(0, reduced + (gradients if recast else 0) + last - whole)
-    kept_back = reduced if g < world_size and (recast or layout.on_host or layout.step_in_backward) else 0
+    kept_back = reduced if g < world_size and (recast or layout.on_host) else 0
     states = sum(job.optimizer.state_bytes(p, g) for p in trainable)
     scratch = 0 if layout.on_host else _step_scratch(shards, job)
     matrix = 0 if layout.on_host else max((job.optimizer.matrix_scratch(p, g) for p in trainable), default=0)
-    if layout.step_in_backward:  # gradients are freed after the unit's step
-        output = max((reduced if recast else 0) + gradients, gradients + max(scratch, matrix))
-        matrix = 0
     # held gradients are freed when they are reduced: only the excess of `kept_back` over them counts
     beside = max(0, kept_back + gradients - whole) if holds else kept_back
     joins_whole = holds and unit.span is not GatherSpan.STEP
@@ -169,7 +166,7 @@ def unit_bytes(
         parameters=0 if layout.on_host else sum(p.sharded_bytes(g) for p in unit.parameters),
         optimizer=0 if layout.on_host or layout.states_on_host else states,
         gradients_held=held,
-        gradients_after=0 if holds or layout.step_in_backward else gradients - held,
+        gradients_after=0 if holds else gradients - held,
         gradients_settled=gradients - whole + kept_back - beside if holds else 0,
         reduced_after=beside,
         gathered=gathered,
@@ -183,7 +180,7 @@ def unit_bytes(
         reduce_tail=scatter_input if copies or beside_host else 0,
         reduce_output=output,
         kept=0 if layout.reshard_after_forward else gathered,
-        step_scratch=0 if layout.step_in_backward or layout.states_on_host else scratch,
+        step_scratch=0 if layout.states_on_host else scratch,
         states_passing=states + max(matrix, _step_scratch([max(shards, default=0)], job)) if layout.states_on_host else matrix,
         host=_host_bytes(unit, layout, job),
         host_moment=max(shards, default=0) if layout.on_host and accumulates and not partial else 0,

@@ -86,7 +86,7 @@ def as_scripts_run(problem: PlanningProblem, *, recompute: bool) -> PlanningProb
     fixed = replace(
         job, recompute=recompute, host_offload=bool(job.host_offload), offload_optimizer=bool(job.offload_optimizer),
         offload_activations=bool(job.offload_activations),
-        step_in_backward=False, communication=None, precision=precision if recompute else replace(precision, reduce=None),
+        communication=None, precision=precision if recompute else replace(precision, reduce=None),
     )  # fmt: skip
     return replace(problem, job=fixed)
 

@@ -78,11 +78,9 @@ def _settings(problem: PlanningProblem) -> Iterator[str]:
     element_wise = {"optimizer": OptimizerSpec(step=job.optimizer.step)}
     low_bit = {"optimizer": LOW_BIT["adamw8bit"], "host_offload": False, "offload_optimizer": False}
     plain = job.optimizer.name == "adamw" and not (job.host_offload or job.offload_optimizer)
-    early = {"clips_gradients": False, "step_in_backward": True}
     changes += [
         ("an element-wise optimizer, which may be sharded (optim='adamw_torch')", job.optimizer.needs_whole, element_wise),
         ("states of 8 bits (optim='adamw_torch_8bit')", plain, low_bit),
-        ("step_in_backward without clipping (max_grad_norm=0)", job.clips_gradients, early),
     ]
     for words, possible, change in changes:
         if possible and fits_by_estimate(replace(problem, job=replace(job, **change))):

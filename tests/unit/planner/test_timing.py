@@ -32,7 +32,6 @@ EXPOSED = {
     "some windows": (dict(forward=1.0, backward=2.5), (4 - 1) + (4 + 3 + 2 - 2.5)),
     "wide windows": (dict(forward=100.0, backward=100.0), 0),
     "a window of the reduction between replicas alone": (dict(replicas=1.5, batch=FIVE), 5 * (4 + 4 + 3) + 2 - 1.5),
-    "a step in backward waits for it": (dict(replicas=1.5, layout=replace(REDUCING, step_in_backward=True)), 4 + 4 + 3 + 2),
     "accumulation": (dict(batch=FIVE), 5 * (4 + 4 + 3) + 2),  # one all-reduce between replicas
     "accumulation of whole gradients": (dict(batch=FIVE, layout=HOLDING), 5 * (4 + 4) + 3 + 2),
     "a window in each micro-step": (dict(batch=FIVE, backward=8.0), 5 * 4 + 0 * 4 + 1),  # 4 + 3 fit beside 8, with 2 more not
