@@ -8,7 +8,7 @@ from enum import Enum
 
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.description import DType, ModelDescription
-from hf_osdp.planner.hardware import Collective, Hardware
+from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.problem import Strategy
@@ -45,10 +45,8 @@ class Entrant:
         Args:
             description: the model with measured times of blocks.
             job: batch and optimizer.
-            hardware: measured hardware; gloo's own reduce-scatter takes the time of an all-reduce, because it sends one.
+            hardware: measured hardware.
         """
-        if self.sends in (Sends.STOCK, Sends.STOCK_BF16):
-            hardware = with_stock_reduce_scatter(hardware)
         if self.sends is Sends.STOCK_BF16:
             job = replace(job, precision=Precision(reduce=DType.BFLOAT16))
         estimate = estimate_plan(self.plan, description, job, hardware)
@@ -122,16 +120,6 @@ def _runs(plan: Plan) -> tuple[object, ...]:
 def replicated(plan: Plan) -> Plan:
     """Return the plan with every unit replicated."""
     return replace(plan, units=tuple(UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=True) for unit in plan.units))
-
-
-def with_stock_reduce_scatter(hardware: Hardware) -> Hardware:
-    """Return the hardware with gloo's own reduce-scatter, timed as the all-reduce of the same ranks."""
-    world = hardware.world_size
-    whole = hardware.timing(Collective.ALL_REDUCE, world, crosses_nodes=hardware.nodes > 1)
-    if whole is None:
-        raise ValueError("The all-reduce over all ranks was not timed.")
-    others = [t for t in hardware.timings if (t.collective, t.group_size) != (Collective.REDUCE_SCATTER, world)]
-    return replace(hardware, timings=(*others, replace(whole, collective=Collective.REDUCE_SCATTER)))
 
 
 def layout(plan: Plan) -> str:

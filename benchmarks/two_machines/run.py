@@ -3,7 +3,7 @@
     python benchmarks/two_machines/run.py [--quick] [--communication bf16|int8|int4] [--json FILE]
 
 The two machines are network namespaces (`emulate.py`) with two gloo ranks each. At each rate of the link between them, every strategy
-trains a GPT-2 under FSDP2: torch's own full shard, ours with a ring for gloo's reduce-scatter, communication with groups (two stages),
+trains a GPT-2 under FSDP2: torch's own full shard, ours (gloo's reduce-scatter without its copy), communication with groups (two stages),
 HSDP, DDP, ZeRO-2, and the planner's choice under each memory limit. A strategy that does not fit a limit is marked and not ranked. Rounds
 are interleaved, one step of each, so that all run under the same conditions; a step without communication is included as a load check.
 With `--communication`, the planner may send fewer bits; its exact plan, and torch's full shard with gradients reduced in bf16, are added.

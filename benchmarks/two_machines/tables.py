@@ -16,7 +16,7 @@ from hf_osdp.report.tables import make_table
 NAMES = {
     STOCK: "torch's full shard",
     STOCK_BF16: "full shard, bf16 reduced",
-    "fsdp": "full shard, ring",
+    "fsdp": "full shard",
     "two_stage": "two stages",
     "hsdp": "HSDP",
     "ddp": "DDP-like",

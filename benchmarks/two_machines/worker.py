@@ -108,9 +108,8 @@ def about(entrant: Entrant, description: ModelDescription) -> dict:
     """Return what is known about an entrant before it takes steps."""
     sent = 0
     if entrant.sends is not Sends.NOTHING:
-        stock = entrant.sends in (Sends.STOCK, Sends.STOCK_BF16)
         itemsize = 2 if entrant.sends is Sends.STOCK_BF16 else 4
-        sent = bytes_sent(entrant.plan, description, ranks_per_node(), stock_reduce_scatter=stock, reduced_itemsize=itemsize)
+        sent = bytes_sent(entrant.plan, description, ranks_per_node(), reduced_itemsize=itemsize)
     return {
         "layout": layout(entrant.plan), "peak_bytes": entrant.plan.peak_bytes, "payload_bytes": sent,
         "theory_bytes": with_headers(sent, mtu=MTU, packet_bytes=GSO_BYTES),

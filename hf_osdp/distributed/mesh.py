@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 from weakref import WeakKeyDictionary
 
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..errors import HardwareError
 from ..planner.job import divisors
 from ..planner.plan import Plan
-from .collectives import Stages, is_gloo
+from .collectives import Stages
 from .device import own_gpu
 from .launcher import variables
 from .process_group import all_gather_objects
@@ -25,7 +24,7 @@ REPLICATE_AXIS = "replicate"
 SHARD_AXIS = "shard"
 NODES_AXIS = "nodes"
 Layout = tuple[int, int]
-"""Stage size (1 for a single stage, 0 for the replicas of `Meshes.replicas_beside`) and shard size."""
+"""Stage size (1 for a single stage) and shard size."""
 _topologies: WeakKeyDictionary[dist.ProcessGroup, Topology] = WeakKeyDictionary()
 
 
@@ -58,15 +57,6 @@ class Meshes:
         """Return the mesh whose shard axis has `shard_size` ranks: (W,) if all W ranks shard, else (W / shard_size, shard_size)."""
         return self._mesh((1, shard_size), mesh_axes(self.world_size, shard_size))
 
-    @cached_property
-    def reduces_beside(self) -> bool:
-        """Whether a thread reduces replicas during backward: with gloo, only this hides a slow link. Collective on first use."""
-        return is_gloo(dist.distributed_c10d._get_default_group(), self.device_type) and find_topology().nodes > 1
-
-    def replicas_beside(self, shard_size: int) -> dist.ProcessGroup:
-        """Return a separate process group of a unit's replicas, since a thread's collectives must not mix with others."""
-        return self._mesh((0, shard_size), mesh_axes(self.world_size, shard_size)).get_group(REPLICATE_AXIS)
-
     def stages(self, shard_size: int, stage_size: int) -> Stages:
         """Return this rank's groups between nodes of `stage_size` ranks and inside its node, for collectives over `shard_size` ranks."""
         axes = stage_axes(self.world_size, shard_size, stage_size)
@@ -82,13 +72,10 @@ class Meshes:
     def prepare(self, plan: Plan) -> None:
         """Make all meshes that the plan needs, in the same order on every rank. Collective."""
         for stage_size, shard_size in sorted(self._needed(plan)):
-            match stage_size:
-                case 0:
-                    self.replicas_beside(shard_size)
-                case 1:
-                    self.mesh(shard_size)
-                case _:
-                    self.stages(shard_size, stage_size)
+            if stage_size == 1:
+                self.mesh(shard_size)
+            else:
+                self.stages(shard_size, stage_size)
 
     def keep(self, plan: Plan) -> None:
         """Destroy the process groups that the plan does not need, because each holds memory on the device. Collective."""
@@ -103,8 +90,7 @@ class Meshes:
     def _needed(self, plan: Plan) -> set[Layout]:
         staged = {(unit.stage_size, unit.shard_size) for unit in plan.units if unit.two_stage}
         sizes = {plan.world_size, *(unit.shard_size for unit in plan.units), *(stage_size for stage_size, _ in staged)}
-        beside = {(0, unit.shard_size) for unit in plan.units if self.reduces_beside and unit.shard_size < plan.world_size}
-        return staged | beside | {(1, size) for size in sizes}
+        return staged | {(1, size) for size in sizes}
 
 
 def mesh_axes(world_size: int, shard_size: int) -> dict[str, int]:

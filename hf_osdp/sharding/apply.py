@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -17,8 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from ..distributed.collectives import Stages, plain_transport, unit_collectives
 from ..distributed.consensus import require_same
 from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, world_size
-from ..distributed.replicas import Background, Replicas
-from ..distributed.wire import WireTransport
+from ..distributed.wire import Replicas, WireTransport
 from ..errors import OSDPError, PlanError, PlanMismatchError
 from ..modeling.activation_offload import is_offloaded, offload
 from ..modeling.loss_pieces import heads_in_pieces
@@ -100,11 +98,10 @@ def apply_plan(
     managed = [unit for unit in found if unit.decision.on_host or not single_process]
     # Copies that overlap computation need page-locked memory; on the CPU FSDP2 fails with it.
     pin_memory = meshes.device_type != "cpu" if pin_memory is None else pin_memory
-    background = Background() if meshes.reduces_beside else None
     refuse_hooks(model)
     replaced = [parameter for parameter in model.parameters() if parameter not in ignored]
-    _fully_shard(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pin_memory, background)
-    WeightReads(model, units, scalars, replaced, background, is_alone=meshes.is_silent)
+    _fully_shard(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pin_memory)
+    WeightReads(model, units, scalars, replaced, is_alone=meshes.is_silent)
     return model
 
 
@@ -136,7 +133,6 @@ def _fully_shard(
     meshes: Meshes,
     policy: MixedPrecisionPolicy,
     pin_memory: bool,
-    background: Background | None,
 ) -> None:
     for unit in units:
         fully_shard(
@@ -147,7 +143,7 @@ def _fully_shard(
             mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False) if unit.description.keeps_dtype else policy,
             ignored_params=ignored,
         )
-        _set_collectives(unit.modules[0], unit.decision, meshes, background)
+        _set_collectives(unit.modules[0], unit.decision, meshes)
     if not isinstance(model, FSDPModule):
         # Without a common root, each unit would be a root: no prefetch, no common streams.
         root_mesh = meshes.mesh(meshes.world_size)
@@ -157,26 +153,17 @@ def _fully_shard(
             keep_class(module)
 
 
-def _is_read(group: FSDPParamGroup, reduced: Tensor) -> bool:
-    """Return whether a unit's reduced gradients are read before backward ends: FSDP2 casts or accumulates them, or a hook steps."""
-    shards = [parameter.sharded_param for parameter in group.fsdp_params]
-    return reduced.dtype != group._orig_dtype or any(p.grad is not None or p._post_accumulate_grad_hooks for p in shards)
-
-
-def _set_collectives(module: nn.Module, decision: UnitDecision, meshes: Meshes, background: Background | None) -> None:
+def _set_collectives(module: nn.Module, decision: UnitDecision, meshes: Meshes) -> None:
     """Set the collectives of a unit's decision on its first module."""
     if not isinstance(module, FSDPModule):
         return
     device_type = meshes.device_type
     plain = plain_transport(dist.distributed_c10d._get_default_group(), device_type)
-    if decision.shard_size < meshes.world_size and (decision.replica_wire is not None or background is not None):
-        transport = None if decision.replica_wire is None else WireTransport(plain, decision.replica_wire)
+    if decision.replica_wire is not None:
+        transport = WireTransport(plain, decision.replica_wire)
         for group in parameter_groups(module):
             info: Any = group.mesh_info
-            replicas = info.replicate_process_group if background is None else meshes.replicas_beside(decision.shard_size)
-            info.replicate_process_group = Replicas(
-                group=replicas, transport=transport, background=background, is_read=partial(_is_read, group)
-            )
+            info.replicate_process_group = Replicas(group=info.replicate_process_group, transport=transport)
     if decision.shard_size == 1:  # a replicated unit neither gathers nor scatters
         return
     wires = decision.gather_wire, decision.reduce_wire
@@ -337,7 +324,7 @@ def _read_collectives(group: FSDPParamGroup) -> dict[str, Any]:
         "stage_size": 1 if stages is None else stages.within.size(),
         "gather_wire": wires[0].wire if wires[0] else None,
         "reduce_wire": wires[1].wire if wires[1] else None,
-        "replica_wire": replicas.transport.wire if isinstance(replicas, Replicas) and replicas.transport else None,
+        "replica_wire": replicas.transport.wire if isinstance(replicas, Replicas) else None,
     }
 
 

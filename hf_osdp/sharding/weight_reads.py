@@ -20,7 +20,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from ..distributed.process_group import require_all
-from ..distributed.replicas import Background
 from ..errors import OSDPError
 from ..modeling.step_hooks import before_step
 from ..modeling.units import modules_by_name
@@ -44,7 +43,6 @@ class WeightReads:
         units: Sequence[UnitDescription],
         scalars: _Parameters,
         replaced: _Parameters,
-        background: Background | None,
         *,
         is_alone: bool = False,
     ) -> None:
@@ -56,7 +54,6 @@ class WeightReads:
         """True between the first forward of the root or a unit and the end of backward."""
         self.after_evaluation = False
         """True after the root's forward without gradients; a loss may follow."""
-        self._background = background
         modules = modules_by_name(root)
         self._labels = {group: unit.label for unit in units for group in parameter_groups(modules[unit.module_names[0]])}
         self._checks = checks = GradientChecks(self._labels, scalars, replaced, is_alone=is_alone)
@@ -146,8 +143,6 @@ class WeightReads:
         """Run FSDP2's end of backward once all gradients exist; then check the units."""
         self._unpin()
         type(state)._root_post_backward_final_callback(state)
-        if self._background is not None:
-            self._background.wait()
         self._gathered.clear()
         self.active = False
         self._checks.backward_ends()
