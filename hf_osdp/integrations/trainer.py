@@ -98,8 +98,6 @@ class Trainer(TrainerCheckpoints):
                     Path(str(args.output_dir)).rmdir()
             raise
         set_batch(args, self._run.plan)
-        if self._run.optimizer is not None:
-            args.optim = self._run.optimizer.name
         self._train_batch_size = args.train_batch_size
         self.accelerator.use_plan(self._run)
         self.is_fsdp_enabled = self.is_fsdp_enabled or self.accelerator.is_fsdp2  # also a single process with host offload

@@ -35,7 +35,6 @@ from .trainer_arguments import accelerator_config_of, samples_of_step, warn
 _log = logging.getLogger(__name__)
 _SINGLE_SAMPLE_LOSSES = ("SFTTrainer", "RewardTrainer")
 """Trainers whose own loss is a sum over tokens or samples, independent of which samples share a batch."""
-_STOCK_PACKAGES = ("transformers", "hf_osdp")
 """Packages whose `create_optimizer` follows `TrainingArguments.optim`."""
 
 
@@ -48,7 +47,6 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> tuple[OSDPConfig, 
     trains = trainer.train_dataset is not None
     manifest = recorded_manifest(str(args.output_dir)) if trains and config.resume_after_restart else None
     samples = config.global_batch_size or _global_batch_size(args, None if manifest is None else manifest.global_batch_size)
-    optimizer = _optimizer_spec(trainer)
     sized = replace(
         config,
         sequence_length=sequence_length,
@@ -59,8 +57,7 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> tuple[OSDPConfig, 
         world_size=args.world_size,
         device_type=args.device.type,
         precision=Precision.named(args.mixed_precision, autocast=args.world_size == 1 and not dist.is_initialized()),
-        optimizer=optimizer,
-        optimizer_choices=_optimizer_choices(trainer, config, optimizer, None if manifest is None else manifest.settings.get("optimizer")),
+        optimizer=_optimizer_spec(trainer),
         steps=_steps(trainer, samples),
         inputs=batches,
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),
@@ -228,25 +225,6 @@ def _tiny_optimizer(trainer: Trainer, name: str) -> torch.optim.Optimizer:
         why = " ".join(str(error).split()).rstrip(".")
         raise ValueError(f"optim={name!r} cannot be made: {why}; do so, or use adamw_torch.") from None
     return cast("torch.optim.Optimizer", cls([nn.Parameter(torch.zeros(1))], **options))
-
-
-def _optimizer_choices(
-    trainer: Trainer, config: OSDPConfig, optimizer: OptimizerSpec, started_with: str | None
-) -> tuple[tuple[str, OptimizerSpec], ...]:
-    """Return the candidate optimizers, by `optim` name with their specs; a restart keeps `started_with`, the one that training began with.
-
-    Return no candidates if the optimizer exists already, or is made by other code than the Trainer's.
-    """
-    owner = next(cls for cls in type(trainer).__mro__ if "create_optimizer" in vars(cls))
-    made = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
-    if config.other_optimizers is None or made or owner.__module__.partition(".")[0] not in _STOCK_PACKAGES:
-        return ()
-    choices = {OptimizerNames(trainer.args.optim).value: optimizer}
-    for name in config.other_optimizers:
-        choices.setdefault(name, spec_of_trainer_name(name, device_type=trainer.args.device.type))
-        _tiny_optimizer(trainer, name)
-    kept = {name: spec for name, spec in choices.items() if started_with is None or spec.name == started_with.lower()}
-    return tuple((kept or choices).items())
 
 
 def _against_unit_steps(trainer: Trainer) -> str | None:

@@ -29,7 +29,6 @@ _TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
 _IGNORED_WITH_PLAN = (
     "strategy", "operator_splitting", "on_oom", "recalibrate", "hardware", "profile", "nodes", "memory_margin",
     "recompute", "host_offload", "offload_optimizer", "offload_activations", "split_vocabulary", "compile",
-    "other_optimizers",
 )  # fmt: skip
 
 
@@ -67,10 +66,6 @@ class OSDPConfig:
     lets the planner decide for each. Parameters and gradients stay on the device."""
     offload_activations: bool | None = None
     """True keeps every block's saved activations in the host's memory until backward, False those of none; None lets the planner decide."""
-    other_optimizers: tuple[str, ...] | str | None = None
-    """Values of `TrainingArguments.optim`, as names or one comma-separated string: the Trainer may use one of them instead of its own if a
-    step is then faster, or only then fits: `"adamw_torch_8bit"`. This changes the arithmetic of training, so None allows none. Restarts
-    keep the optimizer with which training began."""
     communication: str = EXACT
     """The coarsest format in which parameters and gradients may be sent over slow links: `bf16`, `int8` with a scale for each block, or
     `int4`, for gradients only; `exact` changes nothing. The planner chooses a format for each unit and direction if it saves time; sums are
@@ -118,7 +113,6 @@ class OSDPConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_classes", _names("block_classes", self.block_classes, "class", "GPT2Block,BertLayer"))
-        object.__setattr__(self, "other_optimizers", _names("other_optimizers", self.other_optimizers, "optimizer", "adamw_torch_8bit"))
         self._check_values()
         self._check_combinations()
 

@@ -45,8 +45,6 @@ class RunFacts:
     precision: Precision
     """With `autocast` if the run is one process, which can train without FSDP2."""
     optimizer: OptimizerSpec
-    optimizer_choices: tuple[tuple[str, OptimizerSpec], ...] = ()
-    """Names and states of the allowed optimizers, `optimizer` first; empty if there is no choice."""
     inputs: Inputs | None = None
     """Returns a batch of the data for a number of samples; None makes a batch for a transformers model."""
     loss: Loss | None = None
