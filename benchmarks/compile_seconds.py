@@ -2,7 +2,7 @@
 
     python benchmarks/compile_seconds.py [--device cuda]
 
-`hf_osdp/planning/choices.py` estimates the cost of compilation with these figures.
+`hf_osdp/planning/compilation.py` estimates the cost of compilation with these figures.
 """
 
 from __future__ import annotations

@@ -72,7 +72,6 @@ def table_of(title: str, *names: str) -> Table:
 def main() -> None:
     precision = Precision.named("bf16")
     plain = table_of(f"Llama-3-8B, {LENGTH} tokens, bf16, RTX 4090 (24 GiB), {SAMPLES} samples a step", "logits", "optimizer")
-    early = table_of(f"The same, a step of one sample a device, loss in {PIECES} pieces", "optimizer", "steps")
     for devices in (8, 2):
         hardware = replace(preset("rtx-4090", devices_per_node=devices), host=HOST)
         for pieces in (1, PIECES):
@@ -80,11 +79,7 @@ def main() -> None:
             for name, (optimizer, away) in OPTIMIZERS.items():
                 job = TrainingJob(global_batch_size=SAMPLES, precision=precision, optimizer=optimizer, offload_optimizer=away)
                 plain.add_row(str(devices), "whole" if pieces == 1 else f"{pieces} pieces", name, *row(description, hardware, job))
-                for in_backward in (False, True) if pieces > 1 and not away else ():
-                    one = replace(job, global_batch_size=devices, step_in_backward=in_backward)
-                    early.add_row(str(devices), name, "in backward" if in_backward else "after it", *row(description, hardware, one))
-    for table in (plain, early):
-        Console(width=100).print(table)
+    Console(width=100).print(plain)
 
 
 if __name__ == "__main__":

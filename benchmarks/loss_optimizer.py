@@ -1,4 +1,4 @@
-"""Compare the loss in pieces, the step in backward and 8-bit optimizer states with plain full sharding, on two gloo ranks.
+"""Compare the loss in pieces and 8-bit optimizer states with plain full sharding, on two gloo ranks.
 
     python benchmarks/loss_optimizer.py [--quick] [--json FILE]
 
@@ -68,17 +68,13 @@ class Way:
 
     name: str
     pieces: int = 1
-    early: bool = False
-    """Whether units take their optimizer step in backward."""
     optimizer: str = "adamw"
 
 
 WAYS = (
     Way(name="whole logits"),
     Way(name="8 pieces", pieces=PIECES),
-    Way(name="8 pieces, in backward", pieces=PIECES, early=True),
     Way(name="8 pieces, AdamW8bit", pieces=PIECES, optimizer="adamw8bit"),
-    Way(name="8 pieces, 8bit in backward", pieces=PIECES, early=True, optimizer="adamw8bit"),
 )
 
 
@@ -137,8 +133,7 @@ def measure(case: Case, samples: int, rounds: int) -> list[dict]:
     for way in WAYS:
         description = describe(config, sequence_length=LENGTH, split=ModelSplit(loss_pieces=way.pieces))
         job = TrainingJob(
-            global_batch_size=RANKS * samples, micro_batch_size=samples, recompute=False, step_in_backward=way.early,
-            optimizer=OPTIMIZERS[way.optimizer],
+            global_batch_size=RANKS * samples, micro_batch_size=samples, recompute=False, optimizer=OPTIMIZERS[way.optimizer],
         )  # fmt: skip
         plans[way] = plan_of(description, job)
         model = build_on_meta(config)

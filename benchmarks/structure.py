@@ -1,4 +1,4 @@
-"""Measure the structure of `hf_osdp/`: lines, files, upward imports, import cycles, and files that run before `fully_shard`.
+"""Measure the structure of `hf_osdp/`: lines, statements, files, upward imports, import cycles, and files that run before `fully_shard`.
 
     python benchmarks/structure.py            # a table
     python benchmarks/structure.py --json     # the same as JSON
@@ -174,6 +174,11 @@ def lines_of(paths: Iterator[Path]) -> int:
     return sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
 
 
+def statements_of(paths: Iterator[Path]) -> int:
+    """Return the total number of statements of the files, docstrings included."""
+    return sum(isinstance(node, ast.stmt) for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def measure() -> dict[str, object]:
     """Return all figures."""
     known = modules()
@@ -181,9 +186,11 @@ def measure() -> dict[str, object]:
     before = executed_files()
     return {
         "lines": lines_of(iter(known.values())),
+        "statements": statements_of(iter(known.values())),
         "files": len(known),
         "longest_file": max(len(path.read_text(encoding="utf-8").splitlines()) for path in known.values()),
         "lines_of_tests": lines_of((ROOT / "tests").rglob("*.py")),
+        "statements_of_tests": statements_of((ROOT / "tests").rglob("*.py")),
         "upward_imports": upward_imports(graph),
         "import_cycles": import_cycles(graph),
         "files_executed": len(before),

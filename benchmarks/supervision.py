@@ -39,9 +39,8 @@ STOP_S = 60
 _SIGNS = (
     r"(?m)^error: .*|SIGTERM: .*",
     r"rank\s+: \d+ \(local_rank: \d+\)\s+exitcode\s+: -9 .*",
-    r"Rank \d+ on \S+ has not been heard from .*",
     r"(?:hf_osdp: )?(?:Restarted|Rank \d+ on |Out of memory on rank ).*",
-    r"(?:hf_osdp: |error: |\w+Error: |Rank \d+ on ).*(?:not heard|missing|differ|[Dd]ifferent|twice|started as one of|not answer).*",
+    r"(?:hf_osdp: |error: |\w+Error: |Rank \d+ on ).*(?:missing|differ|[Dd]ifferent|twice|started as one of|not answer).*",
     r"SIGTERM: .*",
     r"(?:\w+\.)*\w*(?:Error|Exception): (?!Command ).*",
     r"Signal \d+ \(SIG\w+\) received.*",

@@ -3,9 +3,9 @@
     python benchmarks/wire_loss.py --data DIR [--steps N] [--seeds 1 2 3] [--models gpt2 bert] [--communication NAME ...] [--plot FILE]
 
 DIR contains `wikitext-2/`. Two processes train each model as `OptimalShardedDataParallel` does. The plan is for a slow link, so that each
-parameter is gathered twice and each gradient is reduced in the coarsest allowed format. With `local`, each process counts as one machine,
-and the two synchronise every 50 steps. Results that exist in --output are reused. BERT's perplexity is that of masked tokens. The exit
-code is 1 if the mean perplexity with int8 is outside the range of exact runs, or that with int4 more than 1 % above their mean.
+parameter is gathered twice and each gradient is reduced in the coarsest allowed format. Results that exist in --output are reused.
+BERT's perplexity is that of masked tokens. The exit code is 1 if the mean perplexity with int8 is outside the range of exact runs, or that
+with int4 more than 1 % above their mean.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import sys
 import time
 import warnings
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -37,8 +36,6 @@ from hf_osdp.planner.presets import preset  # noqa: E402
 from hf_osdp.planning.config import COMMUNICATIONS, EXACT  # noqa: E402
 
 MODELS = ("gpt2", "bert")
-LOCAL, LOCAL_STEPS = "local", "50,0.7,0.9"
-"""Name of the runs with local steps; used like the name of a communication format."""
 WORSE = 1.01
 """Largest allowed increase of perplexity with int4, relative to exact runs."""
 LINK = Link(latency_s=1e-4, bytes_per_s=1.25e6, source="10 Mbit/s, so that the planner takes the coarsest format")
@@ -78,8 +75,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000, metavar="N", help="steps of each run (default 1000)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, metavar="NAME")
-    parser.add_argument("--communication", nargs="+", choices=(*COMMUNICATIONS, LOCAL), default=(*COMMUNICATIONS, LOCAL), metavar="NAME")
-    parser.add_argument("--local", default=LOCAL_STEPS, metavar="H,RATE,MOMENTUM", help=f"settings of local steps (default {LOCAL_STEPS})")
+    parser.add_argument("--communication", nargs="+", choices=COMMUNICATIONS, default=COMMUNICATIONS, metavar="NAME")
     parser.add_argument("--output", type=Path, default=Path("runs/wire_loss"), metavar="DIR", help="folder for the results")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write one table per model, to this name plus the model's")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also plot the training losses to this .png or .svg file")
@@ -87,8 +83,7 @@ def parse() -> argparse.Namespace:
 
 
 def result_file(options: argparse.Namespace, model: str, communication: str, seed: int) -> Path:
-    kind = f"{communication}-{options.local}" if communication == LOCAL else communication
-    return options.output.resolve() / f"{model}-{kind}-{seed}-{options.steps}.json"
+    return options.output.resolve() / f"{model}-{communication}-{seed}-{options.steps}.json"
 
 
 def result(options: argparse.Namespace, model: str, communication: str, seed: int) -> dict:
@@ -107,7 +102,7 @@ def run_missing(options: argparse.Namespace) -> None:
         torch.save(tokens(options.data), ids)
     runs = [(*run, str(result_file(options, *run))) for run in missing]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "benchmarks.wire_loss"]
-    task = json.dumps({"runs": runs, "steps": options.steps, "local": options.local, "tokens": str(ids)})
+    task = json.dumps({"runs": runs, "steps": options.steps, "tokens": str(ids)})
     subprocess.run([*command, task], cwd=ROOT, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
@@ -133,15 +128,11 @@ def train(model_name: str, communication: str, seed: int, task: dict, ids: dict[
     torch.manual_seed(seed)
     rank, steps = int(os.environ["RANK"]), task["steps"]
     config = OSDPConfig(
-        communication=EXACT if communication == LOCAL else communication,
+        communication=communication,
         strategy="fsdp", hardware=slow_link(), memory_limit="2GiB", sequence_length=LENGTH,
         global_batch_size=SAMPLES, micro_batch_size=SAMPLES // 2, recompute=False,
     )  # fmt: skip
-    if communication == LOCAL:
-        model, clip, outer = with_local_steps(build(model_name), task["local"])
-    else:
-        model = OptimalShardedDataParallel(build(model_name), config)
-        clip, outer = model.clip_grad_norm_, None
+    model = OptimalShardedDataParallel(build(model_name), config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / WARM_UP, (steps - step) / max(1, steps - WARM_UP))
@@ -152,42 +143,16 @@ def train(model_name: str, communication: str, seed: int, task: dict, ids: dict[
         batch = torch.stack([next(rows) for _ in range(SAMPLES)])[rank::2]
         loss = model(**inputs(model_name, batch, seed=1000 * step + rank)).loss
         loss.backward()
-        clip(1.0)
+        model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        if outer is not None and ((step + 1) % outer.steps.steps == 0 or step + 1 == steps):
-            outer.step()
         losses.append(loss.detach())
     found = math.exp(evaluate(model, model_name, ids["validation"], rank))
     mean = torch.stack(losses)
     dist.all_reduce(mean, op=dist.ReduceOp.AVG)
     smooth = [chunk.mean().item() for chunk in mean.split(max(1, steps // 50))]
     return {"perplexity": found, "losses": smooth}
-
-
-def with_local_steps(model: torch.nn.Module, options: str):
-    """Return the model for local steps on two machines of one process, its clipping function, and its outer step."""
-    from hf_osdp.modeling.units import find_units
-    from hf_osdp.planner.local_steps import LocalSteps
-    from hf_osdp.planner.plan import Plan, UnitDecision
-    from hf_osdp.sharding.apply import apply_plan
-    from hf_osdp.sharding.gradients import clip_grad_norm_
-    from hf_osdp.sharding.local_steps import OuterOptimizer
-    from hf_osdp.tracing.describe import describe
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    steps, rate, momentum = options.split(",")
-    local = LocalSteps(steps=int(steps), machines=2, outer_learning_rate=float(rate), outer_momentum=float(momentum))
-    units = find_units(model)
-    plan = Plan(
-        world_size=1, strategy="osdp", micro_batch_size=SAMPLES // 2, accumulation_steps=1, local_steps=local,
-        units=tuple(UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=True) for unit in units),
-        model_fingerprint=describe(model, sequence_length=LENGTH).fingerprint,
-    )  # fmt: skip
-    apply_plan(model, plan, units)
-    return model, partial(clip_grad_norm_, model.parameters()), OuterOptimizer(model, local)
 
 
 def slow_link() -> Hardware:

@@ -17,7 +17,7 @@ REHEARSED = {
 ON_GPU = {
     "host": ("tests/gpu/test_host_offload_cuda.py",),
     "activations": ("tests/gpu/test_activation_offload_cuda.py",),
-    "unit steps": ("tests/gpu/test_unit_steps_cuda.py",),
+    "optimizer states": ("tests/gpu/test_host_states_cuda.py",),
 }
 
 
@@ -48,10 +48,10 @@ def activation_offload(bench: Bench) -> None:
     expected_s=60,
     limit_s=240,
     rehearsal_s=None,
-    proves="optimizer states on the host, and steps within backward: weights to the bit, the peak as estimated",
+    proves="optimizer states on the host: weights to the bit, the peak as estimated",
 )
-def unit_steps(bench: Bench) -> None:
-    run_tests(bench, *ON_GPU["unit steps"])
+def optimizer_states(bench: Bench) -> None:
+    run_tests(bench, *ON_GPU["optimizer states"])
 
 
 def run_tests(bench: Bench, *arguments: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,6 @@ from hf_osdp.modeling.batch import training_batch
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.sharding.apply import apply_plan
-from hf_osdp.sharding.local_steps import OuterOptimizer
 from hf_osdp.sharding.steps import make_optimizer, train_step
 
 SETTLED_S = 0.2
@@ -64,33 +63,25 @@ class Contender:
         if entrant.sends in (Sends.STOCK, Sends.STOCK_BF16):
             restore_stock_collectives(self._model)
         self._optimizer = make_optimizer(self._model, job.optimizer, self._plan, description.units)
-        self._outer = None if self._plan.local_steps is None else OuterOptimizer(model, self._plan.local_steps)
 
     def measure(self, ranks_per_node: int, *, clocked: bool = False) -> StepMeasured:
-        """Take one step and time its collectives if `clocked`; local steps include their share of a synchronisation. Collective."""
+        """Take one step and time its collectives if `clocked`. Collective."""
         clock = CollectiveClock(torch.device("cpu")) if clocked else None
         with clock or nullcontext():
-            step = self._measured(self._step, ranks_per_node)
-        if self._outer is not None:
-            synchronised, part = self._measured(self._outer.step, ranks_per_node), 1 / self._outer.steps.steps
-            sent = (round(a + part * b) for a, b in zip(step.sent_bytes, synchronised.sent_bytes, strict=True))
-            step = StepMeasured(step_s=step.step_s + part * synchronised.step_s, sent_bytes=tuple(sent))
+            step = self._measured(ranks_per_node)
         return replace(step, collectives=None if clock is None else collective_seconds(clock))
 
-    def _measured(self, act: Callable[[], None], ranks_per_node: int) -> StepMeasured:
+    def _measured(self, ranks_per_node: int) -> StepMeasured:
         before = count_sent_bytes()
         dist.barrier()
         began = time.perf_counter()
-        act()
+        train_step(self._model, self._optimizer, self._batch, self._plan, self._job)
         seconds = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
         sent = torch.zeros(dist.get_world_size(), dtype=torch.int64)
         sent[dist.get_rank()] = count_sent_bytes() - before
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         dist.all_reduce(sent)
         return StepMeasured(step_s=seconds.item(), sent_bytes=tuple(sent.tolist()[::ranks_per_node]))
-
-    def _step(self) -> None:
-        train_step(self._model, self._optimizer, self._batch, self._plan, self._job)
 
 
 def collective_seconds(clock: CollectiveClock) -> dict[str, float]:

@@ -31,8 +31,6 @@ class Experiment:
     micro_batch_size: int = 4
     communication: str = EXACT
     """Coarsest format that the planner may send, as in `OSDPConfig.communication`."""
-    local_steps: int | None = None
-    """Number of local steps of an additional plan; None for no such plan."""
 
     def config(self) -> Any:
         """Return the model's configuration."""

@@ -8,14 +8,14 @@ from enum import Enum
 
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.description import DType, ModelDescription
-from hf_osdp.planner.hardware import Collective, Hardware
+from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import StrategyResult
 from hf_osdp.quantities import format_bytes
 
-STOCK, STOCK_BF16, ALONE, EXACT_PLAN, APART = "stock", "stock, bf16", "alone", "osdp, exact", "osdp, local steps"
+STOCK, STOCK_BF16, ALONE, EXACT_PLAN = "stock", "stock, bf16", "alone", "osdp, exact"
 TERMS = ("compute_s", "exposed_s", "copy_s", "optimizer_s")
 
 
@@ -45,13 +45,8 @@ class Entrant:
         Args:
             description: the model with measured times of blocks.
             job: batch and optimizer.
-            hardware: measured hardware; gloo's own reduce-scatter takes the time of an all-reduce, because it sends one.
+            hardware: measured hardware.
         """
-        if self.sends in (Sends.STOCK, Sends.STOCK_BF16):
-            hardware = with_stock_reduce_scatter(hardware)
-        if self.plan.local_steps is not None:
-            inside = tuple(timing for timing in hardware.timings if not timing.crosses_nodes)
-            hardware, job = replace(hardware, nodes=1, timings=inside), replace(job, local_steps=self.plan.local_steps)
         if self.sends is Sends.STOCK_BF16:
             job = replace(job, precision=Precision(reduce=DType.BFLOAT16))
         estimate = estimate_plan(self.plan, description, job, hardware)
@@ -86,7 +81,7 @@ def line_up(results: Sequence[Sequence[StrategyResult]], limits: Sequence[int]) 
     cells = []
     for limit, rows in zip(limits, results, strict=True):
         cell: dict[str, dict] = {}
-        shown = [row for row in rows if not row.variant or row.label in (EXACT_PLAN, APART)]
+        shown = [row for row in rows if not row.variant or row.label == EXACT_PLAN]
         for row in sorted(shown, key=lambda row: row.strategy is Strategy.OSDP):  # OSDP last: an equal plan keeps its strategy's name
             if row.result is None:
                 cell[row.label] = {"needs": row.least_peak_bytes, "reason": row.reason}
@@ -119,22 +114,12 @@ def _entered(entrants: dict[str, Entrant], label: str, plan: Plan, limit: int) -
 
 
 def _runs(plan: Plan) -> tuple[object, ...]:
-    return plan.units, plan.accumulation_steps, plan.local_steps
+    return plan.units, plan.accumulation_steps
 
 
 def replicated(plan: Plan) -> Plan:
     """Return the plan with every unit replicated."""
     return replace(plan, units=tuple(UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=True) for unit in plan.units))
-
-
-def with_stock_reduce_scatter(hardware: Hardware) -> Hardware:
-    """Return the hardware with gloo's own reduce-scatter, timed as the all-reduce of the same ranks."""
-    world = hardware.world_size
-    whole = hardware.timing(Collective.ALL_REDUCE, world, crosses_nodes=hardware.nodes > 1)
-    if whole is None:
-        raise ValueError("The all-reduce over all ranks was not timed.")
-    others = [t for t in hardware.timings if (t.collective, t.group_size) != (Collective.REDUCE_SCATTER, world)]
-    return replace(hardware, timings=(*others, replace(whole, collective=Collective.REDUCE_SCATTER)))
 
 
 def layout(plan: Plan) -> str:

@@ -1,14 +1,12 @@
 """Train across two emulated machines, and measure bytes over the slow link, step times, and whether the planner chose well.
 
-    python benchmarks/two_machines/run.py [--quick] [--communication bf16|int8|int4] [--local-steps H] [--json FILE]
+    python benchmarks/two_machines/run.py [--quick] [--communication bf16|int8|int4] [--json FILE]
 
 The two machines are network namespaces (`emulate.py`) with two gloo ranks each. At each rate of the link between them, every strategy
-trains a GPT-2 under FSDP2: torch's own full shard, ours with a ring for gloo's reduce-scatter, communication with groups (two stages),
+trains a GPT-2 under FSDP2: torch's own full shard, ours (gloo's reduce-scatter without its copy), communication with groups (two stages),
 HSDP, DDP, ZeRO-2, and the planner's choice under each memory limit. A strategy that does not fit a limit is marked and not ranked. Rounds
 are interleaved, one step of each, so that all run under the same conditions; a step without communication is included as a load check.
 With `--communication`, the planner may send fewer bits; its exact plan, and torch's full shard with gradients reduced in bf16, are added.
-With `--local-steps`, a plan of local steps, which is another algorithm, is added: a synchronisation after each of its steps is measured
-separately and counts with one H-th of its bytes and seconds.
 
 Machines may have links with different rates: `--nodes 3 --rates 50mbit/100mbit/200mbit` is one emulation of three. A link between two
 machines has the lower of their rates. hf_osdp measures the links between machines as one link, so it sees the slowest of a ring.
@@ -64,7 +62,6 @@ def main() -> int:
         rate=RATES[0], limits=options.limits, rounds=options.rounds, links_s=LINKS_S, profile_s=PROFILE_S,
         layers=options.layers, width=options.width, heads=options.heads, vocabulary=options.vocabulary,
         sequence_length=options.sequence_length, micro_batch_size=options.micro_batch_size, communication=options.communication,
-        local_steps=options.local_steps,
     )  # fmt: skip
     console, began = Console(width=100), time.monotonic()
     found: list[dict] = []
@@ -95,7 +92,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limits", type=listed(limit), default=tuple(map(limit, LIMITS)), help=f"per rank (default {','.join(LIMITS)})")
     parser.add_argument("--rounds", type=positive, help=f"steps of each strategy (default {ROUNDS})")
     parser.add_argument("--communication", choices=COMMUNICATIONS, default=EXACT, help="coarsest format that may be sent (default exact)")
-    parser.add_argument("--local-steps", type=positive, metavar="H", help="also measure a plan whose machines synchronise every H steps")
     parser.add_argument("--json", type=Path, help="also write all measurements to this file")
     parser.add_argument("--nodes", type=positive, default=2)
     parser.add_argument("--ranks", type=positive, default=2, help="ranks on each node (default 2)")

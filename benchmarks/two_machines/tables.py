@@ -9,21 +9,20 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.two_machines.lineup import ALONE, APART, EXACT_PLAN, STOCK, STOCK_BF16
+from benchmarks.two_machines.lineup import ALONE, EXACT_PLAN, STOCK, STOCK_BF16
 from hf_osdp.quantities import format_bytes
 from hf_osdp.report.tables import make_table
 
 NAMES = {
     STOCK: "torch's full shard",
     STOCK_BF16: "full shard, bf16 reduced",
-    "fsdp": "full shard, ring",
+    "fsdp": "full shard",
     "two_stage": "two stages",
     "hsdp": "HSDP",
     "ddp": "DDP-like",
     "zero2": "ZeRO-2",
     EXACT_PLAN: "planner's exact plan",
     "osdp": "planner's choice",
-    APART: "planner, local steps",
     ALONE: "(no communication)",
 }
 """Names of the strategies in tables, in order."""
@@ -81,9 +80,9 @@ class Cell:
 
     @property
     def behind(self) -> float | None:
-        """Step of the planner's choice divided by the fastest of the same algorithm; None if nothing was planned."""
+        """Step of the planner's choice divided by the fastest; None if nothing was planned."""
         choice = self.row("osdp")
-        return None if choice is None else choice.step_s / min(row.step_s for row in self.rows if row.strategy != APART)
+        return None if choice is None else choice.step_s / min(row.step_s for row in self.rows)
 
     @property
     def time_error(self) -> float:

@@ -4,15 +4,13 @@ A ring over g ranks sends (g - 1)/g of a tensor's B bytes over each of its hops;
 One unit with G gathers, S reduce-scatters and, if it is replicated, one all-reduce sends
 
     G · gather + S · reduce-scatter + all-reduce
-    flat:        gather = reduce-scatter = (g - 1)/g · B a hop, in rings of g neighbouring ranks
+    flat:        gather = (g - 1)/g · B a hop, in rings of g neighbouring ranks; reduce-scatter twice that
     two stages:  the same with B / L bytes, in rings of ranks with the same place in each node; stages inside nodes send none
     all-reduce:  2 (r - 1)/r · B / g a hop, in rings of the r ranks that hold the same shard
 
-A plan of H local steps sends 2 (M - 1)/M · B per machine in each synchronisation of M machines, and one H-th of that per step.
-
-With low-bit communication, B is the bytes of codes and scales. G is 2 per micro-step if parameters are freed after forward, else 1; FSDP2
-keeps the root's parameters until backward. gloo's own reduce-scatter is an all-reduce whose other parts are dropped:
-2 (g - 1)/g · B per hop.
+G is 2 per micro-step if parameters are freed after forward, else 1; FSDP2 keeps the root's parameters until backward. gloo's reduce-scatter
+is an all-reduce whose other parts are dropped. With low-bit communication, B is the bytes of codes and scales, and a reduce-scatter is an
+exchange, which sends as much as a gather.
 """
 
 from __future__ import annotations
@@ -29,27 +27,19 @@ ETHERNET_HEADER, IP_HEADER, TCP_HEADER = 14, 20, 32
 """Header bytes of each packet; TCP's include timestamps (RFC 791, 9293, 7323)."""
 
 
-def bytes_sent(
-    plan: Plan, description: ModelDescription, ranks_per_node: int, *, stock_reduce_scatter: bool = False, reduced_itemsize: int = 4
-) -> int:
+def bytes_sent(plan: Plan, description: ModelDescription, ranks_per_node: int, *, reduced_itemsize: int = 4) -> int:
     """Return the bytes that the node with the most traffic sends for parameters and gradients in one optimizer step, without headers.
 
     Args:
         plan: the plan that runs, in the parameters' own dtype.
         description: the plan's model.
         ranks_per_node: ranks are numbered node by node.
-        stock_reduce_scatter: gradients are reduced by gloo's own reduce-scatter.
         reduced_itemsize: bytes per element of a gradient that is sent unencoded.
     """
-    if (local := plan.local_steps) is not None:  # each machine has the whole model and sends it in the two laps of a ring
-        elements = sum(p.numel for unit in description.units for p in unit.trainable)
-        nbytes = _sent(local.wire, elements // plan.world_size, local.machines, 4) * plan.world_size
-        return round(2 * (local.machines - 1) / local.machines * nbytes / local.steps)
     batch = plan.batch
     total: Counter[int] = Counter()
     for unit in description.units:
-        itemsize = (2 if stock_reduce_scatter else 1) * reduced_itemsize
-        total.update(_unit_bytes(unit, plan.decision(unit.fqn), batch, plan.world_size, ranks_per_node, itemsize))
+        total.update(_unit_bytes(unit, plan.decision(unit.fqn), batch, plan.world_size, ranks_per_node, 2 * reduced_itemsize))
     return round(max(total.values(), default=0))
 
 

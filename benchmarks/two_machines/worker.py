@@ -33,9 +33,8 @@ from hf_osdp.planner.hardware import CollectiveTiming
 from hf_osdp.planner.job import TrainingJob, divisors
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.profile import Profile, with_block_times
-from hf_osdp.planner.search.compare import LOCAL_STEPS, best_of, compare_strategies
+from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.facts import of_one_machine
 from hf_osdp.tracing.describe import describe
 
 ROUNDS_A_PROFILE = 2
@@ -91,10 +90,6 @@ def planned(experiment: Experiment, timed: ModelDescription, profile: Profile, j
     for limit in experiment.limits:
         problem = PlanningProblem(description=timed, hardware=profile.hardware, job=job, memory_limit_bytes=limit)
         rows.append(compare_strategies(problem))
-        if experiment.local_steps is not None:
-            config = OSDPConfig(local_steps=experiment.local_steps, communication=experiment.communication)
-            machine, apart = of_one_machine(profile.hardware, job, config)
-            rows[-1] = (*rows[-1], best_of(replace(problem, hardware=machine, job=apart), LOCAL_STEPS))
     return line_up(rows, experiment.limits)
 
 
@@ -113,9 +108,8 @@ def about(entrant: Entrant, description: ModelDescription) -> dict:
     """Return what is known about an entrant before it takes steps."""
     sent = 0
     if entrant.sends is not Sends.NOTHING:
-        stock = entrant.sends in (Sends.STOCK, Sends.STOCK_BF16)
         itemsize = 2 if entrant.sends is Sends.STOCK_BF16 else 4
-        sent = bytes_sent(entrant.plan, description, ranks_per_node(), stock_reduce_scatter=stock, reduced_itemsize=itemsize)
+        sent = bytes_sent(entrant.plan, description, ranks_per_node(), reduced_itemsize=itemsize)
     return {
         "layout": layout(entrant.plan), "peak_bytes": entrant.plan.peak_bytes, "payload_bytes": sent,
         "theory_bytes": with_headers(sent, mtu=MTU, packet_bytes=GSO_BYTES),

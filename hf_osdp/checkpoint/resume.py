@@ -118,10 +118,8 @@ def warn_of_changes(folder: Path, settings: Mapping[str, str], plan: Plan | None
     """Log on rank 0, in one line, the settings that differ from those of a checkpoint."""
     if rank() or (manifest := Manifest.load(folder)) is None:
         return
-    saved = {"global batch": manifest.global_batch_size, "communication": EXACT, "local steps": "None", **manifest.settings}
-    own = (
-        {"global batch": plan.global_batch_size, "communication": plan.communication, "local steps": str(plan.local_steps)} if plan else {}
-    )
+    saved = {"global batch": manifest.global_batch_size, "communication": EXACT, **manifest.settings}
+    own = {"global batch": plan.global_batch_size, "communication": plan.communication} if plan else {}
     now = {**own, **settings}
     changed = [name for name in now if name in saved and None not in (saved[name], now[name]) and saved[name] != now[name]]
     if changed:

@@ -104,7 +104,7 @@ class CheckpointWriter:
             raise
         manifest = Manifest(files={}, world_size=world_size(), settings={**self.settings, **settings})
         if plan := self.plan:
-            sends = {**manifest.settings, "communication": plan.communication, "local steps": str(plan.local_steps)}
+            sends = {**manifest.settings, "communication": plan.communication}
             manifest = replace(manifest, settings=sends, plan=plan.fingerprint, global_batch_size=plan.global_batch_size)
         host_barrier()  # rank 0 computes the checksums of files that other ranks wrote
         group = gloo_group()

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig
 
-    from ..planning.choices import OptimizerChoice
     from ..planning.config import OSDPConfig
     from ..planning.facts import RunFacts
     from ..planning.problem import Describer, FoundPlan
@@ -41,7 +40,7 @@ OPTIMIZERS = {
 """Optimizers by the names of `--optimizer`."""
 _OPTIONS = (
     "block_classes", "recompute", "host_offload", "offload_optimizer", "offload_activations", "compile", "operator_splitting",
-    "split_vocabulary", "step_in_backward", "communication", "local_steps", "sequence_length", "global_batch_size", "micro_batch_size",
+    "split_vocabulary", "communication", "sequence_length", "global_batch_size", "micro_batch_size",
 )  # fmt: skip
 """Fields of a request that `OSDPConfig` also has."""
 _HUB_TIMEOUT_S = 5
@@ -51,14 +50,9 @@ _HUB_TIMEOUT_S = 5
 class Case:
     """The run that a request describes. Each part is computed on first use, and raises OSDPError or ValueError if it is wrong."""
 
-    def __init__(self, request: Request, other_optimizers: str | None = None) -> None:
-        """Store the request; `other_optimizers` are names, separated by commas, of optimizers that may replace the request's."""
+    def __init__(self, request: Request) -> None:
         self.request = request
-        self.choice: OptimizerChoice | None = None
         self.optimizer = OPTIMIZERS[request.optimizer]
-        self._others = names_in(other_optimizers)
-        if unknown := [name for name in self._others if name not in OPTIMIZERS]:
-            raise ValueError(f"--other-optimizers {unknown[0]} is not known; use some of {', '.join(OPTIMIZERS)}.")
 
     @cached_property
     def profile(self) -> Profile | None:
@@ -125,7 +119,6 @@ class Case:
             device_type=self.device_type,
             precision=Precision.named(self.precision, autocast=world_size == 1),
             optimizer=self.optimizer,
-            optimizer_choices=tuple((name, OPTIMIZERS[name]) for name in dict.fromkeys((request.optimizer, *self._others)) if self._others),
             capability=self.hardware.device.capability,
             activation_checkpointing=request.activation_checkpointing,
         )
@@ -169,12 +162,11 @@ class Case:
 
     @cached_property
     def found(self) -> FoundPlan:
-        """The plan that a run would find, with its problem; sets `choice` if several optimizers are possible."""
-        from ..planning.choices import find_plan_and_optimizer
+        """The plan that a run would find, with its problem."""
+        from ..planning.problem import find_plan
 
         _ = self.job, self.limit_bytes, self.model_config
-        found, self.choice = find_plan_and_optimizer(self.model, self.limited, self.facts, hardware=self.hardware, trace=self._trace)
-        return found
+        return find_plan(self.model, self.limited, self.facts, hardware=self.hardware, trace=self._trace)
 
     def describer(self, model_config: object = None, *, facts: RunFacts | None = None, sequence_length: int | None = None) -> Describer:
         """Return a describer of the model, or of another configuration's model, perhaps for other facts and another length."""

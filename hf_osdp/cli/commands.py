@@ -38,10 +38,6 @@ def plan(
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Run FSDP2's real step on fake tensors; plan again if its peak exceeds the limit.")
     ] = False,
-    other_optimizers: Annotated[
-        str | None,
-        option("NAMES", "Comma-separated optimizers; one of them replaces --optimizer if it is faster, or if only it fits."),
-    ] = None,
     json_file: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
@@ -50,7 +46,7 @@ def plan(
     started = time.perf_counter()
     rounds: tuple[SimulatedRound, ...] = ()
     with screen.working("Describing the model, searching" + (" and simulating" if simulate else "")):
-        case = Case(request, other_optimizers)
+        case = Case(request)
         found, problem = case.found.plan, case.found.problem
         if simulate:
             from ..planning.simulate import search_and_simulate
@@ -64,8 +60,6 @@ def plan(
     screen.print(plan_table(found, problem.description, estimate), *plan_caption(found, estimate, problem.hardware))
     screen.print(f"Planned for {problem.hardware.summary} in {format_seconds(planning_s)}; activations: {problem.description.trace}.")
     screen.print(case.precision_line)
-    if case.choice is not None:
-        screen.print(case.choice.line)
     content = report_content(found, inputs, estimate, planning_s=planning_s)
     del content["inputs"]  # --output has them
     if rounds:

@@ -84,20 +84,10 @@ class Request:
     offload_activations: Annotated[
         bool | None, switch("Offload the saved activations of every block to the host, or of none; default: the planner decides.")
     ] = None
-    step_in_backward: Annotated[
-        bool | None,
-        switch(
-            "Update each unit as soon as its gradients are reduced, which frees them; not for loops that clip, accumulate or scale.",
-            "--step-in-backward",
-        ),
-    ] = None
     communication: Annotated[
         Literal["exact", "bf16", "int8", "int4"],
         option("NAME", "Lowest precision of parameters and gradients sent over slow links; it changes the rounding of training."),
     ] = "exact"
-    local_steps: Annotated[
-        int | None, count("Steps of each machine between synchronisations, for slow links; this is another algorithm (DiLoCo).")
-    ] = None
     compile: Annotated[bool, switch("Compile each block with torch.compile before it is sharded.", "--compile")] = False
     operator_splitting: Annotated[bool, switch("Split blocks into operator units, and operators into slices, if that is faster.")] = True
     split_vocabulary: Annotated[

@@ -84,7 +84,7 @@ def one_more_device(problem: PlanningProblem) -> tuple[PlanningProblem, str]:
     """
     before, job = problem.hardware, problem.job
     after = before.scaled(nodes=before.nodes + (before.nodes > 1), devices_per_node=before.devices_per_node + 1)
-    unit = job.all_ranks(after.world_size) * (job.micro_batch_size or 1)
+    unit = after.world_size * (job.micro_batch_size or 1)
     batch = -(-job.global_batch_size // unit) * unit
     nodes = f"{after.nodes} nodes x " if after.nodes > 1 else ""
     change = f"{nodes}{after.devices_per_node} devices"

@@ -1,4 +1,4 @@
-"""Collectives of a unit: FSDP2's own, in two stages over nodes, or for gloo in pieces between ranks; and listeners to them."""
+"""Collectives of a unit: FSDP2's own, or in two stages over nodes; and listeners to them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultAllocMixin, DefaultReduceScatter
 
 from ..planner.hardware import Collective
-
-PIECE_BYTES = 256 * 2**10
-"""gloo sends longer messages between two ranks one way at a time, which takes up to twice as long (measured on 2 ranks of one
-machine and over a rate-limited link: 1.0 against 1.5 to 2.0 times the time)."""
 
 # torch 2.13 deprecates the names that 2.11 has.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -65,11 +61,6 @@ def announced(collective: Collective, group: dist.ProcessGroup, whole: torch.Ten
         yield
 
 
-def is_listened() -> bool:
-    """Return whether listeners observe collectives, which must then run one after the other."""
-    return bool(_listeners)
-
-
 class Works(dist.Work):
     """Several works as one, which keeps tensors alive until it has been waited for. FSDP2 waits only for instances of `dist.Work`."""
 
@@ -104,11 +95,12 @@ class Transport(Protocol):
 class BackendTransport:
     """The process group's own collectives.
 
-    Several gathers or reductions run as one launch if it `coalesces`, as NCCL can, else one after the other.
+    Several gathers or reductions run as one launch if it `coalesces`, as NCCL can, else one after the other. gloo's reduce-scatter is an
+    all-reduce of a copy of its input; with `reduces_in_place` the input itself is all-reduced, which takes no more memory than planned.
     """
 
-    def __init__(self, *, coalesces: bool) -> None:
-        self._coalesces = coalesces
+    def __init__(self, *, coalesces: bool, reduces_in_place: bool = False) -> None:
+        self._coalesces, self.reduces_in_place = coalesces, reduces_in_place
 
     def all_gather(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool = False
@@ -126,6 +118,11 @@ class BackendTransport:
     def reduce_scatter(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: ReduceOp, group: dist.ProcessGroup
     ) -> None:
+        if self.reduces_in_place:
+            for output, given in zip(outputs, inputs, strict=True):
+                dist.all_reduce(given, op=op, group=group)
+                output.copy_(given.view(group.size(), -1)[group.rank()])
+            return
         coalesces = self._coalesces and len(outputs) > 1
         with _coalescing_manager(group=group) if coalesces else nullcontext():
             for output, given in zip(outputs, inputs, strict=True):
@@ -136,114 +133,10 @@ class BackendTransport:
         dist.all_to_all_single(received, sent, group=group)
 
 
-class PieceTransport:
-    """Replaces `BackendTransport` for gloo, whose own collectives send one message or do not exist; sends pieces between ranks.
-
-    An all-gather sends the input to every other rank. A reduce-scatter sends partial sums around the ring of ranks, so that they cross
-    the link between two nodes once each way. It receives into the output and needs no memory of its own.
-    """
-
-    def all_gather(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool = False
-    ) -> dist.Work | None:
-        works: list[dist.Work] = []
-        for output, given in zip(outputs, inputs, strict=True):
-            places = output.view(group.size(), -1)
-            if places[group.rank()].data_ptr() != given.data_ptr():
-                places[group.rank()].copy_(given)
-            works += _start_exchange([given] * group.size(), places, group)
-        work = Works(works, held=inputs)
-        if async_op:
-            return work
-        work.wait()
-        return None
-
-    def reduce_scatter(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], op: ReduceOp, group: dist.ProcessGroup
-    ) -> None:
-        if op != dist.ReduceOp.SUM and op != dist.ReduceOp.AVG:
-            raise ValueError(f"gloo reduces gradients by SUM or AVG, not {op}; do not call set_gradient_divide_factor on the CPU.")
-        lanes: list[tuple[torch.Tensor, ...]] = []
-        for output, given in zip(outputs, inputs, strict=True):
-            lanes += zip(_pieces(output), *map(_pieces, given.view(group.size(), -1)), strict=True)
-        _ring_reduce_scatter(lanes, group)
-        if op == dist.ReduceOp.AVG:
-            for output in outputs:
-                output.div_(group.size())
-
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Send each rank its row, and receive one from each; this rank's own stays as it is."""
-        Works(_start_exchange(sent, received, group), held=()).wait()
-
-
-def _start_exchange(sent: Sequence[torch.Tensor] | torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Start to send each other rank its row and to receive one from each, in pieces."""
-    ranks, me = group.size(), group.rank()
-    works: list[dist.Work] = []
-    for hop in range(1, ranks):
-        to, source = (me + hop) % ranks, (me - hop) % ranks
-        for leaving, arriving in zip(_pieces(sent[to]), _pieces(received[source]), strict=True):
-            works += [_receive(arriving, group, source), _send(leaving, group, to)]
-    return works
-
-
-def _ring_reduce_scatter(lanes: Sequence[tuple[torch.Tensor, ...]], group: dist.ProcessGroup) -> None:
-    """Reduce-scatter around the ring: in step k pass on the partial sum of the chunk of the rank k + 1 places behind.
-
-    A lane is a piece of the output with the same piece of each rank's chunk of the input; its next step starts when its piece arrives.
-    """
-    ranks, me = group.size(), group.rank()
-    before, after = (me - 1) % ranks, (me + 1) % ranks
-    if ranks == 1:
-        for output, chunk in lanes:
-            output.copy_(chunk)
-        return
-    sends, receives = [], []
-    for output, *chunks in lanes:  # receives first: two ranks that both only send would send one way at a time
-        receives.append(_receive(output, group, before))
-        sends.append(_send(chunks[before], group, after))
-    for step in range(ranks - 1):
-        arriving = (me - step - 2) % ranks
-        for number, (output, *chunks) in enumerate(lanes):
-            receives[number].wait()
-            if arriving == me:
-                output.add_(chunks[me])
-                continue
-            chunks[arriving].add_(output)
-            receives[number] = _receive(output, group, before)
-            sends.append(_send(chunks[arriving], group, after))
-    for send in sends:
-        send.wait()
-
-
-PlainTransport = BackendTransport | PieceTransport
-
-
-def plain_transport(group: dist.ProcessGroup, device_type: str) -> PlainTransport:
+def plain_transport(group: dist.ProcessGroup, device_type: str) -> BackendTransport:
     """Return the transport for tensors on `device_type` (`"cpu"` or `"cuda"`) in two stages, or encoded."""
     backend = group._get_backend(torch.device(device_type)).name()
-    return PieceTransport() if backend == "gloo" else BackendTransport(coalesces=backend == "nccl")
-
-
-def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Return whether gloo sends tensors on `device_type` (`"cpu"` or `"cuda"`) in this group."""
-    return isinstance(plain_transport(group, device_type), PieceTransport)
-
-
-def _send(tensor: torch.Tensor, group: dist.ProcessGroup, to: int) -> dist.Work:
-    work = dist.isend(tensor, group=group, group_dst=to)
-    assert work is not None  # None only for a rank outside of the group
-    return work
-
-
-def _receive(tensor: torch.Tensor, group: dist.ProcessGroup, source: int) -> dist.Work:
-    work = dist.irecv(tensor, group=group, group_src=source)
-    assert work is not None
-    return work
-
-
-def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    return torch.split(tensor, max(1, PIECE_BYTES // tensor.element_size()))
+    return BackendTransport(coalesces=backend == "nccl", reduces_in_place=backend == "gloo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,13 +204,13 @@ def unit_collectives(
 ) -> tuple[AllGather, ReduceScatter]:
     """Return the collectives of a unit in its shard group, for tensors on `device_type` (`"cpu"` or `"cuda"`).
 
-    In one stage they are FSDP2's own, except gloo's reduce-scatter, which is an all-reduce: twice the bytes, and more memory. If given,
-    the transports `gather` and `reduce` replace the plain one; with `stages` they do so between nodes.
+    In one stage they are FSDP2's own, except gloo's reduce-scatter, which would copy its input. If given, the transports `gather` and
+    `reduce` replace the plain one; with `stages` they do so between nodes.
     """
     plain = plain_transport(group if stages is None else stages.within, device_type)
     if stages is not None:
         return TransportAllGather(plain, stages, gather), TransportReduceScatter(plain, stages, reduce)
-    if reduce is None and isinstance(plain, PieceTransport):
+    if reduce is None and plain.reduces_in_place:
         reduce = plain
     gathers = TransportAllGather(gather) if gather else DefaultAllGather()
     return gathers, TransportReduceScatter(reduce) if reduce else DefaultReduceScatter()

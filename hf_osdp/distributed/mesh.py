@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import groupby
 from weakref import WeakKeyDictionary
 
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..errors import HardwareError
 from ..planner.job import divisors
 from ..planner.plan import Plan
-from .collectives import Stages, is_gloo
+from .collectives import Stages
 from .device import own_gpu
 from .launcher import variables
 from .process_group import all_gather_objects
@@ -24,11 +23,8 @@ from .process_group import all_gather_objects
 REPLICATE_AXIS = "replicate"
 SHARD_AXIS = "shard"
 NODES_AXIS = "nodes"
-MACHINES_AXIS = "machines"
 Layout = tuple[int, int]
-"""Stage size (1 for a single stage, 0 for the replicas of `Meshes.replicas_beside`) and shard size."""
-_apart: WeakKeyDictionary[dist.ProcessGroup, Apart] = WeakKeyDictionary()
-"""Groups of the last model to which a plan was applied, by the default process group."""
+"""Stage size (1 for a single stage) and shard size."""
 _topologies: WeakKeyDictionary[dist.ProcessGroup, Topology] = WeakKeyDictionary()
 
 
@@ -40,18 +36,8 @@ class Topology:
     ranks_per_node: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Apart:
-    """A rank's process groups under local steps, with which each machine trains its own model."""
-
-    machine: dist.ProcessGroup
-    """The ranks of this machine, which share a model."""
-    between: dist.ProcessGroup
-    """The ranks with the same number on each machine, which hold the same part of their models."""
-
-
 class Meshes:
-    """Meshes of the default process group, or of this machine if `machines` train apart. Collective: all ranks call in the same order.
+    """Meshes of the default process group. Collective: all ranks call in the same order.
 
     Shard groups are neighbouring ranks, so that they stay inside a node if their size allows it.
     """
@@ -59,27 +45,17 @@ class Meshes:
     is_silent = False
     """Whether collectives send nothing, so that each rank runs alone."""
 
-    def __init__(self, device_type: str, *, machines: int = 1) -> None:
+    def __init__(self, device_type: str) -> None:
         """Take `"cuda"` or `"cpu"`, as `init_device_mesh` does; raise ValueError without a process group."""
         if not dist.is_initialized():
             raise ValueError("Meshes need a process group; start the program with torchrun, or call torch.distributed.init_process_group.")
-        self.device_type, self.machines = device_type, machines
-        self.world_size = dist.get_world_size() // machines
-        self._between: dist.ProcessGroup | None = None
+        self.device_type = device_type
+        self.world_size = dist.get_world_size()
         self._formed: dict[Layout, DeviceMesh] = {}
 
     def mesh(self, shard_size: int) -> DeviceMesh:
         """Return the mesh whose shard axis has `shard_size` ranks: (W,) if all W ranks shard, else (W / shard_size, shard_size)."""
         return self._mesh((1, shard_size), mesh_axes(self.world_size, shard_size))
-
-    @cached_property
-    def reduces_beside(self) -> bool:
-        """Whether a thread reduces replicas during backward: with gloo, only this hides a slow link. Collective on first use."""
-        return self.machines == 1 and is_gloo(dist.distributed_c10d._get_default_group(), self.device_type) and find_topology().nodes > 1
-
-    def replicas_beside(self, shard_size: int) -> dist.ProcessGroup:
-        """Return a separate process group of a unit's replicas, since a thread's collectives must not mix with others."""
-        return self._mesh((0, shard_size), mesh_axes(self.world_size, shard_size)).get_group(REPLICATE_AXIS)
 
     def stages(self, shard_size: int, stage_size: int) -> Stages:
         """Return this rank's groups between nodes of `stage_size` ranks and inside its node, for collectives over `shard_size` ranks."""
@@ -91,31 +67,15 @@ class Meshes:
 
     def form(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """Make one mesh, real or in a subclass without communication. Collective."""
-        if self.machines == 1:
-            return init_device_mesh(self.device_type, shape, mesh_dim_names=names)
-        whole = init_device_mesh(self.device_type, (self.machines, *shape), mesh_dim_names=(MACHINES_AXIS, *names))
-        self._between = self._between or whole.get_group(MACHINES_AXIS)
-        return whole[names]
-
-    def train_apart(self) -> None:
-        """Record this rank's groups if machines train apart, so that norms and sums of gradients cover only this machine. Collective."""
-        world = dist.distributed_c10d._get_default_group()
-        _apart.pop(world, None)
-        if self.machines > 1:
-            machine = self.mesh(self.world_size).get_group(SHARD_AXIS)
-            assert self._between is not None
-            _apart[world] = Apart(machine=machine, between=self._between)
+        return init_device_mesh(self.device_type, shape, mesh_dim_names=names)
 
     def prepare(self, plan: Plan) -> None:
         """Make all meshes that the plan needs, in the same order on every rank. Collective."""
         for stage_size, shard_size in sorted(self._needed(plan)):
-            match stage_size:
-                case 0:
-                    self.replicas_beside(shard_size)
-                case 1:
-                    self.mesh(shard_size)
-                case _:
-                    self.stages(shard_size, stage_size)
+            if stage_size == 1:
+                self.mesh(shard_size)
+            else:
+                self.stages(shard_size, stage_size)
 
     def keep(self, plan: Plan) -> None:
         """Destroy the process groups that the plan does not need, because each holds memory on the device. Collective."""
@@ -130,8 +90,7 @@ class Meshes:
     def _needed(self, plan: Plan) -> set[Layout]:
         staged = {(unit.stage_size, unit.shard_size) for unit in plan.units if unit.two_stage}
         sizes = {plan.world_size, *(unit.shard_size for unit in plan.units), *(stage_size for stage_size, _ in staged)}
-        beside = {(0, unit.shard_size) for unit in plan.units if self.reduces_beside and unit.shard_size < plan.world_size}
-        return staged | beside | {(1, size) for size in sizes}
+        return staged | {(1, size) for size in sizes}
 
 
 def mesh_axes(world_size: int, shard_size: int) -> dict[str, int]:
@@ -164,17 +123,6 @@ def world_size() -> int:
 def rank() -> int:
     """Return this process's rank in the default process group; 0 without a group."""
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def apart() -> Apart | None:
-    """Return this rank's groups if machines train apart; None if all ranks share the model."""
-    return _apart.get(dist.group.WORLD) if dist.group.WORLD is not None else None
-
-
-def sharing_ranks() -> int:
-    """Return the number of ranks that share a model with this rank, including itself."""
-    groups = apart()
-    return world_size() if groups is None else groups.machine.size()
 
 
 def collective_device() -> torch.device:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
 from ..errors import OSDPError
+from ..planner.hardware import Collective
 from ..planner.wire import HADAMARD_SIZE, PIECE_ELEMENTS, WireFormat
-from .collectives import PlainTransport, ReduceOp, Works
+from .collectives import BackendTransport, ReduceOp, Works, announced
 
 _LARGEST_CODE = {WireFormat.INT8: 127, WireFormat.INT4: 7}
 """The largest code; codes are symmetric around 0."""
@@ -99,7 +101,7 @@ class WireTransport:
     All ranks of a group decode the same bytes, including their own part of a gather, so that replicas stay bitwise equal.
     """
 
-    def __init__(self, transport: PlainTransport, wire: WireFormat) -> None:
+    def __init__(self, transport: BackendTransport, wire: WireFormat) -> None:
         self._transport, self.wire = transport, wire
 
     def all_gather(
@@ -151,3 +153,33 @@ class WireTransport:
         """Return a row for each part, as long as the longest part needs."""
         nbytes = self.wire.nbytes(max(part.numel() for part in parts))
         return torch.empty(len(parts), nbytes, dtype=torch.uint8, device=like.device)
+
+
+@dataclass(eq=False, kw_only=True)
+class Replicas:
+    """Replaces the process group of a unit's replicas, in which FSDP2 all-reduces gradients, to send fewer bits."""
+
+    group: dist.ProcessGroup
+    transport: WireTransport
+
+    def __eq__(self, other: object) -> bool:
+        """Equal the group itself: torch looks it up to log an error of a collective."""
+        return other is self or other is self.group
+
+    def __hash__(self) -> int:
+        return hash(self.group)
+
+    def size(self) -> int:
+        """Return the number of replicas."""
+        return self.group.size()
+
+    def rank(self) -> int:
+        """Return this rank's place among the replicas."""
+        return self.group.rank()
+
+    def allreduce(self, tensors: Sequence[torch.Tensor], options: dist.AllreduceOptions) -> dist.Work:
+        """Reduce in place, as `dist.all_reduce` asks a process group to."""
+        for tensor in tensors:
+            with announced(Collective.ALL_REDUCE, self.group, tensor):
+                self.transport.all_reduce(tensor, options.reduceOp, self.group)
+        return Works((), held=())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -38,14 +37,13 @@ from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun
 from ..sharding.environment import form_process_group, prepare_model, uses_host
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
+from ..sharding.host_states import bind_optimizer, reason_against_unit_steps
 from ..sharding.optimizer import frozen_parameters, spec_of_optimizer, spec_of_optimizers
 from ..sharding.state import full_state_dict
 from ..sharding.steps import micro_step
-from ..sharding.unit_steps import BackwardSteps, bind_optimizer, reason_against_unit_steps
 from .announce import announce_result, plan_and_announce
 from .checkpoints import AcceleratorCheckpoints, patched
 from .launch import launch_request
-from .local_steps import Synchroniser, check_plugin
 from .plugin import OSDPPlugin, offloads, plugin_for, precision_of
 from .samples import batches_of_loader
 from .sharding import apply_plan_unsharded, prepare_late_optimizers, shard_model
@@ -93,8 +91,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self.planned_run: PlannedRun | None = None
         """The plan and its inputs; None before planning."""
         self._loop_meter: LoopMeter | None = None
-        self._backward_steps: BackwardSteps | None = None
-        self._local_steps: Synchroniser | None = None
         self._out_of_memory: OutOfMemoryHandler | None = None
         self.measured: Observation | None = None
         """Measurement of the loop's first optimizer steps, the same on every process; None until they have ended."""
@@ -188,8 +184,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             raise ValueError("The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...).")
         if config.global_batch_size is None:
             raise ValueError("The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...).")
-        if config.local_steps is not None:
-            check_plugin(self.plugin, config.local_steps)
         if self.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             config = replace(config, reduce_every_micro_step=True)
         facts = RunFacts(
@@ -277,14 +271,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
     def _bind_optimizers(self, optimizers: Sequence[torch.optim.Optimizer], run: PlannedRun) -> None:
         """Make the optimizers step as planned, and measure the loop's first steps."""
-        model, before = self._models[-1], self._backward_steps
-        self._backward_steps = bind_optimizer(model, run.plan, run.units, optimizers)
-        if before not in (None, self._backward_steps):  # an earlier optimizer must not step any more
-            before.remove()
-        if run.plan.local_steps is not None:
-            self._local_steps = self._local_steps or Synchroniser(run.plan)
-            for optimizer in optimizers:
-                self._local_steps.bind(model, optimizer)
+        model = self._models[-1]
+        bind_optimizer(model, run.plan, run.units, optimizers)
         if self.measures_loop and self._loop_meter is None:
             skips = self.scaler is not None and self.scaler.is_enabled()
             self._loop_meter = LoopMeter(model, self.device, self._report, run.plan, may_skip=skips)
@@ -327,7 +315,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             for tracker in self.trackers:
                 tracker.finish()
             return
-        self._synchronise("The end of training")
         if self._loop_meter is not None:
             self._loop_meter.finish()
         self._writer.wait()
@@ -362,13 +349,10 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Return copies of the full weights under their Hugging Face names on rank 0, and an empty dict on other ranks."""
-        self._synchronise("A save")
         return full_state_dict(model) if self.is_fsdp2 else super().get_state_dict(model, unwrap=unwrap)
 
     def clip_grad_norm_(self, parameters: Parameters, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """Clip by the norm over all units, on any meshes, and return the norm before clipping."""
-        if self._backward_steps is not None and (max_norm, norm_type) == (math.inf, 2):  # only reads the norm, to log it
-            return self._backward_steps.total_norm([parameters] if isinstance(parameters, torch.Tensor) else parameters)
         self._check_gradients()
         if not self.is_fsdp2:
             return super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
@@ -386,8 +370,6 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     def _check_gradients(self) -> None:
         if self.is_fsdp2 and not self.sync_gradients:
             raise OSDPError("Gradients cannot be clipped before the last micro-step reduces them; clip only if accelerator.sync_gradients.")
-        if self._backward_steps is not None:
-            raise OSDPError("The plan steps in backward, so no gradients are left to clip; set step_in_backward=False, or do not clip.")
 
     @property
     def _config(self) -> OSDPConfig:

@@ -59,8 +59,6 @@ def announce_plan(run: PlannedRun) -> None:
             f"Activation checkpointing recomputes every block. If the planner may choose, a step takes {format_seconds(run.open_step_s)} by"
             f" the estimate, {run.plan.step_s / run.open_step_s:.2f} times as fast: switch checkpointing off."
         )
-    if run.optimizer is not None:
-        console.print(run.optimizer.line)
     if run.compilation is not None:
         console.print(run.compilation.line(compiles=bool(run.plan.compiled_classes)))
     where = "" if run.hardware is None else f" for {run.hardware.summary}"

@@ -40,7 +40,6 @@ from ..errors import CheckpointError
 from ..modeling.split.names import is_split, keep_positions
 from ..planning.plan_run import PlannedRun
 from ..sharding.optimizer import optimizer_name
-from .local_steps import Synchroniser
 from .plugin import writes_shards
 
 _log = logging.getLogger(__name__)
@@ -54,7 +53,6 @@ class AcceleratorCheckpoints(Accelerator):
     planned_run: PlannedRun | None
     _writer: CheckpointWriter
     _schedules: WeakKeyDictionary[AcceleratedScheduler, Schedule]
-    _local_steps: Synchroniser | None
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Save as `Accelerator.save_state`; the folder appears when it is complete. Other files in it stay.
@@ -68,7 +66,6 @@ class AcceleratorCheckpoints(Accelerator):
         _refuse_unused("save_state", kwargs)
         folder = on_rank_zero(lambda: self._new_folder(output_dir))
         keep_whole_positions(self._models, self._optimizers)
-        self._synchronise("A save")
         with self._writer.new(folder, **self._settings()) as staging:
             sharded = self._optimizers if self.is_fsdp2 else []
             hidden: dict[str, Any] = {"_optimizers": []} if sharded else {}  # stock expects as many models as optimizers
@@ -80,8 +77,6 @@ class AcceleratorCheckpoints(Accelerator):
                     staging.path, model_of(optimizer, self._models), optimizer,
                     sharded=writes_shards(self.state.fsdp_plugin), index=index, files=staging.file_system,
                 )  # fmt: skip
-                if self._local_steps is not None:
-                    self._local_steps.save(staging.path, optimizer)
         limit = self.project_configuration.total_limit
         if self.project_configuration.automatic_checkpoint_naming and limit is not None and self.is_main_process:
             for path in numbered_checkpoints(self._naming_folder())[max(limit, 1) :]:  # with async_save, one more than the limit stays
@@ -113,8 +108,6 @@ class AcceleratorCheckpoints(Accelerator):
                 super().load_state(str(folder), load_kwargs, **kwargs)
             for index, optimizer in enumerate(self._optimizers if own else ()):
                 load_optimizer(folder, model_of(optimizer, self._models), optimizer, index=index)
-            if self._local_steps is not None:
-                self._local_steps.load(folder)
         except FileNotFoundError as error:
             name = Path(str(error.filename or error)).name
             raise CheckpointError(f"Checkpoint {folder} lacks {name}, which this run needs; take another.") from None
@@ -122,11 +115,6 @@ class AcceleratorCheckpoints(Accelerator):
         self.step = 0
         if (manifest := on_rank_zero(lambda: Manifest.load(folder))) is not None:
             self._rescale_schedules(manifest, folder)
-
-    def _synchronise(self, what: str) -> None:
-        """Synchronise machines that take local steps before the event `what`, if they have stepped since the last time. Collective."""
-        if self._local_steps is not None:
-            self._local_steps.synchronise(what)
 
     def _rescale_schedules(self, saved: Manifest, folder: Path) -> None:
         """Set prepared schedulers to the position that they would have with this number of processes."""

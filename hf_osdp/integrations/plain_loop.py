@@ -33,12 +33,11 @@ from ..quantities import format_bytes, format_seconds
 from ..sharding.apply import apply_plan, verify_applied
 from ..sharding.environment import form_process_group, move_to_device, mp_policy, prepare_model, training_device
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
+from ..sharding.host_states import bind_optimizer
 from ..sharding.optimizer import optimizer_name, spec_of_optimizer, spec_of_trainer_name
 from ..sharding.optimizer_steps import prepare_new_optimizers
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step
-from ..sharding.unit_steps import bind_optimizer
-from .local_steps import Synchroniser, refuse
 
 _log = logging.getLogger(__name__)
 
@@ -108,8 +107,6 @@ class OptimalShardedDataParallel(nn.Module):
         config = config.compiling() if is_wrapped else config
         _check(config, optimizer)
         precision = Precision.named(mixed_precision)
-        if config.local_steps is not None and precision.compute is DType.FLOAT16:
-            refuse(config.local_steps, "with mixed_precision='fp16' a loss scaler may skip a step on one machine only; use 'bf16'")
         form_process_group(needed=precision.compute is not None)
         device = training_device()
         prepare_model(model, precision)
@@ -135,14 +132,7 @@ class OptimalShardedDataParallel(nn.Module):
         self.module = move_to_device(model, device)
         self._out_of_memory = OutOfMemoryHandler(model, run.plan, run.units, problem=run.problem, on_oom=config.on_oom, device=device)
         plan, units = run.plan, run.units  # so that `bind` does not keep the run alive
-        self._local_steps = local = None if plan.local_steps is None else Synchroniser(plan)
-
-        def bind(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-            bind_optimizer(module, plan, units, [optimizer])
-            if local is not None:
-                local.bind(module, optimizer)
-
-        prepare_new_optimizers(self.module, bind)
+        prepare_new_optimizers(self.module, lambda module, optimizer: bind_optimizer(module, plan, units, [optimizer]))
         self._scales = precision.compute is DType.FLOAT16
         self._loop_meter = LoopMeter(self.module, device, self._log_measured, plan, may_skip=self._scales)
 
@@ -196,8 +186,7 @@ class OptimalShardedDataParallel(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the full weights on the CPU on rank 0, an empty dict on others; machines with local steps synchronise. Collective."""
-        self._synchronise()
+        """Return the full weights on the CPU on rank 0, an empty dict on others. Collective."""
         return full_state_dict(self.module)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
@@ -206,8 +195,6 @@ class OptimalShardedDataParallel(nn.Module):
         Raises:
             RuntimeError: names or shapes do not match.
         """
-        if self._local_steps is not None:
-            self._local_steps.end()
         if any(isinstance(value, DTensor) for value in state_dict.values()):
             self.module.load_state_dict(state_dict, strict=strict)
         else:
@@ -248,15 +235,10 @@ class OptimalShardedDataParallel(nn.Module):
             raise ValueError(
                 "in_background=True writes shards while training continues, but sharded=False asks for full tensors; leave one out."
             )
-        if sharded and self._local_steps is not None:
-            refuse(self._local_steps.steps.steps, "sharded=True would mix the machines' optimizer states; give sharded=False")
-        self._synchronise()
         self._writer.in_background = in_background
         others = _stateful(scheduler, scaler)
         with self._writer.new(path, optimizer=optimizer_name(optimizer)) as staging:
             stage_loop(staging, self.module, optimizer, others=others, progress=progress or {}, sharded=sharded)
-            if self._local_steps is not None:
-                self._local_steps.save(staging.path, optimizer)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the checkpoint in the background is complete; raise on all ranks if it could not be written. Collective."""
@@ -270,14 +252,7 @@ class OptimalShardedDataParallel(nn.Module):
         Raises:
             CheckpointError: it is damaged, incomplete, or of another model; on every rank.
         """
-        progress = load_loop(path, self.module, optimizer, others=_stateful(scheduler, scaler), writer=self._writer)
-        if self._local_steps is not None:
-            self._local_steps.load(Path(path))
-        return progress
-
-    def _synchronise(self) -> None:
-        if self._local_steps is not None:
-            self._local_steps.synchronise("A save")
+        return load_loop(path, self.module, optimizer, others=_stateful(scheduler, scaler), writer=self._writer)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401  the model's own
         try:
@@ -295,8 +270,6 @@ def _check(config: OSDPConfig, optimizer: OptimizerSpec | str | None) -> None:
         raise ValueError(f"optimizer is of type {kind}; give an OptimizerSpec, and make the optimizer from the sharded model's parameters.")
     if config.async_save:
         raise ValueError("async_save=True has no effect in a plain loop; leave it out, and use save_checkpoint(in_background=True).")
-    if config.step_in_backward:
-        raise ValueError("step_in_backward=True needs an optimizer that is prepared with the model; use the Trainer or an OSDPAccelerator.")
     if config.plan is None:
         if missing := [name for name in ("sequence_length", "global_batch_size") if getattr(config, name) is None]:
             raise ValueError(f"Planning needs {' and '.join(missing)}; set {'them' if len(missing) > 1 else 'it'} in OSDPConfig.")

@@ -29,7 +29,6 @@ from ..sharding.state import free_gathered
 from .accelerator import OSDPAccelerator
 from .announce import announce_result, plan_and_announce
 from .checkpoints import patched
-from .local_steps import check_plugin
 from .plugin import OSDPPlugin
 from .subclasses import check_order, plan_after_init, with_full_weights
 from .trainer_arguments import copied_arguments, copy_changes, plugin_options, refuse_unsupported, requested_config, set_batch
@@ -96,8 +95,6 @@ class Trainer(TrainerCheckpoints):
         assert isinstance(self.accelerator.plugin.osdp, OSDPConfig)
         self._osdp = replace(self._osdp, compile=self._osdp.compile or self.accelerator.plugin.osdp.compile)  # the launcher's dynamo
         try:
-            if self._osdp.local_steps is not None:
-                check_plugin(self.accelerator.plugin, self._osdp.local_steps)
             config, facts, rule = facts_of_trainer(self, self._osdp)
             hold_master_weights(self.model, facts.precision)
             with rule.explained():
@@ -108,8 +105,6 @@ class Trainer(TrainerCheckpoints):
                     Path(str(args.output_dir)).rmdir()
             raise
         set_batch(args, self._run.plan)
-        if self._run.optimizer is not None:
-            args.optim = self._run.optimizer.name
         self._train_batch_size = args.train_batch_size
         self.accelerator.use_plan(self._run)
         self.is_fsdp_enabled = self.is_fsdp_enabled or self.accelerator.is_fsdp2  # also a single process with host offload
@@ -163,8 +158,6 @@ class Trainer(TrainerCheckpoints):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save as the stock Trainer; a user's call writes a loadable model even if checkpoints are sharded, unlike stock."""
-        if self._osdp is not None:
-            self.accelerator._synchronise("A save")
         sharded = self._osdp is not None and self._writes_shards()
         if not sharded or _internal_call:
             super().save_model(output_dir, _internal_call)
@@ -202,9 +195,7 @@ class Trainer(TrainerCheckpoints):
             return super().train(resume_from_checkpoint, *args, **kwargs)
         assert self._run is not None
         copy_changes(self.args, *self._given_args)
-        refuse_changes(self, self._osdp, self._run.plan)
-        if self.accelerator._local_steps is not None:
-            self.accelerator._local_steps.end()  # state of an earlier training
+        refuse_changes(self, self._run.plan)
         try:
             with self.accelerator.out_of_memory_explained(), mixing_explained(in_loss=False):
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)

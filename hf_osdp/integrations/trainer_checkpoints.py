@@ -55,8 +55,6 @@ class TrainerCheckpoints(transformers.Trainer):
             parent, push_later = str(staging.path.parent), lambda folder: None  # push only after the folder has been renamed
             with patched(self, _get_output_dir=lambda trial: parent, _push_from_checkpoint=push_later):
                 super()._save_checkpoint(model, trial)
-            if self.accelerator._local_steps is not None and not self.args.save_only_model:
-                self.accelerator._local_steps.save(staging.path, self.optimizer)
             self._record_best_name(staging.path, folder)
             if self.args.save_only_model and self._writes_shards():  # stock then writes no weights
                 save_model(staging.path, self.model, sharded=True, trainable_only=is_adapted(self.model), files=staging.file_system)
@@ -96,8 +94,6 @@ class TrainerCheckpoints(transformers.Trainer):
             return
         folder = Path(checkpoint)
         load_optimizer(folder, self.model, self.optimizer)
-        if self.accelerator._local_steps is not None:
-            self.accelerator._local_steps.load(folder)
         self.lr_scheduler.load_state_dict(load_file(folder / transformers.trainer.SCHEDULER_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:  # noqa: ANN401
@@ -119,7 +115,6 @@ class TrainerCheckpoints(transformers.Trainer):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
         """Finalize as the stock Trainer; after SIGTERM only seconds are left, so keep the last checkpoint and do not load the best."""
         if self._osdp is not None:
-            self.accelerator._synchronise("The end of training")
             self.accelerator._writer.wait()  # stock loads the best one, which may be the last
         if self._osdp is None or not self._stop.stopped:
             return super()._finalize_training(*args, **kwargs)

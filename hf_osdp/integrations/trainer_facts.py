@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
@@ -23,8 +23,8 @@ from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
 from ..planning.facts import RunFacts, RunFolder
+from ..sharding.host_states import reason_against_unit_steps
 from ..sharding.optimizer import frozen_parameters, knows_trainer_name, spec_of_optimizer, spec_of_trainer_name
-from ..sharding.unit_steps import reason_against_unit_steps
 from .plugin import offloads
 from .samples import find_batches, row_tokens, tokens_of
 from .subclasses import bytes_of_other_models, traced_loss
@@ -45,21 +45,18 @@ def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> tuple[OSDPConfig, 
     trains = trainer.train_dataset is not None
     manifest = recorded_manifest(str(args.output_dir)) if trains and config.resume_after_restart else None
     samples = config.global_batch_size or _global_batch_size(args, None if manifest is None else manifest.global_batch_size)
-    optimizer = _optimizer_spec(trainer)
     rule = micro_batch_rule(trainer, config, batches, sequence_length)
     sized = replace(config, sequence_length=sequence_length, global_batch_size=samples, micro_batch_size=rule.chosen)
     facts = RunFacts(
         world_size=args.world_size,
         device_type=args.device.type,
         precision=Precision.named(args.mixed_precision, autocast=args.world_size == 1 and not dist.is_initialized()),
-        optimizer=optimizer,
-        optimizer_choices=_optimizer_choices(trainer, config, optimizer, None if manifest is None else manifest.settings.get("optimizer")),
+        optimizer=_optimizer_spec(trainer),
         steps=_steps(trainer, samples),
         inputs=batches,
         loss=None if batches is None or config.inputs or model_makes_loss else traced_loss(trainer),
         other_models=bytes_of_other_models(trainer),
         clips_gradients=bool(args.max_grad_norm and args.max_grad_norm > 0),
-        against_backward_step=reader_of_gradients(trainer),
         against_unit_steps=_against_unit_steps(trainer),
         activation_checkpointing=bool(args.gradient_checkpointing or plugin.activation_checkpointing),
         reads_loss_alone=model_makes_loss and not args.use_liger_kernel,
@@ -168,38 +165,6 @@ def _tiny_optimizer(trainer: Trainer, name: str) -> torch.optim.Optimizer:
     return cast("torch.optim.Optimizer", cls([nn.Parameter(torch.zeros(1))], **options))
 
 
-def _optimizer_choices(
-    trainer: Trainer, config: OSDPConfig, optimizer: OptimizerSpec, started_with: str | None
-) -> tuple[tuple[str, OptimizerSpec], ...]:
-    """Return the candidate optimizers, by `optim` name with their specs; a restart keeps `started_with`, the one that training began with.
-
-    Return no candidates if the optimizer exists already, or is made by other code than the Trainer's.
-    """
-    owner = next(cls for cls in type(trainer).__mro__ if "create_optimizer" in vars(cls))
-    made = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
-    if config.other_optimizers is None or made or owner.__module__.partition(".")[0] not in _STOCK_PACKAGES:
-        return ()
-    choices = {OptimizerNames(trainer.args.optim).value: optimizer}
-    for name in config.other_optimizers:
-        choices.setdefault(name, spec_of_trainer_name(name, device_type=trainer.args.device.type))
-        _tiny_optimizer(trainer, name)
-    kept = {name: spec for name, spec in choices.items() if started_with is None or spec.name == started_with.lower()}
-    return tuple((kept or choices).items())
-
-
-def reader_of_gradients(trainer: Trainer) -> str | None:
-    """Return what may read gradients between backward and the end of the optimizer step; None if nothing does."""
-    for callback in trainer.callback_handler.callbacks:
-        for event in ("on_pre_optimizer_step", "on_optimizer_step"):
-            if getattr(type(callback), event) is not getattr(TrainerCallback, event):
-                return f"{type(callback).__name__}.{event} may read gradients"
-    if type(trainer).training_step is not Trainer.training_step:
-        return f"{type(trainer).__name__}.training_step may read gradients"
-    if trainer.optimizer is not None and trainer.optimizer._optimizer_step_pre_hooks:
-        return f"a hook of {type(trainer.optimizer).__name__}.step may read gradients"
-    return None
-
-
 def _against_unit_steps(trainer: Trainer) -> str | None:
     """Return why the optimizer may not step unit by unit; None if it may."""
     if trainer.optimizer is not None:
@@ -209,13 +174,10 @@ def _against_unit_steps(trainer: Trainer) -> str | None:
     return None if known else f"the optimizer of optim={name!r} may keep state that all its parameters share"
 
 
-def refuse_changes(trainer: Trainer, config: OSDPConfig, plan: Plan) -> None:
-    """Refuse a number of samples other than the plan's, and callbacks added after planning that would find no gradients."""
+def refuse_changes(trainer: Trainer, plan: Plan) -> None:
+    """Refuse a number of samples other than the plan's."""
     if (samples := samples_of_step(trainer.args)) != plan.global_batch_size:
         raise ValueError(
             f"The Trainer's arguments now make {samples} samples per step, but the plan has {plan.global_batch_size}; set batch sizes"
             " before the Trainer is made."
         )
-    in_backward = config.step_in_backward is None and any(unit.step_in_backward for unit in plan.units)
-    if in_backward and (reason := reader_of_gradients(trainer)):
-        raise ValueError(f"The plan steps in backward, but {reason}; pass it to the Trainer's constructor, or set step_in_backward=False.")

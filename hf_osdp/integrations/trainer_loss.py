@@ -106,7 +106,7 @@ def scale_loss(trainer: Trainer, factor: float) -> None:
 
     @functools.wraps(compute_loss)
     def scaled(model: nn.Module, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:  # noqa: ANN401
-        result = compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+        result = compute_loss(model, inputs, *args, **{**kwargs, "num_items_in_batch": num_items_in_batch})
         is_counted = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
         sums = getattr(trainer, "loss_is_scaled_for_ga", None) is None and (is_counted or trainer.compute_loss_func is not None)
         if not (model.training and sums):

@@ -200,8 +200,7 @@ class CollectiveClock(TorchDispatchMode):
         if not isinstance(func, OpOverload) or func.namespace != "c10d":
             return func(*args, **kwargs)
         if self._is_announced:
-            # The sender waits for gloo's pieces; waiting for each one here would deadlock.
-            return func(*args, **kwargs) if self._device.type == "cpu" else _wait_for(func(*args, **kwargs))
+            return _wait_for(func(*args, **kwargs))
         collective = _OPERATORS.get(func.overloadpacket.__name__)
         nbytes = max((leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)), default=0)
         if collective is None or nbytes < _MIN_UNIT_BYTES:

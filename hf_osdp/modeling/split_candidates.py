@@ -61,7 +61,7 @@ def possible_splits(
     """Return the splits that may be faster, with the smallest changes first; the unsplit model is left out.
 
     These are the loss in pieces, or the vocabulary projection and its loss in slices, if the model allows it; in shallow models also
-    operator units, operators in slices, and both together with the loss in pieces or the projection in slices.
+    operator units, alone or with one of these, and operators in slices.
 
     The description is of the unsplit model. `vocabulary` requires that training passes labels to forward and reads no logits. Without
     `operators`, only the loss in pieces is possible; without `slices`, no operator is sliced.
@@ -75,7 +75,7 @@ def possible_splits(
     made = (
         ModelSplit(operators=kind.operators, sliced=(*kind.sliced, *head.sliced), loss_pieces=head.loss_pieces)
         for kind in kinds
-        for head in (ModelSplit(), *heads)
+        for head in (ModelSplit(), *([] if kind.sliced else heads))
     )
     return tuple(split for split in made if not split.is_none and (slices or not split.sliced))
 

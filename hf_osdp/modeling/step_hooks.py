@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -32,24 +30,6 @@ class StepHooks(dict[object, Hook]):
     def _run(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         for hook in tuple(self.values()):
             hook(optimizer)
-
-
-_MAKING_STATES: ContextVar[bool] = ContextVar("making_states", default=False)
-
-
-@contextmanager
-def making_states() -> Iterator[None]:
-    """Mark steps inside the context as torch's steps with zero gradients, which create states; stateless optimizers repeat such steps."""
-    token = _MAKING_STATES.set(True)
-    try:
-        yield
-    finally:
-        _MAKING_STATES.reset(token)
-
-
-def makes_states() -> bool:
-    """Return whether the running step only creates states."""
-    return _MAKING_STATES.get()
 
 
 before_step = StepHooks(register_optimizer_step_pre_hook)

@@ -29,8 +29,6 @@ class UnitLayout:
     """Parameters, gradients and optimizer states are in host memory, and the host runs the optimizer step."""
     states_on_host: bool = False
     """Only optimizer states are in host memory; they are copied to the device for the unit's step."""
-    step_in_backward: bool = False
-    """The optimizer steps the unit in backward, as soon as its gradients are reduced, and frees them."""
     gather_wire: WireFormat | None = None
     """Format of parameters in all-gathers, in two stages only between nodes; None sends exact values."""
     reduce_wire: WireFormat | None = None
@@ -41,8 +39,8 @@ class UnitLayout:
     def __post_init__(self) -> None:
         if self.shard_size < 1:
             raise ValueError(f"shard_size={self.shard_size} must be at least 1.")
-        if self.on_host + self.states_on_host + self.step_in_backward > 1:
-            raise ValueError("A unit can have only one of on_host, states_on_host and step_in_backward.")
+        if self.on_host and self.states_on_host:
+            raise ValueError("A unit can have only one of on_host and states_on_host.")
         if self.stage_size != 1 and not (1 < self.stage_size < self.shard_size and self.shard_size % self.stage_size == 0):
             raise ValueError(f"stage_size={self.stage_size} must be 1, or divide shard_size={self.shard_size} and be less.")
         if self.shard_size == 1 and (self.gather_wire or self.reduce_wire):
@@ -75,7 +73,6 @@ class UnitLayout:
             *self.activations.describe(),
             "on host" if self.on_host else "",
             "optimizer on host" if self.states_on_host else "",
-            "step in backward" if self.step_in_backward else "",
             *(f"{name} in {wire.value}" for name, wire in self.wires.items()),
         ]
         return ", ".join(filter(None, parts))

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from .description import DType, ParameterSpec
-from .local_steps import LocalSteps
 from .wire import WireFormat
 
 _MOST_SAMPLES = 2**40
@@ -270,12 +269,8 @@ class TrainingJob:
     """Whether the loop keeps the model's outputs from forward through backward (`out = model(...); out.loss.backward()`)."""
     clips_gradients: bool = False
     """Whether gradients are clipped by their norm before each optimizer step."""
-    step_in_backward: bool = False
-    """Whether units may step in backward in plans without accumulation, because nothing reads gradients between backward and the step."""
     communication: WireFormat | None = None
     """The coarsest format in which parameters and gradients may be sent, used where it is faster; None sends exact values."""
-    local_steps: LocalSteps | None = None
-    """Machines train independently between synchronisations; the hardware is then one machine with its link to others."""
     correction_bytes: int = 0
     """Bytes added to every moment: the error of an earlier plan's estimate, see `planner/cost/correction.py`."""
 
@@ -290,13 +285,8 @@ class TrainingJob:
         if self.micro_batch_size is not None and self.micro_batch_size < 1:
             raise ValueError(f"micro_batch_size={self.micro_batch_size} must be at least 1.")
 
-    def all_ranks(self, world_size: int) -> int:
-        """Return the ranks that share the global batch: `world_size`, or under local steps `world_size` on each machine."""
-        return world_size * (1 if self.local_steps is None else self.local_steps.machines)
-
     def micro_batch_sizes(self, world_size: int) -> tuple[int, ...]:
         """Return the micro-batch sizes that give the global batch on `world_size` ranks, largest first; ValueError if there is none."""
-        world_size = self.all_ranks(world_size)
         per_rank, rest = divmod(self.global_batch_size, world_size)
         if rest:
             nearest = [str(count * world_size) for count in (per_rank, per_rank + 1) if count]

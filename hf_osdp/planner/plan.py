@@ -16,18 +16,15 @@ from .decision import Batch, UnitDecision, UnitLayout, communicators_of
 from .description import GatherSpan, ModelDescription
 from .files import validated, write_whole
 from .hardware import MOST_RANKS
-from .local_steps import LocalSteps
 from .split import WHOLE_BLOCKS, ModelSplit
 from .wire import EXACT, WireFormat
 
-PLAN_VERSION = 7
+PLAN_VERSION = 8
 _MOST = {"world_size": MOST_RANKS, "micro_batch_size": 2**20, "accumulation_steps": 2**20, "sequence_length": 2**30}
 _MOST_UNITS = 2**14
 _LAYER = re.compile(r"\.\d+(?=\.|$)")
 _ESTIMATES = {"memory_limit_bytes": None, "peak_bytes": None, "step_s": None, "proven_optimal": False}
 _NAMES = {"model_name": "", "hardware": "", "devices_per_node": None}
-_ADDED = {"states_on_host", "step_in_backward", "gather_wire", "reduce_wire", "replica_wire"}
-"""Fields that older plans do not have; with their defaults they do not change the fingerprint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +32,6 @@ class Plan:
     """The sharding plan of one model on one set of devices. All ranks run the same plan, and compare `fingerprint` to check this."""
 
     world_size: int
-    """Ranks that share the model: all ranks, or with `local_steps` those of one machine."""
     strategy: str
     """`osdp`, or the single strategy that the user asked for."""
     units: tuple[UnitDecision, ...]
@@ -49,8 +45,6 @@ class Plan:
     """Splits of the model before its units are found; `units` are those of the split model."""
     compiled_classes: tuple[str, ...] = ()
     """Classes of the blocks whose forward is compiled before they are sharded."""
-    local_steps: LocalSteps | None = None
-    """Machines train independently, each by this plan, and synchronise every few steps. None: all ranks train together."""
     model_name: str = ""
     sequence_length: int = 1
     memory_limit_bytes: int | None = None
@@ -82,7 +76,7 @@ class Plan:
         self._check_units()
 
     def _check_units(self) -> None:
-        world, steps, seen = self.world_size, self.accumulation_steps, set[str]()
+        world, seen = self.world_size, set[str]()
         for unit in self.units:
             g = unit.shard_size
             if world % g:
@@ -90,8 +84,6 @@ class Plan:
                     f"Unit {unit.label!r} is sharded over {g} ranks, which does not divide the world size {world};"
                     f" plan again for {world} processes."
                 )
-            if unit.step_in_backward and steps > 1:
-                raise PlanError(f"Unit {unit.label!r} steps in backward, which {steps} accumulation steps do not allow; plan again.")
             if unit.replica_wire is not None and g == world:
                 raise PlanError(f"Unit {unit.label!r} has a replica_wire, but is sharded over all ranks, without replicas; plan again.")
             if unit.fqn in seen:
@@ -112,7 +104,6 @@ class Plan:
         beyond = [
             (len(sizes) > 1, f"units have {len(sizes)} group sizes ({listed})", "one mesh for all"),
             (self.compiled_classes, "blocks are compiled", "what is sharded"),
-            (self.local_steps, "machines take local steps", "what is sharded"),
             (not self.split.is_none, f"the model is split into {self.split.describe()}", "whole modules"),
             (
                 0 < on_host < len(self.units), f"{on_host} of {len(self.units)} units live on the host",
@@ -153,17 +144,12 @@ class Plan:
     @property
     def global_batch_size(self) -> int:
         """Samples of one optimizer step, over all ranks."""
-        return self.machines * self.world_size * self.micro_batch_size * self.accumulation_steps
-
-    @property
-    def machines(self) -> int:
-        """Machines that train independently; 1 if all ranks train together."""
-        return 1 if self.local_steps is None else self.local_steps.machines
+        return self.world_size * self.micro_batch_size * self.accumulation_steps
 
     @property
     def communication(self) -> str:
-        """Coarsest wire format of any unit or of local steps, or `exact`."""
-        sent = {wire for unit in self.units for wire in unit.wires.values()} | ({self.local_steps.wire} if self.local_steps else set())
+        """Coarsest wire format of any unit, or `exact`."""
+        sent = {wire for unit in self.units for wire in unit.wires.values()}
         return next((wire.value for wire in reversed(WireFormat) if wire in sent), EXACT)
 
     @property
@@ -179,10 +165,7 @@ class Plan:
     @property
     def fingerprint(self) -> str:
         """Hash of all fields that change how the plan runs; estimates and names are left out."""
-        units = [{name: value for name, value in asdict(unit).items() if value or name not in _ADDED} for unit in self.units]
-        run = {**asdict(self), **_ESTIMATES, **_NAMES, "units": units}
-        if self.local_steps is None:  # older plans do not have the field
-            del run["local_steps"]
+        run = {**asdict(self), **_ESTIMATES, **_NAMES}
         return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
@@ -209,7 +192,7 @@ class Plan:
 
     def diff(self, other: Plan) -> tuple[str, ...]:
         """Return one line for each difference in how `other` runs; none if both plans run the same."""
-        names = ("world_size", "micro_batch_size", "accumulation_steps", "model_fingerprint", "compiled_classes", "local_steps")
+        names = ("world_size", "micro_batch_size", "accumulation_steps", "model_fingerprint", "compiled_classes")
         values = [(name, getattr(self, name), getattr(other, name)) for name in names]
         lines = [f"{name}: {before} -> {after}" for name, before, after in values if before != after]
         if self.split != other.split:
@@ -217,15 +200,6 @@ class Plan:
         mine, theirs = ({unit.label: unit.describe(plan.world_size) for unit in plan.units} for plan in (self, other))
         pairs = [(label, mine.get(label, "absent"), theirs.get(label, "absent")) for label in dict.fromkeys([*mine, *theirs])]
         return (*lines, *(f"{label}: {before} -> {after}" for label, before, after in pairs if before != after))
-
-    def ranks_of_machine(self, world_size: int) -> int:
-        """Return how many of `world_size` ranks share the model; PlanError if local steps need another number of ranks."""
-        if self.local_steps is not None and world_size != self.machines * self.world_size:
-            raise PlanError(
-                f"The plan is for {self.machines} machines of {self.world_size} processes that take local steps, but {world_size} processes"
-                f" are running. Start {self.machines * self.world_size}, or plan again."
-            )
-        return world_size // self.machines
 
     def check(self, description: ModelDescription, world_size: int) -> None:
         """Check that the plan is for this model and world size.
@@ -307,7 +281,6 @@ def _beyond_fsdp_plan(unit: UnitDecision, accumulation_steps: int) -> str:
         "offloads its activations": unit.activations.offloads,
         "has collectives in two stages": unit.two_stage,
         "is sent in fewer bits": unit.wires,
-        "steps in backward": unit.step_in_backward,
         "has its optimizer states on the host": unit.states_on_host,
         "holds whole gradients between micro-steps": accumulation_steps > 1 and not unit.reduce_every_micro_step,
     }

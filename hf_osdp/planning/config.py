@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ..planner.hardware import Hardware, check_margin
-from ..planner.local_steps import LocalSteps
 from ..planner.plan import Plan
 from ..planner.problem import Strategy
 from ..planner.profile import Profile
@@ -30,7 +29,6 @@ _TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
 _IGNORED_WITH_PLAN = (
     "strategy", "operator_splitting", "on_oom", "recalibrate", "hardware", "profile", "nodes", "memory_margin",
     "recompute", "host_offload", "offload_optimizer", "offload_activations", "split_vocabulary", "compile",
-    "other_optimizers",
 )  # fmt: skip
 
 
@@ -68,25 +66,10 @@ class OSDPConfig:
     lets the planner decide for each. Parameters and gradients stay on the device."""
     offload_activations: bool | None = None
     """True keeps every block's saved activations in the host's memory until backward, False those of none; None lets the planner decide."""
-    step_in_backward: bool | None = None
-    """Step each unit within backward, as soon as its gradients are reduced, so that the gradients of only one unit exist at once: True
-    wherever the layout allows it, False nowhere; None if a Trainer neither clips (`max_grad_norm=0`) nor scales the loss, and no callback
-    reads gradients. Between backward and `optimizer.step()` these gradients are None. Plans with accumulation never do this."""
-    other_optimizers: tuple[str, ...] | str | None = None
-    """Values of `TrainingArguments.optim`, as names or one comma-separated string: the Trainer may use one of them instead of its own if a
-    step is then faster, or only then fits: `"adamw_torch_8bit"`. This changes the arithmetic of training, so None allows none. Restarts
-    keep the optimizer with which training began."""
     communication: str = EXACT
     """The coarsest format in which parameters and gradients may be sent over slow links: `bf16`, `int8` with a scale for each block, or
     `int4`, for gradients only; `exact` changes nothing. The planner chooses a format for each unit and direction if it saves time; sums are
     computed in float32. This changes the rounding of training: docs/communication.md shows the effect on the loss."""
-    local_steps: int | None = None
-    """Optimizer steps that each machine takes alone before the machines average their changes of the parameters; None averages gradients in
-    every step. This is a different algorithm, DiLoCo, for very slow links between machines: docs/local_steps.md."""
-    outer_learning_rate: float = 0.7
-    """Learning rate of the outer step of `local_steps`."""
-    outer_momentum: float = 0.9
-    """Nesterov momentum of the outer step of `local_steps`."""
     compile: bool | str = False
     """Compile the forward of each block with Inductor before it is sharded: elementwise operators run as one kernel, and less is saved
     for backward. The first steps take longer, seconds to minutes. Blocks that do not compile as one graph run eager; blocks are not split.
@@ -128,18 +111,9 @@ class OSDPConfig:
         """The coarsest format that may be sent; None for exact communication."""
         return None if self.communication == EXACT else WireFormat(self.communication)
 
-    def outer(self, machines: int = 2) -> LocalSteps | None:
-        """Return the requested local steps on this number of machines; None without `local_steps`."""
-        if self.local_steps is None:
-            return None
-        outer = {name: getattr(self, name) for name in ("outer_learning_rate", "outer_momentum")}
-        return LocalSteps(steps=self.local_steps, machines=machines, **outer)
-
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_classes", _names("block_classes", self.block_classes, "class", "GPT2Block,BertLayer"))
-        object.__setattr__(self, "other_optimizers", _names("other_optimizers", self.other_optimizers, "optimizer", "adamw_torch_8bit"))
         self._check_values()
-        self._check_local_steps()
         self._check_combinations()
 
     def _check_values(self) -> None:
@@ -162,17 +136,6 @@ class OSDPConfig:
                 problem = f"is of type {type(value).__name__}; use {_TYPES[name][1]}"
             if problem is not None:
                 raise ValueError(f"{name}={value!r} {problem}.")
-
-    def _check_local_steps(self) -> None:
-        """Refuse local steps with options that they do not support, and options of local steps without them."""
-        if self.outer() is None:
-            if (self.outer_learning_rate, self.outer_momentum) != (0.7, 0.9):
-                raise ValueError("outer_learning_rate and outer_momentum have no effect without local_steps; leave them out.")
-            return
-        refused = {**dict.fromkeys(("recalibrate", "host_offload", "offload_optimizer", "step_in_backward"), True), "on_oom": "replan"}
-        for name, value in refused.items():
-            if getattr(self, name) == value:
-                raise ValueError(f"local_steps={self.local_steps} cannot run with {self._shown(name)}; leave one of the two out.")
 
     def _check_combinations(self) -> None:
         """Refuse options that have no effect together with others."""

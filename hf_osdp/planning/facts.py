@@ -8,11 +8,9 @@ from pathlib import Path
 
 from ..errors import PlanError
 from ..modeling.batch import Inputs, Loss
-from ..planner.cost.local_steps import fastest_wire
-from ..planner.description import DType, ModelDescription
-from ..planner.hardware import DeviceSpec, Hardware
+from ..planner.description import ModelDescription
+from ..planner.hardware import DeviceSpec
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
-from ..planner.local_steps import LocalSteps
 from ..planner.plan import Plan
 from ..planner.wire import EXACT, WireFormat, formats_up_to
 from ..quantities import format_bytes
@@ -47,8 +45,6 @@ class RunFacts:
     precision: Precision
     """With `autocast` if the run is one process, which can train without FSDP2."""
     optimizer: OptimizerSpec
-    optimizer_choices: tuple[tuple[str, OptimizerSpec], ...] = ()
-    """Names and states of the allowed optimizers, `optimizer` first; empty if there is no choice."""
     inputs: Inputs | None = None
     """Returns a batch of the data for a number of samples; None makes a batch for a transformers model."""
     loss: Loss | None = None
@@ -59,8 +55,6 @@ class RunFacts:
     """The training loop may keep the model's outputs through backward."""
     clips_gradients: bool = False
     """Each step clips the norm of all gradients."""
-    against_backward_step: str | None = "this loop may read gradients before the optimizer steps"
-    """Why units do not step in backward unless the user requests it; None if nothing prevents it."""
     against_unit_steps: str | None = None
     """Why the optimizer cannot step unit by unit; None if it can."""
     activation_checkpointing: bool = False
@@ -90,32 +84,6 @@ class RunFacts:
     def under_fsdp(self) -> RunFacts:
         """The same with FSDP2's mixed precision instead of autocast; only FSDP2 can keep units on the host."""
         return replace(self, precision=replace(self.precision, autocast=False))
-
-
-def _reason_against_backward_step(facts: RunFacts) -> str | None:
-    """Return why all gradients are needed at once, whatever the user requests; None if they are not."""
-    if facts.clips_gradients:
-        return "gradients are clipped by the norm of all of them (max_grad_norm=0 does not clip)"
-    return "fp16 scales the loss and may skip a step" if facts.precision.compute is DType.FLOAT16 else facts.against_unit_steps
-
-
-def _steps_in_backward(config: OSDPConfig, facts: RunFacts) -> bool:
-    """Return whether units may step in backward: as the user requests, else if nothing prevents it."""
-    against = _reason_against_backward_step(facts) or facts.against_backward_step
-    return against is None if config.step_in_backward is None else config.step_in_backward
-
-
-def check_backward_step(plan: Plan, config: OSDPConfig, facts: RunFacts) -> None:
-    """Refuse a given plan that steps in backward if gradients may be read before the step, and `step_in_backward=True` without effect."""
-    planned = any(unit.step_in_backward for unit in plan.units)
-    reason = _reason_against_backward_step(facts) if plan.local_steps is None else "local steps begin with the optimizer's step"
-    if planned and reason:
-        raise PlanError(f"The plan steps in backward, but {reason}; change that, or plan again.")
-    if planned and not _steps_in_backward(config, facts):
-        reason = facts.against_backward_step if config.step_in_backward is None else "step_in_backward=False"
-        raise PlanError(f"The plan steps in backward, but {reason}; set step_in_backward=True if nothing reads gradients, or plan again.")
-    if config.step_in_backward and not planned:
-        raise ValueError("plan runs a given plan as it is, so step_in_backward=True would have no effect; leave one of the two out.")
 
 
 def check_whole(plan: Plan, description: ModelDescription, optimizer: OptimizerSpec) -> None:
@@ -152,8 +120,6 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
         problem = f"{name} needs whole parameters at once, which host and device do not have; leave host_offload out, or use AdamW."
     elif facts.against_unit_steps and offload_optimizer:
         problem = f"offload_optimizer=True, but {facts.against_unit_steps}; leave it out, or use AdamW."
-    elif config.step_in_backward and (reason := _reason_against_backward_step(facts)):
-        problem = f"step_in_backward=True, but {reason}; leave one of the two out."
     useless = next((f"{name}={value}" for name, value in _IGNORED_WITH_CHECKPOINTING if getattr(config, name) is value), None)
     if facts.activation_checkpointing and useless:
         problem = f"{useless} has no effect with activation checkpointing of all blocks; leave one of the two out."
@@ -165,7 +131,6 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
         optimizer=facts.optimizer,
         holds_outputs=facts.holds_outputs,
         clips_gradients=facts.clips_gradients,
-        step_in_backward=_steps_in_backward(config, facts),
         micro_batch_size=config.micro_batch_size,
         reduce_every_micro_step=config.reduce_every_micro_step,
         recompute=config.recompute,
@@ -186,29 +151,3 @@ def check_limit(limit_bytes: int, device: DeviceSpec, *, given: str) -> int:
         f"{given} is more than the {format_bytes(total)} of {device.name}; use at most {total // 2**20}MiB, or leave it out for all of"
         " them."
     )
-
-
-def of_one_machine(hardware: Hardware, job: TrainingJob, config: OSDPConfig) -> tuple[Hardware, TrainingJob]:
-    """Return the hardware of one machine, with the link to others, and the job with local steps.
-
-    Raises:
-        ValueError: there is only one machine, or states are to be kept on the host.
-    """
-    if hardware.nodes == 1:
-        raise ValueError(f"local_steps={config.local_steps} is for several machines, and the processes are on one; leave it out.")
-    if job.host_offload or job.offload_optimizer:
-        raise ValueError(f"local_steps={config.local_steps} keeps all states on the device; leave the offload to the host out.")
-    local = config.outer(hardware.nodes)
-    assert local is not None
-    machine = replace(hardware, nodes=1, timings=tuple(timing for timing in hardware.timings if not timing.crosses_nodes))
-    local = replace(local, wire=fastest_wire(machine, local, config.wire))
-    return machine, replace(job, local_steps=local, host_offload=False, offload_optimizer=False, step_in_backward=False)
-
-
-def check_local_steps(plan: Plan, configured: LocalSteps | None) -> None:
-    """Refuse a given plan whose local steps differ from those of the configuration."""
-    for name in ("steps", "outer_learning_rate", "outer_momentum"):
-        planned, wanted = (None if local is None else getattr(local, name) for local in (plan.local_steps, configured))
-        if planned != wanted:
-            option = "local_steps" if name == "steps" else name
-            raise PlanError(f"The plan trains with {option}={planned}, but {option}={wanted} is asked for; make them agree, or plan again.")

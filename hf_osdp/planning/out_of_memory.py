@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 import re
 import socket
-import sys
 import traceback
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -117,20 +114,9 @@ class OutOfMemoryHandler:
         self, model: nn.Module, plan: Plan, units: Sequence[UnitDescription],
         *, problem: PlanningProblem | None, on_oom: str, device: torch.device,
     ) -> None:  # fmt: skip
-        """Install a hook that also explains errors that reach `sys.excepthook`, as long as this handler exists.
-
-        The plan has been applied to the model. `problem` is the planning problem that it solves; None for a plan that the user gave.
-        """
+        """Take the model under its plan, and the planning problem that the plan solves; None for a plan that the user gave."""
         self._model, self._plan, self._units = model, plan, tuple(units)
         self._problem, self._replans, self._device = problem, on_oom == "replan", device
-        self_ref, before = weakref.ref(self), sys.excepthook
-
-        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if (handler := self_ref()) is not None:
-                handler.handle(error)
-            before(kind, error, trace)
-
-        sys.excepthook = hook
 
     @contextmanager
     def explained(self) -> Iterator[None]:

@@ -27,12 +27,12 @@ from ..planner.search.search import SearchResult, search
 from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
 from ..sharding.environment import uses_host
-from .choices import Compilation, OptimizerChoice, find_plan_and_optimizer, weigh
+from .compilation import Compilation, weigh
 from .config import OSDPConfig
-from .facts import RunFacts, check_backward_step, check_communication, check_local_steps, check_whole, training_job
+from .facts import RunFacts, check_communication, check_whole, training_job
 from .preflight import Finding, KnownRun, check_model, check_run
 from .probe import Trial, probe
-from .problem import Describer, FoundPlan, ProblemBuilder, plan_from_rank_zero
+from .problem import Describer, FoundPlan, ProblemBuilder, find_plan, plan_from_rank_zero
 from .recalibrate import Round, estimated, recalibrate
 
 _log = logging.getLogger(__name__)
@@ -56,8 +56,6 @@ class PlannedRun:
     """Seconds for describing, measuring, searching and trying."""
     open_step_s: float | None = None
     """Estimated seconds of a step if the planner decided about recomputation; None if it does, or without an estimate."""
-    optimizer: OptimizerChoice | None = None
-    """The choice among several allowed optimizers; None if there is no choice."""
     compilation: Compilation | None = None
     """Estimated gain of compiled blocks, if requested; None if it was not or cannot be estimated."""
     rounds: tuple[Round, ...] = ()
@@ -102,8 +100,6 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
         check_inputs(config.inputs, model)
 
     run = _searched(model, config, facts) if config.plan is None else _given(model, config, facts)
-    if run.optimizer is not None:
-        facts = replace(facts, optimizer=dict(facts.optimizer_choices)[run.optimizer.name])
     planning_s = time.perf_counter() - started
     return replace(run, planning_s=planning_s, findings=check_run(_known(run, config, facts), model))
 
@@ -111,11 +107,11 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
 def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
     """Search on rank 0, and try the plan if requested. Collective."""
     eager = replace(config, compile=False)
-    found, optimizer = find_plan_and_optimizer(model, config, facts)
+    found = find_plan(model, config, facts)
     if config.compile == "auto" and isinstance(found.outcome, InfeasibleError):
         return _searched(model, eager, facts)
     plan, problem = found.plan, found.problem
-    plan.check(problem.description, plan.ranks_of_machine(facts.world_size))
+    plan.check(problem.description, facts.world_size)
     compilation = None
     if config.compile == "auto" or (config.compare and config.compile):
         compilation = on_rank_zero(lambda: weigh(found, facts.steps))
@@ -130,7 +126,7 @@ def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedR
         if meshes is not None:
             meshes.keep(plan)
     run = PlannedRun(
-        plan=plan, units=problem.description.units, inputs=PlanInputs.of(problem), optimizer=optimizer, compilation=compilation,
+        plan=plan, units=problem.description.units, inputs=PlanInputs.of(problem), compilation=compilation,
         rounds=rounds, meshes=meshes,
     )  # fmt: skip
     if rank() != 0:
@@ -178,18 +174,16 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
         raise PlanError(
             "The plan recomputes or offloads blocks, and activation checkpointing would recompute them too; switch it off, or plan again."
         )
-    check_backward_step(plan, config, facts)
     check_communication(plan, config.wire)
-    check_local_steps(plan, config.outer())
     inputs = peak_bytes = None
     if facts.estimates_given_plan:
         if uses_host(plan):
             facts = facts.under_fsdp
         as_planned = replace(config, plan=None, compile=bool(plan.compiled_classes))
         description = Describer(model, as_planned, facts).describe(plan.split, micro_batch_size=plan.micro_batch_size)
-        plan.check(description, plan.ranks_of_machine(facts.world_size))
+        plan.check(description, facts.world_size)
         check_whole(plan, description, facts.optimizer)
-        inputs = PlanInputs(description=description, job=replace(training_job(config, facts), local_steps=plan.local_steps), hardware=None)
+        inputs = PlanInputs(description=description, job=training_job(config, facts), hardware=None)
         if config.memory_limit is not None:
             peak_bytes = inputs.estimate(plan).memory.peak_bytes
     check_given_plan(plan, config, peak_bytes)
@@ -227,11 +221,6 @@ def _check_options(config: OSDPConfig, facts: RunFacts) -> None:
     """Refuse a precision that cannot run, options without effect in this run, and trials that would differ from the training."""
     if facts.precision.compute is DType.FLOAT16 and facts.device_type == "cpu" and facts.world_size == 1:
         raise ValueError("fp16 in a single process on the CPU is not supported; use bf16, or start two processes or more.")
-    if config.other_optimizers and not facts.optimizer_choices:
-        raise ValueError(
-            f"other_optimizers={','.join(config.other_optimizers)!r} needs a Trainer that makes its optimizer from optim=..., which this"
-            " run does not. Leave it out, or pass the optimizer that you want."
-        )
     if facts.cpu_offload and config.host_offload is False:
         raise ValueError("host_offload=False, but cpu_offload moves all states to the host; leave one of the two out.")
     if config.recalibrate and facts.loss is not None:

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from ..distributed.consensus import on_rank_zero
-from ..distributed.mesh import rank
 from ..distributed.restart import limit_after_oom
 from ..errors import CheckpointingError, DescriptionError, HardwareError, InfeasibleError
 from ..measurement.machine import hardware_of_run
@@ -22,13 +21,13 @@ from ..planner.hardware import Hardware
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.profile import Profile, with_block_times
-from ..planner.search.compare import LOCAL_STEPS, StrategyResult, best_of, choose_description, compare_strategies
+from ..planner.search.compare import StrategyResult, choose_description, compare_strategies
 from ..planner.search.search import search
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..tracing.describe import TRACED_MICRO_BATCH, describe
 from .cache import measured_once
 from .config import OSDPConfig
-from .facts import RunFacts, check_limit, of_one_machine, training_job
+from .facts import RunFacts, check_limit, training_job
 
 Trace: TypeAlias = Callable[..., ModelDescription]
 """`describe`, or a function with the same arguments."""
@@ -64,9 +63,7 @@ class FoundPlan:
     def compared(self, *, compiles: bool = False) -> tuple[StrategyResult, ...]:
         """Return every strategy at its own best batch, OSDP first; `compiles` also compares with compiled blocks, which takes seconds."""
         other = self._compiled() if compiles and not self.whole.compiled_classes else self.eager
-        (hardware, job), problem = self.builder.together, replace(self.problem, description=self.whole)
-        rows = compare_strategies(replace(problem, hardware=hardware, job=job), split=self.problem.description, other=other)
-        return (best_of(self.problem, LOCAL_STEPS), *rows) if self.builder.config.local_steps is not None else rows
+        return compare_strategies(replace(self.problem, description=self.whole), split=self.problem.description, other=other)
 
     def _compiled(self) -> ModelDescription | None:
         """Return the whole model with compiled blocks, at its best plan's batch; None if no block compiles, or times were measured."""
@@ -116,10 +113,6 @@ class ProblemBuilder:
             hardware = hardware_of_run(given, device_type=facts.device_type, nodes=config.nodes, measure=measured_once)
             hardware = hardware.with_margin(config.memory_margin)
         _check_host(hardware, config, facts)
-        self.together = hardware, self.job
-        """Hardware and job without local steps, for strategies in which all machines synchronise in every step."""
-        if config.local_steps is not None:
-            hardware, self.job = of_one_machine(hardware, self.job, config)
         self.hardware = hardware
         limit = hardware.device.memory_bytes if config.memory_limit_bytes is None else config.memory_limit_bytes
         limit = check_limit(limit, hardware.device, given=f"memory_limit={config.memory_limit!r}")
@@ -146,10 +139,6 @@ class ProblemBuilder:
                 break
             described.add(size)
             found = self._find(size)
-        steps = found.outcome.accumulation_steps if isinstance(found.outcome, Plan) else 1
-        if self.config.step_in_backward and steps > 1 and rank() == 0:
-            message = "step_in_backward=True has no effect: the plan accumulates %d micro-steps; use a smaller global batch."
-            _log.warning(message, steps)
         return found
 
     def _find(self, micro_batch_size: int) -> FoundPlan:

@@ -77,10 +77,8 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
         TypeError: an option is not one of these.
         ValueError: `device_type` is neither `cpu` nor `cuda`, or the optimizer has more than three states.
         PlanError: the plan is for another model.
-        OSDPError: this process has a process group, or the plan has local steps.
+        OSDPError: this process has a process group.
     """
-    if plan.local_steps is not None:
-        raise OSDPError("A simulation does not synchronise machines; leave local_steps out, or do not simulate.")
     if unknown := options.keys() - _OPTIONS:
         raise TypeError(f"simulate() has no option {min(unknown)}; its options are {', '.join(sorted(_OPTIONS))}.")
     chosen = DescribeOptions(sequence_length=description.sequence_length, **options)

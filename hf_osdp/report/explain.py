@@ -151,10 +151,7 @@ def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, ha
         add(steps, window.forward, **{"all-gather": terms.gather_forward, _ACTIVATIONS: trip.out})
         add(steps, 0.0, **{_ACTIVATIONS: trip.back_before})
         add(steps - 1, window.backward, **backward, **{"reduce-scatter": early})
-        hiding = 0.0 if choice.step_in_backward else window.replicas  # hides only the all-reduce of replicas
-        last = {"reduce-scatter": terms.reduce_scatter, "all-reduce": 0.0 if hiding else terms.all_reduce}
-        add(1, window.backward, **backward, **last)
-        add(1, hiding, **{"all-reduce": terms.all_reduce if hiding else 0.0})
+        add(1, window.backward, **backward, **{"reduce-scatter": terms.reduce_scatter, "all-reduce": terms.all_reduce})
         for call in window.later:
             add(steps, call.forward, **{"all-gather": terms.gather_forward})
             add(steps, call.backward, **{"all-gather": terms.gather_backward})

@@ -161,8 +161,6 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
         some = f", except for {held} of {len(plan.units)} units, whose whole gradients are kept and reduced once per step" if held else ""
         every = "once per step; whole gradients are kept until then" if held == len(plan.units) else f"in every micro-step{some}"
         lines.append(f"Gradients are reduced {every}.")
-    if early := sum(unit.step_in_backward for unit in plan.units):
-        lines.append(f"{early} of {len(plan.units)} units are updated in backward: their gradients are None before optimizer.step().")
     lines += _other_arithmetic(plan)
     if plan.strategy == "osdp" and plan.proven_optimal:
         lines.append(
@@ -176,15 +174,12 @@ def _other_arithmetic(plan: Plan) -> Iterator[str]:
     if wires := {wire.value for unit in plan.units for wire in unit.wires.values()}:
         sent = sum(bool(unit.wires) for unit in plan.units)
         yield f"{sent} of {len(plan.units)} units send {' and '.join(sorted(wires))}: the rounding differs from exact training."
-    if plan.local_steps is not None:
-        yield f"Local steps (DiLoCo, not the same algorithm as data parallel training): {plan.local_steps}."
 
 
 def batch_text(plan: Plan) -> str:
     """Return the samples of an optimizer step as a product: `4 x 2 samples x 1 micro-steps = 8 per step`."""
-    machines = f"{plan.machines} machines x " if plan.local_steps is not None else ""
     product = f"{plan.world_size} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps"
-    return f"{machines}{product} = {plan.global_batch_size} per step"
+    return f"{product} = {plan.global_batch_size} per step"
 
 
 def _peak_line(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None) -> str:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from ..distributed.collectives import Stages, plain_transport, unit_collectives
 from ..distributed.consensus import require_same
-from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, sharing_ranks, world_size
-from ..distributed.replicas import Background, Replicas
-from ..distributed.wire import WireTransport
+from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, world_size
+from ..distributed.wire import Replicas, WireTransport
 from ..errors import OSDPError, PlanError, PlanMismatchError
 from ..modeling.activation_offload import is_offloaded, offload
 from ..modeling.loss_pieces import heads_in_pieces
@@ -77,7 +75,7 @@ def apply_plan(
         device = meshes.device_type if meshes else collective_device().type
         require_same({"the plan": plan.fingerprint, "the model": units_text, "the device": device})
     apply_split(model, plan.split)
-    plan.check(_as_description(model, units), plan.ranks_of_machine(world_size()))
+    plan.check(_as_description(model, units), world_size())
     found = _find_units(model, plan, units)
     _change_forwards(found, plan.compiled_classes)
     for head in heads_in_pieces(model) if plan.compiled_classes else ():
@@ -86,15 +84,14 @@ def apply_plan(
         return model
     if uses_host(plan) and not dist.is_initialized():
         form_process_group(needed=True)
-    if meshes is None or meshes.machines != plan.machines:
-        meshes = Meshes(collective_device().type, machines=plan.machines)
+    if meshes is None:
+        meshes = Meshes(collective_device().type)
     meshes.prepare(plan)
-    meshes.train_apart()
     if broadcast:
         broadcast_parameters(model)
     # FSDP2 refuses parameters without dimensions; WeightReads averages their gradients.
     scalars = {parameter for parameter in model.parameters() if not parameter.dim()}
-    single_process = plan.world_size == 1 and not _changes_dtypes(mp_policy) and plan.local_steps is None
+    single_process = plan.world_size == 1 and not _changes_dtypes(mp_policy)
     ignored = set(scalars)
     if single_process:  # parameters that are not on the host stay plain
         named = named_parameters(model)
@@ -102,12 +99,11 @@ def apply_plan(
     managed = [unit for unit in found if unit.decision.on_host or not single_process]
     # Copies that overlap computation need page-locked memory; on the CPU FSDP2 fails with it.
     pin_memory = meshes.device_type != "cpu" if pin_memory is None else pin_memory
-    background = Background() if meshes.reduces_beside else None
     refuse_hooks(model)
     replaced = [parameter for parameter in model.parameters() if parameter not in ignored]
-    _fully_shard(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pin_memory, background)
+    _fully_shard(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pin_memory)
     clip_across_meshes()
-    WeightReads(model, units, scalars, replaced, background, is_alone=meshes.is_silent)
+    WeightReads(model, units, scalars, replaced, is_alone=meshes.is_silent)
     return model
 
 
@@ -139,7 +135,6 @@ def _fully_shard(
     meshes: Meshes,
     policy: MixedPrecisionPolicy,
     pin_memory: bool,
-    background: Background | None,
 ) -> None:
     for unit in units:
         fully_shard(
@@ -150,7 +145,7 @@ def _fully_shard(
             mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False) if unit.description.keeps_dtype else policy,
             ignored_params=ignored,
         )
-        _set_collectives(unit.modules[0], unit.decision, meshes, background)
+        _set_collectives(unit.modules[0], unit.decision, meshes)
     if not isinstance(model, FSDPModule):
         # Without a common root, each unit would be a root: no prefetch, no common streams.
         root_mesh = meshes.mesh(meshes.world_size)
@@ -163,26 +158,17 @@ def _fully_shard(
     mark_managed(model)
 
 
-def _is_read(group: FSDPParamGroup, reduced: Tensor) -> bool:
-    """Return whether a unit's reduced gradients are read before backward ends: FSDP2 casts or accumulates them, or a hook steps."""
-    shards = [parameter.sharded_param for parameter in group.fsdp_params]
-    return reduced.dtype != group._orig_dtype or any(p.grad is not None or p._post_accumulate_grad_hooks for p in shards)
-
-
-def _set_collectives(module: nn.Module, decision: UnitDecision, meshes: Meshes, background: Background | None) -> None:
+def _set_collectives(module: nn.Module, decision: UnitDecision, meshes: Meshes) -> None:
     """Set the collectives of a unit's decision on its first module."""
     if not isinstance(module, FSDPModule):
         return
     device_type = meshes.device_type
     plain = plain_transport(dist.distributed_c10d._get_default_group(), device_type)
-    if decision.shard_size < meshes.world_size and (decision.replica_wire is not None or background is not None):
-        transport = None if decision.replica_wire is None else WireTransport(plain, decision.replica_wire)
+    if decision.replica_wire is not None:
+        transport = WireTransport(plain, decision.replica_wire)
         for group in parameter_groups(module):
             info: Any = group.mesh_info
-            replicas = info.replicate_process_group if background is None else meshes.replicas_beside(decision.shard_size)
-            info.replicate_process_group = Replicas(
-                group=replicas, transport=transport, background=background, is_read=partial(_is_read, group)
-            )
+            info.replicate_process_group = Replicas(group=info.replicate_process_group, transport=transport)
     if decision.shard_size == 1:  # a replicated unit neither gathers nor scatters
         return
     wires = decision.gather_wire, decision.reduce_wire
@@ -211,7 +197,7 @@ def bottom_up(units: tuple[UnitDescription, ...]) -> tuple[UnitDescription, ...]
 
 def needs_process_group(plan: Plan, mp_policy: MixedPrecisionPolicy | None) -> bool:
     """Return whether FSDP2 runs the plan, in one process or in several."""
-    return plan.world_size > 1 or _changes_dtypes(mp_policy) or uses_host(plan) or plan.local_steps is not None
+    return plan.world_size > 1 or _changes_dtypes(mp_policy) or uses_host(plan)
 
 
 def _find_units(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]) -> list[_Unit]:
@@ -285,7 +271,7 @@ def read_back(model: nn.Module, units: tuple[UnitDescription, ...]) -> tuple[Uni
 
 
 def _read_unit(unit: UnitDescription, module: nn.Module, owners: dict[tuple[int, str], str]) -> UnitDecision:
-    world, expected, groups = sharing_ranks(), _managed_names(unit), parameter_groups(module)
+    world, expected, groups = world_size(), _managed_names(unit), parameter_groups(module)
     if not expected:
         return UnitDecision(fqn=unit.fqn, shard_size=world, reshard_after_forward=False)
     activations = Activations(recomputation=recomputation_of(module), offloads=is_offloaded(module))
@@ -313,8 +299,8 @@ def _read_unit(unit: UnitDescription, module: nn.Module, owners: dict[tuple[int,
 
 def _visible(planned: UnitDecision, module: nn.Module) -> UnitDecision:
     """Return the part of a decision that `read_back` can see: nothing about micro-steps, the optimizer, or freeing a plain unit."""
-    shown = replace(planned, reduce_every_micro_step=True, states_on_host=False, step_in_backward=False)
-    plain = sharing_ranks() == 1 and not planned.on_host and not parameter_groups(module)
+    shown = replace(planned, reduce_every_micro_step=True, states_on_host=False)
+    plain = world_size() == 1 and not planned.on_host and not parameter_groups(module)
     return replace(shown, reshard_after_forward=False) if plain else shown
 
 
@@ -343,7 +329,7 @@ def _read_collectives(group: FSDPParamGroup) -> dict[str, Any]:
         "stage_size": 1 if stages is None else stages.within.size(),
         "gather_wire": wires[0].wire if wires[0] else None,
         "reduce_wire": wires[1].wire if wires[1] else None,
-        "replica_wire": replicas.transport.wire if isinstance(replicas, Replicas) and replicas.transport else None,
+        "replica_wire": replicas.transport.wire if isinstance(replicas, Replicas) else None,
     }
 
 

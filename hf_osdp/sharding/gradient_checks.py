@@ -18,7 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..distributed.mesh import apart, collective_device, sharing_ranks
+from ..distributed.mesh import collective_device, world_size
 from ..errors import OSDPError, UnreducedGradientError
 from .gradients import local
 from .unit_order import UnitOrder, has_whole_gradient
@@ -161,20 +161,20 @@ class GradientChecks:
         ids, scalars = set(map(id, parameters)), set(map(id, self._scalars))
         units = [group for group in self._labels if any(id(parameter.sharded_param) in ids for parameter in group.fsdp_params)]
         strange = [p for p in parameters if not isinstance(p, DTensor) and id(p) not in scalars]
-        return units, strange if units and sharing_ranks() > 1 else []
+        return units, strange if units and world_size() > 1 else []
 
     @torch.no_grad()
     def _average_scalars(self) -> None:
-        """Average gradients of parameters without dimensions over the ranks that share a model. Collective."""
+        """Average gradients of parameters without dimensions over the ranks. Collective."""
         scalars = [parameter for parameter in self._scalars if parameter.requires_grad]
-        if not scalars or sharing_ranks() == 1 or self._is_alone:
+        if not scalars or world_size() == 1 or self._is_alone:
             return
         own = [(0.0, 0.0) if p.grad is None else (p.grad.item(), 1.0) for p in scalars]
         sums = torch.tensor(own, dtype=torch.float64, device=collective_device())
-        dist.all_reduce(sums, group=None if (groups := apart()) is None else groups.machine)
+        dist.all_reduce(sums)
         for parameter, (total, used) in zip(scalars, sums.tolist(), strict=True):
             if used:  # on some rank
-                parameter.grad = torch.full_like(parameter, total / sharing_ranks())
+                parameter.grad = torch.full_like(parameter, total / world_size())
 
 
 def _check_shard(label: str, parameter: FSDPParam, before: _Shard | None) -> _Shard:

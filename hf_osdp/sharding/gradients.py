@@ -12,16 +12,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
-from ..distributed.mesh import apart, collective_device, sharing_ranks, world_size
+from ..distributed.mesh import collective_device, world_size
 
 
 @torch.no_grad()
-def total_norm(
-    grads: Iterable[torch.Tensor], norm_type: float = 2.0, *, before: tuple[torch.Tensor, torch.dtype] | None = None
-) -> torch.Tensor:
+def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
     """Return the norm of all gradients as one vector, each element counted once.
 
-    Collective: one all-reduce over the ranks that share the model: all ranks, or with local steps those of a machine.
+    Collective: one all-reduce.
 
     A gradient in s shards on W ranks is held W/s times, so
 
@@ -29,26 +27,21 @@ def total_norm(
 
     and for p = inf the largest local norm. The sum is computed in float64.
 
-    Gradients are DTensors on any meshes that span these ranks, or plain tensors that are equal on every rank; on the device or on the host.
+    Gradients are DTensors on any meshes that span all ranks, or plain tensors that are equal on every rank; on the device or on the host.
     A rank whose shard is empty takes part. The norm is a 0-d tensor, equal on every rank, in their widest dtype (at least float32).
-    `before` is this rank's `local_power` of gradients that were freed already, and their widest dtype.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} must be positive; use 1, 2 or inf.")
     grads = list(grads)
-    value, dtype = local_power(grads, norm_type), torch.float32
-    if before is not None:
-        value, dtype = value + before[0].to(value.device), before[1]
+    value, dtype = _local_power(grads, norm_type), torch.float32
     for grad in grads:
         dtype = torch.promote_types(dtype, grad.dtype)
-    if sharing_ranks() > 1:
-        group = None if (groups := apart()) is None else groups.machine
-        dist.all_reduce(value, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=group)
+    if world_size() > 1:
+        dist.all_reduce(value, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
     return (value if math.isinf(norm_type) else value.pow(1.0 / norm_type)).to(dtype)
 
 
-@torch.no_grad()
-def local_power(grads: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+def _local_power(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return this rank's part of the sum in `total_norm`: a 0-d tensor of float64, on the device that communicates."""
     device = collective_device() if world_size() > 1 else _main_device(grads)
     groups: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
@@ -60,7 +53,7 @@ def local_power(grads: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.
         if math.isinf(norm_type):
             value = torch.maximum(value, norms.max())
         else:
-            value = value + norms.pow(norm_type).sum() * (shard_size / sharing_ranks())
+            value = value + norms.pow(norm_type).sum() * (shard_size / world_size())
     return value
 
 

@@ -30,7 +30,6 @@ from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.mesh import collective_device, rank, world_size
 from ..distributed.process_group import all_gather_objects
 from ..modeling.split.names import SlicedName, is_split, merge_optimizer_state, merge_state_dict, own_positions, split_optimizer_state
-from ..modeling.step_hooks import making_states
 from ..modeling.units import canonical_name, named_parameters
 from .bitsandbytes import is_bitsandbytes, load_states, saved_states
 from .gradients import local
@@ -220,7 +219,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_ta
     """
     optimizer = unwrapped(optimizer)
     fresh = not optimizer.state
-    with own_positions(), making_states():
+    with own_positions():
         _make_states(optimizer)
         state: OptimizerState = dict(get_optimizer_state_dict(model, optimizer))
     if fresh and not as_target:
@@ -252,7 +251,7 @@ def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stat
         else:
             states = {name: {k: _as_held(v, held[name].get(k)) for k, v in own.items()} for name, own in state["state"].items()}
         state = {**state, "state": states}
-    with own_positions(), making_states():
+    with own_positions():
         if state["state"]:
             set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
         else:

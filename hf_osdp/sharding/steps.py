@@ -18,8 +18,8 @@ from ..planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from ..planner.plan import Plan
 from .environment import host_parameters
 from .gradients import clip_grad_norm_, local
+from .host_states import bind_optimizer
 from .optimizer_steps import step_by_device
-from .unit_steps import bind_optimizer
 
 _LEARNING_RATE = 1e-6
 

@@ -19,9 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..distributed.mesh import apart
 from ..distributed.process_group import gloo_group, require_all
-from ..distributed.replicas import Background
 from ..errors import OSDPError
 from ..modeling.step_hooks import before_step
 from ..modeling.units import modules_by_name
@@ -44,7 +42,6 @@ class WeightReads:
         units: Sequence[UnitDescription],
         scalars: _Parameters,
         replaced: _Parameters,
-        background: Background | None,
         *,
         is_alone: bool = False,
     ) -> None:
@@ -56,10 +53,9 @@ class WeightReads:
         """True between the first forward of the root or a unit and the end of backward."""
         self.after_evaluation = False
         """True after the root's forward without gradients; a loss may follow."""
-        self._background = background
         modules = modules_by_name(root)
         self._labels = {group: unit.label for unit in units for group in parameter_groups(modules[unit.module_names[0]])}
-        host = None if is_alone or apart() is not None else gloo_group()
+        host = None if is_alone else gloo_group()
         self._order = None if host is None else UnitOrder(root, self._labels, host)
         self._checks = checks = GradientChecks(self._labels, scalars, replaced, self._order, is_alone=is_alone)
         weakref.finalize(checks, before_step.add(partial(_step_begins, weakref.ref(checks))))
@@ -153,8 +149,6 @@ class WeightReads:
         if self._order is not None:
             self._order.backward_ends()
         type(state)._root_post_backward_final_callback(state)
-        if self._background is not None:
-            self._background.wait()
         self._gathered.clear()
         self.active = False
         self._checks.backward_ends()

@@ -19,10 +19,10 @@ from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import clip_grad_norm_, local
+from hf_osdp.sharding.host_states import bind_optimizer
 from hf_osdp.sharding.optimizer_steps import step_on_shards
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step
-from hf_osdp.sharding.unit_steps import bind_optimizer
 from tests.helpers.checkpointed import worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
@@ -278,22 +278,10 @@ def test_a_rank_may_skip_a_micro_step_in_which_nothing_is_sent():
 
 
 @pytest.mark.on_ranks(2)
-def test_closures_and_hooks_do_not_go_with_units_that_step_by_themselves():
-    for way in ("step_in_backward", "states_on_host"):
-        model, plan, units = sharded(way=way)
-        optimizer = SGD(model.parameters(), lr=0.1)
-        step_on_shards(optimizer, model)
-        bind_optimizer(model, plan, units, [optimizer])
-        with pytest.raises(OSDPError, match=r"SGD\.step\(closure\) would step shards by gradients from before the closure"):
-            optimizer.step(closure=lambda: None)
-        if way == "step_in_backward":
-            handle = optimizer.register_step_pre_hook(lambda *_: None)
-            for _ in range(2):
-                with pytest.raises(OSDPError, match=r"A hook of a parameter or of optimizer\.step\(\) may read gradients, but the plan"):
-                    tiny_loss(model, tiny_batch(0)).backward()
-                handle.remove()
-                model, plan, units = sharded(way=way)
-                optimizer = SGD(model.parameters(), lr=0.1)
-                bind_optimizer(model, plan, units, [optimizer])
-                for parameter in model.parameters():
-                    parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+def test_closures_do_not_go_with_states_on_the_host():
+    model, plan, units = sharded(way="states_on_host")
+    optimizer = SGD(model.parameters(), lr=0.1)
+    step_on_shards(optimizer, model)
+    bind_optimizer(model, plan, units, [optimizer])
+    with pytest.raises(OSDPError, match=r"SGD\.step\(closure\) would step shards by gradients from before the closure"):
+        optimizer.step(closure=lambda: None)

@@ -10,10 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_osdp.distributed import collectives
 from hf_osdp.distributed.collectives import (
     BackendTransport,
-    PieceTransport,
     TransportAllGather,
     TransportReduceScatter,
     listening,
@@ -24,12 +22,11 @@ from hf_osdp.planning.simulate import fake_process_group
 
 TRANSPORTS = {
     "coalesced": partial(BackendTransport, coalesces=True), "one by one": partial(BackendTransport, coalesces=False),
-    "pieces": PieceTransport,
+    "in place": partial(BackendTransport, coalesces=False, reduces_in_place=True),
 }  # fmt: skip
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "wrapped avg": dist.ReduceOp(dist.ReduceOp.AVG)}
 NUMEL = 37
-"""Of a shard: no multiple of a piece."""
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 6e-2, torch.float16: 8e-3}
 
 
@@ -63,8 +60,7 @@ def scattered(scatter, dtype: torch.dtype, op: str) -> float:
 @pytest.mark.parametrize(
     "world_size", [pytest.param(4, marks=pytest.mark.on_ranks(nodes=2)), pytest.param(6, marks=pytest.mark.on_ranks(nodes=3))]
 )
-def test_two_stages_and_rings_put_every_byte_in_its_place_and_tell_their_begin_and_end(world_size):
-    collectives.PIECE_BYTES = 64  # several pieces a shard, the last one shorter
+def test_two_stages_and_one_put_every_byte_in_its_place_and_tell_their_begin_and_end(world_size):
     topology, rank = find_topology(), dist.get_rank()
     assert (topology.nodes, topology.ranks_per_node) == (world_size // 2, 2)
     stages = Meshes("cpu").stages(world_size, topology.ranks_per_node)
@@ -87,14 +83,9 @@ def test_two_stages_and_rings_put_every_byte_in_its_place_and_tell_their_begin_a
                 for op in OPS if dtype in TOLERANCE else ():
                     assert scattered(scatter, dtype, op) < TOLERANCE[dtype], (name, dtype, op)
         for dtype, op in product(TOLERANCE, OPS):
-            assert scattered(TransportReduceScatter(PieceTransport()), dtype, op) < TOLERANCE[dtype], ("ring", dtype, op)
+            assert scattered(TransportReduceScatter(TRANSPORTS["in place"]()), dtype, op) < TOLERANCE[dtype], ("one stage", dtype, op)
     assert heard[:2] == [("two_stage_all_gather", world_size, world_size * NUMEL * 8), ("end", 0, 0)]
     assert {name for name, _, _ in heard} == {"two_stage_all_gather", "two_stage_reduce_scatter", "reduce_scatter", "end"}
-
-
-def test_another_operation_is_refused():
-    with fake_process_group(2), pytest.raises(ValueError, match="do not call set_gradient_divide_factor on the CPU"):
-        TransportReduceScatter(PieceTransport())(torch.empty(2), torch.ones(4), dist.group.WORLD, dist.ReduceOp.MAX)
 
 
 def test_stages_of_half_the_world_are_given_back_with_the_plan():

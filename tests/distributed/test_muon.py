@@ -36,11 +36,11 @@ from hf_osdp.quantities import format_seconds
 from hf_osdp.report.tables import plan_caption
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import local
+from hf_osdp.sharding.host_states import bind_optimizer
 from hf_osdp.sharding.optimizer import spec_of_optimizer, spec_of_optimizers
 from hf_osdp.sharding.optimizer_steps import step_by_device, step_on_shards
 from hf_osdp.sharding.optimizer_trial import after_step
 from hf_osdp.sharding.state import full_state_dict
-from hf_osdp.sharding.unit_steps import bind_optimizer
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.memory_tracker import MemoryTracker
 from tests.helpers.checkpointed import trained_by_plan, worst
@@ -93,7 +93,7 @@ def alone(steps: int, **options) -> dict[str, torch.Tensor]:
 
 CASES = [
     ("zero3", "", {}), ("zero2", "", {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}), ("mixed", "", {"ns_steps": 3}),
-    ("zero3", "step_in_backward", {}), ("mixed", "step_in_backward", {}), ("zero3", "states_on_host", {}),
+    ("zero3", "states_on_host", {}),
 ]  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def test_training_on_shards_equals_one_process():
 @pytest.mark.slow
 @pytest.mark.on_ranks(4)
 def test_training_in_groups_and_two_stages_equals_one_process():
-    check([("hsdp", "", {}), ("mixed", "step_in_backward", {}), ("two_stage", "", {}), ("mixed", "states_on_host", {})])
+    check([("hsdp", "", {}), ("two_stage", "", {}), ("mixed", "states_on_host", {})])
 
 
 def stepped(layout: str | None, *, closure: bool = False) -> dict[str, torch.Tensor]:

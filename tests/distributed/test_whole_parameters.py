@@ -76,23 +76,23 @@ def partly_frozen(seed: int = 0) -> nn.Module:
     return model
 
 
-def plan_for(model: nn.Module, *, early: bool = False) -> Plan:
-    """Frozen units sharded, others replicated, kept or freed, and stepped in backward where that is asked for."""
+def plan_for(model: nn.Module) -> Plan:
+    """Frozen units sharded, others replicated, kept or freed."""
     units, world = find_units(model), dist.get_world_size()
     plan = plan_of(units, world, "replicate")
     sharded = {unit.fqn for unit in units if not unit.trainable_numel}
     decisions = []
     for number, decision in enumerate(plan.units):
         frozen = decision.fqn in sharded
-        layout = {"shard_size": world if frozen else 1, "reshard_after_forward": bool(number % 2), "step_in_backward": early and not frozen}
+        layout = {"shard_size": world if frozen else 1, "reshard_after_forward": bool(number % 2)}
         decisions.append(replace(decision, **layout))
     return replace(plan, units=tuple(decisions))
 
 
-def on_ranks(kind: str, folder: str = "", start: int = 0, steps: int = 3, early: bool = False) -> tuple[dict, dict, list, list]:
+def on_ranks(kind: str, folder: str = "", start: int = 0, steps: int = 3) -> tuple[dict, dict, list, list]:
     """Train by the plan, from a checkpoint if there is one; return weights, planned and held bytes of states, and this rank's replicas."""
     model = partly_frozen(seed=start)
-    units, plan = find_units(model), plan_for(model, early=early)
+    units, plan = find_units(model), plan_for(model)
     optimizer = trained_by_plan(model, plan, lambda: KINDS[kind](model.parameters()), range(start, start + steps), folder)
     spec = spec_of_optimizer(optimizer, device_type="cpu")
     stepped = {name: p for name, p in model.named_parameters() if p in optimizer.state}
@@ -124,12 +124,6 @@ def test_checkpoints_go_on_in_one_process_and_back(tmp_path, kind):
     run_ranks(on_ranks, 1, kind, str(tmp_path), 2, 2, timeout_s=200)
     (weights, *_), _ = run_ranks(on_ranks, 2, kind, str(tmp_path), 4, 2, timeout_s=200)
     assert worst(weights, alone(kind, 6)) < 1e-12
-
-
-@pytest.mark.parametrize("kind", ["adafactor", "torch's adafactor"])
-def test_adafactor_steps_in_backward_as_after_it(kind):
-    (weights, *_), _ = run_ranks(on_ranks, 2, kind, "", 0, 3, True, timeout_s=200)
-    assert worst(weights, alone(kind, 3)) < 1e-12
 
 
 @pytest.mark.on_ranks(2)

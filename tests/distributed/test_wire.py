@@ -11,10 +11,9 @@ import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp.distributed import wire as wire_module
-from hf_osdp.distributed.collectives import BackendTransport, PieceTransport, listening
+from hf_osdp.distributed.collectives import BackendTransport, listening
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.distributed.replicas import Replicas
-from hf_osdp.distributed.wire import WireTransport, decode, encode
+from hf_osdp.distributed.wire import Replicas, WireTransport, decode, encode
 from hf_osdp.errors import OSDPError, PlanMismatchError
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.hardware import Link
@@ -100,12 +99,11 @@ def test_allowed_formats_are_no_coarser_than_asked():
 
 
 @pytest.mark.on_ranks(3)
-@pytest.mark.parametrize("transport", [PieceTransport(), BackendTransport(coalesces=False)])
-def test_collectives_give_every_rank_the_same_bits_near_the_exact_result(transport):
+def test_collectives_give_every_rank_the_same_bits_near_the_exact_result():
     world, rank = dist.get_world_size(), dist.get_rank()
     for wire in WireFormat:
         within = {BF16: 0.01, INT8: 0.02, INT4: 0.2}[wire]
-        sends = WireTransport(transport, wire)
+        sends = WireTransport(BackendTransport(coalesces=False), wire)
         for elements in (1, 2, 700, 3000):
             mine = [torch.randn(elements, generator=torch.Generator().manual_seed(10 * elements + r)) for r in range(world)]
             mean, reduced = sum(mine) / world, mine[rank].clone()
@@ -124,7 +122,7 @@ def test_collectives_give_every_rank_the_same_bits_near_the_exact_result(transpo
 
 
 def test_bytes_of_several_dtypes_and_other_operations_are_refused():
-    sends = WireTransport(PieceTransport(), INT8)
+    sends = WireTransport(BackendTransport(coalesces=False), INT8)
     with pytest.raises(OSDPError, match="gathered as bytes, which no wire format can round"):
         sends.all_gather([torch.empty(2, dtype=torch.uint8)], [torch.empty(1, dtype=torch.uint8)], None)
     with pytest.raises(ValueError, match=r"by SUM or AVG, not .*"):

@@ -105,7 +105,6 @@ class Trial:
     activations: tuple[Activations, ...] = (Activations.SAVE,)
     on_host: tuple[bool, ...] = (False,)
     hold: tuple[bool, ...] = (False,)
-    step_in_backward: bool = False
     states_on_host: tuple[bool, ...] = (False,)
     wires: tuple[dict[str, WireFormat], ...] = ({},)
     """What units send in fewer bits, as fields of `UnitLayout`; units that are replicated to all send to replicas alone."""
@@ -140,8 +139,7 @@ class Trial:
         for index, unit in enumerate(description.units):
             holds = self.hold[index % len(self.hold)] and unit.span is not GatherSpan.CALLS
             away = self.on_host[index % len(self.on_host)]
-            early = self.step_in_backward and unit.trainable_numel > 0 and unit.span is not GatherSpan.CALLS and not away
-            found[index] = replace(found[index], reduce_every_micro_step=not holds, on_host=away, step_in_backward=early)
+            found[index] = replace(found[index], reduce_every_micro_step=not holds, on_host=away)
             if self.states_on_host[index % len(self.states_on_host)] and unit.trainable_numel and not away:
                 found[index] = replace(found[index], states_on_host=True)
             sends_to = {"replica_wire": self.world // found[index].shard_size}

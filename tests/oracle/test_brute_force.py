@@ -56,7 +56,6 @@ def small_job(dice: random.Random, hardware: Hardware) -> TrainingJob:
         recompute=dice.choice([None, None, False, True]),
         host_offload=dice.choice([None, None, False, True]) if hardware.host else None,
         offload_activations=dice.choice([None, None, False, True]) if hardware.host else None,
-        step_in_backward=dice.random() < 0.3,
     )
     states = dice.choice([None, False, False, True]) if hardware.host else None
     return replace(job, offload_optimizer=states and not job.host_offload)
@@ -129,17 +128,6 @@ def test_search_equals_brute_force_where_communicators_take_memory(seed):
     check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
 
 
-@pytest.mark.parametrize("seed", slow_but(range(60), daily=range(10)))
-def test_search_equals_brute_force_where_units_may_step_in_backward(seed):
-    """With large scratch for each parameter the step is better taken after backward by some units."""
-    dice = random.Random(seed)
-    hardware = replace(small_hardware(dice), nodes=1, devices_per_node=2, host=None)
-    optimizer = OptimizerSpec(states=dice.choice([0, 2]), step=OptimizerStep.FOR_LOOP, loop_scratch=dice.choice([0.0, 2.0, 6.5]))
-    job = TrainingJob(global_batch_size=hardware.world_size, optimizer=optimizer, step_in_backward=True, recompute=False)
-    description = at_random(seed, kinds=1, blocks=2, tied=dice.random() < 0.5)
-    check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
-
-
 @pytest.mark.parametrize("seed", slow_but(range(80), daily=range(12)))
 def test_search_equals_brute_force_where_fewer_bits_may_be_sent(seed):
     """Formats come with what they cost: a plan may be the fastest with some, and the only one that fits without."""
@@ -157,7 +145,7 @@ def test_search_equals_brute_force_where_what_is_trained_stays_whole(seed):
     """Only frozen units may be sharded."""
     dice = random.Random(seed)
     hardware = replace(small_hardware(dice), nodes=1, devices_per_node=dice.choice([2, 4]), host=None)
-    job = TrainingJob(global_batch_size=hardware.world_size, recompute=False, optimizer=ADAFACTOR, step_in_backward=dice.random() < 0.3)
+    job = TrainingJob(global_batch_size=hardware.world_size, recompute=False, optimizer=ADAFACTOR)
     description = at_random(seed, kinds=2, blocks=3, tied=dice.random() < 0.5)
     units = tuple(with_frozen(unit) if dice.random() < 0.5 else unit for unit in description.units)
     description = replace(description, units=units)
@@ -173,5 +161,5 @@ def test_search_equals_brute_force_where_matrices_are_gathered_in_the_step(seed)
     shapes = sorted({p.shape for unit in description.units for p in unit.trainable if len(p.shape) == 2})
     given = tuple(shape for shape in shapes if dice.random() < 0.7)
     optimizer = OptimizerSpec(states=dice.choice([1, 2]), step=dice.choice(list(OptimizerStep)), loop_scratch=0.0, matrices=given)
-    job = TrainingJob(global_batch_size=hardware.world_size, recompute=False, optimizer=optimizer, step_in_backward=dice.random() < 0.3)
+    job = TrainingJob(global_batch_size=hardware.world_size, recompute=False, optimizer=optimizer)
     check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)

@@ -159,10 +159,8 @@ def random_choices(dice: random.Random, description: ModelDescription, world_siz
         hold = batch.accumulation_steps > 1 and unit.span is not GatherSpan.CALLS and dice.random() < 0.5
         kept = dice.choice(Activations.BASIC) if index in description.recomputable else Activations.SAVE
         away = dice.random() < 0.2
-        early = batch.accumulation_steps == 1 and unit.span is not GatherSpan.CALLS and not away and dice.random() < 0.3
-        states = not away and not early and dice.random() < 0.2
-        placed = {"on_host": away, "states_on_host": states, "step_in_backward": early}
-        found.append(replace(layout, reduce_every_micro_step=not hold, activations=kept, **placed))
+        states = not away and dice.random() < 0.2
+        found.append(replace(layout, reduce_every_micro_step=not hold, activations=kept, on_host=away, states_on_host=states))
     return found
 
 

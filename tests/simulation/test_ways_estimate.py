@@ -141,30 +141,6 @@ def test_states_on_the_host_leave_none_on_the_device():
     assert there[1].peak_bytes < 0.7 * here[1].peak_bytes and there[1].breakdown.parameters == there[1].breakdown.optimizer == 0
 
 
-EARLY = [
-    replace(GPT2, optimizer=OptimizerStep.FOREACH),
-    replace(GPT2, layout="mixed", samples=8),
-    replace(LLAMA, precision="bf16", optimizer=OptimizerStep.FOR_LOOP),
-    replace(LLAMA, layout="mixed", precision="bf16"),
-    replace(LLAMA, layout="zero2", precision="bf16", activations=(RECOMPUTE,), optimizer=OptimizerStep.FOREACH),
-    replace(GPT2, model="gpt2", world=1, layout="ddp", optimizer=OptimizerStep.FOR_LOOP),
-    replace(GPT2, model="frozen", length=8),
-]
-SELDOM = [
-    replace(GPT2, world=1, layout="ddp", precision="bf16"),
-    replace(LLAMA, layout="hsdp", precision="bf16", optimizer=OptimizerStep.FOREACH),
-    replace(LLAMA, layout="ddp"),
-    replace(LLAMA, on_host=(False, True), layout="mixed", precision="bf16"),
-    replace(GPT2, model="t5", samples=2),
-]
-
-
-@pytest.mark.parametrize("trial", slow_but([*EARLY, *SELDOM], daily=EARLY[1:5]), ids=str)
-def test_peak_where_units_step_in_backward(trial):
-    _, simulated = replace(trial, step_in_backward=True).check(under=0.005, over=0.03)
-    assert trial.optimizer is not OptimizerStep.FUSED or simulated.peak_bytes <= 1.001 * trial.run()[1].peak_bytes
-
-
 OPTIMIZER_AWAY = [
     replace(GPT2, states_on_host=(True,)),
     replace(LLAMA, layout="mixed", precision="bf16", states_on_host=(True, False), optimizer=OptimizerStep.FOREACH),

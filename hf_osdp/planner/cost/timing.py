@@ -20,8 +20,6 @@ class Windows:
 
     forward: float = 0.0
     backward: float = 0.0
-    replicas: float = 0.0
-    """Compute that only the all-reduce between replicas can overlap, once per optimizer step."""
     later: tuple[Windows, ...] = ()
     """Windows of the unit's later calls (`GatherSpan.CALLS`), in which it is gathered again, but not reduced."""
 
@@ -109,13 +107,13 @@ def unit_work(
     """
     compute_s = [0.0] * len(description.units)
     calls: list[list[Windows]] = [[] for _ in description.units]
-    before, overlaps, beside = 0.0, hardware.backend.overlaps, hardware.nodes > 1
+    before, overlaps = 0.0, hardware.backend.overlaps
     own = passes(description, hardware, samples, activations)
     plain = passes(description, hardware, samples) if activations.recomputes else own
     for segment, (forward, backward), (saved, _) in zip(description.segments, own, plain, strict=True):
         compute_s[segment.unit] += forward + backward
         if description.units[segment.unit].span is not GatherSpan.STEP:
-            calls[segment.unit].append(Windows(forward=before, backward=backward) if overlaps else Windows(replicas=backward * beside))
+            calls[segment.unit].append(Windows(forward=before, backward=backward) if overlaps else Windows())
         before = saved
     windows = tuple(replace(first, later=tuple(later)) for first, *later in (made or [Windows()] for made in calls))
     return tuple(compute_s), windows
@@ -153,18 +151,15 @@ class UnitTimer:
     """Time of each unit of a description in an optimizer step, which does not depend on the layouts of other units."""
 
     def __init__(self, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> None:
-        self._description, self._hardware, self._batch, self._precision = description, hardware, batch, job.precision
+        self._description, self._hardware, self._batch = description, hardware, batch
         self.terms = once_per_shape(description.units, partial(unit_seconds, hardware=hardware, job=job))
         self.trips = cache(partial(host_trips, description, hardware, batch.micro_batch_size))
         """`host_trips` by choice of activations."""
         self.work = cache(self._work)
 
     def _work(self, way: Recomputation | None) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
-        """Return `unit_work` of a way to recompute; reductions between replicas overlap nothing if their result is cast at once."""
-        samples, activations = self._batch.micro_batch_size, Activations(recomputation=way)
-        compute_s, windows = unit_work(self._description, self._hardware, samples, activations)
-        recast = [any(self._precision.reduced_dtype(p) is not p.dtype for p in unit.trainable) for unit in self._description.units]
-        return compute_s, tuple(replace(w, replicas=0.0) if casts else w for w, casts in zip(windows, recast, strict=True))
+        """Return `unit_work` of a way to recompute."""
+        return unit_work(self._description, self._hardware, self._batch.micro_batch_size, Activations(recomputation=way))
 
     def __call__(self, index: int, layout: UnitLayout) -> UnitTime:
         """Return the seconds of a unit under a layout."""
@@ -180,8 +175,7 @@ def unit_time(
     micro_steps, scatters = batch.accumulation_steps, batch.reduce_scatters(layout)
     forward = max(0.0, terms.gather_forward + trip.out - windows.forward) + trip.back_before
     back = terms.gather_backward + trip.back_beside
-    all_reduce = max(0.0, terms.all_reduce - (0.0 if layout.step_in_backward else windows.replicas))
-    last = max(0.0, back + terms.reduce_scatter + all_reduce - windows.backward)
+    last = max(0.0, back + terms.reduce_scatter + terms.all_reduce - windows.backward)
     earlier = max(0.0, back + (terms.reduce_scatter if scatters > 1 else 0.0) - windows.backward)
     for call in windows.later:
         forward += max(0.0, terms.gather_forward - call.forward) + max(0.0, terms.gather_backward - call.backward)

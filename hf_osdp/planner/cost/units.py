@@ -13,7 +13,6 @@ from ..description import DType, GatherSpan, ModelDescription, ParameterSpec, Un
 from ..hardware import Collective, Hardware, HostSpec
 from ..job import OptimizerSpec, OptimizerStep, TrainingJob
 from .collectives import messages, sharded_seconds, unit_collective_seconds
-from .local_steps import outer_seconds, outer_tensors
 
 T = TypeVar("T")
 layout_key = attrgetter(*(name for name in UnitLayout.__slots__ if name != "activations"))
@@ -27,7 +26,7 @@ class UnitBytes:
     parameters: int
     """Sharded parameters, held during the whole step."""
     optimizer: int
-    """Optimizer states, held during the whole step, and the outer state of local steps."""
+    """Optimizer states, held during the whole step."""
     gradients_held: int
     """Gradients from earlier micro-steps, held during the whole micro-step."""
     gradients_after: int
@@ -101,7 +100,7 @@ class UnitSeconds:
     copy_backward: float
     """FSDP2's work on the compute stream to gather and to reduce in backward."""
     optimizer: float
-    """Clipping, optimizer step on the unit's shard, `update_gathers`, and the share of a synchronisation of local steps."""
+    """Clipping, optimizer step on the unit's shard, and `update_gathers`."""
     update_gathers: float = 0.0
     """All-gathers of the updates of matrices in the optimizer step."""
 
@@ -141,7 +140,7 @@ def unit_bytes(
     gradients = 0 if layout.on_host else sum(shards)
     casts = any(precision.gathered_dtype(p) is not p.dtype for p in unit.parameters)
     # one process without a cast trains the plain module, without FSDP2's copies
-    copies = world_size > 1 or casts or layout.on_host or job.local_steps is not None
+    copies = world_size > 1 or casts or layout.on_host
     gathered, scatter_input = _gathered(unit, g, job) if copies else 0, reduce_input(unit, g, job)
     reduced = scatter_input // g
     recast = any(precision.reduced_dtype(p) is not p.dtype for p in trainable)
@@ -156,22 +155,18 @@ def unit_bytes(
     if holds:  # all whole gradients but the last are freed before the output is allocated
         last = _whole(trainable[-1:], precision.reduced_dtype) if g > 1 else 0
         output = max(0, reduced + (gradients if recast else 0) + last - whole)
-    kept_back = reduced if g < world_size and (recast or layout.on_host or layout.step_in_backward) else 0
+    kept_back = reduced if g < world_size and (recast or layout.on_host) else 0
     states = sum(job.optimizer.state_bytes(p, g) for p in trainable)
-    outer = sum(sum(outer_tensors(p, g, world_size, job)) for p in trainable)
     scratch = 0 if layout.on_host else _step_scratch(shards, job)
     matrix = 0 if layout.on_host else max((job.optimizer.matrix_scratch(p, g) for p in trainable), default=0)
-    if layout.step_in_backward:  # gradients are freed after the unit's step
-        output = max((reduced if recast else 0) + gradients, gradients + max(scratch, matrix))
-        matrix = 0
     # held gradients are freed when they are reduced: only the excess of `kept_back` over them counts
     beside = max(0, kept_back + gradients - whole) if holds else kept_back
     joins_whole = holds and unit.span is not GatherSpan.STEP
     return UnitBytes(
         parameters=0 if layout.on_host else sum(p.sharded_bytes(g) for p in unit.parameters),
-        optimizer=outer + (0 if layout.on_host or layout.states_on_host else states),
+        optimizer=0 if layout.on_host or layout.states_on_host else states,
         gradients_held=held,
-        gradients_after=0 if holds or layout.step_in_backward else gradients - held,
+        gradients_after=0 if holds else gradients - held,
         gradients_settled=gradients - whole + kept_back - beside if holds else 0,
         reduced_after=beside,
         gathered=gathered,
@@ -185,7 +180,7 @@ def unit_bytes(
         reduce_tail=scatter_input if copies or beside_host else 0,
         reduce_output=output,
         kept=0 if layout.reshard_after_forward else gathered,
-        step_scratch=0 if layout.step_in_backward or layout.states_on_host else scratch,
+        step_scratch=0 if layout.states_on_host else scratch,
         states_passing=states + max(matrix, _step_scratch([max(shards, default=0)], job)) if layout.states_on_host else matrix,
         host=_host_bytes(unit, layout, job),
         host_moment=max(shards, default=0) if layout.on_host and accumulates and not partial else 0,
@@ -233,8 +228,7 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
     gathered, reduced, shards = _gathered(unit, g, job), reduce_input(unit, g, job), [p.sharded_bytes(g) for p in unit.trainable]
     gather, scatter, replicas = unit_collective_seconds(unit, layout, hardware, gathered, reduced)
     copy_out, copy_in = 0.0, 0.0
-    outer_s = 0.0 if job.local_steps is None else outer_seconds(unit, layout, hardware, job.local_steps)
-    if hardware.world_size > 1 or layout.on_host or job.local_steps is not None:
+    if hardware.world_size > 1 or layout.on_host:
         copy_out, copy_in = _copy_seconds(unit, g, gathered, reduced, hardware)
     if layout.on_host:
         host = host_of(hardware)
@@ -259,7 +253,7 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
         all_reduce=replicas,
         copy_forward=copy_out,
         copy_backward=copy_in + (copy_out if frees else 0.0),
-        optimizer=update + gathers + outer_s,
+        optimizer=update + gathers,
         update_gathers=gathers,
     )
 

@@ -19,8 +19,6 @@ _log = logging.getLogger(__name__)
 
 POINTS = 16
 """Default number of searches for a front: enough for a curve, and at most a few seconds."""
-LOCAL_STEPS = "local steps"
-"""Variant name of a plan with local steps."""
 _NEAR = 1.01
 """Ratio of memory or time below which plans count as equal."""
 
@@ -88,7 +86,7 @@ def as_scripts_run(problem: PlanningProblem, *, recompute: bool) -> PlanningProb
     fixed = replace(
         job, recompute=recompute, host_offload=bool(job.host_offload), offload_optimizer=bool(job.offload_optimizer),
         offload_activations=bool(job.offload_activations),
-        step_in_backward=False, communication=None, precision=precision if recompute else replace(precision, reduce=None),
+        communication=None, precision=precision if recompute else replace(precision, reduce=None),
     )  # fmt: skip
     return replace(problem, job=fixed)
 

@@ -55,7 +55,7 @@ def _remedies(problem: PlanningProblem) -> Iterator[str]:
         if length >= 1 and fits_by_estimate(replace(problem, description=shorter)):
             yield f"sequence length {length}"
             break
-    for factor in _FACTORS if job.local_steps is None else ():
+    for factor in _FACTORS:
         try:
             more = hardware.scaled(devices_per_node=factor) if hardware.world_size == 1 else hardware.scaled(nodes=hardware.nodes * factor)
         except HardwareError:
@@ -78,11 +78,9 @@ def _settings(problem: PlanningProblem) -> Iterator[str]:
     element_wise = {"optimizer": OptimizerSpec(step=job.optimizer.step)}
     low_bit = {"optimizer": LOW_BIT["adamw8bit"], "host_offload": False, "offload_optimizer": False}
     plain = job.optimizer.name == "adamw" and not (job.host_offload or job.offload_optimizer)
-    early = {"clips_gradients": False, "step_in_backward": True}
     changes += [
         ("an element-wise optimizer, which may be sharded (optim='adamw_torch')", job.optimizer.needs_whole, element_wise),
         ("states of 8 bits (optim='adamw_torch_8bit')", plain, low_bit),
-        ("step_in_backward without clipping (max_grad_norm=0)", job.clips_gradients, early),
     ]
     for words, possible, change in changes:
         if possible and fits_by_estimate(replace(problem, job=replace(job, **change))):

@@ -149,6 +149,5 @@ def _decoded(candidate: Candidate, layouts: Mapping[int, UnitLayout], memory_lim
         proven_optimal=proven,
         hardware=problem.hardware.summary,
         devices_per_node=problem.hardware.devices_per_node,
-        local_steps=problem.job.local_steps,
     )
     return SearchResult(plan=plan, memory=memory, time=time)

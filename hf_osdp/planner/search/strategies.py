@@ -15,7 +15,7 @@ from ..cost.units import shape_ids, unit_seconds
 from ..decision import Batch, UnitLayout, layouts_for
 from ..description import Activations, DType, GatherSpan, ModelDescription, Recomputation, UnitDescription
 from ..hardware import Hardware
-from ..job import OptimizerStep, TrainingJob, divisors
+from ..job import TrainingJob, divisors
 from ..problem import PlanningProblem, Strategy
 from ..wire import WireFormat, formats_up_to
 
@@ -38,13 +38,12 @@ class _Allowed:
     """Whether each unit may use all of its own ways to recompute."""
     on_host: tuple[bool, ...] = (False,)
     states_on_host: tuple[bool, ...] = (False,)
-    steps_in_backward: tuple[bool, ...] = (False,)
 
 
 def batches(job: TrainingJob, world_size: int) -> Iterator[Batch]:
     """Yield every pair of micro-batch size and accumulation steps that gives the global batch."""
     for size in job.micro_batch_sizes(world_size):
-        yield Batch(micro_batch_size=size, accumulation_steps=job.global_batch_size // (job.all_ranks(world_size) * size))
+        yield Batch(micro_batch_size=size, accumulation_steps=job.global_batch_size // (world_size * size))
 
 
 def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
@@ -75,12 +74,7 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
     first_alike = [kinds.index(kind) for kind in kinds]  # units of one kind share their layouts
     spaces = []
     for choice in choices:
-        layouts = {
-            i: _layouts(
-                description.units[i], ways[i], choice, problem.job, offloadable=i in offloadable, alone=shapes.count(shapes[i]) == 1
-            )
-            for i in set(first_alike)
-        }
+        layouts = {i: _layouts(description.units[i], ways[i], choice, problem.job, offloadable=i in offloadable) for i in set(first_alike)}
         spaces.append(tuple(layouts[i] for i in first_alike))
     if problem.job.communication is not None:
         spaces = _with_wires(problem, shapes, spaces)
@@ -137,9 +131,6 @@ def _choices(sharding: _Allowed, problem: PlanningProblem, batch: Batch) -> list
     job, hardware, several = problem.job, problem.hardware, batch.accumulation_steps > 1
     recomputes = (False, True) if job.recompute is None else (job.recompute,)
     offloads = _with_host("offload_activations", job.offload_activations, hardware)
-    early: tuple[bool, ...] = (False,)
-    if job.step_in_backward and not several:  # temporaries may come at a higher moment; fused kernels have none
-        early = (True,) if job.optimizer.step is OptimizerStep.FUSED else (True, False)
     free = replace(
         sharding,
         reduces=(True,) if not several else (True, False) if job.reduce_every_micro_step is None else (job.reduce_every_micro_step,),
@@ -149,7 +140,6 @@ def _choices(sharding: _Allowed, problem: PlanningProblem, batch: Batch) -> list
         saves_operators=job.recompute is None and problem.strategy is Strategy.OSDP,
         on_host=_with_host("host_offload", job.host_offload, hardware),
         states_on_host=_with_host("offload_optimizer", job.offload_optimizer, hardware),
-        steps_in_backward=early,
     )
     if problem.strategy is not Strategy.OSDP:
         fixed = itertools.product(free.reduces, free.activations, free.on_host, free.states_on_host)
@@ -175,9 +165,9 @@ def _with_host(name: str, asked: bool | None, hardware: Hardware) -> tuple[bool,
 
 
 def _layouts(
-    unit: UnitDescription, ways: tuple[Recomputation, ...], free: _Allowed, job: TrainingJob, *, offloadable: bool, alone: bool
+    unit: UnitDescription, ways: tuple[Recomputation, ...], free: _Allowed, job: TrainingJob, *, offloadable: bool
 ) -> tuple[UnitLayout, ...]:
-    """Return the allowed layouts of a unit; `alone`: no other unit has its shapes."""
+    """Return the allowed layouts of a unit."""
     able = []
     for choice in free.activations:
         away = choice.offloads and offloadable
@@ -186,10 +176,8 @@ def _layouts(
     # A unit called several times cannot hold gradients: FSDP2 would reduce the held sum in one call, and the new gradient in another.
     always = not unit.trainable_numel or unit.span is GatherSpan.CALLS
     reduces = (True,) if always else free.reduces
-    # units with equals are blocks; temporaries of their step are small beside those of an embedding or a head, so that no choice is needed
-    early = (False,) if always else free.steps_in_backward[: None if alone else 1]
     activations = tuple(dict.fromkeys(able))
-    closed = replace(free, activations=activations, saves_operators=False, reduces=reduces, steps_in_backward=early)
+    closed = replace(free, activations=activations, saves_operators=False, reduces=reduces)
     if job.optimizer.needs_whole and unit.trainable_numel > 0:
         closed = replace(closed, shard_sizes=(1,), stage_sizes=(1,))
     return _product(unit.span, closed)
@@ -199,11 +187,11 @@ def _layouts(
 def _product(span: GatherSpan, free: _Allowed) -> tuple[UnitLayout, ...]:
     """Return all combinations of the allowed decisions. Equal arguments give the same object, which comparisons of spaces rely on."""
     layouts = layouts_for(span, free.shard_sizes, reshard_after_forward=free.reshard_after_forward, stage_sizes=free.stage_sizes)
-    places = itertools.product(free.on_host, free.states_on_host, free.steps_in_backward)
-    distinct = dict.fromkeys((host, states and not host, early and not (host or states)) for host, states, early in places)
+    places = itertools.product(free.on_host, free.states_on_host)
+    distinct = dict.fromkeys((host, states and not host) for host, states in places)
     return tuple(
-        replace(layout, reduce_every_micro_step=reduces, activations=kept, on_host=host, states_on_host=states, step_in_backward=early)
-        for layout, reduces, kept, (host, states, early) in itertools.product(layouts, free.reduces, free.activations, distinct)
+        replace(layout, reduce_every_micro_step=reduces, activations=kept, on_host=host, states_on_host=states)
+        for layout, reduces, kept, (host, states) in itertools.product(layouts, free.reduces, free.activations, distinct)
     )
 
 

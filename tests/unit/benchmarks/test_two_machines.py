@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,7 @@ from benchmarks.two_machines.lineup import ALONE, STOCK
 from benchmarks.two_machines.tables import cells_of, verdicts
 from benchmarks.two_machines.theory import bytes_sent
 from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.local_steps import LocalSteps
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planner.wire import WireFormat
 from tests.helpers.descriptions import transformer
 
 MODEL = transformer(layers=2, hidden=64, vocabulary=512)
@@ -40,13 +37,13 @@ def plan_of(shard_size: int, *, world: int = 4, steps: int = 1, **choice) -> Pla
 @pytest.mark.parametrize(
     ("plan", "root", "blocks"),
     [
-        (plan_of(4), 0.75 + 0.75, 2 * 0.75 + 0.75),
-        (plan_of(4, reshard_after_forward=False), 0.75 + 0.75, 0.75 + 0.75),
-        (plan_of(4, stage_size=2), 0.5 + 0.5, 2 * 0.5 + 0.5),
+        (plan_of(4), 0.75 + 1.5, 2 * 0.75 + 1.5),
+        (plan_of(4, reshard_after_forward=False), 0.75 + 1.5, 0.75 + 1.5),
+        (plan_of(4, stage_size=2), 0.5 + 1.0, 2 * 0.5 + 1.0),
         (plan_of(2), 1.0, 1.0),
         (plan_of(1), 1.5, 1.5),
-        (plan_of(6, world=6, reshard_after_forward=False), 5 / 3, 5 / 3),
-        (plan_of(6, world=6, reshard_after_forward=False, stage_size=2), 4 / 3, 4 / 3),
+        (plan_of(6, world=6, reshard_after_forward=False), 5 / 2, 5 / 2),
+        (plan_of(6, world=6, reshard_after_forward=False, stage_size=2), 2.0, 2.0),
         (plan_of(2, world=6), 4 / 3, 4 / 3),
     ],
     ids=["full shard", "zero2", "two stages", "hsdp", "ddp", "three nodes", "three nodes, two stages", "three nodes, hsdp"],
@@ -56,22 +53,14 @@ def test_bytes_of_nodes_of_two_are_those_of_the_table(plan, root, blocks):
     assert bytes_sent(plan, MODEL, 2) == pytest.approx(root * ROOT + blocks * BLOCKS, rel=padded)
 
 
-def test_a_plan_of_local_steps_sends_its_part_of_a_synchronisation():
-    plan = replace(plan_of(2, world=2), local_steps=LocalSteps(steps=10, machines=2))
-    assert bytes_sent(plan, MODEL, 2) == pytest.approx((ROOT + BLOCKS) / 10, rel=1e-3)
-    machines = replace(plan, local_steps=LocalSteps(steps=10, machines=4, wire=WireFormat.INT8))
-    assert bytes_sent(machines, MODEL, 2) == pytest.approx(1.5 * (ROOT + BLOCKS) / 10 * (1 + 4 / 256) / 4, rel=2e-2)
-
-
-def test_stock_reduce_scatters_send_twice_groups_inside_a_node_nothing_and_micro_steps_gather_again():
-    assert bytes_sent(plan_of(4), MODEL, 2, stock_reduce_scatter=True) - bytes_sent(plan_of(4), MODEL, 2) == 0.75 * (ROOT + BLOCKS)
+def test_groups_inside_a_node_send_nothing_and_micro_steps_gather_again():
     assert bytes_sent(plan_of(4), MODEL, 4) == 0
     once, held, reduced = (
         bytes_sent(plan_of(4, steps=steps, reduce_every_micro_step=reduces), MODEL, 2)
         for steps, reduces in ((1, True), (3, False), (3, True))
     )
     gathers = 0.75 * (ROOT + 2 * BLOCKS)
-    assert (held - once, reduced - once) == (2 * gathers, 2 * gathers + 2 * 0.75 * (ROOT + BLOCKS))
+    assert (held - once, reduced - once) == (2 * gathers, 2 * gathers + 2 * 1.5 * (ROOT + BLOCKS))
 
 
 def test_sent_bytes_are_the_ninth_number_of_the_interface():

@@ -24,7 +24,7 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
 from hf_osdp.planner.search.compare import compare_strategies, frontier
-from hf_osdp.planner.search.search import least_memory, search
+from hf_osdp.planner.search.search import search
 from hf_osdp.report.content import comparison_content, explanation_content
 from hf_osdp.report.explain import explain
 from hf_osdp.report.plan_file import read_plan_file
@@ -135,20 +135,6 @@ def test_plan_passes_every_option_to_the_planner(model, config):
     assert content["estimated"]["peak_bytes"] + hardware.outside_bytes(expected.communicators) == expected.peak_bytes
     assert content["plan"]["memory_limit_bytes"] == hardware.device.memory_bytes
     assert content["model"]["class"] == "GPT2Model"
-
-
-def test_plan_takes_the_fastest_of_several_optimizers_and_says_so(model, config):
-    step_s = {name: as_json("plan", model, *WHOLE, "--optimizer", name)["plan"]["step_s"] for name in ("adamw", "adamw8bit", "sgd")}
-    done = call("plan", model, *WHOLE, "--other-optimizers", "adamw8bit, sgd")
-    line = next(line for line in done.stdout.splitlines() if line.startswith("Optimizer: "))
-    chosen = next(name for name, seconds in step_s.items() if seconds <= 1.01 * min(step_s.values()))
-    assert line.startswith(f"Optimizer: {chosen}, with which a step takes ") and "sgd " in done.stdout
-    described = describe(config, sequence_length=32, device_type="cuda", capability=HARDWARE.device.capability)
-    too_little = least_memory(problem(described, HARDWARE, JOB)) - 1
-    scarce = call("plan", model, *WHOLE, "--memory-limit", str(too_little), "--other-optimizers", "sgd")
-    assert "Optimizer: sgd, with which a step takes " in scarce.stdout and "(adamw does not fit)" in scarce.stdout, scarce.output
-    refused = call("plan", model, *WHOLE, "--other-optimizers", "adamw9bit")
-    assert_refused(refused, "--other-optimizers adamw9bit is not known; use some of adamw, momentum, sgd, adamw8bit")
 
 
 def test_plan_counts_adapters(model, config, description):

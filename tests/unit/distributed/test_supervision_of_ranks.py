@@ -1,29 +1,22 @@
-"""Ranks at the start (who is missing, differs, was started twice), their heartbeat, SIGTERM, and nodes from their names."""
+"""Ranks at the start (who is missing, differs, was started twice), SIGTERM, and nodes from their names."""
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
-import torch.distributed as dist
-from torch.distributed import HashStore, Store, TCPStore
+from torch.distributed import Store, TCPStore
 
-from hf_osdp.distributed import consensus, process_group
-from hf_osdp.distributed.consensus import SILENT_BEATS, Heartbeat
+from hf_osdp.distributed import process_group
 from hf_osdp.distributed.mesh import Topology, find_topology, topology_of
 from hf_osdp.distributed.process_group import RankReport, _collect, _report, check_ranks, differences, refusal
 from hf_osdp.distributed.stop import EXIT_CODE, StopSignal
 from hf_osdp.errors import HardwareError, LaunchError
-from tests.helpers.output import ends_of
 
 
 def report(rank: int, *, ranks: int = 2, host: str = "a", token: str = "", torch: str = "2.13") -> RankReport:
@@ -113,113 +106,6 @@ def test_check_returns_at_once_in_single_process(monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     check_ranks()
-
-
-def beat(*ranks: Heartbeat, times: int) -> None:
-    for rank in ranks * times:
-        rank.beat()
-
-
-def test_heartbeat_warns_once_of_silent_rank_and_tells_its_return(caplog):
-    store = HashStore()
-    first, second = Heartbeat(store, 0, 2), Heartbeat(store, 1, 2)
-    beat(first, times=2 * SILENT_BEATS)  # the other never began
-    beat(second, first, times=2 * SILENT_BEATS)
-    assert not caplog.records
-    beat(first, times=3 * SILENT_BEATS)
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "Rank 1 on " in caplog.text and "has not been heard from for 30 s" in caplog.text
-    beat(second, first, times=1)
-    assert "responds again, after 90 s" in caplog.messages[1] and len(caplog.messages) == 2
-    store.set("1", "over")
-    beat(first, times=2 * SILENT_BEATS)
-    assert len(caplog.messages) == 2
-
-
-class StuckStore:
-    """Of a machine that is stopped: nothing returns."""
-
-    def __init__(self) -> None:
-        self.goes_on = threading.Event()
-
-    def set(self, key: str, value: str) -> None:
-        self.goes_on.wait(30.0)
-
-    def check(self, keys: list[str]) -> bool:
-        return False
-
-
-def test_store_that_does_not_answer_is_told_once(caplog, monkeypatch):
-    monkeypatch.setattr(consensus, "BEAT_S", 0.02)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    store = StuckStore()
-    heartbeat = Heartbeat(store, 1, 2)
-    heartbeat.start()
-    time.sleep(0.6)
-    store.goes_on.set()
-    heartbeat.end()
-    assert [message for message in caplog.messages if "rank 0's machine has not answered" in message] == caplog.messages[:1]
-
-
-def test_watch_ends_in_silence_with_a_store_that_ends(caplog, monkeypatch):
-    monkeypatch.setattr(consensus, "BEAT_S", 0.02)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    store = StuckStore()
-    monkeypatch.setattr(store, "set", lambda key, value: (_ for _ in ()).throw(RuntimeError("the store is gone")))
-    Heartbeat(store, 1, 2).start()
-    time.sleep(0.4)
-    assert not caplog.messages and not any(thread.name == "hf_osdp watch" for thread in threading.enumerate())
-
-
-ENDS_DURING_A_BEAT = """
-import atexit, time
-import torch.distributed as dist
-from hf_osdp.distributed.consensus import Heartbeat
-
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-class LoadedStore:
-    def set(self, key, value):
-        until = time.monotonic() + 1.0
-        while time.monotonic() < until:
-            store.set(key, value)
-
-    def check(self, keys):
-        return False
-
-dist.is_initialized = lambda: True
-heartbeat = Heartbeat(LoadedStore(), 1, 2)
-heartbeat.start()
-atexit.register(heartbeat.end)
-"""
-
-
-def test_process_that_ends_during_a_slow_beat_does_not_abort():
-    done = subprocess.run([sys.executable, "-c", ENDS_DURING_A_BEAT], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, ends_of(done.stderr)
-
-
-def test_thread_that_waits_in_a_collective_is_noticed_once_and_one_that_works_is_not():
-    ends, lock = threading.Event(), threading.Lock()
-    lock.acquire()
-    scope = {"ends": ends, "lock": lock}
-    text = "def all_gather(wait):\n    lock.acquire(timeout=30.0) if wait else [None for _ in iter(ends.is_set, True)]\n"
-    exec(compile(text, str(Path(dist.__file__).parent / "distributed_c10d.py"), "exec"), scope)
-    threads = [threading.Thread(target=lambda wait=wait: scope["all_gather"](wait)) for wait in (True, False)]
-    for thread in threads:
-        thread.start()
-    waits, works = map(consensus.WaitDetector, threads)
-    try:
-        found = []
-        for _ in range(2 * SILENT_BEATS):
-            time.sleep(0.15)
-            found.append((waits.check(), works.check()))
-    finally:
-        ends.set()
-        lock.release()
-    told = [place for place, _ in found if place is not None]
-    assert told == [f"all_gather, called at {Path(__file__).name}:{threads[0]._target.__code__.co_firstlineno}"]
-    assert all(place is None for _, place in found)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from hf_osdp.integrations.announce import announce_plan, announce_result
 from hf_osdp.measurement.step_meter import Observation
 from hf_osdp.planner.job import OptimizerSpec, Precision
-from hf_osdp.planning.choices import Compilation
+from hf_osdp.planning.compilation import Compilation
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.facts import RunFacts
 from hf_osdp.planning.plan_run import plan_run

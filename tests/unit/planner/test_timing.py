@@ -13,7 +13,7 @@ from hf_osdp.planner.cost.units import UnitSeconds, unit_seconds
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import Activations, DType, ModelDescription, PhaseCost, Segment
 from hf_osdp.planner.hardware import Backend, Hardware
-from hf_osdp.planner.job import Precision, TrainingJob
+from hf_osdp.planner.job import TrainingJob
 from tests.helpers.descriptions import transformer, ways
 from tests.helpers.hardware import bare_preset
 
@@ -31,8 +31,6 @@ EXPOSED = {
     "no window": (dict(), 4 + 4 + 3 + 2),
     "some windows": (dict(forward=1.0, backward=2.5), (4 - 1) + (4 + 3 + 2 - 2.5)),
     "wide windows": (dict(forward=100.0, backward=100.0), 0),
-    "a window of the reduction between replicas alone": (dict(replicas=1.5, batch=FIVE), 5 * (4 + 4 + 3) + 2 - 1.5),
-    "a step in backward waits for it": (dict(replicas=1.5, layout=replace(REDUCING, step_in_backward=True)), 4 + 4 + 3 + 2),
     "accumulation": (dict(batch=FIVE), 5 * (4 + 4 + 3) + 2),  # one all-reduce between replicas
     "accumulation of whole gradients": (dict(batch=FIVE, layout=HOLDING), 5 * (4 + 4) + 3 + 2),
     "a window in each micro-step": (dict(batch=FIVE, backward=8.0), 5 * 4 + 0 * 4 + 1),  # 4 + 3 fit beside 8, with 2 more not
@@ -54,7 +52,7 @@ EXPOSED = {
 @pytest.mark.parametrize(("asked", "exposed_s"), EXPOSED.values(), ids=EXPOSED)
 def test_unit_time_exposes_what_no_window_hides(asked, exposed_s):
     batch, layout, trip = asked.get("batch", ONCE), asked.get("layout", REDUCING), asked.get("trip", HostTrip())
-    windows = Windows(**{name: asked[name] for name in ("forward", "backward", "replicas", "later") if name in asked})
+    windows = Windows(**{name: asked[name] for name in ("forward", "backward", "later") if name in asked})
     time = unit_time(TERMS, layout, windows, 1.0, batch, trip)
     steps, calls = batch.accumulation_steps, 1 + len(windows.later)
     on_the_way = steps * (calls * (4 + 4) + trip.out + trip.back_beside + trip.back_before)
@@ -129,24 +127,6 @@ def test_nothing_overlaps_on_gloo():
     assert set(unit_work(description, gloo, 4)[1]) == {Windows()}
     time = estimate_time(description, everywhere(description, 4), gloo, JOB, ONCE)
     assert time.total("exposed_s") == time.total("communication_s") > 0
-
-
-def test_replicas_of_several_machines_are_reduced_beside_backward_over_gloo():
-    """But for what is gathered for the whole step, and what is cast or stepped with at once."""
-    description, one = transformer(), hardware(Backend.GLOO)
-    two = replace(one, nodes=2, devices_per_node=2)
-    _, windows = unit_work(description, two, 4)
-    backward = phase_s(description.segments[1].backward, 4, two)
-    assert backward > 0
-    assert windows[:2] == (Windows(), Windows())
-    assert windows[2] == Windows(replicas=backward)
-
-    def hidden_s(job: TrainingJob = JOB) -> float:
-        time = estimate_time(description, everywhere(description, 2), two, job, ONCE)
-        return time.total("communication_s") - time.total("exposed_s")
-
-    assert hidden_s() > 0
-    assert hidden_s(replace(JOB, precision=Precision(reduce=DType.BFLOAT16))) == pytest.approx(0)
 
 
 def test_windows_on_nccl_are_the_segment_before_and_the_units_own_backward():

@@ -11,7 +11,7 @@ from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.job import OptimizerSpec, Precision
-from hf_osdp.planning.choices import Compilation
+from hf_osdp.planning.compilation import Compilation
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.facts import RunFacts
 from hf_osdp.planning.plan_run import PlannedRun, plan_run

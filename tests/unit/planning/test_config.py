@@ -13,8 +13,7 @@ from hf_osdp.planning.config import STRATEGIES, OSDPConfig, merged_config
 
 def test_defaults_leave_everything_to_the_planner():
     stated = {"strategy": "osdp", "compare": True, "operator_splitting": True, "compile": False, "recalibrate": False, "async_save": False,
-              "resume_after_restart": True, "save_on_sigterm": True, "on_oom": "raise", "communication": "exact",
-              "outer_learning_rate": 0.7, "outer_momentum": 0.9}  # fmt: skip
+              "resume_after_restart": True, "save_on_sigterm": True, "on_oom": "raise", "communication": "exact"}  # fmt: skip
     assert {name: value for name, value in dataclasses.asdict(OSDPConfig()).items() if value is not None} == stated
     assert OSDPConfig().memory_limit_bytes is None and OSDPConfig(memory_limit="8GiB").memory_limit_bytes == 8 * 2**30
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import re
-import sys
 from dataclasses import replace
 
 import pytest
@@ -75,11 +73,6 @@ def problem() -> PlanningProblem:
 @pytest.fixture(scope="module")
 def plan(problem) -> Plan:
     return search(problem).plan
-
-
-@pytest.fixture(autouse=True)
-def hook_restored(monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 
 @pytest.fixture
@@ -161,17 +154,6 @@ def test_explained_error_of_a_given_plan_without_figures():
     error = torch.OutOfMemoryError("out of memory")
     OutOfMemoryHandler(nn.Linear(1, 1), given, (), problem=None, on_oom="raise", device=torch.device("cpu")).handle(error)
     assert "the allocated bytes are not known. The plan was given; plan again under a lower memory_limit." in str(error)
-
-
-def test_uncaught_error_is_explained_as_long_as_the_handler_lives(problem, plan, monkeypatch):
-    shown: list[str] = []
-    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(str(error)))
-    handler = OutOfMemoryHandler(nn.Linear(1, 1), plan, (), problem=problem, on_oom="raise", device=torch.device("cpu"))
-    sys.excepthook(torch.OutOfMemoryError, torch.OutOfMemoryError("first"), None)
-    del handler
-    gc.collect()
-    sys.excepthook(torch.OutOfMemoryError, torch.OutOfMemoryError("second"), None)
-    assert shown[0].startswith("Out of memory on ") and shown[1] == "second"
 
 
 def test_error_that_cannot_be_explained_stays_as_it_is(handled, monkeypatch):

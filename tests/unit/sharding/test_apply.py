@@ -48,7 +48,7 @@ def test_units_on_the_host_beside_one_gpu_get_meshes_of_that_gpu(monkeypatch):
         assert backend == "cpu:gloo,cuda:nccl"
         form("gloo", **options)
 
-    def meshes(device_type: str, machines: int) -> None:
+    def meshes(device_type: str) -> None:
         raise Asked(device_type)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -44,8 +44,7 @@ def world(monkeypatch, size):
 
     def run(fn):
         told: list[tuple[torch.Tensor, object]] = []
-        for name in ("world_size", "sharing_ranks"):
-            monkeypatch.setattr(clip, name, lambda: size)
+        monkeypatch.setattr(clip, "world_size", lambda: size)
         monkeypatch.setattr(clip.dist, "all_reduce", lambda value, op, group=None: told.append((value.clone(), op)))
         for rank in range(size):
             fn(rank)
@@ -104,8 +103,7 @@ def test_total_norm_is_sent_where_collectives_run(monkeypatch):
         alone.setattr(clip.dist, "all_reduce", None)
         alone.setattr(clip, "collective_device", None)
         assert total_norm([torch.tensor([3.0]), torch.tensor([[-4.0]])]).item() == 5.0
-    for name in ("world_size", "sharing_ranks"):
-        monkeypatch.setattr(clip, name, lambda: 2)
+    monkeypatch.setattr(clip, "world_size", lambda: 2)
     monkeypatch.setattr(clip, "collective_device", lambda: torch.device("meta"))
     monkeypatch.setattr(clip.dist, "all_reduce", lambda value, op, group=None: sent.append(value.device.type))
     assert total_norm([torch.ones(3)]).device.type == "meta" and sent == ["meta"]

@@ -1,17 +1,12 @@
-"""Step an optimizer unit by unit: within backward, or with optimizer states that are kept on the host.
+"""Step an optimizer with states that are kept on the host.
 
-Within backward a unit steps as soon as its gradients are reduced, and these are freed, so that only one unit's gradients exist at once.
-Training is the same if nothing reads gradients between backward and the step: no clipping by norm, no accumulation, no loss scaling.
-
-States on the host are copied to the device for the step, parameter by parameter, and back; the device holds at most one unit's.
+They are copied to the device for the step, parameter by parameter, and back; the device holds at most one unit's.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import deque
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -24,9 +19,9 @@ from ..modeling.activation_offload import copy_stream, host_tensor
 from ..modeling.units import canonical_name
 from ..planner.description import UnitDescription
 from ..planner.plan import Plan
-from .gradients import local, local_power, total_norm
+from .gradients import local
 from .optimizer import low_bit_spec, unwrapped
-from .optimizer_steps import is_ours, refuse_closure, step_parts
+from .optimizer_steps import refuse_closure, step_parts
 
 
 def reason_against_unit_steps(optimizer: torch.optim.Optimizer) -> str | None:
@@ -37,87 +32,23 @@ def reason_against_unit_steps(optimizer: torch.optim.Optimizer) -> str | None:
     return f"{type(optimizer).__name__} may keep state that all its parameters share"
 
 
-def bind_optimizer(
-    model: nn.Module, plan: Plan, units: Sequence[UnitDescription], optimizers: Sequence[torch.optim.Optimizer]
-) -> BackwardSteps | None:
+def bind_optimizer(model: nn.Module, plan: Plan, units: Sequence[UnitDescription], optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Make the optimizer of a model under the plan step units as the plan says; a second call changes nothing.
-
-    Returns:
-        The steps within backward; None if the plan has none.
 
     Raises:
         OSDPError: the plan steps units one by one, but there are several optimizers, or one that cannot step a part of its parameters.
     """
-    in_backward = [unit for unit in units if plan.decision(unit.fqn).step_in_backward]
     offloaded = [unit for unit in units if plan.decision(unit.fqn).states_on_host]
-    if not optimizers or not (in_backward or offloaded):
-        return None
+    if not optimizers or not offloaded:
+        return
     problem = "there are several optimizers" if len(optimizers) > 1 else reason_against_unit_steps(optimizers[0])
     if problem is not None:
-        option = "step_in_backward" if in_backward else "offload_optimizer"
-        raise OSDPError(f"The plan steps units one by one, but {problem}; set {option}=False.")
+        raise OSDPError(f"The plan steps units one by one, but {problem}; set offload_optimizer=False.")
     optimizer = unwrapped(optimizers[0])
     bound = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_post_hooks.values()]
     named = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
-    if offloaded and not any(isinstance(owner, _HostStates) for owner in bound):
+    if not any(isinstance(owner, _HostStates) for owner in bound):
         _HostStates(optimizer, [[named[p.name] for p in unit.trainable] for unit in offloaded])
-    if not in_backward:
-        return None
-    # FSDP2 ignores parameters without dimensions; we average their gradients after backward.
-    before = next((owner for owner in bound if isinstance(owner, BackwardSteps)), None)
-    return before or BackwardSteps(optimizer, [[named[p.name] for p in unit.trainable if p.shape] for unit in in_backward])
-
-
-class BackwardSteps:
-    """Step units within backward, by hooks of their parameters and the optimizer, which keep this object alive."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, units: list[list[nn.Parameter]]) -> None:
-        self._optimizer, self._units = optimizer, units
-        self._waiting = [set(unit) for unit in units]
-        self._squares: list[torch.Tensor] = []
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, number))
-            for number, unit in enumerate(units)
-            for parameter in unit
-        ]
-        self._handles += (optimizer.register_step_pre_hook(refuse_closure), optimizer.register_step_post_hook(self._ended))
-
-    def remove(self) -> None:
-        """Remove the hooks, so that the optimizer steps as usual again."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _arrived(self, number: int, parameter: torch.Tensor) -> None:
-        """Step a unit when its last gradient has arrived."""
-        waiting = self._waiting[number]
-        if parameter not in waiting:
-            raise OSDPError(
-                "A second backward came before optimizer.step(), but the plan steps in backward; set step_in_backward=False, or call"
-                " optimizer.step() after each backward."
-            )
-        hooks: Any = self._optimizer._optimizer_step_pre_hooks.values()
-        if len(parameter._post_accumulate_grad_hooks or ()) > 1 or not all(map(is_ours, hooks)):
-            raise OSDPError(
-                "A hook of a parameter or of optimizer.step() may read gradients, but the plan steps in backward; set"
-                " step_in_backward=False, or remove the hook."
-            )
-        waiting.discard(parameter)
-        if not waiting:
-            unit = self._units[number]
-            self._squares.append(local_power([p.grad for p in unit if p.grad is not None]))  # one each: units may run on several streams
-            step_parts(self._optimizer, unit)
-            for stepped in unit:
-                stepped.grad = None
-
-    def total_norm(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Return the norm of all gradients of the last backward, including those that were freed. Collective."""
-        dtype = functools.reduce(torch.promote_types, {p.dtype for unit in self._units for p in unit}, torch.float32)
-        freed = torch.stack(self._squares).sum() if self._squares else torch.zeros((), dtype=torch.float64)
-        return total_norm([p.grad for p in parameters if p.grad is not None], before=(freed, dtype))
-
-    def _ended(self, optimizer: object, args: object, kwargs: object) -> None:
-        """Reset for the next backward; `optimizer.step()` has stepped units that did not get all their gradients."""
-        self._waiting, self._squares = [set(unit) for unit in self._units], []
 
 
 class _HostStates:

@@ -1,4 +1,4 @@
-"""Steps of single units on a real GPU, in one process: plain parameters and FSDP2's, against the same without. `pytest -m gpu tests/gpu`"""
+"""Optimizer states on the host beside a real GPU, in one process, with and without FSDP2, against states on the device."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hf_osdp.planner.job import Precision
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.environment import form_process_group, move_to_device, mp_policy
 from hf_osdp.sharding.gradients import local
+from hf_osdp.sharding.host_states import bind_optimizer
 from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.sharding.state import full_state_dict
-from hf_osdp.sharding.unit_steps import bind_optimizer
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 
@@ -23,16 +23,16 @@ from .test_host_offload_cuda import CUDA, apart, estimated_and_measured
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 STEPS = 6
-WAYS = ("step_in_backward", "states_on_host")
 
 
-def trained(way: str | None, precision: str, fused: bool) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """Weights after some steps, and where the states of units with the way are."""
+def trained(away: bool, precision: str, fused: bool) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """Weights after some steps, and where the states are that the plan keeps on the host."""
     model = tiny_model("gpt2")
     units, policy = find_units(model), mp_policy(Precision.named(precision))
     plan = plan_of(units, 1, "replicate")
-    if way is not None:
-        plan = replace(plan, accumulation_steps=1, units=tuple(replace(unit, **{way: i != 1}) for i, unit in enumerate(plan.units)))
+    if away:
+        units_away = tuple(replace(unit, states_on_host=i != 1) for i, unit in enumerate(plan.units))
+        plan = replace(plan, accumulation_steps=1, units=units_away)
     apply_plan(model, plan, units, mp_policy=policy)
     move_to_device(model, CUDA)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
@@ -44,27 +44,25 @@ def trained(way: str | None, precision: str, fused: bool) -> tuple[dict[str, tor
         optimizer.step()
         optimizer.zero_grad()
     named = dict(model.named_parameters())
-    away = [named[p.name] for unit in units if way and getattr(plan.decision(unit.fqn), way) for p in unit.trainable]
-    return full_state_dict(model), {local(optimizer.state[p]["exp_avg"]).device.type for p in away}
+    on_host = [named[p.name] for unit in units if plan.decision(unit.fqn).states_on_host for p in unit.trainable]
+    return full_state_dict(model), {local(optimizer.state[p]["exp_avg"]).device.type for p in on_host}
 
 
-def difference(way: str, precision: str, fused: bool) -> tuple[float, set[str]]:
+def difference(precision: str, fused: bool) -> tuple[float, set[str]]:
     form_process_group(needed=precision != "no")
-    plain, _ = trained(None, precision, fused)
-    other, places = trained(way, precision, fused)
+    plain, _ = trained(False, precision, fused)
+    other, places = trained(True, precision, fused)
     return max((plain[name] - other[name]).abs().max().item() for name in plain), places
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "foreach"])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("way", WAYS)
-def test_weights_are_those_of_a_step_after_backward(way, precision, fused):
-    found, places = apart(difference, way, precision, fused)
-    assert found == 0.0 and places == {"cpu" if way == "states_on_host" else "cuda"}
+def test_weights_are_those_of_states_on_the_device(precision, fused):
+    found, places = apart(difference, precision, fused)
+    assert found == 0.0 and places == {"cpu"}
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("way", WAYS)
-def test_the_estimate_is_what_the_allocator_counts(way, precision):
-    estimate, measured = apart(estimated_and_measured, 2, precision, way)
+def test_the_estimate_is_what_the_allocator_counts(precision):
+    estimate, measured = apart(estimated_and_measured, 2, precision, "states_on_host")
     assert -0.01 <= estimate / measured - 1 <= 0.03, (estimate, measured)
