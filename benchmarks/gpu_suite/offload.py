@@ -23,8 +23,8 @@ ON_GPU = {
 
 @step(
     part=3,
-    expected_s=90,
-    limit_s=300,
+    expected_s=200,
+    limit_s=400,
     rehearsal_s=40,
     proves="units on the host: weights and states as plain torch's, the peak as estimated, copies and steps timed",
 )
