@@ -133,6 +133,10 @@ class UnitOrder:
         self._take_part_in_rest()
         is_last = all(group.reduce_grads and group.all_reduce_grads for group in self._groups)
         for group in self._groups if is_last else ():
+            if group._partial_reduce_output is not None:  # sums of earlier micro-steps of a unit that no rank has used in this one
+                self._agree(REDUCE + 3 * self._numbers[group])
+                self._reduce(group, self._reduced_parameters(group))
+        for group in self._groups if is_last else ():
             if any(has_whole_gradient(p) and self._may_be_late(p, group) for p in group.fsdp_params):
                 self._agree(REDUCE_REST + 3 * self._numbers[group])
                 self._reduce(group, group.fsdp_params)

@@ -189,6 +189,29 @@ def test_micro_steps_with_different_modules_train_as_ddp():
             assert_equal_weights(model, expected)
 
 
+@pytest.mark.on_ranks(2, timeout_s=150)
+def test_units_that_only_earlier_micro_steps_use_are_reduced():
+    """Replicas wait for the last micro-step with their all-reduce, for which FSDP2 needs a gradient there."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for layout in ("replicate", "mixed"):
+        model, plan = sharded(layout, accumulation_steps=2, reduce_every_micro_step=True)
+        expected = whole_model()
+        optimizer, reference = optimizer_of(model), optimizer_of(expected)
+        for step, seen in enumerate([(True, True), (False, False), (False, True)]):  # by rank, in the first micro-step
+            for micro in range(2):
+                number = 2 * step + micro
+                losses = [expected(inputs(number, other), picture=micro == 0 and seen[other]) for other in range(ranks)]
+                (sum(losses) / ranks).backward()
+                with micro_step(model, is_last=micro == 1, plan=plan):
+                    model(inputs(number, rank), picture=micro == 0 and seen[rank]).backward()
+            for name, parameter in expected.named_parameters():
+                assert (parameter.grad is None) == (model.get_parameter(name).grad is None), (layout, step, name)
+            for one in (reference, optimizer):
+                one.step()
+                one.zero_grad()
+        assert_equal_weights(model, expected)
+
+
 def counted_all_reduce(
     calls: list[int], all_reduce: Callable[..., object], tensor: torch.Tensor, *args: object, **options: object
 ) -> object:
