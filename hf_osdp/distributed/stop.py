@@ -59,6 +59,8 @@ class StopSignal:
         """This process has received SIGTERM."""
         self.stopped = False
         """All ranks know that a rank has received SIGTERM."""
+        self.is_between_steps = False
+        """The loop saves or evaluates, of which one call may take long; set by a loop that knows."""
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
         self._before: Callable[[int, FrameType | None], object] | int | None = None
         self._process = os.getpid()
@@ -79,12 +81,12 @@ class StopSignal:
             self.abandon()
 
     def start(self) -> None:
-        self.received = self.stopped = self._ends = False
+        self.received = self.stopped = self.is_between_steps = self._ends = False
         if threading.current_thread() is threading.main_thread():
             self._process, before = os.getpid(), signal.signal(signal.SIGTERM, self._note)
             self._before = self._before if before == self._note else before  # our handler stays after SIGTERM has ended a loop
             if may_wait_on_device():
-                self._watch = _Watch(lambda: max(_PATIENCE_S, 2 * self._longest_s))
+                self._watch = _Watch(lambda: max(_PATIENCE_S, 2 * self._longest_s), lambda: self.is_between_steps)
 
     def agreed(self) -> bool:
         """Return whether a rank had received SIGTERM by the end of the previous step; the same on every rank. Collective, once per step."""
@@ -172,10 +174,10 @@ class _Watch(threading.Thread):
 
     _active: ClassVar[set[_Watch]] = set()
 
-    def __init__(self, patience_s: Callable[[], float]) -> None:
+    def __init__(self, patience_s: Callable[[], float], may_wait: Callable[[], bool]) -> None:
         """Start to watch, unless another library (such as an event loop) has the wake-up descriptor."""
         super().__init__(name="hf_osdp SIGTERM", daemon=True)
-        self._patience_s = patience_s
+        self._patience_s, self._may_wait = patience_s, may_wait
         self._ended = threading.Event()
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
@@ -214,7 +216,7 @@ class _Watch(threading.Thread):
             _ran.clear()
             ctypes.pythonapi.Py_AddPendingCall(_note_progress, None)
             patience_s = self._patience_s()
-            if not (_ran.wait(patience_s) or _ran.is_set() or self._ended.is_set()):
+            if not (_ran.wait(patience_s) or _ran.is_set() or self._may_wait() or self._ended.is_set()):
                 text = (
                     f"SIGTERM: this rank has waited {patience_s:.0f} s in one call, as it does after another rank has ended;"
                     " it exits without a checkpoint.\n"

@@ -25,6 +25,10 @@ with stop.StopSignal() as watched:
         while not watched.agreed():
             time.sleep(0.1)
         time.sleep(3)
+    if sys.argv[1] == "evaluates":
+        watched.is_between_steps = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(3)
     if sys.argv[1] == "has a worker":
         worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         worker.start()
@@ -42,13 +46,13 @@ print("went on")
 """
 
 
-@pytest.mark.parametrize("case", ["waits", "works", "saves", "has a worker"])
+@pytest.mark.parametrize("case", ["waits", "works", "saves", "evaluates", "has a worker"])
 def test_sigterm_ends_a_rank_that_waits_in_one_call_and_no_other(case):
     with subprocess.Popen([sys.executable, "-c", PROGRAM, case], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout.readline() == "ready\n"
             time.sleep(0.5)
-            if case != "has a worker":
+            if case not in ("evaluates", "has a worker"):
                 process.send_signal(signal.SIGTERM)
             said, errors = process.communicate(timeout=60)
         finally:
