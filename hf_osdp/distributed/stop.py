@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -58,6 +59,8 @@ class StopSignal:
         """This process has received SIGTERM."""
         self.stopped = False
         """All ranks know that a rank has received SIGTERM."""
+        self.is_between_steps = False
+        """The loop saves or evaluates, of which one call may take long; set by a loop that knows."""
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
         self._before: Callable[[int, FrameType | None], object] | int | None = None
         self._process = os.getpid()
@@ -78,12 +81,12 @@ class StopSignal:
             self.abandon()
 
     def start(self) -> None:
-        self.received = self.stopped = self._ends = False
+        self.received = self.stopped = self.is_between_steps = self._ends = False
         if threading.current_thread() is threading.main_thread():
             self._process, before = os.getpid(), signal.signal(signal.SIGTERM, self._note)
             self._before = self._before if before == self._note else before  # our handler stays after SIGTERM has ended a loop
             if may_wait_on_device():
-                self._watch = _Watch(lambda: max(_PATIENCE_S, 2 * self._longest_s))
+                self._watch = _Watch(lambda: max(_PATIENCE_S, 2 * self._longest_s), lambda: self.is_between_steps)
 
     def agreed(self) -> bool:
         """Return whether a rank had received SIGTERM by the end of the previous step; the same on every rank. Collective, once per step."""
@@ -91,11 +94,14 @@ class StopSignal:
         self._longest_s, self._last_s = max(self._longest_s, now - self._last_s), now
         if (group := gloo_group()) is None:
             self.stopped = self.received
-            return self.stopped
-        if self._pending is not None:
+        elif self._pending is not None:
             flag, work = self._pending
             work.wait()
             self.stopped = self.stopped or bool(flag.item())
+        if self.stopped:
+            self._end_watch()  # the checkpoint that follows may take long in one call
+        if group is None:
+            return self.stopped
         flag = torch.tensor([self.received], dtype=torch.int32)
         self._pending = (flag, dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group, async_op=True))
         return self.stopped
@@ -111,12 +117,15 @@ class StopSignal:
 
     def abandon(self) -> None:
         """Restore the SIGTERM handler after an error, without waiting for the pending all-reduce."""
-        if self._watch is not None:
-            self._watch.end()
-            self._watch = None
+        self._end_watch()
         if not self._ends and signal.getsignal(signal.SIGTERM) == self._note:
             signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
         self._pending = None
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
 
     def exit(self) -> None:
         """Exit with `EXIT_CODE` if SIGTERM ended the loop, else do nothing.
@@ -159,13 +168,16 @@ def _note_progress(unused: object) -> int:
 class _Watch(threading.Thread):
     """End this process if SIGTERM finds the main thread in one call that does not return, such as `loss.item()` on a device that waits.
 
-    Python runs a signal's handler between two bytecodes of the main thread, but writes its number to the wake-up descriptor at once.
+    Python runs a signal's handler between two bytecodes of the main thread, but writes its number to the wake-up descriptor at once. A
+    forked process must not: `multiprocessing.Pool` sends its workers SIGTERM, which this process has not received.
     """
 
-    def __init__(self, patience_s: Callable[[], float]) -> None:
+    _active: ClassVar[set[_Watch]] = set()
+
+    def __init__(self, patience_s: Callable[[], float], may_wait: Callable[[], bool]) -> None:
         """Start to watch, unless another library (such as an event loop) has the wake-up descriptor."""
         super().__init__(name="hf_osdp SIGTERM", daemon=True)
-        self._patience_s = patience_s
+        self._patience_s, self._may_wait = patience_s, may_wait
         self._ended = threading.Event()
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
@@ -173,17 +185,27 @@ class _Watch(threading.Thread):
         if before != -1:
             signal.set_wakeup_fd(before)
             self._ended.set()
+        else:
+            self._active.add(self)
         self.start()
 
     def end(self) -> None:
         """Stop watching."""
         if not self._ended.is_set():
             self._ended.set()
+            self._active.discard(self)
             signal.set_wakeup_fd(-1)
-        os.close(self._write)  # wakes the thread up
+        os.write(self._write, bytes(1))  # wakes the thread up, also if forked processes hold this end too
+        os.close(self._write)
+
+    @classmethod
+    def leave_in_fork(cls) -> None:
+        """Stop writing a forked process's signals to the pipe."""
+        if cls._active:
+            signal.set_wakeup_fd(-1)
 
     def run(self) -> None:
-        while number := os.read(self._read, 1):
+        while (number := os.read(self._read, 1)) and number != bytes(1):
             if number[0] == signal.SIGTERM and not self._ended.is_set():
                 self._wait_for_progress()
         os.close(self._read)
@@ -194,10 +216,14 @@ class _Watch(threading.Thread):
             _ran.clear()
             ctypes.pythonapi.Py_AddPendingCall(_note_progress, None)
             patience_s = self._patience_s()
-            if not _ran.wait(patience_s) and not self._ended.is_set():
+            if not (_ran.wait(patience_s) or _ran.is_set() or self._may_wait() or self._ended.is_set()):
                 text = (
                     f"SIGTERM: this rank has waited {patience_s:.0f} s in one call, as it does after another rank has ended;"
                     " it exits without a checkpoint.\n"
                 )
                 os.write(2, text.encode())
                 os._exit(EXIT_CODE)
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_Watch.leave_in_fork)

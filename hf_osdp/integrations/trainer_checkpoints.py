@@ -169,8 +169,13 @@ class StopCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._stop.start()
+        self._stop.is_between_steps = True
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._stop.is_between_steps = False
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        self._stop.is_between_steps = True
         if self._stop.agreed():
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False  # the launcher kills after a few seconds

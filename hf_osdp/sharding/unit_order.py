@@ -133,6 +133,10 @@ class UnitOrder:
         self._take_part_in_rest()
         is_last = all(group.reduce_grads and group.all_reduce_grads for group in self._groups)
         for group in self._groups if is_last else ():
+            if group._partial_reduce_output is not None:  # sums of earlier micro-steps of a unit that no rank has used in this one
+                self._agree(REDUCE + 3 * self._numbers[group])
+                self._reduce(group, self._reduced_parameters(group))
+        for group in self._groups if is_last else ():
             if any(has_whole_gradient(p) and self._may_be_late(p, group) for p in group.fsdp_params):
                 self._agree(REDUCE_REST + 3 * self._numbers[group])
                 self._reduce(group, group.fsdp_params)
@@ -266,7 +270,7 @@ class UnitOrder:
             type(group).unshard(group)
             if pending is not None:
                 group._all_gather_result = pending
-            elif is_held or not _was_gathered(group):  # its reduction needs the whole parameters' shapes
+            elif is_held or not was_gathered(group):  # its reduction needs the whole parameters' shapes
                 group.wait_for_unshard()
                 if not is_held:
                     group._to_sharded()
@@ -284,7 +288,7 @@ class UnitOrder:
         If this rank only `lends` zeros, or what it has so far, its own backward may come later.
         """
         wanted = {parameter for parameter in parameters if parameter.sharded_param.requires_grad}
-        if wanted and not _was_gathered(group):  # only a replicated unit, which is not sent; `_lend_shard` has gathered others
+        if wanted and not was_gathered(group):  # only a replicated unit, which is not sent; `_lend_shard` has gathered others
             group.unshard()
             group.wait_for_unshard()
             group._to_sharded()
@@ -341,7 +345,8 @@ def has_whole_gradient(parameter: FSDPParam) -> bool:
     return (whole is not None and whole.grad is not None) or parameter.unsharded_accumulated_grad is not None
 
 
-def _was_gathered(group: FSDPParamGroup) -> bool:
+def was_gathered(group: FSDPParamGroup) -> bool:
+    """Return whether a unit's whole parameters have been made, without which it has no gradients."""
     return all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params)
 
 

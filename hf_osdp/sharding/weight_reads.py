@@ -26,7 +26,7 @@ from ..modeling.units import modules_by_name
 from ..planner.description import UnitDescription
 from .environment import parameter_groups
 from .gradient_checks import GradientChecks
-from .unit_order import UnitOrder
+from .unit_order import UnitOrder, was_gathered
 
 _Parameters = Iterable[nn.Parameter]
 _IN_CALL = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
@@ -168,7 +168,7 @@ class WeightReads:
             return pre_backward(gradient)
 
     def _reduce(self, group: FSDPParamGroup, *unused: object) -> None:
-        if group in self._pinned:
+        if group in self._pinned or not was_gathered(group):  # FSDP2 raises for units that no rank has used yet
             return
         if self._order is None:
             type(group).post_backward(group)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.units import find_units
@@ -26,6 +26,7 @@ from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 WIDTH = 8
 STEPS = 6
 LAYOUTS = ("zero3", "zero2", "replicate", "mixed", "everything")
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 Batch = tuple[torch.Tensor, dict[str, object]]
 """Inputs, and what a rank's model does with them."""
 
@@ -94,11 +95,11 @@ def whole_model() -> nn.Module:
     return Parts().double()
 
 
-def sharded(layout: str, **options: object) -> tuple[nn.Module, Plan]:
+def sharded(layout: str, *, policy: MixedPrecisionPolicy | None = None, **options: object) -> tuple[nn.Module, Plan]:
     model = whole_model()
     units = find_units(model, ["Block"])
     plan = plan_of(units, dist.get_world_size(), layout, **options)
-    apply_plan(model, plan, units, meshes=Meshes("cpu"), pin_memory=False)
+    apply_plan(model, plan, units, meshes=Meshes("cpu"), mp_policy=policy, pin_memory=False)
     return model, plan
 
 
@@ -187,6 +188,39 @@ def test_micro_steps_with_different_modules_train_as_ddp():
                     one.step()
                     one.zero_grad()
             assert_equal_weights(model, expected)
+
+
+@pytest.mark.on_ranks(2, timeout_s=150)
+def test_units_that_only_earlier_micro_steps_use_are_reduced():
+    """Replicas wait for the last micro-step with their all-reduce, for which FSDP2 needs a gradient there."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for layout in ("replicate", "mixed"):
+        model, plan = sharded(layout, accumulation_steps=2, reduce_every_micro_step=True)
+        expected = whole_model()
+        optimizer, reference = optimizer_of(model), optimizer_of(expected)
+        for step, seen in enumerate([(True, True), (False, False), (False, True)]):  # by rank, in the first micro-step
+            for micro in range(2):
+                number = 2 * step + micro
+                losses = [expected(inputs(number, other), picture=micro == 0 and seen[other]) for other in range(ranks)]
+                (sum(losses) / ranks).backward()
+                with micro_step(model, is_last=micro == 1, plan=plan):
+                    model(inputs(number, rank), picture=micro == 0 and seen[rank]).backward()
+            for name, parameter in expected.named_parameters():
+                assert (parameter.grad is None) == (model.get_parameter(name).grad is None), (layout, step, name)
+            for one in (reference, optimizer):
+                one.step()
+                one.zero_grad()
+        assert_equal_weights(model, expected)
+
+
+@pytest.mark.on_ranks(2)
+def test_units_that_no_rank_has_used_yet_may_hold_gradients_in_another_dtype():
+    for layout in ("zero3", "replicate"):
+        model, plan = sharded(layout, accumulation_steps=2, reduce_every_micro_step=False, policy=HALF)
+        for is_last in (False, True):
+            with micro_step(model, is_last=is_last, plan=plan):
+                model(inputs(0, 0), picture=is_last and dist.get_rank() == 0).backward()
+        assert model.get_parameter("picture.weight").grad is not None
 
 
 def counted_all_reduce(
