@@ -6,14 +6,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers.trainer
 from transformers import Trainer as StockTrainer
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from ..checkpoint.resume import start_fresh
@@ -113,8 +112,7 @@ class Trainer(TrainerCheckpoints):
         if (factor := rule.factor(self._run.plan)) != 1:
             scale_loss(self, factor)
         self._meter = StepMeter(args.device, compiled=bool(self._run.plan.compiled_classes))
-        self.add_callback(_StepCallback(self._meter))
-        self.callback_handler.call_event = partial(_call_event, self.callback_handler.call_event)  # type: ignore[method-assign]
+        self.callback_handler.call_event = _Events(self.callback_handler.call_event, self._meter)  # type: ignore[method-assign]
         self._stop = StopSignal()
         if self._osdp.save_on_sigterm:
             self.add_callback(StopCallback(self._stop))
@@ -234,23 +232,22 @@ def with_osdp(trainer_class: type[StockTrainer]) -> type[StockTrainer]:
     return type(trainer_class.__name__, (trainer_class, Trainer), members)
 
 
-def _call_event(call: Callable[..., Any], event: str, *args: Any, **kwargs: Any) -> object:
-    """Call an event's callbacks so that their element-wise work on weights, such as averages, runs on shards of any layout."""
-    with AcrossLayouts(f"Work on weights in {event}"), mixing_explained(in_loss=False):
-        return call(event, *args, **kwargs)
+class _Events:
+    """Call an event's callbacks so that their element-wise work on weights, such as averages, runs on shards of any layout.
 
+    Measure each optimizer step, without the callbacks, evaluations and checkpoints between steps.
+    """
 
-class _StepCallback(TrainerCallback):
-    """Measure each optimizer step, without the evaluations and checkpoints between steps."""
+    def __init__(self, call: Callable[..., Any], meter: StepMeter) -> None:
+        self._call, self._meter, self._in_step = call, meter, False
 
-    def __init__(self, meter: StepMeter) -> None:
-        self._meter, self._in_step = meter, False
-
-    def on_step_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        self._meter.step_begins()
-        self._in_step = True
-
-    def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
-        if self._in_step:
+    def __call__(self, event: str, *args: Any, **kwargs: Any) -> object:
+        if event == "on_step_end" and self._in_step:
             self._meter.step_ends()
             self._in_step = False
+        with AcrossLayouts(f"Work on weights in {event}"), mixing_explained(in_loss=False):
+            result = self._call(event, *args, **kwargs)
+        if event == "on_step_begin":
+            self._meter.step_begins()
+            self._in_step = True
+        return result

@@ -68,7 +68,7 @@ def test_the_headline_tells_a_missed_aim():
     for layouts, limits, part in (
         ([layout(1020)], [limit(large)], "off by 2.00 %"),
         ([layout(1000)], [limit(None)], "1 of 1 feasible plans ran out"),
-        ([layout(1000)], [limit(int(0.9 * large))], "at least 90.0 %"),
+        ([layout(1000)], [limit(int(0.9 * large))], "at least 95.7 %"),
         ([layout(1000, None)], [limit(large)], "over 0 of 1 layouts"),
     ):
         line, met = headline(layouts, limits)
