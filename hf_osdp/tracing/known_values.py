@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -85,7 +86,7 @@ class KnownValues(TorchDispatchMode):
         known, _ = self._values.get(storage._cdata, (None, None))
         if known is None or known.nbytes() != storage.nbytes():  # storages of parameters are resized
             return None
-        with _disable_current_modes():
+        with _disable_current_modes(), temporarily_clear_interpreter_stack():  # inside vmap no operator without tensors can run
             return torch.empty(0, dtype=tensor.dtype).set_(known, tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def knows_all(self, storages: Iterable[torch.UntypedStorage]) -> bool:

@@ -101,6 +101,11 @@ def summed(model, batch):
     return cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten(), reduction="sum")
 
 
+def masked(model, batch):
+    mask = torch.vmap(torch.vmap(lambda id: id.new_ones((), dtype=torch.bool) & id.ge(5)))(batch["input_ids"])
+    return (model(batch["input_ids"]).pow(2).sum(-1) * mask).sum()
+
+
 def contrasted(model, batch):
     pooled = model(batch["input_ids"]).mean(dim=1)
     return cross_entropy(pooled @ pooled.T, torch.arange(len(pooled)), reduction="sum")
@@ -110,6 +115,7 @@ LOSSES = {
     "divided": (lambda model, batch, items: summed(model, batch) / items, LossKind.SHARE),
     "divided by a number": (lambda model, batch, items: summed(model, batch) / items.item(), LossKind.SHARE),
     "divided before the sum": (lambda model, batch, items: (model(batch["input_ids"]).pow(2) / items).sum(), LossKind.SHARE),
+    "masked by a vmap": (lambda model, batch, items: masked(model, batch) / items, LossKind.SHARE),
     "a mean": (lambda model, batch, items: summed(model, batch) / batch["labels"].ne(-100).sum(), LossKind.WHOLE),
     "a mean divided": (lambda model, batch, items: summed(model, batch) / batch["labels"].numel() / items, LossKind.MIXED),
     "divided, and a small mean": (
