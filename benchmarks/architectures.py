@@ -2,10 +2,10 @@
 
     python -m benchmarks.architectures [--only NAME ...] [--markdown FILE]
 
-Each model class is tried twice. In its default configuration it is described without weights and planned for H100 machines, under a memory
-limit half-way between the least possible one and what data parallelism needs. As a tiny model it is trained with two processes on the CPU
-in float64: two AdamW steps with clipping under a plan that gives neighbouring units different layouts, compared with one process.
-The exit code is 1 if one of the two fails.
+Each model class is tried twice. In its default configuration it is described without weights and planned for H100
+machines, under a memory limit half-way between the least possible one and what data parallelism needs. As a tiny model
+it is trained with two processes on the CPU in float64: two AdamW steps with clipping under a plan that gives
+neighbouring units different layouts, compared with one process. The exit code is 1 if one of the two fails.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         """Return the cells of the table row."""
         peak = self.result.memory.on(self.hardware)
-        blocks = Counter(u.class_name for u in self.description.units if u.class_name in self.description.block_classes)
+        blocks = Counter(
+            u.class_name for u in self.description.units if u.class_name in self.description.block_classes
+        )
         return (
             self.name,
             _count(sum(unit.numel for unit in self.description.units)),
@@ -103,7 +105,9 @@ def tried(name: str) -> Row:
     hardware, limit, result = planned(description)
     _, trained = run_ranks(train_by_plan, 2, name)[0]
     worst = max(trained.worst_error(train_alone(name, 2)).values())
-    return Row(name=name, description=description, hardware=hardware, limit_bytes=limit, result=result, worst_error=worst)
+    return Row(
+        name=name, description=description, hardware=hardware, limit_bytes=limit, result=result, worst_error=worst
+    )
 
 
 def planned(description: ModelDescription) -> tuple[Hardware, int, SearchResult]:
@@ -111,9 +115,13 @@ def planned(description: ModelDescription) -> tuple[Hardware, int, SearchResult]
     nodes = 1
     while True:
         hardware = preset("h100", nodes=nodes, devices_per_node=8)
-        job = TrainingJob(global_batch_size=SAMPLES_PER_DEVICE * hardware.world_size, precision=Precision.named("bf16"))
+        job = TrainingJob(
+            global_batch_size=SAMPLES_PER_DEVICE * hardware.world_size, precision=Precision.named("bf16")
+        )
         least = least_memory(
-            PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=hardware.device.memory_bytes)
+            PlanningProblem(
+                description=description, hardware=hardware, job=job, memory_limit_bytes=hardware.device.memory_bytes
+            )
         )
         if least <= hardware.device.memory_bytes or nodes == MOST_NODES:
             break
@@ -124,13 +132,21 @@ def planned(description: ModelDescription) -> tuple[Hardware, int, SearchResult]
             least
             + least_memory(
                 PlanningProblem(
-                    description=description, hardware=hardware, job=job, memory_limit_bytes=hardware.device.memory_bytes, strategy="ddp"
+                    description=description,
+                    hardware=hardware,
+                    job=job,
+                    memory_limit_bytes=hardware.device.memory_bytes,
+                    strategy="ddp",
                 )
             )
         )
         // 2,
     )
-    return hardware, limit, search(PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=limit))
+    return (
+        hardware,
+        limit,
+        search(PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=limit)),
+    )
 
 
 def layouts(plan: Plan) -> str:
@@ -144,7 +160,9 @@ def layouts(plan: Plan) -> str:
 
     counts = Counter(layout(u.shard_size, u.reshard_after_forward, u.stage_size) for u in plan.units)
     recomputed = sum(unit.activations.recomputes for unit in plan.units)
-    text = ", ".join(f"{number} {name}" for name, number in counts.most_common()) + (f"; {recomputed} recomputed" if recomputed else "")
+    text = ", ".join(f"{number} {name}" for name, number in counts.most_common()) + (
+        f"; {recomputed} recomputed" if recomputed else ""
+    )
     return f"{text}; {plan.micro_batch_size} x {plan.accumulation_steps} samples"
 
 
@@ -160,7 +178,9 @@ def markdown(rows: list[Row]) -> str:
     """Return the page of the documentation."""
     lines = [" | ".join(cells) for cells in (COLUMNS, ("---",) * len(COLUMNS), *(row.cells for row in rows))]
     body = "\n".join(f"| {line} |" for line in lines)
-    return PAGE.format(table=body, versions=_versions(), tolerance=TOLERANCE, tokens=TOKENS, samples=SAMPLES_PER_DEVICE)
+    return PAGE.format(
+        table=body, versions=_versions(), tolerance=TOLERANCE, tokens=TOKENS, samples=SAMPLES_PER_DEVICE
+    )
 
 
 def _versions() -> str:
@@ -177,15 +197,20 @@ PAGE = """# Models that were tried
 The model classes that were planned and trained. Any `transformers` model whose repeated blocks can be found should work; these do. Each
 class was tried in two ways:
 
-- **With its default configuration**, on paper: described without weights, bf16, {tokens} tokens a sample, {samples} samples a device and
+- **With its default configuration**, on paper: described without weights, bf16, {tokens} tokens a sample,
+{samples} samples a device and
   step, planned for machines of 8 H100 (as many as are needed to hold the model). The limit is half-way between the least possible memory
-  and the memory of plain data parallelism, at most 80 GiB, so that the planner has to mix layouts. `peak of limit` is the estimate, the
+  and the memory of plain data parallelism, at most 80 GiB,
+  so that the planner has to mix layouts. `peak of limit` is the estimate, the
   limit and the number of devices; both include the memory that a device reserves for itself. `plan` says how many units are replicated,
-  kept from forward to backward (ZeRO-2) or freed (ZeRO-3), over how many devices; how many blocks are recomputed (wholly or by operator);
+  kept from forward to backward (ZeRO-2) or freed (ZeRO-3),
+  over how many devices; how many blocks are recomputed (wholly or by operator);
   and micro-batch x accumulation steps.
-- **Tiny**, with real weights and data: two AdamW steps with clipping on two processes, in float64, compared with one process, under a plan
+- **Tiny**, with real weights and data: two AdamW steps with clipping on two processes, in float64,
+compared with one process, under a plan
   that gives neighbouring units different layouts, recomputes some blocks and offloads others to the host.
-  `difference` is the largest absolute difference of any loss, gradient norm, parameter or buffer; the bound is {tolerance:.0e}
+  `difference` is the largest absolute difference of any loss, gradient norm,
+  parameter or buffer; the bound is {tolerance:.0e}
   (`tests/distributed/test_architectures.py`).
 
 Written by `python -m benchmarks.architectures --markdown docs/models.md` (two CPU cores, {versions},
@@ -195,11 +220,13 @@ November 2026).
 
 Special cases:
 
-- Blocks are found automatically, except for ALBERT, which runs its one layer repeatedly: `block_classes=("AlbertLayer",)`.
+- Blocks are found automatically, except for ALBERT,
+which runs its one layer repeatedly: `block_classes=("AlbertLayer",)`.
 - **Tied weights** are one unit with all their owners. Several classes of blocks (encoder and decoder) are planned together. Parameters
   outside of blocks belong to the root. Buffers are replicated, and come from rank 0 at the start.
 - **Batch norm** (ResNet) stays in float32 under bf16 and fp16: batch norms are then units of their own. Each rank normalises by its own
-  samples, as in plain data parallelism, and keeps its own running statistics; rank 0's are saved. Blocks with batch norm are not
+  samples, as in plain data parallelism,
+  and keeps its own running statistics; rank 0's are saved. Blocks with batch norm are not
   recomputed, because their statistics would be updated twice.
 - **Mixture of experts**: every expert is in its block's unit. In float64 the experts run one by one (`experts_implementation="eager"`);
   `grouped_mm`, the default, does not support float64.
@@ -207,7 +234,7 @@ Special cases:
   this comparison it computes in float64.
 - Inputs are known for text, images and log-mel spectrograms. For others, such as Wav2Vec2's waveforms, `describe` and
   `OptimalShardedDataParallel` take `inputs`.
-"""
+"""  # noqa: E501
 
 if __name__ == "__main__":
     sys.exit(main())

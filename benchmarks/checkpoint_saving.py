@@ -2,9 +2,10 @@
 
     python benchmarks/checkpoint_saving.py [--saves 5] [--layers 8] [--width 512] [--folder DIR]
 
-A GPT-2 is sharded over two gloo ranks, with AdamW and its states. Each round saves in every way in turn, with one training step between, so
-that all ways run under the same conditions. Times are from the call to its return, on the slower rank. Our functions also compute
-checksums, flush and rename the folder; Accelerate's do not. The time of the background ends when the folder has its final name.
+A GPT-2 is sharded over two gloo ranks, with AdamW and its states. Each round saves in every way in turn, with one
+training step between, so that all ways run under the same conditions. Times are from the call to its return, on the
+slower rank. Our functions also compute checksums, flush and rename the folder; Accelerate's do not. The time of the
+background ends when the folder has its final name.
 """
 
 from __future__ import annotations
@@ -72,7 +73,13 @@ def measure(folder: str, saves: int, layers: int, width: int) -> dict[str, list[
         BACKGROUND: lambda place: save(writer, place, sharded=True),
         WHOLE: lambda place: save(CheckpointWriter(), place, sharded=False),
     }
-    others = ("load, in shards", "a step", "a step beside the background", "background in all", f"{ASKED} x asking whether to stop")
+    others = (
+        "load, in shards",
+        "a step",
+        "a step beside the background",
+        "background in all",
+        f"{ASKED} x asking whether to stop",
+    )
     times: dict[str, list[float]] = {name: [] for name in (*ways, *others)}
     for number in range(saves):
         for way, write in ways.items():
@@ -110,7 +117,9 @@ def training(layers: int, width: int) -> tuple[nn.Module, torch.optim.Optimizer]
 
     torch.manual_seed(0)
     model = GPT2LMHeadModel(
-        GPT2Config(n_layer=layers, n_embd=width, n_head=8, n_positions=64, vocab_size=8192, bos_token_id=0, eos_token_id=0)
+        GPT2Config(
+            n_layer=layers, n_embd=width, n_head=8, n_positions=64, vocab_size=8192, bos_token_id=0, eos_token_id=0
+        )
     )
     for block in model.transformer.h:
         fully_shard(block)
@@ -134,7 +143,9 @@ def save_by_accelerate(place: Path, model: nn.Module, optimizer: torch.optim.Opt
     from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
-    accelerator = SimpleNamespace(process_index=dist.get_rank(), num_processes=RANKS, is_fsdp2=True, wait_for_everyone=dist.barrier)
+    accelerator = SimpleNamespace(
+        process_index=dist.get_rank(), num_processes=RANKS, is_fsdp2=True, wait_for_everyone=dist.barrier
+    )
     save_fsdp_model(plugin, accelerator, model, str(place))
     save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(place))
 
@@ -142,7 +153,9 @@ def save_by_accelerate(place: Path, model: nn.Module, optimizer: torch.optim.Opt
 def show(times: dict[str, list[float]], *, saves: int) -> None:
     """Print a table."""
     base = statistics.median(times[OURS])
-    table = Table(title=f"Seconds on {RANKS} gloo ranks, torch {torch.__version__}, {saves} rounds", title_justify="left")
+    table = Table(
+        title=f"Seconds on {RANKS} gloo ranks, torch {torch.__version__}, {saves} rounds", title_justify="left"
+    )
     table.add_column("what")
     for name in ("median", "least", "beside ours in shards"):
         table.add_column(name, justify="right")

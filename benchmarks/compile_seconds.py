@@ -1,4 +1,5 @@
-"""Measure the seconds that Inductor takes for one kind of block: first forward and backward of a compiled block, without a cache.
+"""Measure the seconds that Inductor takes for one kind of block: first forward and backward of a compiled block,
+without a cache.
 
     python benchmarks/compile_seconds.py [--device cuda]
 
@@ -22,7 +23,13 @@ from transformers import AutoModel, BertConfig, GPT2Config, LlamaConfig
 
 from hf_osdp.modeling.wrapping import compile_forward
 
-_SIZES = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 256}
+_SIZES = {
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 256,
+}
 CONFIGS = {
     "LlamaDecoderLayer": LlamaConfig(**_SIZES, intermediate_size=704, num_key_value_heads=2),
     "BertLayer": BertConfig(**_SIZES, intermediate_size=1024),
@@ -34,7 +41,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     device = parser.parse_args().device
-    for name, config in (("(warm-up)", CONFIGS["LlamaDecoderLayer"]), *CONFIGS.items()):  # the first one looks for the compiler and headers
+    for name, config in (
+        ("(warm-up)", CONFIGS["LlamaDecoderLayer"]),
+        *CONFIGS.items(),
+    ):  # the first one looks for the compiler and headers
         model = AutoModel.from_config(config).to(device)
         for module in model.modules():
             if type(module).__name__ in CONFIGS:

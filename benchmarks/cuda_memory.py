@@ -64,7 +64,9 @@ class CudaMemory:
     def limited(self, limit_bytes: int | None) -> Iterator[None]:
         """Enforce a limit; free the allocator's cache on exit, also after an error."""
         self._give_back()
-        torch.cuda.set_per_process_memory_fraction(1.0 if limit_bytes is None else min(1.0, limit_bytes / self._total), self.device)
+        torch.cuda.set_per_process_memory_fraction(
+            1.0 if limit_bytes is None else min(1.0, limit_bytes / self._total), self.device
+        )
         try:
             yield
         finally:
@@ -84,11 +86,14 @@ class CudaMemory:
         """Return the peaks since `last_step_begins`."""
         self.wait()
         return Reading(
-            allocated=torch.cuda.max_memory_allocated(self.device), reserved=torch.cuda.max_memory_reserved(self.device)
+            allocated=torch.cuda.max_memory_allocated(self.device),
+            reserved=torch.cuda.max_memory_reserved(self.device)
         )  # fmt: skip
 
     def _workspaces(self, precision: Precision) -> int:
-        """Return what cuBLAS keeps after a matrix product's forward and backward; backward uses another thread and cuBLAS handle."""
+        """Return what cuBLAS keeps after a matrix product's forward and backward; backward uses another thread and
+        cuBLAS handle.
+        """
         dtype = torch.float32 if precision.compute is None else getattr(torch, precision.compute.value)
         layer = torch.nn.Linear(1024, 1024, device=self.device, dtype=dtype)
         layer(torch.zeros(1024, 1024, device=self.device, dtype=dtype, requires_grad=True)).sum().backward()

@@ -4,16 +4,19 @@
     python benchmarks/gpu_memory.py --quick
     python benchmarks/gpu_memory.py --json gpu_memory.json
 
-With a process group that sends nothing, this process has the shards of rank 0 of 8. Layout, gathers, reductions and the optimizer are those
-of FSDP2 and torch, on the device. There are two questions:
+With a process group that sends nothing, this process has the shards of rank 0 of 8. Layout, gathers, reductions and
+the optimizer are those of FSDP2 and torch, on the device. There are two questions:
 
-1. Layouts (DDP, ZeRO-2, ZeRO-3, HSDP, mixed): the estimate against `max_memory_allocated` of a step. Aim: 1 % on average.
-2. Plans of the search under a limit that `torch.cuda.set_per_process_memory_fraction` enforces: at the least limit that the
-   planner calls feasible, and between it and what DDP needs. No such plan may run out of memory, and of a limit of 4 GiB or more
-   at least 98 % of what the margin leaves must be used. Then each limit is lowered until the step really runs out of memory.
+1. Layouts (DDP, ZeRO-2, ZeRO-3, HSDP, mixed): the estimate against `max_memory_allocated` of a step. Aim: 1 % on
+   average.
+2. Plans of the search under a limit that `torch.cuda.set_per_process_memory_fraction` enforces: at the least limit
+   that the planner calls feasible, and between it and what DDP needs. No such plan may run out of memory, and of a
+   limit of 4 GiB or more at least 98 % of what the margin leaves must be used. Then each limit is lowered until the
+   step really runs out of memory.
 
-The workspace of cuBLAS is in the same allocator; it is measured first and given to the planner as reserved memory. Without a CUDA
-device, the program says so and measures nothing. The last line is the headline; the exit code is 1 if an aim is missed.
+The workspace of cuBLAS is in the same allocator; it is measured first and given to the planner as reserved memory.
+Without a CUDA device, the program says so and measures nothing. The last line is the headline; the exit code is 1 if
+an aim is missed.
 """
 
 from __future__ import annotations
@@ -79,7 +82,8 @@ class Model:
 
 
 MODELS = {
-    "GPT-2 small": Model(config="GPT2Config", sizes={}, architecture="GPT2LMHeadModel", sequence_length=1024, samples=4),
+    "GPT-2 small": Model(config="GPT2Config", sizes={}, architecture="GPT2LMHeadModel", sequence_length=1024,
+                         samples=4),
     "GPT-2 medium": Model(
         config="GPT2Config", sizes={"n_layer": 24, "n_embd": 1024, "n_head": 16}, architecture="GPT2LMHeadModel",
         sequence_length=1024, samples=4,
@@ -137,7 +141,9 @@ class LimitRow:
     @property
     def used(self) -> float | None:
         """Return the allocated share of what the margin leaves of the limit."""
-        return None if self.allocated_bytes is None else self.allocated_bytes / (self.limit_bytes * (1 - CACHING_MARGIN))
+        return (
+            None if self.allocated_bytes is None else self.allocated_bytes / (self.limit_bytes * (1 - CACHING_MARGIN))
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +168,9 @@ def main() -> int:
         return 0
     layouts: list[LayoutRow] = []
     limits: list[LimitRow] = []
-    for name, precision in itertools.product(*(("GPT-2 small",), ("bf16",)) if options.quick else (MODELS, PRECISIONS)):
+    for name, precision in itertools.product(
+        *(("GPT-2 small",), ("bf16",)) if options.quick else (MODELS, PRECISIONS)
+    ):
         # One process for each, because a failed step leaves memory in the allocator.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             chosen = (("zero3", "mixed"), (0.0,)) if options.quick else (LAYOUTS, BETWEEN)
@@ -172,7 +180,8 @@ def main() -> int:
         show(*found)
     if options.json:
         content = {
-            "device": torch.cuda.get_device_name(), "torch": torch.__version__, "transformers": transformers.__version__,
+            "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+            "transformers": transformers.__version__,
             "layouts": [asdict(row) | {"error": row.error} for row in layouts],
             "limits": [asdict(row) | {"used": row.used} for row in limits],
         }  # fmt: skip
@@ -201,7 +210,10 @@ def measure(
     """Return all rows of a setting. Needs a process group of `WORLD` ranks that sends nothing."""
     return (
         [measure_layout(setting, memory, layout) for layout in layouts],
-        [measure_limit(setting, memory, part, limit, walks=walks) for part, limit in limits_of(setting, memory, between)],
+        [
+            measure_limit(setting, memory, part, limit, walks=walks)
+            for part, limit in limits_of(setting, memory, between)
+        ],
     )
 
 
@@ -217,7 +229,9 @@ def setting_of(name: str, model: Model, precision: str, device: torch.device) ->
     empty = build_on_meta(config)
     inputs = training_batch(empty, model.sequence_length)
     trial = Trial(model=empty, units=description.units, job=job, inputs=inputs, device=device)
-    return Setting(name=name, precision=precision, description=description, job=job, trial=trial, meshes=Meshes(device.type))
+    return Setting(
+        name=name, precision=precision, description=description, job=job, trial=trial, meshes=Meshes(device.type)
+    )
 
 
 def measure_layout(setting: Setting, memory: Memory, layout: str) -> LayoutRow:
@@ -228,16 +242,24 @@ def measure_layout(setting: Setting, memory: Memory, layout: str) -> LayoutRow:
         model=setting.name,
         precision=setting.precision,
         layout=layout,
-        estimated_bytes=estimate_plan(plan, setting.description, setting.job).memory.peak_bytes + memory.workspace_bytes,
+        estimated_bytes=estimate_plan(plan, setting.description, setting.job).memory.peak_bytes
+        + memory.workspace_bytes,
         allocated_bytes=None if reading is None else reading.allocated,
         reserved_bytes=None if reading is None else reading.reserved,
     )
 
 
-def measure_limit(setting: Setting, memory: Memory, between: float, limit_bytes: int, *, walks: bool = True) -> LimitRow:
+def measure_limit(
+    setting: Setting, memory: Memory, between: float, limit_bytes: int, *, walks: bool = True
+) -> LimitRow:
     """Measure the search's plan at its limit and, with `walks`, find the lowest limit under which it still runs."""
     plan = search(
-        PlanningProblem(description=setting.description, hardware=hardware_of(memory), job=setting.job, memory_limit_bytes=limit_bytes)
+        PlanningProblem(
+            description=setting.description,
+            hardware=hardware_of(memory),
+            job=setting.job,
+            memory_limit_bytes=limit_bytes,
+        )
     ).plan
     reading = attempt(plan, setting, memory, limit_bytes)
     return LimitRow(
@@ -294,7 +316,8 @@ def attempt(plan: Plan, setting: Setting, memory: Memory, limit_bytes: int | Non
 
 
 def lowest_limit(survives: Callable[[int], bool], start: int, most: int, *, fits: bool) -> int | None:
-    """Return the lowest limit under which a step runs, to within `RESOLUTION`; search down from `start` if it fits, else up.
+    """Return the lowest limit under which a step runs, to within `RESOLUTION`; search down from `start` if it fits,
+    else up.
 
     Args:
         survives: returns whether a step runs under this number of bytes.
@@ -333,7 +356,8 @@ def headline(layouts: Sequence[LayoutRow], limits: Sequence[LimitRow]) -> tuple[
         else f"at least {used:.1%} used of limits from 4 GiB less the margin (aim {AIM_USED:.0%})"
     )
     line = (
-        f"estimate off by {mean:.2%} on average (aim {AIM_ERROR:.0%}), {worst:.2%} at worst, over {len(errors)} of {len(layouts)} layouts;"
+        f"estimate off by {mean:.2%} on average (aim {AIM_ERROR:.0%}), {worst:.2%} at worst, over {len(errors)} of"
+        f" {len(layouts)} layouts;"
         f" {failed} of {len(limits)} feasible plans ran out of memory (aim 0); {share}"
     )
     return line, met
@@ -343,26 +367,38 @@ def headline(layouts: Sequence[LayoutRow], limits: Sequence[LimitRow]) -> tuple[
 
 
 def hardware_of(memory: Memory) -> Hardware:
-    """Return hardware of eight such devices, with the margin of every run on CUDA, because the limit is on reserved bytes.
+    """Return hardware of eight such devices, with the margin of every run on CUDA, because the limit is on reserved
+    bytes.
 
     Only the libraries' workspaces share the allocator, because the process group has no communicator.
     """
     hardware = preset("h100", devices_per_node=WORLD)
-    device = replace(hardware.device, memory_bytes=memory.total_bytes, reserved_bytes=memory.workspace_bytes, communicator_bytes=0)
+    device = replace(
+        hardware.device, memory_bytes=memory.total_bytes, reserved_bytes=memory.workspace_bytes, communicator_bytes=0
+    )
     return replace(hardware, device=device, host=None)  # only the device's memory is compared
 
 
 def plan_of(setting: Setting, layout: str) -> Plan:
     """Return a plan with one layout for all units; `mixed` alternates layouts."""
     batch = Batch(micro_batch_size=setting.job.micro_batch_size, accumulation_steps=1)
-    strategy, hardware = Strategy({"zero3": "fsdp", "mixed": "osdp"}.get(layout, layout)), preset("h100", devices_per_node=WORLD)
+    strategy, hardware = (
+        Strategy({"zero3": "fsdp", "mixed": "osdp"}.get(layout, layout)),
+        preset("h100", devices_per_node=WORLD),
+    )
     job = replace(setting.job, recompute=False, host_offload=False, offload_activations=False)
     problem = PlanningProblem(
-        description=setting.description, hardware=hardware, job=job, memory_limit_bytes=hardware.device.memory_bytes, strategy=strategy
+        description=setting.description,
+        hardware=hardware,
+        job=job,
+        memory_limit_bytes=hardware.device.memory_bytes,
+        strategy=strategy,
     )
     spaces = search_spaces(problem, batch)
     space = spaces[len(spaces) // 2]
-    choices = [options[3 * index % len(options)] if layout == "mixed" else options[0] for index, options in enumerate(space)]
+    choices = [
+        options[3 * index % len(options)] if layout == "mixed" else options[0] for index, options in enumerate(space)
+    ]
     return Plan.of(setting.description, choices, batch, world_size=WORLD, strategy=layout)
 
 
@@ -387,7 +423,11 @@ def show(layouts: Sequence[LayoutRow], limits: Sequence[LimitRow]) -> None:
         print(f"{row.model:<13}{row.precision:<6}{row.layout:<8}{_text(row.estimated_bytes):>11}{_text(row.allocated_bytes):>11}"
               f"{_text(row.reserved_bytes):>11}{error:>9}")  # fmt: skip
     names = ("limit", "planned", "allocated", "reserved", "used", "survives")
-    print(f"\n{'model':<13}{'dtype':<6}" + "".join(f"{name:>{8 if name == 'used' else 11}}" for name in names) + "  outcome")
+    print(
+        f"\n{'model':<13}{'dtype':<6}"
+        + "".join(f"{name:>{8 if name == 'used' else 11}}" for name in names)
+        + "  outcome"
+    )
     for row in limits:
         sizes = (row.limit_bytes, row.planned_bytes, row.allocated_bytes, row.reserved_bytes)
         used = "-" if row.used is None else f"{row.used:.1%}"

@@ -2,8 +2,8 @@
 
     python benchmarks/least_memory.py
 
-Nothing is measured. Devices and links are presets from data sheets, and the host has 96 GiB and PCIe 4.0 x16 for each device.
-Parameters, gradients and activations stay on the devices.
+Nothing is measured. Devices and links are presets from data sheets, and the host has 96 GiB and PCIe 4.0 x16 for each
+device. Parameters, gradients and activations stay on the devices.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ HOST = HostSpec(
 
 def described(hardware: Hardware, pieces: int) -> ModelDescription:
     return describe(
-        LLAMA_3_8B, sequence_length=LENGTH, device_type="cuda", compute_dtype=DType.BFLOAT16, split=ModelSplit(loss_pieces=pieces),
+        LLAMA_3_8B, sequence_length=LENGTH, device_type="cuda", compute_dtype=DType.BFLOAT16,
+        split=ModelSplit(loss_pieces=pieces),
         capability=hardware.device.capability,
     )  # fmt: skip
 
@@ -71,14 +72,23 @@ def table_of(title: str, *names: str) -> Table:
 
 def main() -> None:
     precision = Precision.named("bf16")
-    plain = table_of(f"Llama-3-8B, {LENGTH} tokens, bf16, RTX 4090 (24 GiB), {SAMPLES} samples a step", "logits", "optimizer")
+    plain = table_of(
+        f"Llama-3-8B, {LENGTH} tokens, bf16, RTX 4090 (24 GiB), {SAMPLES} samples a step", "logits", "optimizer"
+    )
     for devices in (8, 2):
         hardware = replace(preset("rtx-4090", devices_per_node=devices), host=HOST)
         for pieces in (1, PIECES):
             description = described(hardware, pieces)
             for name, (optimizer, away) in OPTIMIZERS.items():
-                job = TrainingJob(global_batch_size=SAMPLES, precision=precision, optimizer=optimizer, offload_optimizer=away)
-                plain.add_row(str(devices), "whole" if pieces == 1 else f"{pieces} pieces", name, *row(description, hardware, job))
+                job = TrainingJob(
+                    global_batch_size=SAMPLES, precision=precision, optimizer=optimizer, offload_optimizer=away
+                )
+                plain.add_row(
+                    str(devices),
+                    "whole" if pieces == 1 else f"{pieces} pieces",
+                    name,
+                    *row(description, hardware, job),
+                )
     Console(width=100).print(plain)
 
 

@@ -1,8 +1,10 @@
-"""Plot estimated tokens per second against the memory limit, for the planner's choice and common strategies (figure of the README).
+"""Plot estimated tokens per second against the memory limit, for the planner's choice and common strategies (figure of
+the README).
 
     python benchmarks/limits.py --plot docs/images/limits.png --csv docs/data/limits.csv
 
-Nothing is measured. Devices and links are presets from data sheets. Every strategy has its own best batch at every limit.
+Nothing is measured. Devices and links are presets from data sheets. Every strategy has its own best batch at every
+limit.
 """
 
 from __future__ import annotations
@@ -25,14 +27,22 @@ from hf_osdp.report.plots import check_plot_path, save_chart
 
 GIB = 2**30
 LLAMA_3_8B = LlamaConfig(
-    hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336, vocab_size=128256,
+    hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336,
+    vocab_size=128256,
     max_position_embeddings=8192, architectures=["LlamaForCausalLM"],
 )  # fmt: skip
 QWEN_3_1_7B = Qwen3Config(
-    hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128, intermediate_size=6144,
+    hidden_size=2048, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+    intermediate_size=6144,
     vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"],
 )  # fmt: skip
-PLANNED, FSDP, RECOMPUTED, HSDP, DDP = "hf_osdp", "FSDP2 as it comes", "FSDP2, all recomputed", "HSDP, all recomputed", "DDP"
+PLANNED, FSDP, RECOMPUTED, HSDP, DDP = (
+    "hf_osdp",
+    "FSDP2 as it comes",
+    "FSDP2, all recomputed",
+    "HSDP, all recomputed",
+    "DDP",
+)
 _BF16 = Precision.named("bf16")
 
 
@@ -57,7 +67,9 @@ class Case:
             capability=hardware.device.capability,
         )  # fmt: skip
         job = TrainingJob(global_batch_size=self.global_batch_size, precision=_BF16)
-        asked = PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=self.limits_gib[-1] * GIB)
+        asked = PlanningProblem(
+            description=description, hardware=hardware, job=job, memory_limit_bytes=self.limits_gib[-1] * GIB
+        )
         recomputed = as_scripts_run(asked, recompute=True)
         lines = {
             PLANNED: asked,
@@ -73,8 +85,10 @@ class Case:
                 except InfeasibleError:
                     continue
                 yield {
-                    "case": self.title, "strategy": name, "limit_gib": limit, "peak_gib": round((plan.peak_bytes or 0) / GIB, 2),
-                    "micro_batch": plan.micro_batch_size, "tokens_per_s": round((plan.samples_per_s or 0) * self.sequence_length),
+                    "case": self.title, "strategy": name, "limit_gib": limit,
+                    "peak_gib": round((plan.peak_bytes or 0) / GIB, 2),
+                    "micro_batch": plan.micro_batch_size,
+                    "tokens_per_s": round((plan.samples_per_s or 0) * self.sequence_length),
                 }  # fmt: skip
 
 
@@ -107,17 +121,27 @@ def chart(rows: list[dict[str, str | int | float]]) -> alt.HConcatChart:
     for case in CASES:
         own = [row for row in rows if row["case"] == case.title]
         limits = [float(row["limit_gib"]) for row in own]
-        x = alt.X("limit_gib:Q", title="memory limit, GiB of each device", scale=alt.Scale(domain=[min(limits), max(limits)], nice=False))
+        x = alt.X(
+            "limit_gib:Q",
+            title="memory limit, GiB of each device",
+            scale=alt.Scale(domain=[min(limits), max(limits)], nice=False),
+        )
         y = alt.Y("tokens_per_s:Q", title="tokens/s, estimated", axis=alt.Axis(format="~s"))
         present = [name for name in _COLORS if any(row["strategy"] == name for row in own)]
         scale = alt.Scale(domain=present, range=[_COLORS[name] for name in present])
-        color = alt.Color("strategy:N", title=None, scale=scale, legend=alt.Legend(orient="bottom", columns=4, labelLimit=300))
+        color = alt.Color(
+            "strategy:N", title=None, scale=scale, legend=alt.Legend(orient="bottom", columns=4, labelLimit=300)
+        )
         line = alt.Chart({"values": own}).mark_line(interpolate="step-after", strokeWidth=3, point={"size": 40})
         about = f"{case.sequence_length} tokens a sample, {case.global_batch_size} samples a step, bf16, AdamW"
         title = alt.TitleParams(case.title, subtitle=about, anchor="start")
         panels.append(line.encode(x=x, y=y, color=color).properties(width=430, height=280, title=title))
     both = alt.hconcat(*panels, spacing=30)
-    return both.configure_axis(labelFontSize=12, titleFontSize=12).configure_legend(labelFontSize=12).configure_view(stroke=None)
+    return (
+        both.configure_axis(labelFontSize=12, titleFontSize=12)
+        .configure_legend(labelFontSize=12)
+        .configure_view(stroke=None)
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -125,7 +149,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the plot to this .png, .svg or .html file")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the figures to this file")
-    parser.add_argument("--read", type=Path, metavar="FILE", help="plot the figures of an earlier --csv instead of searching")
+    parser.add_argument(
+        "--read", type=Path, metavar="FILE", help="plot the figures of an earlier --csv instead of searching"
+    )
     options = parser.parse_args(arguments)
     if options.plot:
         check_plot_path(options.plot)

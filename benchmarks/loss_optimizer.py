@@ -2,9 +2,10 @@
 
     python benchmarks/loss_optimizer.py [--quick] [--json FILE]
 
-The program starts the ranks itself. For small models of GPT-2 and Llama-3 with the full vocabularies, a plan of full sharding is trained in
-each of these ways at two or three batch sizes, one step of each in turn. The exit code is 1 if an aim is missed: at the same batch, a step
-with the loss in pieces takes at most 1.05 times as long, and peaks are estimated to 1 % on average and 3 % at worst.
+The program starts the ranks itself. For small models of GPT-2 and Llama-3 with the full vocabularies, a plan of full
+sharding is trained in each of these ways at two or three batch sizes, one step of each in turn. The exit code is 1 if
+an aim is missed: at the same batch, a step with the loss in pieces takes at most 1.05 times as long, and peaks are
+estimated to 1 % on average and 3 % at worst.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ _COMMON = {"experiment": 1, "sequence_length": LENGTH, "limit_bytes": None, "dev
 CASES = (
     Case(
         name="GPT-2 4 x 256", config_class="GPT2Config", architecture="GPT2LMHeadModel", **_COMMON,
-        sizes={**_IDS, "n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": LENGTH, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
+        sizes={**_IDS, "n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": LENGTH, "attn_pdrop": 0.0,
+               "resid_pdrop": 0.0,
                "embd_pdrop": 0.0},
     ),
     Case(
@@ -106,7 +108,10 @@ def main() -> int:
     ratios = [row["ratio"] for row in rows if row["way"] == WAYS[1].name]
     mean, worst = statistics.mean(errors), max(errors)
     print(f"peaks: mean error {mean:.2%}, worst {worst:.2%} (aims: {MEAN_ERROR:.0%}, {WORST_ERROR:.0%})")
-    print(f"step with the loss in {PIECES} pieces / whole logits: {min(ratios):.2f} to {max(ratios):.2f} (aim: at most {SLOWER})")
+    print(
+        f"step with the loss in {PIECES} pieces / whole logits: {min(ratios):.2f} to {max(ratios):.2f} (aim: at most"
+        f" {SLOWER})"
+    )
     return 0 if max(ratios) <= SLOWER and mean <= MEAN_ERROR and worst <= WORST_ERROR else 1
 
 
@@ -133,7 +138,8 @@ def measure(case: Case, samples: int, rounds: int) -> list[dict]:
     for way in WAYS:
         description = describe(config, sequence_length=LENGTH, split=ModelSplit(loss_pieces=way.pieces))
         job = TrainingJob(
-            global_batch_size=RANKS * samples, micro_batch_size=samples, recompute=False, optimizer=OPTIMIZERS[way.optimizer],
+            global_batch_size=RANKS * samples, micro_batch_size=samples, recompute=False,
+            optimizer=OPTIMIZERS[way.optimizer],
         )  # fmt: skip
         plans[way] = plan_of(description, job)
         model = build_on_meta(config)
@@ -150,7 +156,8 @@ def measure(case: Case, samples: int, rounds: int) -> list[dict]:
     whole_s = statistics.median(steps[WAYS[0]])
     return [
         {
-            "model": case.name, "samples": samples, "way": way.name, "peak_bytes": peaks[way], "estimated_bytes": plans[way].peak_bytes,
+            "model": case.name, "samples": samples, "way": way.name, "peak_bytes": peaks[way],
+            "estimated_bytes": plans[way].peak_bytes,
             "step_s": statistics.median(steps[way]), "ratio": statistics.median(steps[way]) / whole_s,
         }
         for way in WAYS
@@ -161,7 +168,9 @@ def plan_of(description: ModelDescription, job: TrainingJob) -> Plan:
     """Return a plan of full sharding, so that the ways differ in nothing else."""
     hardware = preset("cpu", devices_per_node=RANKS)
     return search(
-        PlanningProblem(description=description, hardware=hardware, job=job, memory_limit_bytes=2**45, strategy=Strategy.FSDP)
+        PlanningProblem(
+            description=description, hardware=hardware, job=job, memory_limit_bytes=2**45, strategy=Strategy.FSDP
+        )
     ).plan
 
 
@@ -172,7 +181,8 @@ def show(rows: list[dict]) -> None:
     for row in rows:
         table.add_row(
             row["model"], str(row["samples"]), row["way"], format_bytes(row["peak_bytes"]),
-            f"{row['estimated_bytes'] / row['peak_bytes'] - 1:+.2%}", format_seconds(row["step_s"]), f"{row['ratio']:.3f}",
+            f"{row['estimated_bytes'] / row['peak_bytes'] - 1:+.2%}", format_seconds(row["step_s"]),
+            f"{row['ratio']:.3f}",
         )  # fmt: skip
     Console(width=100).print(table)
 

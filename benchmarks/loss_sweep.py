@@ -1,12 +1,13 @@
-"""Train every class of transformers that takes labels by a plan with smaller micro-batches, and compare with the stock Trainer.
+"""Train every class of transformers that takes labels by a plan with smaller micro-batches, and compare with the stock
+Trainer.
 
     python -m benchmarks.loss_sweep [--only NAME ...] [--part I/N] [--out FILE]
     python -m benchmarks.loss_sweep --markdown docs/loss_sweep.md FILE ...
 
-A scan finds the classes; each is built with a small configuration, made by rules for the names of its fields. It trains two steps of 8
-samples in float64, in one process: under the stock Trainer, and under a plan. If the planner may choose the micro-batch, the memory limit
-is between what micro-batches of 4 and of 8 samples need at least. Losses and gradient norms must agree within 1e-9. The exit code is 1 if
-a class trains unequal.
+A scan finds the classes; each is built with a small configuration, made by rules for the names of its fields. It
+trains two steps of 8 samples in float64, in one process: under the stock Trainer, and under a plan. If the planner may
+choose the micro-batch, the memory limit is between what micro-batches of 4 and of 8 samples need at least. Losses and
+gradient norms must agree within 1e-9. The exit code is 1 if a class trains unequal.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ SECONDS = 45
 """CPU time limit of a class."""
 _OSDP = {"hardware": "cpu", "compare": False, "operator_splitting": False, "recompute": False}
 _SIZES: dict[str, int] = {
-    r"(hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|word_embed_proj_dim|attention_hidden_size|projection_dim|lru_width)": 32,
+    r"(hidden_size|d_model|n_embd|dim|embed_dim|embedding_size|word_embed_proj_dim|attention_hidden_size|projection_dim|lru_width)": 32,  # noqa: E501
     r"(.*intermediate_size|.*ffn_dim|d_ff|hidden_dim|n_inner|ffn_hidden_size|.*intermediate_dim)": 64,
     r"(num_.*layers|n_layers?|(encoder|decoder)_layers|layers|num_blocks|depth)": 2,
     r"(.*attention_heads|n_heads?|num_heads|num_key_value_heads|multi_query_group_num|.*num_kv_heads)": 2,
-    r"(head_dim|d_kv|d_head|attention_head_size|.*v_head_dim|qk_nope_head_dim|kv_channels|q_lora_rank|kv_lora_rank)": 16,
+    r"(head_dim|d_kv|d_head|attention_head_size|.*v_head_dim|qk_nope_head_dim|kv_channels|q_lora_rank|kv_lora_rank)": 16,  # noqa: E501
     r"qk_rope_head_dim": 8,
     r".*vocab_size": VOCABULARY,
     r"(max_.*positions?(_embeddings)?|n_positions)": 64,
@@ -87,12 +88,16 @@ def classes() -> Iterator[str]:
                 yield name
 
 
-# ------------------------------------------------------------------------------------------------- small models and data
+# ------------------------------------------------------------------------------------------------- small models and
+# data
 
 
 def shrink(config: PreTrainedConfig) -> None:
     """Make a configuration and those inside it small, without dropout and other random choices."""
-    layers = max((v for k, v in vars(config).items() if isinstance(v, int) and re.fullmatch(r"num_hidden_layers|n_layers?", k)), default=0)
+    layers = max(
+        (v for k, v in vars(config).items() if isinstance(v, int) and re.fullmatch(r"num_hidden_layers|n_layers?", k)),
+        default=0,
+    )
     spare = iter(range(VOCABULARY - 1, 0, -1))
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
@@ -150,7 +155,9 @@ def rows_of(model: PreTrainedModel) -> list[dict[str, Any]]:
     count = SAMPLES * STEPS
     batch = {
         name: value
-        for name, value in training_batch(model, WAVE if model.main_input_name == "input_values" else TOKENS)(count).items()
+        for name, value in training_batch(model, WAVE if model.main_input_name == "input_values" else TOKENS)(
+            count
+        ).items()
         if isinstance(value, torch.Tensor)
     }
     for name, value in batch.items():
@@ -176,14 +183,20 @@ def rows_of(model: PreTrainedModel) -> list[dict[str, Any]]:
     raise ValueError(problems[0] if problems else "no labels")
 
 
-def _possible_labels(model: Any, usual: torch.Tensor | None, made: torch.Generator, count: int) -> Iterator[torch.Tensor]:
+def _possible_labels(
+    model: Any, usual: torch.Tensor | None, made: torch.Generator, count: int
+) -> Iterator[torch.Tensor]:
     """Yield labels of several shapes: tokens of which some are ignored, classes, numbers, maps and pictures."""
     kind, most = type(model).__name__, getattr(model.config, "num_labels", None) or 2
     if usual is not None and not usual.is_floating_point():
         known = min(VOCABULARY, getattr(model.config, "vocab_size", None) or VOCABULARY)
-        ids = torch.randint(0, most if usual.dim() == 1 or "TokenClass" in kind else known, usual.shape, generator=made)
+        ids = torch.randint(
+            0, most if usual.dim() == 1 or "TokenClass" in kind else known, usual.shape, generator=made
+        )
         if usual.dim() > 1 and "CTC" not in kind:
-            ignored = torch.rand(usual.shape, generator=made) < torch.linspace(0.1, 0.6, count).view(-1, *[1] * (usual.dim() - 1))
+            ignored = torch.rand(usual.shape, generator=made) < torch.linspace(0.1, 0.6, count).view(
+                -1, *[1] * (usual.dim() - 1)
+            )
             ignored[:, -1] = False
             yield ids.masked_fill(ignored, -100)
         yield ids.clamp(min=3) if "CTC" in kind else ids
@@ -214,7 +227,10 @@ class InDouble(TorchFunctionMode):
         if func is torch.Tensor.float:
             return args[0].double()
         args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        return func(*args, **{name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()})
+        return func(
+            *args,
+            **{name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()},
+        )
 
 
 class Recorded:
@@ -235,9 +251,15 @@ class Ours(Recorded, hf_osdp.Trainer):
 
 
 def trainer_of(cls: type, name: str, rows: Any, folder: str, **given: Any) -> Any:
-    options: dict[str, Any] = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "remove_unused_columns": False}
+    options: dict[str, Any] = {
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "remove_unused_columns": False,
+    }
     args = TrainingArguments(
-        folder, max_steps=STEPS, logging_steps=1, optim="sgd", learning_rate=0.01, use_cpu=True, per_device_train_batch_size=SAMPLES,
+        folder, max_steps=STEPS, logging_steps=1, optim="sgd", learning_rate=0.01, use_cpu=True,
+        per_device_train_batch_size=SAMPLES,
         bf16=False, logging_nan_inf_filter=False, seed=5, **options,
     )  # fmt: skip
     return cls(model=built(name), args=args, train_dataset=rows, data_collator=collated, **given)
@@ -248,7 +270,10 @@ def figures(trainer: Any) -> list[float]:
     torch.manual_seed(7)
     with InDouble():
         trainer.train()
-    return [*trainer.losses.values(), *(entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry)]
+    return [
+        *trainer.losses.values(),
+        *(entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry),
+    ]
 
 
 @contextmanager
@@ -342,7 +367,9 @@ def sweep(names: list[str], report: Callable[[Result], None]) -> None:
 def markdown(results: list[Result]) -> str:
     """Return the page of the documentation."""
     counts = Counter(result.outcome for result in results)
-    outcomes = "\n".join(f"| {name} | {counts[name]} |" for name in ("equal", "kept", "unequal", "refused", "not built"))
+    outcomes = "\n".join(
+        f"| {name} | {counts[name]} |" for name in ("equal", "kept", "unequal", "refused", "not built")
+    )
     worst = max((result.worst for result in results if result.outcome in ("equal", "kept")), default=0.0)
     reasons = Counter(_reason(result.detail) for result in results if result.outcome == "not built")
     versions = package_versions()
@@ -373,7 +400,10 @@ def _reason(detail: str) -> str:
         "DescriptionError": "inputs of another kind than text, images or sounds",
         "differ from run": "the stock Trainer's own results differ from run to run, or are not finite",
     }
-    return next((kind for text, kind in kinds.items() if text in detail), "the generic configuration or batch does not suit the class")
+    return next(
+        (kind for text, kind in kinds.items() if text in detail),
+        "the generic configuration or batch does not suit the class",
+    )
 
 
 PAGE = """# Losses under smaller micro-batches
@@ -386,8 +416,10 @@ process, under a memory limit that micro-batches of 8 do not meet. Which micro-b
 | --- | --- |
 {outcomes}
 
-`equal`: the planner ran smaller micro-batches. `kept`: the loss does not add up over micro-batches, so these stay as the arguments have
-them. `refused`: an error in one line, before training. `not built`: no small model or batch was made by the generic rules, or the stock
+`equal`: the planner ran smaller micro-batches. `kept`: the loss does not add up over micro-batches,
+so these stay as the arguments have
+them. `refused`: an error in one line,
+before training. `not built`: no small model or batch was made by the generic rules, or the stock
 Trainer failed on it.
 
 {tried} of the {found} classes that the scan finds were tried so far. Written by `python -m benchmarks.loss_sweep --out FILE`
@@ -407,7 +439,7 @@ Trainer failed on it.
 | reason | classes |
 | --- | --- |
 {reasons}
-"""
+"""  # noqa: E501
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -415,7 +447,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="classes to try; default: all that the scan finds")
     parser.add_argument("--part", metavar="I/N", default="1/1", help="try only the I-th of N parts of the classes")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="append a line of JSON for each class; classes already there are left out")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="append a line of JSON for each class; classes already there are left out",
+    )
     parser.add_argument("--markdown", nargs="+", type=Path, metavar="FILE", help="write a page from files of results")
     options = parser.parse_args(arguments)
     if options.markdown:
@@ -430,7 +467,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     def report(result: Result) -> None:
         results.append(result)
-        print(f"{result.name}: {result.outcome} {result.micro_batch_size} {result.worst:.1e} {result.detail}", file=sys.stderr, flush=True)
+        print(
+            f"{result.name}: {result.outcome} {result.micro_batch_size} {result.worst:.1e} {result.detail}",
+            file=sys.stderr,
+            flush=True,
+        )
         if options.out:
             with options.out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(result)) + "\n")

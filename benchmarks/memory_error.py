@@ -3,13 +3,14 @@
     python benchmarks/memory_error.py [--quick] [--only layouts|ways] [--models NAME ...] [--sample N] [--jobs N] [--json FILE]
         [--markdown FILE] [--csv FILE]
 
-Thirteen models, worlds of 2, 8 and 64 devices, seven layouts, float32 and bfloat16, with and without activation checkpointing;
-kernels and allocation granularity as on CUDA, dropout as the configurations have it, 4 samples of up to 512 tokens.
-Beside these layouts, on 8 and 64 devices, the other ways to fit: all blocks recomputed under ZeRO-3; every decision in turn
-(layout, recomputation, states and activations on the host, gradients held over three micro-steps); and of models of 4 blocks,
-operator units, operators in slices, and a vocabulary projection in 4 slices with its loss, untied or tied.
-The aim: mean error at most 0.5 %, worst at most 3 %, never more than 1 % under. Exit code 1 where it is missed.
-"""
+Thirteen models, worlds of 2, 8 and 64 devices, seven layouts, float32 and bfloat16, with and without activation
+checkpointing; kernels and allocation granularity as on CUDA, dropout as the configurations have it, 4 samples of up to
+512 tokens. Beside these layouts, on 8 and 64 devices, the other ways to fit: all blocks recomputed under ZeRO-3; every
+decision in turn (layout, recomputation, states and activations on the host, gradients held over three micro-steps);
+and of models of 4 blocks, operator units, operators in slices, and a vocabulary projection in 4 slices with its loss,
+untied or tied. The aim: mean error at most 0.5 %, worst at most 3 %, never more than 1 % under. Exit code 1 where it
+is missed.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -63,17 +64,20 @@ MODELS = {
     "GPT-2 xl": ("GPT2LMHeadModel", "GPT2Config", {"n_layer": 48, "n_embd": 1600, "n_head": 25}),
     "BERT base": ("BertForMaskedLM", "BertConfig", {}),
     "BERT large": ("BertForMaskedLM", "BertConfig",
-                   {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}),
+                   {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+                    "intermediate_size": 4096}),
     "T5 base": ("T5ForConditionalGeneration", "T5Config",
                 {"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_decoder_layers": 12, "num_heads": 12}),
     "OPT 1.3B": ("OPTForCausalLM", "OPTConfig",
-                 {"hidden_size": 2048, "ffn_dim": 8192, "num_hidden_layers": 24, "num_attention_heads": 32, "word_embed_proj_dim": 2048}),
+                 {"hidden_size": 2048, "ffn_dim": 8192, "num_hidden_layers": 24, "num_attention_heads": 32,
+                  "word_embed_proj_dim": 2048}),
     "Llama 1B": ("LlamaForCausalLM", "LlamaConfig",
                  {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
                   "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True}),
     "ViT base": ("ViTForImageClassification", "ViTConfig", {"num_labels": 1000}),
     "Mixtral 8 experts": ("MixtralForCausalLM", "MixtralConfig",
-                          {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8, "num_attention_heads": 16,
+                          {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 8,
+                           "num_attention_heads": 16,
                            "num_key_value_heads": 4}),
     "CLIP base": ("CLIPModel", "CLIPConfig", {}),
     "Recurrent Gemma": ("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig",
@@ -81,13 +85,16 @@ MODELS = {
                          "num_attention_heads": 8, "vocab_size": 32000}),
     "plain module": (None, None, {}),
 }  # fmt: skip
-"""Class, configuration class and changes to its defaults: published sizes, and smaller models of other kinds (experts with fewer rows than
-ranks, large parameters in the root, states kept by modules). `PlainModel` has neither class."""
+"""Class, configuration class and changes to its defaults: published sizes, and smaller models of other kinds (experts
+with fewer rows than ranks, large parameters in the root, states kept by modules). `PlainModel` has neither class."""
 WORLDS = (2, 8, 64)
 PER_NODE = {2: 2, 8: 4, 64: 8}
 """Ranks per node, for two-stage collectives."""
 LAYOUTS = ("ddp", "zero2", "zero3", "two_stage", "hsdp", "mixed", "osdp")
-"""Layouts. `mixed` alternates choices between units; `osdp` is the search's plan half-way between the least memory and DDP's."""
+"""Layouts.
+
+`mixed` alternates choices between units; `osdp` is the search's plan half-way between the least memory and DDP's.
+"""
 WAYS = ("recompute", "mixed_ways")
 """Layouts with other decisions for units; the second has three micro-steps."""
 SPLITS = {
@@ -108,7 +115,9 @@ class PlainModel(nn.Module):
     def __init__(self, *, vocabulary: int = 100_000, width: int = 512, blocks: int = 6) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, 100)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True) for _ in range(blocks))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 8, 4 * width, batch_first=True) for _ in range(blocks)
+        )
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         hidden = self.embedding(tokens)
@@ -118,7 +127,10 @@ class PlainModel(nn.Module):
 
     @staticmethod
     def inputs(samples: int) -> dict[str, torch.Tensor]:
-        return {"tokens": torch.zeros(samples, TOKENS, dtype=torch.long), "labels": torch.zeros(samples, dtype=torch.long)}
+        return {
+            "tokens": torch.zeros(samples, TOKENS, dtype=torch.long),
+            "labels": torch.zeros(samples, dtype=torch.long),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +192,9 @@ def main() -> int:
         show(*table)
     seconds = time.perf_counter() - started
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) | {"error": row.error} for row in rows], indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(
+            json.dumps([asdict(row) | {"error": row.error} for row in rows], indent=1) + "\n", encoding="utf-8"
+        )
     if options.markdown:
         options.markdown.write_text(as_markdown(tables, rows, seconds), encoding="utf-8")
     if options.csv:
@@ -190,7 +204,8 @@ def main() -> int:
     return 0 if met else 1
 
 
-# ------------------------------------------------------------------------------------------------------------- the cases
+# ------------------------------------------------------------------------------------------------------------- the
+# cases
 
 
 Case = tuple[Setting, int, str]
@@ -203,7 +218,10 @@ def cases(quick: bool, models: Sequence[str] | None, only: str | None) -> list[C
 
 
 def _ways_cases(models: Sequence[str]) -> list[Case]:
-    whole = [(Setting(model=m, precision=p), w, way) for m, p, w, way in itertools.product(models, PRECISIONS, WAYS_WORLDS, WAYS)]
+    whole = [
+        (Setting(model=m, precision=p), w, way)
+        for m, p, w, way in itertools.product(models, PRECISIONS, WAYS_WORLDS, WAYS)
+    ]
     split = [
         (Setting(model=model, precision=precision, split=kind), world, layout)
         for kind, (layout, able) in SPLITS.items()
@@ -216,8 +234,13 @@ def _ways_cases(models: Sequence[str]) -> list[Case]:
 def _layout_cases(quick: bool, models: Sequence[str] | None) -> list[Case]:
     """Return every combination, except HSDP if the world has no group size for it."""
     names = models or (QUICK["models"] if quick else tuple(MODELS))
-    worlds, layouts, precisions = (QUICK["worlds"], QUICK["layouts"], QUICK["precisions"]) if quick else (WORLDS, LAYOUTS, PRECISIONS)
-    settings = (Setting(model=m, precision=p, checkpointing=c) for m, p, c in itertools.product(names, precisions, (False, True)))
+    worlds, layouts, precisions = (
+        (QUICK["worlds"], QUICK["layouts"], QUICK["precisions"]) if quick else (WORLDS, LAYOUTS, PRECISIONS)
+    )
+    settings = (
+        Setting(model=m, precision=p, checkpointing=c)
+        for m, p, c in itertools.product(names, precisions, (False, True))
+    )
     return [
         (setting, world, layout)
         for setting, world, layout in itertools.product(settings, worlds, layouts)
@@ -241,10 +264,13 @@ def measure(setting: Setting, world: int, layout: str) -> Row:
     model, description, job = _described(setting, world)
     batch = Batch(micro_batch_size=SAMPLES, accumulation_steps=3 if layout == "mixed_ways" else 1)
     job = replace(job, global_batch_size=world * SAMPLES * batch.accumulation_steps)
-    plan = Plan.of(description, layout_choices(layout, description, job, world), batch, world_size=world, strategy=layout)
+    plan = Plan.of(
+        description, layout_choices(layout, description, job, world), batch, world_size=world, strategy=layout
+    )
     estimate = estimate_memory(description, plan.layouts(description), world, job, batch)
     simulation = simulate(
-        model, plan, description=description, job=job, device_type="cuda", activation_checkpointing=setting.checkpointing,
+        model, plan, description=description, job=job, device_type="cuda",
+        activation_checkpointing=setting.checkpointing,
         inputs=getattr(model, "inputs", None),
     )  # fmt: skip
     return Row(
@@ -266,15 +292,23 @@ def layout_choices(layout: str, description: ModelDescription, job: TrainingJob,
     )
     hardware, job = _hardware(world), replace(job, recompute=False)
     problem = PlanningProblem(
-        description=description, hardware=hardware, job=job, memory_limit_bytes=hardware.device.memory_bytes, strategy=strategy
+        description=description,
+        hardware=hardware,
+        job=job,
+        memory_limit_bytes=hardware.device.memory_bytes,
+        strategy=strategy,
     )
     spaces = search_spaces(problem, batch)
     space = spaces[len(spaces) // 2]
-    return [options[3 * index % len(options)] if layout == "mixed" else options[0] for index, options in enumerate(space)]
+    return [
+        options[3 * index % len(options)] if layout == "mixed" else options[0] for index, options in enumerate(space)
+    ]
 
 
 def _ways_choices(way: str, description: ModelDescription, job: TrainingJob, world: int) -> list[UnitLayout]:
-    """Return choices with every block recomputed, or with decisions in cycles of different lengths, so that many combinations occur."""
+    """Return choices with every block recomputed, or with decisions in cycles of different lengths, so that many
+    combinations occur.
+    """
     mixed = way == "mixed_ways"
 
     def kinds(index: int) -> tuple[Activations, ...]:
@@ -284,7 +318,7 @@ def _ways_choices(way: str, description: ModelDescription, job: TrainingJob, wor
     return [
         replace(
             choice, on_host=mixed and index % 3 == 0, reduce_every_micro_step=not (mixed and index % 4 < 2),
-            activations=kinds(index)[index % len(kinds(index))] if index in description.recomputable else Activations.SAVE,
+            activations=kinds(index)[index % len(kinds(index))] if index in description.recomputable else Activations.SAVE,  # noqa: E501
         )
         for index, choice in enumerate(layout_choices("mixed" if mixed else "zero3", description, job, world))
     ]  # fmt: skip
@@ -314,9 +348,13 @@ def _searched(description: ModelDescription, job: TrainingJob, world: int) -> li
     return list(result.plan.layouts(description))
 
 
-def _described(setting: Setting, world: int) -> tuple[transformers.PretrainedConfig | PlainModel, ModelDescription, TrainingJob]:
+def _described(
+    setting: Setting, world: int
+) -> tuple[transformers.PretrainedConfig | PlainModel, ModelDescription, TrainingJob]:
     model, description = _description(setting)
-    job = TrainingJob(global_batch_size=SAMPLES * world, micro_batch_size=SAMPLES, precision=Precision.named(setting.precision))
+    job = TrainingJob(
+        global_batch_size=SAMPLES * world, micro_batch_size=SAMPLES, precision=Precision.named(setting.precision)
+    )
     return model, description, job
 
 
@@ -324,8 +362,10 @@ def _described(setting: Setting, world: int) -> tuple[transformers.PretrainedCon
 def _description(setting: Setting) -> tuple[transformers.PretrainedConfig | PlainModel, ModelDescription]:
     model = _model(setting)
     description = describe(
-        model, sequence_length=_tokens(model), compute_dtype=Precision.named(setting.precision).compute, device_type="cuda",
-        activation_checkpointing=setting.checkpointing, split=_split(setting.split, model), inputs=getattr(model, "inputs", None),
+        model, sequence_length=_tokens(model), compute_dtype=Precision.named(setting.precision).compute,
+        device_type="cuda",
+        activation_checkpointing=setting.checkpointing, split=_split(setting.split, model),
+        inputs=getattr(model, "inputs", None),
     )  # fmt: skip
     return model, description
 
@@ -339,7 +379,9 @@ def _model(setting: Setting) -> transformers.PretrainedConfig | PlainModel:
 
 
 def _tokens(model: transformers.PretrainedConfig | PlainModel) -> int:
-    """Return the tokens per sample; fewer if the model has fewer positions, or loops over them, which takes minutes to trace."""
+    """Return the tokens per sample; fewer if the model has fewer positions, or loops over them, which takes minutes
+    to trace.
+    """
     if hasattr(model, "lru_width"):
         return TOKENS // 8
     text = getattr(model, "text_config", None)
@@ -347,11 +389,15 @@ def _tokens(model: transformers.PretrainedConfig | PlainModel) -> int:
 
 
 def _of_split(setting: Setting, sizes: dict) -> dict:
-    """Return the changes to the sizes of a model that is split: 4 blocks, and a tied or untied vocabulary projection."""
+    """Return the changes to the sizes of a model that is split: 4 blocks, and a tied or untied vocabulary
+    projection.
+    """
     if not setting.split:
         return {}
     blocks = 2 if "num_decoder_layers" in sizes else 4
-    depths = {name: blocks for name in ("n_layer", "num_hidden_layers", "num_layers", "num_decoder_layers") if name in sizes}
+    depths = {
+        name: blocks for name in ("n_layer", "num_hidden_layers", "num_layers", "num_decoder_layers") if name in sizes
+    }
     return depths | ({"tie_word_embeddings": False} if setting.split == "head_slices" else {})
 
 
@@ -376,7 +422,8 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore")
 
 
-# ----------------------------------------------------------------------------------------------------------- the tables
+# ----------------------------------------------------------------------------------------------------------- the
+# tables
 
 
 Cells = tuple[str, list[tuple[str, ...]]]
@@ -403,7 +450,8 @@ def _summary(name: str, rows: Sequence[Row]) -> tuple[str, ...]:
     worst = max(rows, key=lambda row: abs(row.error))
     case = f"{worst.kind} on {worst.world}, {'bf16' if worst.precision == 'bf16' else 'fp32'}"
     return (
-        name, str(len(rows)), f"{_mean(rows):.2%}", f"{max(row.error for row in rows):+.2%}", f"{min(row.error for row in rows):+.2%}",
+        name, str(len(rows)), f"{_mean(rows):.2%}", f"{max(row.error for row in rows):+.2%}",
+        f"{min(row.error for row in rows):+.2%}",
         f"{case}{', checkpointed' if worst.checkpointing else ''}, {format_bytes(worst.simulated_bytes)}",
     )  # fmt: skip
 
@@ -439,9 +487,20 @@ def as_markdown(tables: Sequence[Cells], rows: Sequence[Row], seconds: float) ->
 
 def write_cases(path: Path, rows: Sequence[Row]) -> None:
     """Write every case as one line."""
-    header = ("model", "devices", "layout", "precision", "checkpointing", "estimated_bytes", "simulated_bytes", "error", "peak in")
+    header = (
+        "model",
+        "devices",
+        "layout",
+        "precision",
+        "checkpointing",
+        "estimated_bytes",
+        "simulated_bytes",
+        "error",
+        "peak in",
+    )
     cells = [
-        (r.model, r.world, f"{r.layout}, {r.split}" if r.split else r.layout, "bf16" if r.precision == "bf16" else "fp32",
+        (r.model, r.world, f"{r.layout}, {r.split}" if r.split else r.layout,
+         "bf16" if r.precision == "bf16" else "fp32",
          "yes" if r.checkpointing else "no", r.estimated_bytes, r.simulated_bytes, f"{r.error:+.2%}", r.moment)
         for r in rows
     ]  # fmt: skip
@@ -458,7 +517,8 @@ def headline(rows: Sequence[Row]) -> tuple[str, bool]:
     mean, worst, under = _mean(rows), max(abs(row.error) for row in rows), min(row.error for row in rows)
     met = mean <= MEAN_AIM and worst <= WORST_AIM and under >= UNDER_AIM
     return (
-        f"peak memory, estimate against simulation, {len(rows)} cases: mean error {mean:.2%} (aim {MEAN_AIM:.1%}), worst {worst:.2%}"
+        f"peak memory, estimate against simulation, {len(rows)} cases: mean error {mean:.2%} (aim {MEAN_AIM:.1%}),"
+        f" worst {worst:.2%}"
         f" (aim {WORST_AIM:.0%}), most under {min(0.0, under):.2%} (aim {UNDER_AIM:.0%}): {'met' if met else 'MISSED'}"
     ), met
 

@@ -1,9 +1,10 @@
-"""Compare torch's Muon on FSDP2's own tensors with Muon under a plan, which gathers each update once, on two gloo ranks.
+"""Compare torch's Muon on FSDP2's own tensors with Muon under a plan, which gathers each update once, on two gloo
+ranks.
 
     python benchmarks/muon.py [--widths 64,512] [--json FILE]
 
-Six sharded matrices have widths n and 4 n. Collectives and the bytes of their results are counted in one step; the time is that of the
-fastest of five steps on rank 0.
+Six sharded matrices have widths n and 4 n. Collectives and the bytes of their results are counted in one step; the
+time is that of the fastest of five steps on rank 0.
 """
 
 from __future__ import annotations
@@ -66,7 +67,13 @@ def row_of(width: int, by_plan: bool) -> dict[str, object]:
     with Counted() as sent:
         optimizer.step()
     who = "a plan" if by_plan else "torch"
-    return {"width": width, "step of": who, "collectives": len(sent.nbytes), "bytes": sum(sent.nbytes), "seconds": min(seconds[1:])}
+    return {
+        "width": width,
+        "step of": who,
+        "collectives": len(sent.nbytes),
+        "bytes": sum(sent.nbytes),
+        "seconds": min(seconds[1:]),
+    }
 
 
 def main() -> int:

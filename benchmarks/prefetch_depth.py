@@ -2,16 +2,18 @@
 
     python benchmarks/prefetch_depth.py
 
-FSDP2 gathers one unit ahead. With deeper prefetch, a unit's communication can overlap with any compute of its pass instead of only its
-neighbour's, and more gathered units are held. At any depth, there are two lower bounds for forward: its compute plus what cannot be hidden
-(the first gather, and the part of the second that is longer than the compute before it), and its communication plus the last unit's
-compute, which is after every gather. There are two for backward: its compute plus the first unit's reduction, which comes last, and its
-communication. So for all weights f and b between 0 and 1, a step takes at least the sum over units of
+FSDP2 gathers one unit ahead. With deeper prefetch, a unit's communication can overlap with any compute of its pass
+instead of only its neighbour's, and more gathered units are held. At any depth, there are two lower bounds for
+forward: its compute plus what cannot be hidden (the first gather, and the part of the second that is longer than the
+compute before it), and its communication plus the last unit's compute, which is after every gather. There are two for
+backward: its compute plus the first unit's reduction, which comes last, and its communication. So for all weights f
+and b between 0 and 1, a step takes at least the sum over units of
 
     (1 - f) forward's first bound + f its second + (1 - b) backward's first bound + b its second + copies + update
 
-and the search finds the plan with the least sum, as if prefetch cost no memory. The bound is the highest over a few weights. The gather of
-a unit that is kept for the whole step (tied embedding) is never hidden. Nothing is run; times are roofline estimates of presets.
+and the search finds the plan with the least sum, as if prefetch cost no memory. The bound is the highest over a few
+weights. The gather of a unit that is kept for the whole step (tied embedding) is never hidden. Nothing is run; times
+are roofline estimates of presets.
 """
 
 from __future__ import annotations
@@ -65,12 +67,23 @@ def main() -> None:
     for name, config, length, device, nodes, gib in CASES:
         hardware = preset(device, devices_per_node=8, nodes=nodes)
         described = describe(
-            config, sequence_length=length, device_type="cuda", compute_dtype=JOB.precision.compute, capability=hardware.device.capability
+            config,
+            sequence_length=length,
+            device_type="cuda",
+            compute_dtype=JOB.precision.compute,
+            capability=hardware.device.capability,
         )
         problem = PlanningProblem(description=described, hardware=hardware, job=JOB, memory_limit_bytes=gib * GIB)
         planned = search(problem).time.step_s
         bound = _best_bound(problem)
-        row = (name, f"{nodes} x 8 {device}", f"{gib} GiB", format_seconds(planned), format_seconds(bound), f"{planned / bound - 1:.1%}")
+        row = (
+            name,
+            f"{nodes} x 8 {device}",
+            f"{gib} GiB",
+            format_seconds(planned),
+            format_seconds(bound),
+            f"{planned / bound - 1:.1%}",
+        )
         table.add_row(*row)
     Console(width=100).print(table)
 
@@ -98,7 +111,9 @@ def _bound(problem: PlanningProblem, forward: float, backward: float) -> float:
         reduce_s = batch.reduce_scatters(layout) * terms.reduce_scatter + terms.all_reduce
         own_s = batch.accumulation_steps * window.backward
         left_s = max(0.0, reduce_s - own_s) if index == freed[0] else 0.0
-        back_s = (1 - backward) * left_s + backward * (batch.accumulation_steps * terms.gather_backward + reduce_s - own_s)
+        back_s = (1 - backward) * left_s + backward * (
+            batch.accumulation_steps * terms.gather_backward + reduce_s - own_s
+        )
         return replace(found, exposed_s=ahead_s + back_s)
 
     with patch.object(timing.UnitTimer, "__call__", pooled):

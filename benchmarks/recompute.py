@@ -2,11 +2,11 @@
 
     python benchmarks/recompute.py [--quick] [--json FILE]
 
-The program starts the ranks itself and profiles the machine and the blocks for each small model. The limits are those at which an
-all-or-nothing plan recomputes a quarter to nearly all of the blocks. Under each limit, that plan, the plan that may save single operators,
-and plans that recompute all blocks in one way are trained, one step of each in turn, with AdamW. A limit's ratio is that of the median
-steps. The exit code is 1 if an aim is missed: the geometric mean of the ratios is at most 0.95, none is above 1, and no other plan that
-fits is more than 5 % faster.
+The program starts the ranks itself and profiles the machine and the blocks for each small model. The limits are those
+at which an all-or-nothing plan recomputes a quarter to nearly all of the blocks. Under each limit, that plan, the plan
+that may save single operators, and plans that recompute all blocks in one way are trained, one step of each in turn,
+with AdamW. A limit's ratio is that of the median steps. The exit code is 1 if an aim is missed: the geometric mean of
+the ratios is at most 0.95, none is above 1, and no other plan that fits is more than 5 % faster.
 """
 
 from __future__ import annotations
@@ -52,12 +52,14 @@ _COMMON = {"experiment": 1, "sequence_length": 128, "limit_bytes": None, "device
 CASES = (
     Case(
         name="GPT-2 6 x 512", config_class="GPT2Config", architecture="GPT2LMHeadModel", **_COMMON,
-        sizes={**_SIZES, "n_layer": 6, "n_embd": 512, "n_head": 8, "n_positions": 128, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
+        sizes={**_SIZES, "n_layer": 6, "n_embd": 512, "n_head": 8, "n_positions": 128, "attn_pdrop": 0.0,
+               "resid_pdrop": 0.0,
                "embd_pdrop": 0.0},
     ),
     Case(
         name="Llama 6 x 512", config_class="LlamaConfig", architecture="LlamaForCausalLM", **_COMMON,
-        sizes={**_SIZES, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8,
+        sizes={**_SIZES, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6,
+               "num_attention_heads": 8,
                "num_key_value_heads": 4, "max_position_embeddings": 128},
     ),
 )  # fmt: skip
@@ -91,9 +93,12 @@ def main() -> int:
     behind = max(row["steps_s"]["by operator"] / min(row["steps_s"].values()) for row in rows)
     mean = statistics.geometric_mean(ratios)
     print(
-        f"the fastest of all that fit is {behind:.2f} times as fast (aim: at most {NEAR}); worst ratio {max(ratios):.3f} (aim: at most 1)"
+        f"the fastest of all that fit is {behind:.2f} times as fast (aim: at most {NEAR}); worst ratio"
+        f" {max(ratios):.3f} (aim: at most 1)"
     )
-    print(f"step by operator / all or nothing: {mean:.3f}, geometric mean over {len(rows)} limits (aim: at most {AIM})")
+    print(
+        f"step by operator / all or nothing: {mean:.3f}, geometric mean over {len(rows)} limits (aim: at most {AIM})"
+    )
     return 0 if mean <= AIM and max(ratios) <= 1 and behind <= NEAR else 1
 
 
@@ -129,8 +134,12 @@ def all_or_nothing(description: ModelDescription) -> ModelDescription:
 
 
 def limits_of(description: ModelDescription, hardware: Hardware, number: int) -> list[int]:
-    """Return limits at which the all-or-nothing plan recomputes different numbers of blocks, from a quarter to nearly all."""
-    problem = PlanningProblem(description=all_or_nothing(description), hardware=hardware, job=job(), memory_limit_bytes=2**45)
+    """Return limits at which the all-or-nothing plan recomputes different numbers of blocks, from a quarter to
+    nearly all.
+    """
+    problem = PlanningProblem(
+        description=all_or_nothing(description), hardware=hardware, job=job(), memory_limit_bytes=2**45
+    )
     least, most = least_memory(problem), search(problem).peak_bytes
     found: dict[int, int] = {}
     for step in range(1, 24):
@@ -152,7 +161,10 @@ def plans_under(description: ModelDescription, hardware: Hardware, limit: int) -
     }
     ways = max(description.recomputations, key=len)
     for number, way in enumerate(ways):
-        one = replace(description, segments=tuple(replace(s, recomputed=s.recomputed[number : number + 1]) for s in description.segments))
+        one = replace(
+            description,
+            segments=tuple(replace(s, recomputed=s.recomputed[number : number + 1]) for s in description.segments),
+        )
         only = replace(problem, description=one, job=replace(job(), recompute=True))
         try:
             plan = search(only).plan
@@ -166,13 +178,17 @@ def measure_limit(case: Case, description: ModelDescription, hardware: Hardware,
     """Train the plans under a limit in turn. Collective."""
     plans = on_rank_zero(lambda: plans_under(description, hardware, limit))
     model, meshes = build_on_meta(case.config()), Meshes("cpu")
-    trial = Trial(model=model, units=description.units, job=job(), device=CPU, inputs=training_batch(model, case.sequence_length))
+    trial = Trial(
+        model=model, units=description.units, job=job(), device=CPU, inputs=training_batch(model, case.sequence_length)
+    )
     runs = {name: Contestant(plan, trial, meshes) for name, plan in plans.items()}
     peaks = {name: run.peak_bytes() for name, run in runs.items()}
     steps: dict[str, list[float]] = {name: [] for name in plans}
     names = list(plans)
     for number in range(rounds):
-        for name in names[number % len(names) :] + names[: number % len(names)]:  # a different plan is first in each round
+        for name in (
+            names[number % len(names) :] + names[: number % len(names)]
+        ):  # a different plan is first in each round
             steps[name].append(runs[name].step_s())
     say(f"{case.name}: {format_bytes(limit)}")
     del runs
@@ -193,14 +209,15 @@ def measure_limit(case: Case, description: ModelDescription, hardware: Hardware,
 
 def show(rows: list[dict]) -> None:
     for row in rows:
-        title = f"{row['model']}, limit {format_bytes(row['limit_bytes'])}; by operator: {'; '.join(row['ways']) or 'nothing recomputed'}"
+        title = f"{row['model']}, limit {format_bytes(row['limit_bytes'])}; by operator: {'; '.join(row['ways']) or 'nothing recomputed'}"  # noqa: E501
         table = Table(title=title)
         for name in ("plan", "recomputed", "batch", "peak", "estimated", "step", "estimated", "ratio"):
             table.add_column(name, justify="left" if name == "plan" else "right", no_wrap=name != "plan")
         for name, step_s in row["steps_s"].items():
             table.add_row(
                 name, f"{row['recomputed'][name]} of {row['blocks']}", str(row["micro_batch_sizes"][name]),
-                format_bytes(row["peaks_bytes"][name]), format_bytes(row["estimated_peaks_bytes"][name]), format_seconds(step_s),
+                format_bytes(row["peaks_bytes"][name]), format_bytes(row["estimated_peaks_bytes"][name]),
+                format_seconds(step_s),
                 format_seconds(row["estimated_s"][name]), f"{step_s / row['steps_s']['all or nothing']:.3f}",
             )  # fmt: skip
         Console(width=100).print(table)

@@ -4,8 +4,9 @@
 
 DIR has WikiText-2 (`wikitext-2/*.txt`), GLUE's SST-2 (`glue/sst2/*.jsonl`), the vocabularies of GPT-2 and BERT
 (`tokenizers/gpt2`, `tokenizers/bert-base-uncased`), Shakespeare (`tinyshakespeare/input.txt`) and a trained Llama
-(`models/stories260K`). Each recipe runs twice for each seed, with the same samples in each optimizer step: with its file of arguments on
-two processes, and by the stock Trainer in one process with twice the batch. Results of earlier runs are reused.
+(`models/stories260K`). Each recipe runs twice for each seed, with the same samples in each optimizer step: with its
+file of arguments on two processes, and by the stock Trainer in one process with twice the batch. Results of earlier
+runs are reused.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Recipe:
 RECIPES = {
     "stories260K goes on": Recipe(
         script="run_clm", arguments="stories260k/continue.yaml", metric="perplexity", batch=(4, 8),
-        extra=("--model_name_or_path", "{data}/models/stories260K", "--train_file", "{data}/tinyshakespeare/input.txt"),
+        extra=("--model_name_or_path", "{data}/models/stories260K", "--train_file",
+               "{data}/tinyshakespeare/input.txt"),
     ),
     "GPT-2 from scratch": Recipe(
         script="run_clm", arguments="gpt2/small_wikitext.yaml", metric="perplexity", batch=(8, 8),
@@ -91,16 +93,27 @@ class Row:
     def cells(self) -> tuple[str, ...]:
         """Return the cells of the table row."""
         digits = 4 if self.metric == "accuracy" else 2
-        return self.name, str(self.seed), self.metric, f"{self.planned:.{digits}f}", f"{self.alone:.{digits}f}", str(self.layouts)
+        return (
+            self.name,
+            str(self.seed),
+            self.metric,
+            f"{self.planned:.{digits}f}",
+            f"{self.alone:.{digits}f}",
+            str(self.layouts),
+        )
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the missing trainings and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="folder with texts, tokenizers and models")
+    parser.add_argument(
+        "--data", type=Path, required=True, metavar="DIR", help="folder with texts, tokenizers and models"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N")
     parser.add_argument("--only", nargs="+", choices=RECIPES, metavar="NAME", help=f"of {', '.join(RECIPES)}")
-    parser.add_argument("--output", type=Path, default=Path("runs/same_result"), metavar="DIR", help="folder for the runs")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/same_result"), metavar="DIR", help="folder for the runs"
+    )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table to this file")
     options = parser.parse_args(arguments)
     cases = [(name, seed) for name in options.only or RECIPES for seed in options.seeds[: RECIPES[name].seeds]]
@@ -161,7 +174,9 @@ def summary(rows: Sequence[Row]) -> list[str]:
         own = [row for row in rows if row.name == name]
         planned, alone = (statistics.mean(getattr(row, side) for row in own) for side in ("planned", "alone"))
         worst = max(abs(row.planned - row.alone) for row in own)
-        lines.append(f"{name}: mean {own[0].metric} {planned:.4f} and {alone:.4f}; a seed's largest difference {worst:.4f}")
+        lines.append(
+            f"{name}: mean {own[0].metric} {planned:.4f} and {alone:.4f}; a seed's largest difference {worst:.4f}"
+        )
     return lines
 
 
@@ -176,7 +191,12 @@ def table(rows: Sequence[Row]) -> Table:
 def markdown(rows: Sequence[Row]) -> str:
     """Return the tables as Markdown."""
     lines = [COLUMNS, ("---",) * len(COLUMNS), *(row.cells for row in rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n\n" + "\n".join(f"- {line}" for line in summary(rows)) + "\n"
+    return (
+        "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        + "\n\n"
+        + "\n".join(f"- {line}" for line in summary(rows))
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python benchmarks/search.py [--quick] [--json FILE]
 
-Each model is described once from its configuration (the trace is timed separately). The search runs under memory limits from just above
-the least that any plan needs to more than replication needs. The aim is under one second per search on one core. The exit code is 1 if
-it is missed.
+Each model is described once from its configuration (the trace is timed separately). The search runs under memory
+limits from just above the least that any plan needs to more than replication needs. The aim is under one second per
+search on one core. The exit code is 1 if it is missed.
 """
 
 from __future__ import annotations
@@ -90,10 +90,13 @@ def measure(case: Case, *, repetitions: int) -> list[dict]:
         times, result = [], None
         for _ in range(repetitions):
             started = time.perf_counter()
-            result = search(PlanningProblem(description=description, hardware=case.hardware, job=job, memory_limit_bytes=limit))
+            result = search(
+                PlanningProblem(description=description, hardware=case.hardware, job=job, memory_limit_bytes=limit)
+            )
             times.append(time.perf_counter() - started)
         rows.append({
-            "model": case.name, "parameters": description.numel, "layers": case.layers, "devices": case.hardware.world_size,
+            "model": case.name, "parameters": description.numel, "layers": case.layers,
+            "devices": case.hardware.world_size,
             "limit": name, "limit_bytes": limit, "describe_s": describe_s, "search_s": sorted(times)[len(times) // 2],
             "proven": result.plan.proven_optimal, "micro_batch_size": result.plan.micro_batch_size,
             "layouts": len({(u.shard_size, u.reshard_after_forward) for u in result.plan.units}),
@@ -121,7 +124,8 @@ def show(rows: list[dict]) -> None:
             slowest[row["model"]] = row
     for row in slowest.values():
         table.add_row(
-            row["model"], str(row["devices"]), row["limit"], format_bytes(row["limit_bytes"]), str(row["micro_batch_size"]),
+            row["model"], str(row["devices"]), row["limit"], format_bytes(row["limit_bytes"]),
+            str(row["micro_batch_size"]),
             str(row["layouts"]), f"{row['describe_s']:.2f} s", format_seconds(row["search_s"]),
         )  # fmt: skip
     Console(width=100).print(table)

@@ -2,10 +2,10 @@
 
     python benchmarks/step_time.py [--quick] [--world-sizes 2,4] [--json FILE]
 
-The program starts the ranks itself. Each of many rounds profiles the machine and the model's blocks for a moment, as `hf-osdp profile`
-does, and then every plan trains one real step under FSDP2, with clipping and AdamW. The speed of a machine drifts, so this gives both
-sides the same conditions. A row compares the mean of the middle half of its estimates with that of its steps. The aim is a mean
-absolute error of at most 10 %. The exit code is 1 if it is missed.
+The program starts the ranks itself. Each of many rounds profiles the machine and the model's blocks for a moment, as
+`hf-osdp profile` does, and then every plan trains one real step under FSDP2, with clipping and AdamW. The speed of a
+machine drifts, so this gives both sides the same conditions. A row compares the mean of the middle half of its
+estimates with that of its steps. The aim is a mean absolute error of at most 10 %. The exit code is 1 if it is missed.
 
 If there are more ranks than cores, ranks wait for each other; such rows are measured and marked.
 """
@@ -85,9 +85,14 @@ def main() -> int:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     errors = [abs(row["ratio"] - 1) for row in rows]
     mean, worst = statistics.fmean(errors), max(errors)
-    if alone := [row["load_spread"] for row in rows if not row["oversubscribed"]]:  # ranks that share cores slow each other down
+    if alone := [
+        row["load_spread"] for row in rows if not row["oversubscribed"]
+    ]:  # ranks that share cores slow each other down
         spread = max(alone)
-        print(f"load check: the same product took up to {spread:.2f} times its best{'; the machine was BUSY' if spread > BUSY else ''}")
+        print(
+            f"load check: the same product took up to {spread:.2f} times its"
+            f" best{'; the machine was BUSY' if spread > BUSY else ''}"
+        )
     print(f"mean error {mean:.1%}, worst {worst:.1%} over {len(rows)} rows (aim: mean at most {AIM:.0%})")
     return 0 if mean <= AIM else 1
 
@@ -120,7 +125,8 @@ def measure_model(name: str, effort: Effort) -> list[dict]:
         profile = measure_profile(
             device_type="cpu", seconds=effort.profile_s,
             model=TimedModel(
-                model_or_config=config, sequence_length=SEQUENCE_LENGTH, micro_batch_sizes=(MICRO_BATCH_SIZE // 2, MICRO_BATCH_SIZE)
+                model_or_config=config, sequence_length=SEQUENCE_LENGTH,
+                micro_batch_sizes=(MICRO_BATCH_SIZE // 2, MICRO_BATCH_SIZE)
             ),
         )  # fmt: skip
         timed = with_block_times(description, profile)
@@ -162,7 +168,9 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-5)
         self._batch = training_batch(self._model, plan.sequence_length)(plan.micro_batch_size)
         self.job = TrainingJob(
-            global_batch_size=plan.global_batch_size, optimizer=OptimizerSpec(step=OptimizerStep.FOR_LOOP), clips_gradients=True
+            global_batch_size=plan.global_batch_size,
+            optimizer=OptimizerSpec(step=OptimizerStep.FOR_LOOP),
+            clips_gradients=True,
         )
 
     def measure(self) -> dict[str, float]:
@@ -198,7 +206,13 @@ def config_of(name: str):
 
     if name == "gpt2":
         return GPT2Config(
-            n_layer=6, n_embd=384, n_head=6, vocab_size=VOCABULARY, n_positions=SEQUENCE_LENGTH, bos_token_id=0, eos_token_id=0
+            n_layer=6,
+            n_embd=384,
+            n_head=6,
+            vocab_size=VOCABULARY,
+            n_positions=SEQUENCE_LENGTH,
+            bos_token_id=0,
+            eos_token_id=0,
         )
     return BertConfig(
         num_hidden_layers=6, hidden_size=256, num_attention_heads=4, intermediate_size=1024, vocab_size=VOCABULARY,
@@ -254,7 +268,8 @@ def show(rows: list[dict]) -> None:
         table.add_column(name, justify="left" if name in ("model", "plan") else "right", no_wrap=True)
     for row in rows:
         table.add_row(
-            row["model"], row["layout"], f"{row['ranks']}{'*' if row['oversubscribed'] else ''}", format_seconds(row["estimated_s"]),
+            row["model"], row["layout"], f"{row['ranks']}{'*' if row['oversubscribed'] else ''}",
+            format_seconds(row["estimated_s"]),
             format_seconds(row["measured_s"]), f"{row['ratio']:.3f}", f"{abs(row['ratio'] - 1):.1%}",
         )  # fmt: skip
     Console(width=100).print(table)

@@ -1,10 +1,12 @@
-"""Measure the structure of `hf_osdp/`: lines, statements, files, upward imports, import cycles, and files that run before `fully_shard`.
+"""Measure the structure of `hf_osdp/`: lines, statements, files, upward imports, import cycles, and files that run
+before `fully_shard`.
 
     python benchmarks/structure.py            # a table
     python benchmarks/structure.py --json     # the same as JSON
 
-Cycles and upward imports are those between modules; imports inside functions count, imports for type checkers do not. The files that run
-are found by running `Trainer(osdp=True)` with a tiny model on two ranks until the first call of `fully_shard`.
+Cycles and upward imports are those between modules; imports inside functions count, imports for type checkers do not.
+The files that run are found by running `Trainer(osdp=True)` with a tiny model on two ranks until the first call of
+`fully_shard`.
 """
 
 from __future__ import annotations
@@ -81,7 +83,9 @@ def upward_imports(graph: dict[str, set[str]]) -> list[str]:
 
     pairs = ((name, other) for name, others in graph.items() for other in sorted(others))
     known = ((name, other, height(name), height(other)) for name, other in pairs)
-    return [f"{name} -> {other}" for name, other, low, high in known if low is not None and high is not None and high > low]
+    return [
+        f"{name} -> {other}" for name, other, low, high in known if low is not None and high is not None and high > low
+    ]
 
 
 def import_cycles(graph: dict[str, set[str]]) -> list[list[str]]:
@@ -117,10 +121,17 @@ def executed_files() -> list[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    launch = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "HF_HUB_OFFLINE": "1"}
+    launch = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "HF_HUB_OFFLINE": "1",
+    }
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, "--as-rank"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [sys.executable, __file__, "--as-rank"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True,
             env={**os.environ, **launch, "PYTHONPATH": str(ROOT), "RANK": rank, "LOCAL_RANK": rank},
         )
         for rank in ("0", "1")
@@ -150,11 +161,17 @@ def _train_one_step() -> None:
     package, seen = str(ROOT / "hf_osdp") + os.sep, dict[str, None]()
 
     def profile(frame, event, argument):
-        if event == "call" and (path := frame.f_code.co_filename).startswith(package) and frame.f_code.co_name != "<module>":
+        if (
+            event == "call"
+            and (path := frame.f_code.co_filename).startswith(package)
+            and frame.f_code.co_name != "<module>"
+        ):
             seen.setdefault(path[len(package) :])
 
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(output_dir=folder, max_steps=1, per_device_train_batch_size=2, use_cpu=True, report_to="none")
+        arguments = TrainingArguments(
+            output_dir=folder, max_steps=1, per_device_train_batch_size=2, use_cpu=True, report_to="none"
+        )
 
         def reached(*args, **options):
             sys.setprofile(None)
@@ -166,7 +183,12 @@ def _train_one_step() -> None:
         for module in (_fully_shard, apply):
             module.fully_shard = reached
         sys.setprofile(profile)
-        Trainer(model=GPT2LMHeadModel(config), args=arguments, train_dataset=data, osdp=OSDPConfig(hardware=None, strategy="fsdp")).train()
+        Trainer(
+            model=GPT2LMHeadModel(config),
+            args=arguments,
+            train_dataset=data,
+            osdp=OSDPConfig(hardware=None, strategy="fsdp"),
+        ).train()
 
 
 def lines_of(paths: Iterator[Path]) -> int:
@@ -176,7 +198,9 @@ def lines_of(paths: Iterator[Path]) -> int:
 
 def statements_of(paths: Iterator[Path]) -> int:
     """Return the total number of statements of the files, docstrings included."""
-    return sum(isinstance(node, ast.stmt) for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return sum(
+        isinstance(node, ast.stmt) for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    )
 
 
 def measure() -> dict[str, object]:

@@ -2,8 +2,9 @@
 
     python benchmarks/supervision.py [--only CASE ...] [--modes plain,ours] [--limit 60] [--json FILE]
 
-Each case runs a minimal gloo script of 2 ranks (4 on two emulated machines) twice: with torch only, and with the entry points of hf_osdp.
-Seconds count from the fault to the exit of the launcher's last process; `> 60` means that the benchmark's limit ended it.
+Each case runs a minimal gloo script of 2 ranks (4 on two emulated machines) twice: with torch only, and with the entry
+points of hf_osdp. Seconds count from the fault to the exit of the launcher's last process; `> 60` means that the
+benchmark's limit ended it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _SIGNS = (
     r"(?m)^error: .*|SIGTERM: .*",
     r"rank\s+: \d+ \(local_rank: \d+\)\s+exitcode\s+: -9 .*",
     r"(?:hf_osdp: )?(?:Restarted|Rank \d+ on |Out of memory on rank ).*",
-    r"(?:hf_osdp: |error: |\w+Error: |Rank \d+ on ).*(?:missing|differ|[Dd]ifferent|twice|started as one of|not answer).*",
+    r"(?:hf_osdp: |error: |\w+Error: |Rank \d+ on ).*(?:missing|differ|[Dd]ifferent|twice|started as one of|not answer).*",  # noqa: E501
     r"SIGTERM: .*",
     r"(?:\w+\.)*\w*(?:Error|Exception): (?!Command ).*",
     r"Signal \d+ \(SIG\w+\) received.*",
@@ -78,12 +79,18 @@ CASES = {
     "twice": Case(title="a rank is started twice", launcher="none", ranks=({}, {}, {"RANK": "1"})),
     "versions": Case(title="another package version on one rank"),
     "port": Case(title="the port is busy", launcher="none"),
-    "address": Case(title="a wrong MASTER_ADDR on one rank", launcher="none", ranks=({}, {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": "9"})),
+    "address": Case(
+        title="a wrong MASTER_ADDR on one rank",
+        launcher="none",
+        ranks=({}, {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": "9"}),
+    ),
     "interface": Case(title="a wrong GLOO_SOCKET_IFNAME"),
     "models": Case(title="ranks build different models"),
     "alone": Case(title="rank 0 alone gathers the model's weights"),
     "cut-off": Case(title="2 x 2 ranks, one machine cut off", launcher="machines", options=("--nodes=2", "--ranks=2")),
-    "partition": Case(title="ranks 1 and 2 of 3 cannot reach each other", launcher="machines", options=("--nodes=3", "--ranks=1")),
+    "partition": Case(
+        title="ranks 1 and 2 of 3 cannot reach each other", launcher="machines", options=("--nodes=3", "--ranks=1")
+    ),
 }
 
 
@@ -109,7 +116,8 @@ def main() -> int:
     return 0
 
 
-# ------------------------------------------------------------------------------------------------------------- the launcher
+# ------------------------------------------------------------------------------------------------------------- the
+# launcher
 
 
 def run_case(name: str, mode: str, limit_s: float, *, one_gpu: bool = False) -> dict[str, str]:
@@ -146,7 +154,9 @@ def run_case(name: str, mode: str, limit_s: float, *, one_gpu: bool = False) -> 
     return {"seconds": f"{seconds:.1f}" if ended else f"> {limit_s:.0f}", "message": message(said)}
 
 
-def start(case: Case, name: str, mode: str, folder: Path, output: IO[bytes], *, one_gpu: bool = False) -> list[subprocess.Popen]:
+def start(
+    case: Case, name: str, mode: str, folder: Path, output: IO[bytes], *, one_gpu: bool = False
+) -> list[subprocess.Popen]:
     """Start the launcher, or the ranks themselves."""
     script = [__file__, "--as-rank", name, mode, str(folder)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "OSDP_LAUNCH_TIMEOUT_S": "20"}
@@ -154,14 +164,34 @@ def start(case: Case, name: str, mode: str, folder: Path, output: IO[bytes], *, 
     env["GLOO_SOCKET_IFNAME"] = "nowhere0" if name == "interface" else "lo"
 
     def popen(command: list[str], **more: str) -> subprocess.Popen:
-        return subprocess.Popen(command, env={**env, **more}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        return subprocess.Popen(
+            command, env={**env, **more}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
     match case.launcher:
         case "torchrun":
-            return [popen([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *case.options, *script])]
+            return [
+                popen(
+                    [
+                        sys.executable,
+                        "-m",
+                        "torch.distributed.run",
+                        "--standalone",
+                        "--nproc-per-node=2",
+                        *case.options,
+                        *script,
+                    ]
+                )
+            ]
         case "accelerate":
             config = str(ROOT / "accelerate_configs/osdp_cpu.yaml")
-            launch = ["-m", "accelerate.commands.launch", f"--config_file={config}", "--num_processes=2", "--main_process_port=0"]
+            launch = [
+                "-m",
+                "accelerate.commands.launch",
+                f"--config_file={config}",
+                "--num_processes=2",
+                "--main_process_port=0",
+            ]
             return [popen([sys.executable, *launch, *script])]
         case "machines":
             emulate = str(ROOT / "benchmarks/two_machines/emulate.py")
@@ -209,12 +239,17 @@ def message(said: str) -> str:
     return "none"
 
 
-# ---------------------------------------------------------------------------------------------------------------- the ranks
+# ---------------------------------------------------------------------------------------------------------------- the
+# ranks
 
 
 def run_rank(name: str, mode: str, folder_text: str) -> None:
     """Form the process group, train, and cause the fault of the case."""
-    rank, folder, first = int(os.environ["RANK"]), Path(folder_text), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+    rank, folder, first = (
+        int(os.environ["RANK"]),
+        Path(folder_text),
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0",
+    )
     odd = rank == 1
     if "SUPERVISION_ONE_GPU" in os.environ:  # makes NCCL treat each rank as a separate machine
         os.environ.update(LOCAL_RANK="0", NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
@@ -258,14 +293,22 @@ def run_rank(name: str, mode: str, folder_text: str) -> None:
         fault()
         gather_alone(mode)
     train(
-        mode, folder, lambda: (fault(), act()) if act and rank == culprit and first else None, seconds=3600 if act or name == "alone" else 8
+        mode,
+        folder,
+        lambda: (fault(), act()) if act and rank == culprit and first else None,
+        seconds=3600 if act or name == "alone" else 8,
     )
     if name in ("restart", "oom") and rank == 0:
-        print(f"hf_osdp: Restarted and trained to the end, limit {limit}" if mode == "ours" else "trained to the end", flush=True)
+        print(
+            f"hf_osdp: Restarted and trained to the end, limit {limit}" if mode == "ours" else "trained to the end",
+            flush=True,
+        )
 
 
 def form_group_by_torch(name: str, odd: bool) -> None:
-    dist.init_process_group("gloo", **({"timeout": timedelta(seconds=GROUP_TIMEOUT_S)} if name in ("partition", "cut-off") else {}))
+    dist.init_process_group(
+        "gloo", **({"timeout": timedelta(seconds=GROUP_TIMEOUT_S)} if name in ("partition", "cut-off") else {})
+    )
 
 
 def form_group_by_hf_osdp(name: str, odd: bool) -> None:
@@ -292,7 +335,9 @@ def train(mode: str, folder: Path, act: Callable[[], object], *, seconds: float)
         stop.start()
     while True:
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1" and step == 10
-        over = torch.tensor([float(time.monotonic() > until or restarted or (folder / "resumed").exists())], device=device)
+        over = torch.tensor(
+            [float(time.monotonic() > until or restarted or (folder / "resumed").exists())], device=device
+        )
         dist.all_reduce(over)
         if over.item():
             break
@@ -349,7 +394,11 @@ def show(rows: dict[str, dict[str, str]]) -> None:
         table.add_column(f"{mode}: message")
         table.add_column("s", justify="right")
     for name in dict.fromkeys(key.split()[0] for key in rows):
-        cells = [cell for mode in modes for cell in (escape(rows[f"{name} {mode}"]["message"]), rows[f"{name} {mode}"]["seconds"])]
+        cells = [
+            cell
+            for mode in modes
+            for cell in (escape(rows[f"{name} {mode}"]["message"]), rows[f"{name} {mode}"]["seconds"])
+        ]
         table.add_row(CASES[name].title, *cells)
     Console(width=200).print(table)
 

@@ -1,12 +1,13 @@
-"""Measure what low-bit communication costs in perplexity: small GPT-2 and BERT from scratch on WikiText-2, fully sharded, same seeds.
+"""Measure what low-bit communication costs in perplexity: small GPT-2 and BERT from scratch on WikiText-2, fully
+sharded, same seeds.
 
     python benchmarks/wire_loss.py --data DIR [--steps N] [--seeds 1 2 3] [--models gpt2 bert] [--communication NAME ...] [--plot FILE]
 
-DIR contains `wikitext-2/`. Two processes train each model as `OptimalShardedDataParallel` does. The plan is for a slow link, so that each
-parameter is gathered twice and each gradient is reduced in the coarsest allowed format. Results that exist in --output are reused.
-BERT's perplexity is that of masked tokens. The exit code is 1 if the mean perplexity with int8 is outside the range of exact runs, or that
-with int4 more than 1 % above their mean.
-"""
+DIR contains `wikitext-2/`. Two processes train each model as `OptimalShardedDataParallel` does. The plan is for a slow
+link, so that each parameter is gathered twice and each gradient is reduced in the coarsest allowed format. Results
+that exist in --output are reused. BERT's perplexity is that of masked tokens. The exit code is 1 if the mean
+perplexity with int8 is outside the range of exact runs, or that with int4 more than 1 % above their mean.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def main() -> int:
     bad = False
     for model in options.models:
         found[model] = {
-            name: [result(options, model, name, seed)["perplexity"] for seed in options.seeds] for name in options.communication
+            name: [result(options, model, name, seed)["perplexity"] for seed in options.seeds]
+            for name in options.communication
         }
         print(f"\n{model}: perplexity after {options.steps} steps")
         show(
@@ -76,9 +78,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS, metavar="NAME")
     parser.add_argument("--communication", nargs="+", choices=COMMUNICATIONS, default=COMMUNICATIONS, metavar="NAME")
-    parser.add_argument("--output", type=Path, default=Path("runs/wire_loss"), metavar="DIR", help="folder for the results")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write one table per model, to this name plus the model's")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also plot the training losses to this .png or .svg file")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/wire_loss"), metavar="DIR", help="folder for the results"
+    )
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="also write one table per model, to this name plus the model's"
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="also plot the training losses to this .png or .svg file"
+    )
     return parser.parse_args()
 
 
@@ -93,7 +101,9 @@ def result(options: argparse.Namespace, model: str, communication: str, seed: in
 def run_missing(options: argparse.Namespace) -> None:
     """Run the missing trainings one after the other, in two processes."""
     options.output.mkdir(parents=True, exist_ok=True)
-    wanted = [(model, name, seed) for model in options.models for seed in options.seeds for name in options.communication]
+    wanted = [
+        (model, name, seed) for model in options.models for seed in options.seeds for name in options.communication
+    ]
     missing = [run for run in wanted if not result_file(options, *run).exists()]
     if not missing:
         return
@@ -101,12 +111,21 @@ def run_missing(options: argparse.Namespace) -> None:
     if not ids.exists():
         torch.save(tokens(options.data), ids)
     runs = [(*run, str(result_file(options, *run))) for run in missing]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "benchmarks.wire_loss"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "benchmarks.wire_loss",
+    ]
     task = json.dumps({"runs": runs, "steps": options.steps, "tokens": str(ids)})
     subprocess.run([*command, task], cwd=ROOT, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-# ------------------------------------------------------------------------------------------------- one of two processes
+# ------------------------------------------------------------------------------------------------- one of two
+# processes
 
 
 def work(task: dict) -> None:
@@ -119,7 +138,10 @@ def work(task: dict) -> None:
         found = train(model, communication, seed, task, ids)
         if dist.get_rank() == 0:
             Path(file).write_text(json.dumps(found), encoding="utf-8")
-            print(f"{model} {communication} seed {seed}: {found['perplexity']:.2f} in {time.monotonic() - began:.0f} s", flush=True)
+            print(
+                f"{model} {communication} seed {seed}: {found['perplexity']:.2f} in {time.monotonic() - began:.0f} s",
+                flush=True,
+            )
     dist.destroy_process_group()
 
 
@@ -160,7 +182,9 @@ def slow_link() -> Hardware:
 
 
 def tokens(data: Path) -> dict[str, torch.Tensor]:
-    """Return rows of tokens of both texts, by a byte-level BPE trained on the training text; the last token is the mask."""
+    """Return rows of tokens of both texts, by a byte-level BPE trained on the training text; the last token is the
+    mask.
+    """
     from tokenizers import ByteLevelBPETokenizer
 
     tokenizer, rows = ByteLevelBPETokenizer(), {}
@@ -184,7 +208,8 @@ def build(model_name: str) -> torch.nn.Module:
         )  # fmt: skip
     return BertForMaskedLM(
         BertConfig(
-            num_hidden_layers=LAYERS, hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_attention_heads=4, max_position_embeddings=LENGTH,
+            num_hidden_layers=LAYERS, hidden_size=WIDTH, intermediate_size=4 * WIDTH, num_attention_heads=4,
+            max_position_embeddings=LENGTH,
             vocab_size=VOCABULARY, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
         )
     )  # fmt: skip
@@ -232,12 +257,12 @@ def plot(found: dict[str, dict[str, list[float]]], options: argparse.Namespace) 
         x=alt.X("step:Q", title="optimizer step"), color=alt.Color("communication:N", sort=list(options.communication))
     )
     scale = alt.Scale(zero=False)
-    layers = base.mark_area(opacity=0.15).encode(y=alt.Y("low:Q", scale=scale, title="loss"), y2="high:Q") + base.mark_line().encode(
-        y=alt.Y("loss:Q", scale=scale, title="loss")
-    )
-    layers.properties(width=330, height=240).facet(column=alt.Column("model:N", title=None)).resolve_scale(y="independent").save(
-        str(options.plot), **({"scale_factor": 2} if options.plot.suffix == ".png" else {})
-    )
+    layers = base.mark_area(opacity=0.15).encode(
+        y=alt.Y("low:Q", scale=scale, title="loss"), y2="high:Q"
+    ) + base.mark_line().encode(y=alt.Y("loss:Q", scale=scale, title="loss"))
+    layers.properties(width=330, height=240).facet(column=alt.Column("model:N", title=None)).resolve_scale(
+        y="independent"
+    ).save(str(options.plot), **({"scale_factor": 2} if options.plot.suffix == ".png" else {}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""The site's configuration: `python -m sphinx -W -b html docs docs/_build/html`. Building needs no network, nor does reading."""
+"""The site's configuration: `python -m sphinx -W -b html docs docs/_build/html`.
+
+Building needs no network, nor does reading.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ smartquotes = False  # options begin with two dashes
 pygments_style, pygments_dark_style = "friendly", "monokai"  # which tell the lines of a diff apart
 add_module_names = False
 nitpicky = True
-nitpick_ignore_regex = [(r"py:(class|exc)", r"(?!hf_osdp\.\w+$).*")]  # types of other packages, and of ours that are not public
+nitpick_ignore_regex = [
+    (r"py:(class|exc)", r"(?!hf_osdp\.\w+$).*")
+]  # types of other packages, and of ours that are not public
 
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented_params"
@@ -65,7 +70,9 @@ _LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?!\w+:|#)(?P<path>[^)#]+)(?P<section
 
 
 def include_files(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Put in files of the repository that lie elsewhere and what the program says, and lead links to the site's pages."""
+    """Put in files of the repository that lie elsewhere and what the program says, and lead links to the site's
+    pages.
+    """
     source[0] = _with_links(source[0], DOCS)
     if docname in generated.PAGES:
         source[0] = source[0].replace(generated.MARK, generated.PAGES[docname]())
@@ -79,7 +86,9 @@ def include_files(app: Sphinx, docname: str, source: list[str]) -> None:
             if name in options:
                 parts = text.split(options[name], 1)
                 if len(parts) < 2:
-                    raise ExtensionError(f"{docname}.md includes {path.name} with {name} {options[name]!r}, which is not in it.")
+                    raise ExtensionError(
+                        f"{docname}.md includes {path.name} with {name} {options[name]!r}, which is not in it."
+                    )
                 text = parts[side]
         return _with_links(text, path.parent)
 
@@ -116,7 +125,9 @@ def markdown_in_docstrings(app, what, name, obj, options, lines: list[str]) -> N
 
 
 def hide_colons(app, what, name, obj, options, lines: list[str]) -> None:
-    """Napoleon takes what stands before a colon in an attribute's first line for its type; here types are annotations."""
+    """Napoleon takes what stands before a colon in an attribute's first line for its type; here types are
+    annotations.
+    """
     if what in ("attribute", "property"):
         lines[:1] = [line.replace(":", _COLON) for line in lines[:1]]
 

@@ -41,7 +41,10 @@ def _cell(text: str) -> str:
 
 def preset_table() -> str:
     """Every preset, with its links; below the table where the figures are from."""
-    lines = ["| `--device` | memory | inside a machine | between machines | fp16, bf16, dense |", "| --- | ---: | ---: | ---: | ---: |"]
+    lines = [
+        "| `--device` | memory | inside a machine | between machines | fp16, bf16, dense |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
     sources = []
     for name in preset_names():
         hardware = preset(name, nodes=2, devices_per_node=8)
@@ -51,7 +54,8 @@ def preset_table() -> str:
         products = f"{rates.get('float16', '-')}, {rates['bfloat16']} TFLOP/s"
         lines.append(f"| {name} | {format_bytes(device.memory_bytes)} | {links} | {products} |")
         sources.append(
-            f"- {name}: {_cell(device.source)}. Links: {_cell(hardware.intra_node.source)}; {_cell(hardware.inter_node.source)}."
+            f"- {name}: {_cell(device.source)}. Links: {_cell(hardware.intra_node.source)};"
+            f" {_cell(hardware.inter_node.source)}."
         )
     return "\n".join([*lines, "", "## Where the figures are from", "", *sources])
 

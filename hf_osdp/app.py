@@ -1,4 +1,7 @@
-"""The planner's page for a Hugging Face Space: `from hf_osdp.app import demo`, then `demo.launch()`. Needs the extra `app`."""
+"""The planner's page for a Hugging Face Space: `from hf_osdp.app import demo`, then `demo.launch()`.
+
+Needs the extra `app`.
+"""
 
 from .cli.browser import build
 

@@ -1,4 +1,7 @@
-"""Errors of the domain. A wrong argument raises `ValueError`; these errors report problems that the package found itself."""
+"""Errors of the domain.
+
+A wrong argument raises `ValueError`; these errors report problems that the package found itself.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,9 @@ class InfeasibleError(OSDPError):
         remedies: changes that would make the model fit, cheapest first, one line each.
     """
 
-    def __init__(self, message: str, *, memory_limit_bytes: int, least_peak_bytes: int, remedies: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, message: str, *, memory_limit_bytes: int, least_peak_bytes: int, remedies: tuple[str, ...] = ()
+    ) -> None:
         super().__init__(message)
         self.memory_limit_bytes = memory_limit_bytes
         self.least_peak_bytes = least_peak_bytes
@@ -67,7 +72,9 @@ class UnreducedGradientError(OSDPError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the known names most similar to an unknown name, as an addition to a message; empty if none is similar."""
+    """Return the known names most similar to an unknown name, as an addition to a message; empty if none is
+    similar.
+    """
     text, names = name.lower(), tuple(known)
     found = dict.fromkeys([*(one for one in names if text in one), *difflib.get_close_matches(text, names, n=3)])
     return f" (nearest: {', '.join([*found][:3])})" if text and found else ""

@@ -14,14 +14,21 @@ _QUANTITY = re.compile(r"\s*(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([a-z]*)\s*", re.IGN
 
 
 def parse_bytes(value: int | float | str, *, name: str = "memory_limit") -> int:
-    """Parse bytes from a number or from text such as `"8GiB"` (2**30) or `"16 GB"` (10**9); errors call the value `name`.
+    """Parse bytes from a number or from text such as `"8GiB"` (2**30) or `"16 GB"` (10**9); errors call the value
+    `name`.
 
     Raises:
         ValueError: the text is not a number with a known unit, or the amount is not between 1 byte and 2**60 bytes.
     """
     remedy = "write it as bytes or with a unit, for example 8GiB or 500MB"
-    amount = None if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) else value  # an int stays exact
-    if isinstance(value, str) and (match := _QUANTITY.fullmatch(value)) and (unit := match[2].lower() or "b") in _UNIT_BYTES:
+    amount = (
+        None if isinstance(value, (bool, str)) or not isinstance(value, (int, float)) else value
+    )  # an int stays exact
+    if (
+        isinstance(value, str)
+        and (match := _QUANTITY.fullmatch(value))
+        and (unit := match[2].lower() or "b") in _UNIT_BYTES
+    ):
         amount = float(match[1]) * _UNIT_BYTES[unit]
     if amount is None:
         raise ValueError(f"{name}={value!r} is not a number of bytes; {remedy}.")
@@ -31,10 +38,15 @@ def parse_bytes(value: int | float | str, *, name: str = "memory_limit") -> int:
 
 
 def parse_limit(value: int | float | str, *, name: str = "memory_limit") -> int:
-    """Parse a device's memory limit like `parse_bytes`; raise ValueError also if the value is so small that its unit must be missing."""
+    """Parse a device's memory limit like `parse_bytes`; raise ValueError also if the value is so small that its
+    unit must be missing.
+    """
     limit, number = parse_bytes(value, name=name), str(value).strip()
     if limit < _LEAST_LIMIT and number.isdecimal():
-        raise ValueError(f"{name}={value!r} has no unit, and {number} bytes are too few for any model; write {number}GiB, or another unit.")
+        raise ValueError(
+            f"{name}={value!r} has no unit, and {number} bytes are too few for any model; write {number}GiB, or"
+            " another unit."
+        )
     return limit
 
 
@@ -42,7 +54,9 @@ def whole_bytes(value: int | float, *, name: str = "memory_limit_bytes") -> int:
     """Return a number of bytes given without a unit; raise ValueError if it is not between 1 byte and 2**60 bytes."""
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value < 2**60:
         return int(value)
-    raise ValueError(f'{name}={value!r} must be a number of bytes from 1 to 2**60; give one, for example 8 * 2**30 or parse_bytes("8GiB").')
+    raise ValueError(
+        f'{name}={value!r} must be a number of bytes from 1 to 2**60; give one, for example 8 * 2**30 or parse_bytes("8GiB").'  # noqa: E501
+    )
 
 
 def format_bytes(count: int | float) -> str:

@@ -52,7 +52,9 @@ def read_bytes(path: str | Path, what: str, error: MakeError = ValueError, *, li
         raise error(f"Cannot read the {what} {path}: it is a pipe or a device; give a file.")
     if len(content) > limit_bytes:
         size = max(found.st_size, len(content))
-        raise error(f"{path} has {size} bytes, more than the {limit_bytes} that a {what} may have; it is not a {what}.")
+        raise error(
+            f"{path} has {size} bytes, more than the {limit_bytes} that a {what} may have; it is not a {what}."
+        )
     return content
 
 
@@ -60,7 +62,8 @@ def parse_json(text: str | bytes, error: MakeError = ValueError) -> Any:  # noqa
     """Return the value of strict JSON, in UTF-8: finite numbers, each key once.
 
     Raises:
-        Exception: made by `error` from the rest of a sentence that begins with the file's name: `is not JSON (line 3, ...)`.
+        Exception: made by `error` from the rest of a sentence that begins with the file's name: `is not JSON (line 3,
+            ...)`.
     """
     try:
         decoded = text if isinstance(text, str) else text.decode("utf-8-sig")  # some editors write a byte order mark
@@ -86,7 +89,9 @@ def read_json(path: str | Path, what: str, error: MakeError = ValueError, *, lim
 
 
 def problem_of_text(text: str) -> str | None:
-    """Return why a text must not be written into a file or onto a terminal, as the end of a sentence; None if it may be."""
+    """Return why a text must not be written into a file or onto a terminal, as the end of a sentence; None if it
+    may be.
+    """
     if len(text) > MOST_CHARACTERS:
         return f"has {len(text)} characters, more than {MOST_CHARACTERS}"
     return "has control characters" if _UNPRINTABLE.search(text) else None

@@ -1,4 +1,6 @@
-"""Generated one-sentence film reviews, for a run without data: the label depends on an adjective and on whether it is negated."""
+"""Generated one-sentence film reviews, for a run without data: the label depends on an adjective and on whether it
+is negated.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,16 @@ from itertools import product
 
 from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 
-_SUBJECTS = ("the film", "the plot", "the acting", "the ending", "the score", "the camera work", "the dialogue", "the lead actress")
+_SUBJECTS = (
+    "the film",
+    "the plot",
+    "the acting",
+    "the ending",
+    "the score",
+    "the camera work",
+    "the dialogue",
+    "the lead actress",
+)
 _FRAMES = (
     "{} is {}",
     "{} was {}",
@@ -31,9 +42,14 @@ def made_reviews(validation_percentage: int) -> DatasetDict:
         validation_percentage: percentage of the sentences for validation.
     """
     rows = []
-    for subject, frame, degree, negation, (side, adjectives) in product(_SUBJECTS, _FRAMES, _DEGREES, _NEGATIONS, _ADJECTIVES.items()):
+    for subject, frame, degree, negation, (side, adjectives) in product(
+        _SUBJECTS, _FRAMES, _DEGREES, _NEGATIONS, _ADJECTIVES.items()
+    ):
         label = 1 - side if negation else side
-        rows += [{"sentence": frame.format(subject, negation + degree + adjective), "label": label} for adjective in adjectives]
+        rows += [
+            {"sentence": frame.format(subject, negation + degree + adjective), "label": label}
+            for adjective in adjectives
+        ]
     random.Random(0).shuffle(rows)
     held_out = len(rows) * validation_percentage // 100
     features = Features({"sentence": Value("string"), "label": ClassLabel(names=["negative", "positive"])})

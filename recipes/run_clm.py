@@ -1,9 +1,11 @@
 """Train a causal language model, such as GPT-2 or Llama, under a memory limit.
 
-    accelerate launch --config_file accelerate_configs/osdp_cpu.yaml recipes/run_clm.py recipes/gpt2/demo.yaml --output_dir out
+    accelerate launch --config_file accelerate_configs/osdp_cpu.yaml recipes/run_clm.py recipes/gpt2/demo.yaml
+    --output_dir out
 
-The first argument may be a YAML or JSON file of arguments; flags override it. The arguments are those below, those of `TrainingArguments`,
-and every option of `hf_osdp.OSDPConfig`, such as `--memory_limit 8GiB`. `--osdp false` runs the stock Trainer.
+The first argument may be a YAML or JSON file of arguments; flags override it. The arguments are those below, those of
+`TrainingArguments`, and every option of `hf_osdp.OSDPConfig`, such as `--memory_limit 8GiB`. `--osdp false` runs the
+stock Trainer.
 """
 
 from __future__ import annotations
@@ -41,41 +43,81 @@ FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 class ModelArguments:
     """The model: pretrained, or from scratch."""
 
-    model_name_or_path: str | None = field(default=None, metadata={"help": "Pretrained weights: a folder, or a name on the hub."})
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Pretrained weights: a folder, or a name on the hub."}
+    )
     model_type: str = field(default="gpt2", metadata={"help": "Architecture to train from scratch."})
-    config_name: str | None = field(default=None, metadata={"help": "Configuration to train from scratch: a folder, or a name on the hub."})
-    config_overrides: str | None = field(default=None, metadata={"help": "Changes to the configuration, for example n_layer=4,n_embd=128."})
-    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer; default: the model's, or one trained on the text."})
-    vocab_size: int = field(default=2048, metadata={"help": "Vocabulary size of a tokenizer that is trained on the text."})
-    lora_rank: int | None = field(default=None, metadata={"help": "Train LoRA adapters of this rank and freeze the rest (needs peft)."})
-    lora_alpha: int | None = field(default=None, metadata={"help": "LoRA updates are scaled by alpha / rank; default: twice the rank."})
-    lora_targets: str | None = field(default=None, metadata={"help": "Projections with an adapter, such as c_attn,c_fc; default: all."})
+    config_name: str | None = field(
+        default=None, metadata={"help": "Configuration to train from scratch: a folder, or a name on the hub."}
+    )
+    config_overrides: str | None = field(
+        default=None, metadata={"help": "Changes to the configuration, for example n_layer=4,n_embd=128."}
+    )
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "Tokenizer; default: the model's, or one trained on the text."}
+    )
+    vocab_size: int = field(
+        default=2048, metadata={"help": "Vocabulary size of a tokenizer that is trained on the text."}
+    )
+    lora_rank: int | None = field(
+        default=None, metadata={"help": "Train LoRA adapters of this rank and freeze the rest (needs peft)."}
+    )
+    lora_alpha: int | None = field(
+        default=None, metadata={"help": "LoRA updates are scaled by alpha / rank; default: twice the rank."}
+    )
+    lora_targets: str | None = field(
+        default=None, metadata={"help": "Projections with an adapter, such as c_attn,c_fc; default: all."}
+    )
 
     def __post_init__(self) -> None:
         if self.model_name_or_path and (self.config_name or self.config_overrides):
-            raise ValueError("model_name_or_path has its own configuration; leave out config_name and config_overrides.")
+            raise ValueError(
+                "model_name_or_path has its own configuration; leave out config_name and config_overrides."
+            )
         if self.vocab_size < 257:
             raise ValueError(f"vocab_size={self.vocab_size} is too small for byte-level text; use at least 257.")
         if self.lora_rank is None and (self.lora_alpha or self.lora_targets):
             raise ValueError("lora_alpha and lora_targets need lora_rank.")
         if self.lora_rank is not None and not self.model_name_or_path:
-            raise ValueError(f"lora_rank={self.lora_rank} trains adapters of a pretrained model; give model_name_or_path.")
+            raise ValueError(
+                f"lora_rank={self.lora_rank} trains adapters of a pretrained model; give model_name_or_path."
+            )
 
 
 @dataclass
 class DataArguments:
     """The text; default: the language reference that is part of every Python installation."""
 
-    dataset_name: str | None = field(default=None, metadata={"help": "Dataset on the hub, for example Salesforce/wikitext."})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the dataset, for example wikitext-2-raw-v1."})
-    train_file: str | None = field(default=None, metadata={"help": "Local text: .txt, or .json/.jsonl/.csv with a column `text`."})
-    validation_file: str | None = field(default=None, metadata={"help": "Local text in the same format, for evaluation."})
-    validation_split_percentage: int = field(default=5, metadata={"help": "Percentage to hold out if there is no validation split."})
-    block_size: int | None = field(default=None, metadata={"help": "Tokens per sample; default: the model's positions, at most 1024."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Number of training samples to use, from the start."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Number of evaluation samples to use, from the start."})
-    streaming: bool = field(default=False, metadata={"help": "Read the text during training instead of before; needs max_steps."})
-    shuffle_buffer: int = field(default=1000, metadata={"help": "Buffer for shuffling a stream, in samples; 0 keeps the order."})
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Dataset on the hub, for example Salesforce/wikitext."}
+    )
+    dataset_config_name: str | None = field(
+        default=None, metadata={"help": "Configuration of the dataset, for example wikitext-2-raw-v1."}
+    )
+    train_file: str | None = field(
+        default=None, metadata={"help": "Local text: .txt, or .json/.jsonl/.csv with a column `text`."}
+    )
+    validation_file: str | None = field(
+        default=None, metadata={"help": "Local text in the same format, for evaluation."}
+    )
+    validation_split_percentage: int = field(
+        default=5, metadata={"help": "Percentage to hold out if there is no validation split."}
+    )
+    block_size: int | None = field(
+        default=None, metadata={"help": "Tokens per sample; default: the model's positions, at most 1024."}
+    )
+    max_train_samples: int | None = field(
+        default=None, metadata={"help": "Number of training samples to use, from the start."}
+    )
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "Number of evaluation samples to use, from the start."}
+    )
+    streaming: bool = field(
+        default=False, metadata={"help": "Read the text during training instead of before; needs max_steps."}
+    )
+    shuffle_buffer: int = field(
+        default=1000, metadata={"help": "Buffer for shuffling a stream, in samples; 0 keeps the order."}
+    )
 
     def __post_init__(self) -> None:
         if self.dataset_name and self.train_file:
@@ -83,20 +125,28 @@ class DataArguments:
         if self.validation_file and not self.train_file:
             raise ValueError("validation_file needs train_file.")
         if not 0 < self.validation_split_percentage < 100:
-            raise ValueError(f"validation_split_percentage={self.validation_split_percentage} must be between 1 and 99.")
+            raise ValueError(
+                f"validation_split_percentage={self.validation_split_percentage} must be between 1 and 99."
+            )
         for name in ("block_size", "max_train_samples", "max_eval_samples"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
         if self.shuffle_buffer < 0:
-            raise ValueError(f"shuffle_buffer={self.shuffle_buffer} must be at least 0; 0 keeps the order of the text.")
+            raise ValueError(
+                f"shuffle_buffer={self.shuffle_buffer} must be at least 0; 0 keeps the order of the text."
+            )
 
 
 def main() -> None:
     """Load the text, tokenizer and model, train under a plan, evaluate, and save the model."""
-    model_args, data_args, args, osdp = parse_arguments((ModelArguments, DataArguments, TrainingArguments), sys.argv[1:])
+    model_args, data_args, args, osdp = parse_arguments(
+        (ModelArguments, DataArguments, TrainingArguments), sys.argv[1:]
+    )
     check(data_args, args)
     # transformers cannot derive the loss from GPT-2's class name and logs a note about it; the note is harmless.
-    logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "`loss_type=None`" not in record.getMessage())
+    logging.getLogger("transformers.modeling_utils").addFilter(
+        lambda record: "`loss_type=None`" not in record.getMessage()
+    )
     if args.process_index:  # only rank 0 logs
         datasets.disable_progress_bars()
         logging.getLogger().setLevel(logging.ERROR)
@@ -111,7 +161,9 @@ def main() -> None:
     positions = getattr(config, "max_position_embeddings", None) or 2**30
     block_size = data_args.block_size or min(positions, 1024)
     if block_size > positions:
-        raise ValueError(f"block_size={block_size} is longer than the model's {positions} positions; use at most {positions}.")
+        raise ValueError(
+            f"block_size={block_size} is longer than the model's {positions} positions; use at most {positions}."
+        )
     with args.main_process_first(desc="tokens"):
         train, validation = make_blocks(text, tokenizer, block_size, data_args, args)
 
@@ -149,7 +201,10 @@ def check(data_args: DataArguments, args: TrainingArguments) -> None:
         raise ValueError("streaming=true needs max_steps, because the length of a stream is not known in advance.")
     known = get_available_reporting_integrations()
     if missing := [name for name in args.report_to if name not in known]:
-        raise ValueError(f"report_to={','.join(missing)} is not installed here; install it, or use one of {', '.join([*known, 'none'])}.")
+        raise ValueError(
+            f"report_to={','.join(missing)} is not installed here; install it, or use one of"
+            f" {', '.join([*known, 'none'])}."
+        )
 
 
 def load_text(data: DataArguments) -> dict[str, Rows]:
@@ -160,7 +215,10 @@ def load_text(data: DataArguments) -> dict[str, Rows]:
         if data.dataset_name:
             text = load_dataset(data.dataset_name, data.dataset_config_name, streaming=data.streaming)
         else:
-            files = {"train": data.train_file, **({"validation": data.validation_file} if data.validation_file else {})}
+            files = {
+                "train": data.train_file,
+                **({"validation": data.validation_file} if data.validation_file else {}),
+            }
             formats = {FORMATS.get(Path(file).suffix.lower()) for file in files.values()}
             if None in formats or len(formats) > 1:
                 raise ValueError(f"use files of one kind: {', '.join(FORMATS)}.")
@@ -177,15 +235,28 @@ def load_text(data: DataArguments) -> dict[str, Rows]:
 
 def language_reference(data: DataArguments) -> dict[str, Rows]:
     """Return the distinct paragraphs of Python's language reference; every n-th one is for evaluation."""
-    paragraphs = dict.fromkeys(part for _, text in sorted(topics.topics.items()) for part in re.split(r"\n\s*\n", text) if part.strip())
-    texts, every = [f"{paragraph}\n\n" for paragraph in paragraphs], max(2, round(100 / data.validation_split_percentage))
+    paragraphs = dict.fromkeys(
+        part for _, text in sorted(topics.topics.items()) for part in re.split(r"\n\s*\n", text) if part.strip()
+    )
+    texts, every = (
+        [f"{paragraph}\n\n" for paragraph in paragraphs],
+        max(2, round(100 / data.validation_split_percentage)),
+    )
     train = [text for index, text in enumerate(texts, start=1) if index % every]
-    splits = {"train": Dataset.from_dict({"text": train}), "validation": Dataset.from_dict({"text": texts[every - 1 :: every]})}
+    splits = {
+        "train": Dataset.from_dict({"text": train}),
+        "validation": Dataset.from_dict({"text": texts[every - 1 :: every]}),
+    }
     return {split: rows.to_iterable_dataset() if data.streaming else rows for split, rows in splits.items()}
 
 
-def make_blocks(text: dict[str, Rows], tokenizer, size: int, data: DataArguments, args: TrainingArguments) -> tuple[Rows, Dataset | None]:
-    """Return samples of `size` tokens for training and for evaluation. A stream repeats; its evaluation samples are held in memory."""
+def make_blocks(
+    text: dict[str, Rows], tokenizer, size: int, data: DataArguments, args: TrainingArguments
+) -> tuple[Rows, Dataset | None]:
+    """Return samples of `size` tokens for training and for evaluation.
+
+    A stream repeats; its evaluation samples are held in memory.
+    """
 
     def cut(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         """Join the tokens of a thousand rows and cut them into blocks; the remainder is dropped."""
@@ -197,12 +268,18 @@ def make_blocks(text: dict[str, Rows], tokenizer, size: int, data: DataArguments
     train, validation = blocks["train"], blocks.get("validation")
     if validation is None and args.do_eval:
         if data.max_eval_samples is None:
-            raise ValueError("The stream has no validation text; give validation_file, or max_eval_samples, to hold out its first samples.")
+            raise ValueError(
+                "The stream has no validation text; give validation_file, or max_eval_samples, to hold out its first"
+                " samples."
+            )
         validation, train = take_first(train, data.max_eval_samples), train.skip(data.max_eval_samples)
     train, validation = take_first(train, data.max_train_samples), take_first(validation, data.max_eval_samples)
     for split, rows in (("train", train), ("validation", validation)):
         if rows is not None and next(iter(rows), None) is None:
-            raise ValueError(f"{data.train_file or 'The data set'}: the {split} text has less than one block of {size} tokens; give more.")
+            raise ValueError(
+                f"{data.train_file or 'The data set'}: the {split} text has less than one block of {size} tokens; give"
+                " more."
+            )
     if data.streaming:
         train = train.repeat(None).shuffle(seed=args.seed, buffer_size=max(1, data.shuffle_buffer))
         validation = None if validation is None else Dataset.from_list(list(validation))
@@ -227,20 +304,31 @@ def load_config(model_args: ModelArguments):
 
 
 def load_tokenizer(model_args: ModelArguments, config, text: Rows):
-    """Return the named tokenizer, or train a byte-level BPE like GPT-2's. A new model gets the size of its vocabulary."""
+    """Return the named tokenizer, or train a byte-level BPE like GPT-2's.
+
+    A new model gets the size of its vocabulary.
+    """
     if name := model_args.tokenizer_name or model_args.model_name_or_path:
         with one_line_errors(f"Cannot load the tokenizer {name}: "):
             tokenizer = AutoTokenizer.from_pretrained(name)
     else:
         lines = (row["text"] for row in islice(text, None if isinstance(text, Dataset) else 20_000))
-        tokenizer = transformers.GPT2Tokenizer().train_new_from_iterator(lines, model_args.vocab_size, show_progress=False)
+        tokenizer = transformers.GPT2Tokenizer().train_new_from_iterator(
+            lines, model_args.vocab_size, show_progress=False
+        )
     if not model_args.model_name_or_path:
-        config.vocab_size, config.bos_token_id, config.eos_token_id = len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id
+        config.vocab_size, config.bos_token_id, config.eos_token_id = (
+            len(tokenizer),
+            tokenizer.bos_token_id,
+            tokenizer.eos_token_id,
+        )
     if model_args.config_overrides:
         with one_line_errors(f"Cannot use config_overrides={model_args.config_overrides}: "):
             config.update_from_string(model_args.config_overrides)
             if config.vocab_size < len(tokenizer):
-                raise ValueError(f"vocab_size={config.vocab_size} is less than the {len(tokenizer)} entries of the tokenizer.")
+                raise ValueError(
+                    f"vocab_size={config.vocab_size} is less than the {len(tokenizer)} entries of the tokenizer."
+                )
     return tokenizer
 
 
@@ -251,7 +339,10 @@ def load_model(model_args: ModelArguments, config, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path, config=config, dtype=torch.float32)
     if len(tokenizer) > (entries := model.get_input_embeddings().num_embeddings):
         if model_args.lora_rank:
-            raise ValueError(f"The tokenizer has {len(tokenizer)} entries, the model {entries}; adapters cannot train new embeddings.")
+            raise ValueError(
+                f"The tokenizer has {len(tokenizer)} entries, the model {entries}; adapters cannot train new"
+                " embeddings."
+            )
         model.resize_token_embeddings(len(tokenizer))
     if rank := model_args.lora_rank:
         from peft import LoraConfig, get_peft_model
@@ -259,7 +350,9 @@ def load_model(model_args: ModelArguments, config, tokenizer):
         targets = model_args.lora_targets.split(",") if model_args.lora_targets else "all-linear"
         with one_line_errors(f"Cannot use lora_targets={model_args.lora_targets}: "):
             alpha = model_args.lora_alpha or 2 * rank
-            model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM"))
+            model = get_peft_model(
+                model, LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+            )
     return model
 
 
@@ -273,7 +366,10 @@ def evaluate(trainer: Trainer, when: str) -> None:
 
 
 class JSONLog(TrainerCallback):
-    """Write `log.jsonl`: one line every `logging_steps` and one for each evaluation. Rates exclude evaluations and checkpoints."""
+    """Write `log.jsonl`: one line every `logging_steps` and one for each evaluation.
+
+    Rates exclude evaluations and checkpoints.
+    """
 
     def __init__(self, trainer: Trainer, tokens_per_sample: int):
         self.trainer, self.tokens_per_sample = trainer, tokens_per_sample
@@ -287,7 +383,9 @@ class JSONLog(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs) -> None:
         now = time.perf_counter()
         self.seconds, self.last = self.seconds + now - self.last, now
-        self.tokens += args.train_batch_size * args.gradient_accumulation_steps * args.world_size * self.tokens_per_sample
+        self.tokens += (
+            args.train_batch_size * args.gradient_accumulation_steps * args.world_size * self.tokens_per_sample
+        )
 
     def on_log(self, args, state, control, logs, **kwargs) -> None:
         if not state.is_world_process_zero or not {"loss", "eval_loss"} & logs.keys():
@@ -297,12 +395,16 @@ class JSONLog(TrainerCallback):
             scaler, cuda = self.trainer.accelerator.scaler, args.device.type == "cuda"
             line |= {"perplexity": np.exp(logs["loss"]), "tokens_per_s": self.tokens / self.seconds}
             line["loss_scale"] = scaler.get_scale() if scaler and scaler.is_enabled() else 1.0
-            line["free_device_memory_bytes"] = torch.cuda.mem_get_info()[0] if cuda else psutil.virtual_memory().available
+            line["free_device_memory_bytes"] = (
+                torch.cuda.mem_get_info()[0] if cuda else psutil.virtual_memory().available
+            )
             self.tokens, self.seconds = 0, 0.0
         else:
             line["eval_perplexity"] = np.exp(logs["eval_loss"])
         with (Path(args.output_dir) / "log.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({name: value if math.isfinite(value) else None for name, value in line.items()}) + "\n")
+            file.write(
+                json.dumps({name: value if math.isfinite(value) else None for name, value in line.items()}) + "\n"
+            )
 
 
 if __name__ == "__main__":

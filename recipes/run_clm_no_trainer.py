@@ -1,9 +1,11 @@
-"""Train a causal language model under a memory limit, in a training loop on Accelerate: run_clm.py without the Trainer.
+"""Train a causal language model under a memory limit, in a training loop on Accelerate: run_clm.py without the
+Trainer.
 
-    accelerate launch --config_file accelerate_configs/osdp_cpu.yaml recipes/run_clm_no_trainer.py recipes/gpt2/no_trainer.yaml
+    accelerate launch --config_file accelerate_configs/osdp_cpu.yaml recipes/run_clm_no_trainer.py
+    recipes/gpt2/no_trainer.yaml
 
-The first argument may be a YAML or JSON file of arguments; flags override it. The arguments are those below, and every option of
-`hf_osdp.OSDPConfig`, such as `--memory_limit 8GiB`.
+The first argument may be a YAML or JSON file of arguments; flags override it. The arguments are those below, and every
+option of `hf_osdp.OSDPConfig`, such as `--memory_limit 8GiB`.
 """
 
 from __future__ import annotations
@@ -44,16 +46,28 @@ FORMATS = {".txt": "text", ".json": "json", ".jsonl": "json", ".csv": "csv"}
 class ModelArguments:
     """The model: pretrained, or from scratch."""
 
-    model_name_or_path: str | None = field(default=None, metadata={"help": "Pretrained weights: a folder, or a name on the hub."})
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Pretrained weights: a folder, or a name on the hub."}
+    )
     model_type: str = field(default="gpt2", metadata={"help": "Architecture to train from scratch."})
-    config_name: str | None = field(default=None, metadata={"help": "Configuration to train from scratch: a folder, or a name on the hub."})
-    config_overrides: str | None = field(default=None, metadata={"help": "Changes to the configuration, for example n_layer=4,n_embd=128."})
-    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer; default: the model's, or one trained on the text."})
-    vocab_size: int = field(default=2048, metadata={"help": "Vocabulary size of a tokenizer that is trained on the text."})
+    config_name: str | None = field(
+        default=None, metadata={"help": "Configuration to train from scratch: a folder, or a name on the hub."}
+    )
+    config_overrides: str | None = field(
+        default=None, metadata={"help": "Changes to the configuration, for example n_layer=4,n_embd=128."}
+    )
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "Tokenizer; default: the model's, or one trained on the text."}
+    )
+    vocab_size: int = field(
+        default=2048, metadata={"help": "Vocabulary size of a tokenizer that is trained on the text."}
+    )
 
     def __post_init__(self) -> None:
         if self.model_name_or_path and (self.config_name or self.config_overrides):
-            raise ValueError("model_name_or_path has its own configuration; leave out config_name and config_overrides.")
+            raise ValueError(
+                "model_name_or_path has its own configuration; leave out config_name and config_overrides."
+            )
         if self.vocab_size < 257:
             raise ValueError(f"vocab_size={self.vocab_size} is too small for byte-level text; use at least 257.")
 
@@ -62,13 +76,27 @@ class ModelArguments:
 class DataArguments:
     """The text; default: the language reference that is part of every Python installation."""
 
-    dataset_name: str | None = field(default=None, metadata={"help": "Dataset on the hub, for example Salesforce/wikitext."})
-    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of the dataset, for example wikitext-2-raw-v1."})
-    train_file: str | None = field(default=None, metadata={"help": "Local text: .txt, or .json/.jsonl/.csv with a column `text`."})
-    validation_file: str | None = field(default=None, metadata={"help": "Local text in the same format, for evaluation."})
-    block_size: int | None = field(default=None, metadata={"help": "Tokens per sample; default: the model's positions, at most 1024."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Number of training samples to use, from the start."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Number of evaluation samples to use, from the start."})
+    dataset_name: str | None = field(
+        default=None, metadata={"help": "Dataset on the hub, for example Salesforce/wikitext."}
+    )
+    dataset_config_name: str | None = field(
+        default=None, metadata={"help": "Configuration of the dataset, for example wikitext-2-raw-v1."}
+    )
+    train_file: str | None = field(
+        default=None, metadata={"help": "Local text: .txt, or .json/.jsonl/.csv with a column `text`."}
+    )
+    validation_file: str | None = field(
+        default=None, metadata={"help": "Local text in the same format, for evaluation."}
+    )
+    block_size: int | None = field(
+        default=None, metadata={"help": "Tokens per sample; default: the model's positions, at most 1024."}
+    )
+    max_train_samples: int | None = field(
+        default=None, metadata={"help": "Number of training samples to use, from the start."}
+    )
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "Number of evaluation samples to use, from the start."}
+    )
 
     def __post_init__(self) -> None:
         if self.dataset_name and self.train_file:
@@ -84,29 +112,48 @@ class DataArguments:
 class LoopArguments:
     """The training loop; the names are those of `TrainingArguments`."""
 
-    output_dir: str = field(default="runs/clm-no-trainer", metadata={"help": "Folder for the model, the log and the checkpoints."})
+    output_dir: str = field(
+        default="runs/clm-no-trainer", metadata={"help": "Folder for the model, the log and the checkpoints."}
+    )
     per_device_train_batch_size: int = field(
         default=8, metadata={"help": "Samples per process; the planner splits them into micro-batches."}
     )
-    gradient_accumulation_steps: int = field(default=1, metadata={"help": "Multiplies the samples of an optimizer step."})
-    per_device_eval_batch_size: int = field(default=8, metadata={"help": "Samples that each process evaluates at once."})
+    gradient_accumulation_steps: int = field(
+        default=1, metadata={"help": "Multiplies the samples of an optimizer step."}
+    )
+    per_device_eval_batch_size: int = field(
+        default=8, metadata={"help": "Samples that each process evaluates at once."}
+    )
     num_train_epochs: int = field(default=3, metadata={"help": "Passes over the training text."})
-    max_steps: int | None = field(default=None, metadata={"help": "Number of optimizer steps; overrides num_train_epochs."})
+    max_steps: int | None = field(
+        default=None, metadata={"help": "Number of optimizer steps; overrides num_train_epochs."}
+    )
     learning_rate: float = field(default=5e-5, metadata={"help": "Peak learning rate of the schedule."})
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = field(default="linear")
     warmup_steps: int = field(default=0, metadata={"help": "Optimizer steps during which the learning rate rises."})
     weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of AdamW, for matrices only."})
     max_grad_norm: float = field(default=1.0, metadata={"help": "Maximum norm of the gradients, for clipping."})
-    mixed_precision: Literal["no", "bf16", "fp16"] | None = field(default=None, metadata={"help": "Default: as in the accelerate file."})
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = field(
+        default=None, metadata={"help": "Default: as in the accelerate file."}
+    )
     logging_steps: int = field(default=10, metadata={"help": "Optimizer steps between two lines of log.jsonl."})
-    eval_steps: int | None = field(default=None, metadata={"help": "Optimizer steps between two evaluations during training."})
+    eval_steps: int | None = field(
+        default=None, metadata={"help": "Optimizer steps between two evaluations during training."}
+    )
     save_steps: int | None = field(default=None, metadata={"help": "Optimizer steps between two checkpoints."})
-    resume_from_checkpoint: str | None = field(default=None, metadata={"help": "Folder of a checkpoint, or true for the last one."})
+    resume_from_checkpoint: str | None = field(
+        default=None, metadata={"help": "Folder of a checkpoint, or true for the last one."}
+    )
     seed: int = field(default=42, metadata={"help": "Seed for the weights, the order of samples and dropout."})
     disable_tqdm: bool = field(default=False, metadata={"help": "Show no progress bar."})
 
     def __post_init__(self) -> None:
-        counts = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "num_train_epochs")
+        counts = (
+            "per_device_train_batch_size",
+            "gradient_accumulation_steps",
+            "per_device_eval_batch_size",
+            "num_train_epochs",
+        )
         for name in (*counts, "max_steps", "logging_steps", "eval_steps", "save_steps"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
@@ -126,7 +173,9 @@ def main() -> None:
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
     )
     # transformers cannot derive the loss from GPT-2's class name and logs a note about it; the note is harmless.
-    logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "`loss_type=None`" not in record.getMessage())
+    logging.getLogger("transformers.modeling_utils").addFilter(
+        lambda record: "`loss_type=None`" not in record.getMessage()
+    )
     if not accelerator.is_main_process:
         datasets.disable_progress_bars()
     transformers.set_seed(args.seed)
@@ -139,13 +188,15 @@ def main() -> None:
     positions = getattr(config, "max_position_embeddings", None) or 2**30
     block_size = data_args.block_size or min(positions, 1024)
     if block_size > positions:
-        raise ValueError(f"block_size={block_size} is longer than the model's {positions} positions; use at most {positions}.")
+        raise ValueError(
+            f"block_size={block_size} is longer than the model's {positions} positions; use at most {positions}."
+        )
     with accelerator.main_process_first():
         train, validation = make_blocks(text, tokenizer, block_size, data_args)
     samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
     steps_per_epoch = len(train) // samples
     if steps_per_epoch == 0:
-        what = f"The training text has {len(train)} blocks of {block_size} tokens, less than the {samples} samples of one optimizer step"
+        what = f"The training text has {len(train)} blocks of {block_size} tokens, less than the {samples} samples of one optimizer step"  # noqa: E501
         raise ValueError(f"{what}; give more text, or a smaller block_size or per_device_train_batch_size.")
     train = train.take(steps_per_epoch * samples)  # whole optimizer steps
     steps = args.max_steps or steps_per_epoch * args.num_train_epochs
@@ -160,7 +211,18 @@ def main() -> None:
     model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
     accelerator.register_for_checkpointing(scheduler)
 
-    loop = Loop(accelerator, model, optimizer, scheduler, train_loader, eval_loader, args, samples * block_size, steps_per_epoch, steps)
+    loop = Loop(
+        accelerator,
+        model,
+        optimizer,
+        scheduler,
+        train_loader,
+        eval_loader,
+        args,
+        samples * block_size,
+        steps_per_epoch,
+        steps,
+    )
     if checkpoint is not None:
         accelerator.load_state(str(checkpoint))
         loop.step = int(checkpoint.name.rpartition("-")[2])
@@ -198,12 +260,18 @@ class Loop:
         """Train from `step` to the last step. SIGTERM on any rank saves a checkpoint and ends the run on all ranks."""
         micro_steps = self.accelerator.gradient_accumulation_steps
         self.losses, self.since, self.logged = [], time.perf_counter(), self.step
-        self.bar = tqdm(total=self.steps, initial=self.step, desc="Training", unit="step", disable=self.args.disable_tqdm)
+        self.bar = tqdm(
+            total=self.steps, initial=self.step, desc="Training", unit="step", disable=self.args.disable_tqdm
+        )
         with StopSignal() as stop:
             while self.step < self.steps and not stop.stopped:
                 epoch, done = divmod(self.step, self.steps_per_epoch)
                 self.train_loader.set_epoch(epoch)
-                left = self.accelerator.skip_first_batches(self.train_loader, done * micro_steps) if done else self.train_loader
+                left = (
+                    self.accelerator.skip_first_batches(self.train_loader, done * micro_steps)
+                    if done
+                    else self.train_loader
+                )
                 for batch in batches_keeping_rng(left):
                     if self.micro_step(batch) and (stop.agreed() or self.step == self.steps):
                         break
@@ -262,7 +330,9 @@ class Loop:
             line = {"step": self.step, "epoch": self.step / self.steps_per_epoch, **figures}
             Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
             with (Path(self.args.output_dir) / "log.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({name: value if math.isfinite(value) else None for name, value in line.items()}) + "\n")
+                file.write(
+                    json.dumps({name: value if math.isfinite(value) else None for name, value in line.items()}) + "\n"
+                )
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -283,7 +353,10 @@ class Loop:
 
 
 def batches_keeping_rng(loader: DataLoader) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the batches. Starting a loader draws from the generator that dropout uses, so a resumed run would differ; undo that draw."""
+    """Yield the batches.
+
+    Starting a loader draws from the generator that dropout uses, so a resumed run would differ; undo that draw.
+    """
     batches = iter(loader)
     with torch.random.fork_rng(devices=[]):
         first_batch = next(batches, None)
@@ -302,24 +375,38 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 
 
 def load_text(data: DataArguments) -> DatasetDict:
-    """Return the splits `train` and `validation` with a column `text`; without a validation split, every 20th row is held out for it."""
+    """Return the splits `train` and `validation` with a column `text`; without a validation split, every 20th row
+    is held out for it.
+    """
     source = data.dataset_name or data.train_file
     with one_line_errors(f"Cannot read {source}: ", DatasetGenerationError):
         if data.dataset_name:
             text = load_dataset(data.dataset_name, data.dataset_config_name)
         elif data.train_file:
-            files = {"train": data.train_file, **({"validation": data.validation_file} if data.validation_file else {})}
+            files = {
+                "train": data.train_file,
+                **({"validation": data.validation_file} if data.validation_file else {}),
+            }
             formats = {FORMATS.get(Path(file).suffix.lower()) for file in files.values()}
             if None in formats or len(formats) > 1:
                 raise ValueError(f"use files of one kind: {', '.join(FORMATS)}.")
             options = {"keep_linebreaks": True} if formats == {"text"} else {}
             text = load_dataset(formats.pop(), data_files=files, **options)
         else:  # the distinct paragraphs of Python's language reference
-            paragraphs = (part for _, text in sorted(topics.topics.items()) for part in re.split(r"\n\s*\n", text) if part.strip())
-            text = DatasetDict(train=Dataset.from_dict({"text": [f"{part}\n\n" for part in dict.fromkeys(paragraphs)]}))
+            paragraphs = (
+                part
+                for _, text in sorted(topics.topics.items())
+                for part in re.split(r"\n\s*\n", text)
+                if part.strip()
+            )
+            text = DatasetDict(
+                train=Dataset.from_dict({"text": [f"{part}\n\n" for part in dict.fromkeys(paragraphs)]})
+            )
         rows = text["train"]
         if rows.num_rows < 20 or not isinstance(rows[0].get("text"), str):
-            raise ValueError(f"it needs 20 rows with text in a column `text`; it has {rows.num_rows}, first {str(rows[:1])[:200]}.")
+            raise ValueError(
+                f"it needs 20 rows with text in a column `text`; it has {rows.num_rows}, first {str(rows[:1])[:200]}."
+            )
     if "validation" not in text:
         kept = [row for row in range(len(rows)) if row % 20 != 19]
         text = DatasetDict(train=rows.select(kept), validation=rows.select(range(19, len(rows), 20)))
@@ -339,7 +426,10 @@ def make_blocks(text: DatasetDict, tokenizer, size: int, data: DataArguments) ->
     limits = {"train": data.max_train_samples, "validation": data.max_eval_samples}
     for split, rows in blocks.items():
         if not rows.num_rows:
-            raise ValueError(f"{data.train_file or 'The data set'}: the {split} text has less than one block of {size} tokens; give more.")
+            raise ValueError(
+                f"{data.train_file or 'The data set'}: the {split} text has less than one block of {size} tokens; give"
+                " more."
+            )
     return tuple(rows.take(min(limits[split] or len(rows), len(rows))) for split, rows in blocks.items())
 
 
@@ -354,19 +444,30 @@ def load_config(model_args: ModelArguments):
 
 
 def load_tokenizer(model_args: ModelArguments, config, text: Dataset):
-    """Return the named tokenizer, or train a byte-level BPE like GPT-2's. A new model gets the size of its vocabulary."""
+    """Return the named tokenizer, or train a byte-level BPE like GPT-2's.
+
+    A new model gets the size of its vocabulary.
+    """
     if name := model_args.tokenizer_name or model_args.model_name_or_path:
         with one_line_errors(f"Cannot load the tokenizer {name}: "):
             tokenizer = AutoTokenizer.from_pretrained(name)
     else:
-        tokenizer = transformers.GPT2Tokenizer().train_new_from_iterator(text["text"], model_args.vocab_size, show_progress=False)
+        tokenizer = transformers.GPT2Tokenizer().train_new_from_iterator(
+            text["text"], model_args.vocab_size, show_progress=False
+        )
     if not model_args.model_name_or_path:
-        config.vocab_size, config.bos_token_id, config.eos_token_id = len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id
+        config.vocab_size, config.bos_token_id, config.eos_token_id = (
+            len(tokenizer),
+            tokenizer.bos_token_id,
+            tokenizer.eos_token_id,
+        )
     if model_args.config_overrides:
         with one_line_errors(f"Cannot use config_overrides={model_args.config_overrides}: "):
             config.update_from_string(model_args.config_overrides)
             if config.vocab_size < len(tokenizer):
-                raise ValueError(f"vocab_size={config.vocab_size} is less than the {len(tokenizer)} entries of the tokenizer.")
+                raise ValueError(
+                    f"vocab_size={config.vocab_size} is less than the {len(tokenizer)} entries of the tokenizer."
+                )
     return tokenizer
 
 

@@ -1,9 +1,11 @@
 """Fine-tune BERT, or any other model for sentence classification, under a memory limit.
 
-    accelerate launch --config_file accelerate_configs/osdp_cpu.yaml recipes/run_glue.py recipes/glue/demo.yaml --output_dir out
+    accelerate launch --config_file accelerate_configs/osdp_cpu.yaml recipes/run_glue.py recipes/glue/demo.yaml
+    --output_dir out
 
-The first argument may be a YAML or JSON file of arguments; flags override it. The arguments are those below, those of `TrainingArguments`,
-and every option of `hf_osdp.OSDPConfig`, such as `--memory_limit 8GiB`. `--osdp false` runs the stock Trainer.
+The first argument may be a YAML or JSON file of arguments; flags override it. The arguments are those below, those of
+`TrainingArguments`, and every option of `hf_osdp.OSDPConfig`, such as `--memory_limit 8GiB`. `--osdp false` runs the
+stock Trainer.
 """
 
 from __future__ import annotations
@@ -48,25 +50,45 @@ TASKS = {
 class ModelArguments:
     """The model: pretrained, or from scratch."""
 
-    model_name_or_path: str | None = field(default=None, metadata={"help": "Pretrained weights: a folder, or a name on the hub."})
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Pretrained weights: a folder, or a name on the hub."}
+    )
     model_type: str = field(default="bert", metadata={"help": "Architecture to train from scratch."})
-    config_name: str | None = field(default=None, metadata={"help": "Configuration to train from scratch: a folder, or a name on the hub."})
-    config_overrides: str | None = field(default=None, metadata={"help": "Changes to the configuration, for example num_hidden_layers=4."})
-    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer; default: the model's, or one trained on the text."})
-    vocab_size: int = field(default=2048, metadata={"help": "Vocabulary size of a tokenizer that is trained on the text."})
-    lora_rank: int | None = field(default=None, metadata={"help": "Train LoRA adapters of this rank and freeze the rest (needs peft)."})
-    lora_alpha: int | None = field(default=None, metadata={"help": "LoRA updates are scaled by alpha / rank; default: twice the rank."})
-    lora_targets: str | None = field(default=None, metadata={"help": "Projections with an adapter, such as query,value; default: all."})
+    config_name: str | None = field(
+        default=None, metadata={"help": "Configuration to train from scratch: a folder, or a name on the hub."}
+    )
+    config_overrides: str | None = field(
+        default=None, metadata={"help": "Changes to the configuration, for example num_hidden_layers=4."}
+    )
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "Tokenizer; default: the model's, or one trained on the text."}
+    )
+    vocab_size: int = field(
+        default=2048, metadata={"help": "Vocabulary size of a tokenizer that is trained on the text."}
+    )
+    lora_rank: int | None = field(
+        default=None, metadata={"help": "Train LoRA adapters of this rank and freeze the rest (needs peft)."}
+    )
+    lora_alpha: int | None = field(
+        default=None, metadata={"help": "LoRA updates are scaled by alpha / rank; default: twice the rank."}
+    )
+    lora_targets: str | None = field(
+        default=None, metadata={"help": "Projections with an adapter, such as query,value; default: all."}
+    )
 
     def __post_init__(self) -> None:
         if self.model_name_or_path and (self.config_name or self.config_overrides):
-            raise ValueError("model_name_or_path has its own configuration; leave out config_name and config_overrides.")
+            raise ValueError(
+                "model_name_or_path has its own configuration; leave out config_name and config_overrides."
+            )
         if self.vocab_size < 257:
             raise ValueError(f"vocab_size={self.vocab_size} is too small for byte-level text; use at least 257.")
         if self.lora_rank is None and (self.lora_alpha or self.lora_targets):
             raise ValueError("lora_alpha and lora_targets need lora_rank.")
         if self.lora_rank is not None and not self.model_name_or_path:
-            raise ValueError(f"lora_rank={self.lora_rank} trains adapters of a pretrained model; give model_name_or_path.")
+            raise ValueError(
+                f"lora_rank={self.lora_rank} trains adapters of a pretrained model; give model_name_or_path."
+            )
 
 
 @dataclass
@@ -78,24 +100,44 @@ class DataArguments:
     )
     train_file: str | None = field(
         default=None,
-        metadata={"help": "Local .jsonl, .json or .csv file with columns `sentence`, or `sentence1` and `sentence2`, and `label`."},
+        metadata={
+            "help": "Local .jsonl, .json or .csv file with columns `sentence`, or `sentence1` and `sentence2`, and `label`."  # noqa: E501
+        },
     )
-    validation_file: str | None = field(default=None, metadata={"help": "Local file in the same format, for evaluation."})
-    validation_split_percentage: int = field(default=5, metadata={"help": "Percentage to hold out if there is no validation split."})
-    metric: str | None = field(default=None, metadata={"help": "Metric of `evaluate`; default: the task's, or accuracy."})
+    validation_file: str | None = field(
+        default=None, metadata={"help": "Local file in the same format, for evaluation."}
+    )
+    validation_split_percentage: int = field(
+        default=5, metadata={"help": "Percentage to hold out if there is no validation split."}
+    )
+    metric: str | None = field(
+        default=None, metadata={"help": "Metric of `evaluate`; default: the task's, or accuracy."}
+    )
     max_seq_length: int | None = field(default=None, metadata={"help": "Tokens per sample; default: at most 128."})
-    pad_to_max_length: bool = field(default=True, metadata={"help": "Pad to the planned length; false: to the longest of a batch."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Number of training samples to use, from the start."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Number of evaluation samples to use, from the start."})
-    early_stopping_patience: int | None = field(default=None, metadata={"help": "Evaluations without a better metric before stopping."})
+    pad_to_max_length: bool = field(
+        default=True, metadata={"help": "Pad to the planned length; false: to the longest of a batch."}
+    )
+    max_train_samples: int | None = field(
+        default=None, metadata={"help": "Number of training samples to use, from the start."}
+    )
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "Number of evaluation samples to use, from the start."}
+    )
+    early_stopping_patience: int | None = field(
+        default=None, metadata={"help": "Evaluations without a better metric before stopping."}
+    )
 
     def __post_init__(self) -> None:
         if self.task_name is not None and self.task_name not in TASKS:
-            raise ValueError(f"task_name={self.task_name!r} is not known; use one of {', '.join(TASKS)}, or train_file.")
+            raise ValueError(
+                f"task_name={self.task_name!r} is not known; use one of {', '.join(TASKS)}, or train_file."
+            )
         if self.validation_file and not self.train_file:
             raise ValueError("validation_file needs train_file.")
         if not 0 < self.validation_split_percentage < 100:
-            raise ValueError(f"validation_split_percentage={self.validation_split_percentage} must be between 1 and 99.")
+            raise ValueError(
+                f"validation_split_percentage={self.validation_split_percentage} must be between 1 and 99."
+            )
         for name in ("max_seq_length", "max_train_samples", "max_eval_samples", "early_stopping_patience"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
@@ -104,7 +146,9 @@ class DataArguments:
 
 def main() -> None:
     """Load the sentences, tokenizer and model, train under a plan, evaluate, and save the model."""
-    model_args, data_args, args, osdp = parse_arguments((ModelArguments, DataArguments, TrainingArguments), sys.argv[1:])
+    model_args, data_args, args, osdp = parse_arguments(
+        (ModelArguments, DataArguments, TrainingArguments), sys.argv[1:]
+    )
     check(data_args, args)
     if args.process_index:  # only rank 0 logs
         datasets.disable_progress_bars()
@@ -122,7 +166,9 @@ def main() -> None:
     positions = getattr(config, "max_position_embeddings", None) or 2**30
     length = data_args.max_seq_length or min(positions, 128)
     if length > positions:
-        raise ValueError(f"max_seq_length={length} is longer than the model's {positions} positions; use at most {positions}.")
+        raise ValueError(
+            f"max_seq_length={length} is longer than the model's {positions} positions; use at most {positions}."
+        )
 
     def tokenize(batch: dict[str, list]) -> dict[str, list]:
         return dict(tokenizer(*(batch[column] for column in columns), truncation=True, max_length=length))
@@ -167,21 +213,36 @@ def check(data_args: DataArguments, args: TrainingArguments) -> None:
         raise ValueError("Nothing to do; give do_train, do_eval or both.")
     known = get_available_reporting_integrations()
     if missing := [name for name in args.report_to if name not in known]:
-        raise ValueError(f"report_to={','.join(missing)} is not installed here; install it, or use one of {', '.join([*known, 'none'])}.")
+        raise ValueError(
+            f"report_to={','.join(missing)} is not installed here; install it, or use one of"
+            f" {', '.join([*known, 'none'])}."
+        )
     if (patience := data_args.early_stopping_patience) and not args.load_best_model_at_end:
-        raise ValueError(f"early_stopping_patience={patience} needs load_best_model_at_end: true, with eval_strategy and save_strategy.")
+        raise ValueError(
+            f"early_stopping_patience={patience} needs load_best_model_at_end: true, with eval_strategy and"
+            " save_strategy."
+        )
     if args.load_best_model_at_end and args.save_only_model and args.world_size > 1:
-        raise ValueError("save_only_model and load_best_model_at_end cannot be combined under FSDP; leave out one of them.")
+        raise ValueError(
+            "save_only_model and load_best_model_at_end cannot be combined under FSDP; leave out one of them."
+        )
     if (args.metric_for_best_model or "loss").removeprefix("eval_") not in ("loss", data_args.metric):
-        raise ValueError(f"metric_for_best_model={args.metric_for_best_model} is not computed; use {data_args.metric} or loss.")
+        raise ValueError(
+            f"metric_for_best_model={args.metric_for_best_model} is not computed; use {data_args.metric} or loss."
+        )
 
 
 def load_sentences(data: DataArguments) -> tuple[DatasetDict, list[str]]:
-    """Return the splits `train` and `validation`, from files, GLUE or `made_reviews`, and the names of their text columns."""
+    """Return the splits `train` and `validation`, from files, GLUE or `made_reviews`, and the names of their text
+    columns.
+    """
     source = data.train_file or (f"nyu-mll/glue, {data.task_name}" if data.task_name else "made_reviews")
     with one_line_errors(f"Cannot use {source}: ", DatasetGenerationError):
         if data.train_file:
-            files = {"train": data.train_file, **({"validation": data.validation_file} if data.validation_file else {})}
+            files = {
+                "train": data.train_file,
+                **({"validation": data.validation_file} if data.validation_file else {}),
+            }
             formats = {FORMATS.get(Path(file).suffix.lower()) for file in files.values()}
             if None in formats or len(formats) > 1:
                 raise ValueError(f"use files of one kind: {', '.join(FORMATS)}.")
@@ -204,7 +265,9 @@ def load_sentences(data: DataArguments) -> tuple[DatasetDict, list[str]]:
         limits = {"train": data.max_train_samples, "validation": data.max_eval_samples}
         rows = {split: rows[split].select_columns([*columns, "label"]) for split in limits}
         check_labels(rows["train"].features["label"], {split: part.unique("label") for split, part in rows.items()})
-        return DatasetDict({split: part.take(min(limits[split] or len(part), len(part))) for split, part in rows.items()}), columns
+        return DatasetDict(
+            {split: part.take(min(limits[split] or len(part), len(part))) for split, part in rows.items()}
+        ), columns
 
 
 def check_labels(feature, seen: dict[str, list]) -> None:
@@ -221,16 +284,29 @@ def set_class_names(config, rows: DatasetDict) -> None:
     """Set the number and names of the classes from the data; a pretrained classifier must have the same number."""
     feature = rows["train"].features["label"]
     named = isinstance(feature, ClassLabel)
-    names = feature.names if named else [f"LABEL_{number}" for number in range(1 + max(max(part["label"]) for part in rows.values()))]
+    names = (
+        feature.names
+        if named
+        else [f"LABEL_{number}" for number in range(1 + max(max(part["label"]) for part in rows.values()))]
+    )
     is_classifier = any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
     if is_classifier and config.num_labels != len(names):
-        raise ValueError(f"The model has {config.num_labels} classes, but the data has {len(names)}; use a model for {len(names)} classes.")
+        raise ValueError(
+            f"The model has {config.num_labels} classes, but the data has {len(names)}; use a model for {len(names)}"
+            " classes."
+        )
     config.id2label, config.label2id = dict(enumerate(names)), {name: number for number, name in enumerate(names)}
 
 
 def load_metric(name: str) -> Callable[[transformers.EvalPrediction], dict[str, float]]:
-    """Return `compute_metrics` for the Trainer. Accuracy and Matthews correlation need no network; others come from the hub."""
-    known = {"accuracy": lambda predicted, true: float(np.mean(predicted == true)), "matthews_correlation": matthews_correlation}
+    """Return `compute_metrics` for the Trainer.
+
+    Accuracy and Matthews correlation need no network; others come from the hub.
+    """
+    known = {
+        "accuracy": lambda predicted, true: float(np.mean(predicted == true)),
+        "matthews_correlation": matthews_correlation,
+    }
     if name not in known:
         if Path(name).exists():  # `evaluate` would run it as code
             raise ValueError(f"metric={name!r} must be the name of a metric, such as accuracy, not a file or folder.")
@@ -240,13 +316,19 @@ def load_metric(name: str) -> Callable[[transformers.EvalPrediction], dict[str, 
     def compute(prediction: transformers.EvalPrediction) -> dict[str, float]:
         logits = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
         predicted, true = np.argmax(logits, axis=-1), prediction.label_ids
-        return {name: known[name](predicted, true)} if name in known else metric.compute(predictions=predicted, references=true)
+        return (
+            {name: known[name](predicted, true)}
+            if name in known
+            else metric.compute(predictions=predicted, references=true)
+        )
 
     return compute
 
 
 def matthews_correlation(predicted: np.ndarray, true: np.ndarray) -> float:
-    """Return the Matthews correlation, R_K of Gorodkin (2004) for more than two classes; 0 if only one class occurs."""
+    """Return the Matthews correlation, R_K of Gorodkin (2004) for more than two classes; 0 if only one class
+    occurs.
+    """
     x, y = (np.eye(1 + max(predicted.max(), true.max()))[classes] for classes in (predicted, true))
     x, y = x - x.mean(axis=0), y - y.mean(axis=0)
     scale = math.sqrt((x * x).sum() * (y * y).sum())
@@ -256,7 +338,9 @@ def matthews_correlation(predicted: np.ndarray, true: np.ndarray) -> float:
 def mean_over_samples(outputs, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:
     """Return the mean cross-entropy over all samples of an optimizer step, for any number of micro-batches."""
     losses = cross_entropy(outputs.logits, labels, reduction="none")
-    total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))  # bf16 has too few digits for a sum of thousands
+    total = losses.sum(
+        dtype=torch.promote_types(losses.dtype, torch.float32)
+    )  # bf16 has too few digits for a sum of thousands
     return total / (len(labels) if num_items_in_batch is None else num_items_in_batch)
 
 
@@ -266,27 +350,40 @@ def load_config(model_args: ModelArguments):
     with one_line_errors(f"Cannot use {name or f'model_type={model_args.model_type!r}'}: "):
         config = AutoConfig.from_pretrained(name) if name else transformers.CONFIG_MAPPING[model_args.model_type]()
         if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-            raise ValueError(f"{config.model_type} is not a model for sentence classification; use one such as bert or roberta.")
+            raise ValueError(
+                f"{config.model_type} is not a model for sentence classification; use one such as bert or roberta."
+            )
     return config
 
 
 def load_tokenizer(model_args: ModelArguments, config, texts: list[str]):
-    """Return the named tokenizer, or train BERT's WordPiece or RoBERTa's BPE. A new model gets the size of its vocabulary."""
+    """Return the named tokenizer, or train BERT's WordPiece or RoBERTa's BPE.
+
+    A new model gets the size of its vocabulary.
+    """
     if name := model_args.tokenizer_name or model_args.model_name_or_path:
         with one_line_errors(f"Cannot load the tokenizer {name}: "):
             tokenizer = AutoTokenizer.from_pretrained(name)
     elif transformers.TOKENIZER_MAPPING.get(type(config), None) is transformers.BertTokenizer:
         tokenizer = transformers.BertTokenizer(vocab=wordpiece_vocabulary(texts, model_args.vocab_size))
     else:
-        tokenizer = transformers.RobertaTokenizer().train_new_from_iterator(texts, model_args.vocab_size, show_progress=False)
+        tokenizer = transformers.RobertaTokenizer().train_new_from_iterator(
+            texts, model_args.vocab_size, show_progress=False
+        )
     if not model_args.model_name_or_path:
-        numbers = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "cls", "sep")}
-        config.update({"vocab_size": len(tokenizer), **{name: n for name, n in numbers.items() if hasattr(config, name)}})
+        numbers = {
+            f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "cls", "sep")
+        }
+        config.update(
+            {"vocab_size": len(tokenizer), **{name: n for name, n in numbers.items() if hasattr(config, name)}}
+        )
     if model_args.config_overrides:
         with one_line_errors(f"Cannot use config_overrides={model_args.config_overrides}: "):
             config.update_from_string(model_args.config_overrides)
             if config.vocab_size < len(tokenizer):
-                raise ValueError(f"vocab_size={config.vocab_size} is less than the {len(tokenizer)} entries of the tokenizer.")
+                raise ValueError(
+                    f"vocab_size={config.vocab_size} is less than the {len(tokenizer)} entries of the tokenizer."
+                )
     if tokenizer.pad_token is None:
         raise ValueError(f"The tokenizer {name} has no pad_token; name one such as BERT's with tokenizer_name.")
     return tokenizer
@@ -295,27 +392,37 @@ def load_tokenizer(model_args: ModelArguments, config, texts: list[str]):
 def wordpiece_vocabulary(texts: list[str], size: int) -> dict[str, int]:
     """Train a WordPiece vocabulary that is the same in each run.
 
-    The trainer numbers one-character pieces in the order of a hash map, so they are given to it in a fixed order, as special tokens.
+    The trainer numbers one-character pieces in the order of a hash map, so they are given to it in a fixed order, as
+    special tokens.
     """
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
     counts = Counter(char for text in texts for char in tokenizer.normalizer.normalize_str(text) if not char.isspace())
     pieces = sorted(f"##{char}" for char, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:1000])
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces]
-    trainer = trainers.WordPieceTrainer(vocab_size=size, limit_alphabet=1000, special_tokens=special, show_progress=False)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=size, limit_alphabet=1000, special_tokens=special, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer.get_vocab()
 
 
 def load_model(model_args: ModelArguments, config, tokenizer):
-    """Return the model in float32, pretrained or new, with LoRA adapters if `lora_rank` is given; the new head is trained with them."""
+    """Return the model in float32, pretrained or new, with LoRA adapters if `lora_rank` is given; the new head is
+    trained with them.
+    """
     auto_class = transformers.AutoModelForSequenceClassification
     if not model_args.model_name_or_path:
         return auto_class.from_config(config, dtype=torch.float32)
-    model, info = auto_class.from_pretrained(model_args.model_name_or_path, config=config, dtype=torch.float32, output_loading_info=True)
+    model, info = auto_class.from_pretrained(
+        model_args.model_name_or_path, config=config, dtype=torch.float32, output_loading_info=True
+    )
     if len(tokenizer) > (entries := model.get_input_embeddings().num_embeddings):
         if model_args.lora_rank:
-            raise ValueError(f"The tokenizer has {len(tokenizer)} entries, the model {entries}; adapters cannot train new embeddings.")
+            raise ValueError(
+                f"The tokenizer has {len(tokenizer)} entries, the model {entries}; adapters cannot train new"
+                " embeddings."
+            )
         model.resize_token_embeddings(len(tokenizer))
     return with_adapters(model, model_args, info["missing_keys"]) if model_args.lora_rank else model
 
@@ -326,7 +433,9 @@ def with_adapters(model, model_args: ModelArguments, new: list[str]):
 
     modules = {key.rpartition(".")[0] for key in new if "." in key}
     known = {"classifier", "score"}  # peft trains these by default, and would copy modules inside them a second time
-    heads = sorted(name for name in modules - known if not any(name.startswith(f"{outer}.") for outer in known | modules))
+    heads = sorted(
+        name for name in modules - known if not any(name.startswith(f"{outer}.") for outer in known | modules)
+    )
     targets = model_args.lora_targets.split(",") if model_args.lora_targets else "all-linear"
     options = LoraConfig(
         r=model_args.lora_rank, lora_alpha=model_args.lora_alpha or 2 * model_args.lora_rank, target_modules=targets,
@@ -345,7 +454,10 @@ def score(trainer: Trainer, metric: str, when: str) -> None:
 
 
 class JSONLog(TrainerCallback):
-    """Write `log.jsonl`: one line every `logging_steps` and one for each evaluation. Rates exclude evaluations and checkpoints."""
+    """Write `log.jsonl`: one line every `logging_steps` and one for each evaluation.
+
+    Rates exclude evaluations and checkpoints.
+    """
 
     def __init__(self, trainer: Trainer):
         self.trainer, self.samples, self.seconds, self.last = trainer, 0, 0.0, 0.0
@@ -368,10 +480,14 @@ class JSONLog(TrainerCallback):
             scaler, cuda = self.trainer.accelerator.scaler, args.device.type == "cuda"
             line["samples_per_s"] = self.samples / self.seconds
             line["loss_scale"] = scaler.get_scale() if scaler and scaler.is_enabled() else 1.0
-            line["free_device_memory_bytes"] = torch.cuda.mem_get_info()[0] if cuda else psutil.virtual_memory().available
+            line["free_device_memory_bytes"] = (
+                torch.cuda.mem_get_info()[0] if cuda else psutil.virtual_memory().available
+            )
             self.samples, self.seconds = 0, 0.0
         with (Path(args.output_dir) / "log.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({name: value if math.isfinite(value) else None for name, value in line.items()}) + "\n")
+            file.write(
+                json.dumps({name: value if math.isfinite(value) else None for name, value in line.items()}) + "\n"
+            )
 
 
 if __name__ == "__main__":

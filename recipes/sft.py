@@ -3,8 +3,9 @@
     accelerate launch --config_file accelerate_configs/osdp.yaml recipes/sft.py --model_name_or_path Qwen/Qwen3-0.6B \
         --dataset_name trl-lib/Capybara --memory_limit 16GiB --output_dir runs/sft
 
-The arguments are TRL's, such as `--use_peft --lora_r 16`, `--max_length 2048` or `--config FILE.yaml`, and those below. For your own data,
-use `--train_file my.jsonl`, with a column `messages`, or `prompt` and `completion`, or `text`.
+The arguments are TRL's, such as `--use_peft --lora_r 16`, `--max_length 2048` or `--config FILE.yaml`, and those
+below. For your own data, use `--train_file my.jsonl`, with a column `messages`, or `prompt` and `completion`, or
+`text`.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +22,9 @@ class SFTArguments(ScriptArguments):
     """Data and memory limit, in addition to TRL's `ScriptArguments`."""
 
     train_file: str | None = field(default=None, metadata={"help": "Local .jsonl file, instead of dataset_name."})
-    memory_limit: str | None = field(default=None, metadata={"help": "Memory that training may use on each device; default: all of it."})
+    memory_limit: str | None = field(
+        default=None, metadata={"help": "Memory that training may use on each device; default: all of it."}
+    )
 
 
 def main() -> None:

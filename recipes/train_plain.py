@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 recipes/train_plain.py recipes/gpt2/plain.yaml
 
-The first argument may be a YAML or JSON file of arguments; flags override it. The arguments are those of `PlainArguments`, and every option
-of `hf_osdp.OSDPConfig`, such as `--memory_limit 8GiB`.
+The first argument may be a YAML or JSON file of arguments; flags override it. The arguments are those of
+`PlainArguments`, and every option of `hf_osdp.OSDPConfig`, such as `--memory_limit 8GiB`.
 """
 
 from __future__ import annotations
@@ -47,25 +47,53 @@ Batch = dict[str, torch.Tensor]
 class PlainArguments:
     """The model, the text and the training loop."""
 
-    config_overrides: str | None = field(default=None, metadata={"help": "Changes to GPT-2's configuration, such as n_layer=4,n_embd=128."})
-    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer to load; default: one is trained on the text."})
-    vocab_size: int = field(default=2048, metadata={"help": "Vocabulary size of a tokenizer that is trained on the text."})
-    train_file: str | None = field(default=None, metadata={"help": "Local text file; default: Python's language reference."})
+    config_overrides: str | None = field(
+        default=None, metadata={"help": "Changes to GPT-2's configuration, such as n_layer=4,n_embd=128."}
+    )
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "Tokenizer to load; default: one is trained on the text."}
+    )
+    vocab_size: int = field(
+        default=2048, metadata={"help": "Vocabulary size of a tokenizer that is trained on the text."}
+    )
+    train_file: str | None = field(
+        default=None, metadata={"help": "Local text file; default: Python's language reference."}
+    )
     block_size: int = field(default=128, metadata={"help": "Tokens per sample."})
-    max_train_samples: int | None = field(default=None, metadata={"help": "Number of training samples to use, from the start."})
-    max_eval_samples: int | None = field(default=None, metadata={"help": "Number of evaluation samples to use, from the start."})
+    max_train_samples: int | None = field(
+        default=None, metadata={"help": "Number of training samples to use, from the start."}
+    )
+    max_eval_samples: int | None = field(
+        default=None, metadata={"help": "Number of evaluation samples to use, from the start."}
+    )
     output_dir: str = field(default="runs/plain", metadata={"help": "Folder for the model and the checkpoints."})
-    mixed_precision: Literal["no", "bf16", "fp16"] = field(default="no", metadata={"help": "Precision of compute: no, bf16 or fp16."})
-    global_batch_size: int = field(default=8, metadata={"help": "Samples of an optimizer step, on all processes together."})
+    mixed_precision: Literal["no", "bf16", "fp16"] = field(
+        default="no", metadata={"help": "Precision of compute: no, bf16 or fp16."}
+    )
+    global_batch_size: int = field(
+        default=8, metadata={"help": "Samples of an optimizer step, on all processes together."}
+    )
     steps: int = field(default=300, metadata={"help": "Number of optimizer steps."})
-    learning_rate: float = field(default=2e-3, metadata={"help": "Peak learning rate; it rises for a twentieth of the steps, then falls."})
+    learning_rate: float = field(
+        default=2e-3, metadata={"help": "Peak learning rate; it rises for a twentieth of the steps, then falls."}
+    )
     logging_steps: int = field(default=20, metadata={"help": "Optimizer steps between two printed lines."})
     save_steps: int | None = field(default=None, metadata={"help": "Optimizer steps between two checkpoints."})
-    resume_from_checkpoint: str | None = field(default=None, metadata={"help": "Folder of a checkpoint, or true for the last one."})
+    resume_from_checkpoint: str | None = field(
+        default=None, metadata={"help": "Folder of a checkpoint, or true for the last one."}
+    )
     seed: int = field(default=1, metadata={"help": "Seed for the weights and the order of samples."})
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "max_train_samples", "max_eval_samples", "global_batch_size", "steps", "logging_steps", "save_steps"):
+        for name in (
+            "block_size",
+            "max_train_samples",
+            "max_eval_samples",
+            "global_batch_size",
+            "steps",
+            "logging_steps",
+            "save_steps",
+        ):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1.")
 
@@ -74,7 +102,9 @@ def main() -> None:
     """Load the data and the model, train under a plan, evaluate, and save the model."""
     args, options = parse_arguments((PlainArguments,), sys.argv[1:])
     # transformers cannot derive the loss from GPT-2's class name and logs a note about it; the note is harmless.
-    logging.getLogger("transformers.modeling_utils").addFilter(lambda record: "`loss_type=None`" not in record.getMessage())
+    logging.getLogger("transformers.modeling_utils").addFilter(
+        lambda record: "`loss_type=None`" not in record.getMessage()
+    )
     if RANK:
         datasets.disable_progress_bars()
     set_seed(args.seed)
@@ -82,18 +112,27 @@ def main() -> None:
     if args.tokenizer_name:
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name)
     else:  # a byte-level BPE like GPT-2's
-        tokenizer = GPT2Tokenizer().train_new_from_iterator(text["train"]["text"], args.vocab_size, show_progress=False)
+        tokenizer = GPT2Tokenizer().train_new_from_iterator(
+            text["train"]["text"], args.vocab_size, show_progress=False
+        )
     blocks = make_blocks(text, tokenizer, args)
-    config = GPT2Config(vocab_size=len(tokenizer), bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id
+    )
     if args.config_overrides:
         config.update_from_string(args.config_overrides)
     if args.block_size > config.n_positions:
         raise ValueError(f"block_size={args.block_size} is longer than the model's {config.n_positions} positions.")
 
-    osdp = OSDPConfig.from_options({"sequence_length": args.block_size, "global_batch_size": args.global_batch_size, **options})
+    osdp = OSDPConfig.from_options(
+        {"sequence_length": args.block_size, "global_batch_size": args.global_batch_size, **options}
+    )
     model = OptimalShardedDataParallel(GPT2LMHeadModel(config), osdp, mixed_precision=args.mixed_precision)
     plan = model.plan
-    say(f"plan {plan.fingerprint}: {WORLD_SIZE} x {plan.micro_batch_size} samples x {plan.accumulation_steps} micro-steps")
+    say(
+        f"plan {plan.fingerprint}: {WORLD_SIZE} x {plan.micro_batch_size} samples x {plan.accumulation_steps}"
+        " micro-steps"
+    )
     say(f"perplexity before training: {exp(evaluate(model, blocks['validation'])):.2f}")
     train(model, blocks["train"], args)
     say(f"perplexity after training: {exp(evaluate(model, blocks['validation'])):.2f}")
@@ -106,7 +145,10 @@ def main() -> None:
 
 
 def train(model: OptimalShardedDataParallel, blocks: Dataset, args: PlainArguments) -> None:
-    """Train, print a line every `logging_steps`, and save checkpoints. SIGTERM on any rank saves a checkpoint and ends the run."""
+    """Train, print a line every `logging_steps`, and save checkpoints.
+
+    SIGTERM on any rank saves a checkpoint and ends the run.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     schedule = get_scheduler("cosine", optimizer, num_warmup_steps=args.steps // 20, num_training_steps=args.steps)
     scaler = model.grad_scaler()  # has an effect in fp16 only
@@ -117,7 +159,9 @@ def train(model: OptimalShardedDataParallel, blocks: Dataset, args: PlainArgumen
     losses, since = [], time.perf_counter()
     stop = StopSignal()
     stop.start()
-    for step, batches in enumerate(islice(micro_batches_of_steps(blocks, model, args.seed), done, args.steps), start=done + 1):
+    for step, batches in enumerate(
+        islice(micro_batches_of_steps(blocks, model, args.seed), done, args.steps), start=done + 1
+    ):
         for number, batch in enumerate(batches, start=1):
             with model.micro_step(is_last=number == len(batches)):
                 loss = model(**batch).loss
@@ -157,15 +201,24 @@ def evaluate(model: OptimalShardedDataParallel, blocks: Dataset) -> float:
     """Return the mean loss; the last samples are left out if the number of ranks does not divide their number."""
     sampler = DistributedSampler(blocks, WORLD_SIZE, RANK, shuffle=False, drop_last=True)
     model.eval()
-    losses = [model(**batch).loss * len(batch["input_ids"]) for batch in device_batches(blocks, sampler, 8, drop_last=False)]
+    losses = [
+        model(**batch).loss * len(batch["input_ids"]) for batch in device_batches(blocks, sampler, 8, drop_last=False)
+    ]
     model.train()
     return average(torch.stack(losses).sum() / len(sampler))
 
 
-def device_batches(blocks: Dataset, sampler: DistributedSampler, size: int, *, drop_last: bool = True) -> Iterator[Batch]:
-    """Yield batches on this rank's device. The loader's own generator leaves dropout's alone, so a resumed run is bit-identical."""
+def device_batches(
+    blocks: Dataset, sampler: DistributedSampler, size: int, *, drop_last: bool = True
+) -> Iterator[Batch]:
+    """Yield batches on this rank's device.
+
+    The loader's own generator leaves dropout's alone, so a resumed run is bit-identical.
+    """
     device, own = "cuda" if torch.cuda.is_available() else "cpu", torch.Generator()
-    for batch in DataLoader(blocks, size, sampler=sampler, collate_fn=default_data_collator, drop_last=drop_last, generator=own):
+    for batch in DataLoader(
+        blocks, size, sampler=sampler, collate_fn=default_data_collator, drop_last=drop_last, generator=own
+    ):
         yield {name: value.to(device) for name, value in batch.items()}
 
 
@@ -183,14 +236,20 @@ def say(text: str) -> None:
 
 
 def load_text(train_file: str | None) -> DatasetDict:
-    """Return the splits `train` and `validation` with a column `text`: lines of a file, or paragraphs of Python's language reference."""
+    """Return the splits `train` and `validation` with a column `text`: lines of a file, or paragraphs of Python's
+    language reference.
+    """
     if train_file:
         rows = load_dataset("text", data_files=train_file, split="train", keep_linebreaks=True)
     else:
-        paragraphs = (part for _, text in sorted(topics.topics.items()) for part in re.split(r"\n\s*\n", text) if part.strip())
+        paragraphs = (
+            part for _, text in sorted(topics.topics.items()) for part in re.split(r"\n\s*\n", text) if part.strip()
+        )
         rows = Dataset.from_dict({"text": [f"{paragraph}\n\n" for paragraph in dict.fromkeys(paragraphs)]})
     held_out = range(19, len(rows), 20)
-    return DatasetDict(train=rows.select([row for row in range(len(rows)) if row % 20 != 19]), validation=rows.select(held_out))
+    return DatasetDict(
+        train=rows.select([row for row in range(len(rows)) if row % 20 != 19]), validation=rows.select(held_out)
+    )
 
 
 def make_blocks(text: DatasetDict, tokenizer, args: PlainArguments) -> DatasetDict:
@@ -198,12 +257,17 @@ def make_blocks(text: DatasetDict, tokenizer, args: PlainArguments) -> DatasetDi
 
     def cut(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         tokens = list(chain.from_iterable(tokenizer(rows["text"], verbose=False)["input_ids"]))
-        blocks = [tokens[start : start + args.block_size] for start in range(0, len(tokens) - args.block_size + 1, args.block_size)]
+        blocks = [
+            tokens[start : start + args.block_size]
+            for start in range(0, len(tokens) - args.block_size + 1, args.block_size)
+        ]
         return {"input_ids": blocks, "labels": blocks}
 
     blocks = text.map(cut, batched=True, remove_columns="text")
     limits = {"train": args.max_train_samples, "validation": args.max_eval_samples}
-    blocks = DatasetDict({split: rows.take(min(limits[split] or len(rows), len(rows))) for split, rows in blocks.items()})
+    blocks = DatasetDict(
+        {split: rows.take(min(limits[split] or len(rows), len(rows))) for split, rows in blocks.items()}
+    )
     for split, needed in (("train", args.global_batch_size), ("validation", WORLD_SIZE)):
         if len(blocks[split]) < needed:
             what = f"The {split} text has {len(blocks[split])} blocks of {args.block_size} tokens"

@@ -2,9 +2,10 @@
 
     python -m benchmarks.compatibility [--only PATTERN] [--write docs/compatibility.md]
 
-On this package's side, each row runs on two gloo processes of the CPU, under a plan in which neighbouring units have different layouts
-(replicated, ZeRO-2, ZeRO-3), with the stock side's micro-batch. Loss, gradient norm, learning rate and metrics of every step are
-compared. The exit code is 1 if a row is silently different, crashes or hangs, or differs from its expected verdict.
+On this package's side, each row runs on two gloo processes of the CPU, under a plan in which neighbouring units have
+different layouts (replicated, ZeRO-2, ZeRO-3), with the stock side's micro-batch. Loss, gradient norm, learning rate
+and metrics of every step are compared. The exit code is 1 if a row is silently different, crashes or hangs, or differs
+from its expected verdict.
 """
 
 from __future__ import annotations
@@ -23,10 +24,17 @@ from .run import PRELOAD, one_line, run
 def main(arguments: list[str] | None = None) -> int:
     """Run rows, print the verdict of each, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", metavar="PATTERN", help="rows whose `group: name` contains this; * and ? as in a shell")
+    parser.add_argument(
+        "--only", metavar="PATTERN", help="rows whose `group: name` contains this; * and ? as in a shell"
+    )
     parser.add_argument("--daily", action="store_true", help="run only the rows of the daily tests")
     parser.add_argument("--list", action="store_true", help="print the rows and run none")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page here, and its rows to data/ next to it; needs all rows")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help="write the page here, and its rows to data/ next to it; needs all rows",
+    )
     options = parser.parse_args(arguments)
     if options.write is not None and (options.only or options.daily):
         parser.error("--write needs all rows; leave out --only and --daily")
@@ -50,15 +58,27 @@ def main(arguments: list[str] | None = None) -> int:
         rows = options.write.parent / "data" / f"{options.write.stem}.csv"
         rows.parent.mkdir(exist_ok=True)
         rows.write_text(table(results), encoding="utf-8")
-    print(f"{len(results) - len(bad)} rows of {len(results)} are as expected, in {sum(result.seconds for result in results):.0f} s.")
+    print(
+        f"{len(results) - len(bad)} rows of {len(results)} are as expected, in"
+        f" {sum(result.seconds for result in results):.0f} s."
+    )
     for result in bad:
-        print(f"{result.row.label}: {result.verdict.value}, expected {result.row.expected.value}. {result.detail}", file=sys.stderr)
+        print(
+            f"{result.row.label}: {result.verdict.value}, expected {result.row.expected.value}. {result.detail}",
+            file=sys.stderr,
+        )
     return bool(bad)
 
 
 def _print_result(result: Result, number: str) -> None:
     mark = "" if result.is_good else "  <-- !"
-    print(f"{number} {result.row.label}: {result.verdict.value} ({result.seconds:.0f} s) {one_line(result.detail)}{mark}", flush=True)
+    print(
+        (
+            f"{number} {result.row.label}: {result.verdict.value} ({result.seconds:.0f} s)"
+            f" {one_line(result.detail)}{mark}"
+        ),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ def _loader(side: Side, samples: Any = None, *, size: int | None = None, shuffle
     samples = tokens() if samples is None else samples
     generator = torch.Generator().manual_seed(1)
     shuffle = shuffle and hasattr(samples, "__len__")
-    return DataLoader(samples, batch_size=size or side.samples, shuffle=shuffle, generator=generator if shuffle else None)
+    return DataLoader(
+        samples, batch_size=size or side.samples, shuffle=shuffle, generator=generator if shuffle else None
+    )
 
 
 def _adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -40,7 +42,8 @@ def _norm(accelerator: Accelerator, model: nn.Module, greatest: float = 1.0) -> 
 
 def _loop(
     side: Side, accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Any, scheduler: Any = None,
-    *, clip: Callable[..., float] = _norm, steps: int = STEPS, loss_of: Callable[[Any, Any], torch.Tensor] | None = None,
+    *, clip: Callable[..., float] = _norm, steps: int = STEPS,
+    loss_of: Callable[[Any, Any], torch.Tensor] | None = None,
 ) -> Figures:  # fmt: skip
     """Run the loop of Accelerate's examples; return figures for each micro-step."""
     figures: Figures = []
@@ -62,7 +65,9 @@ def _loop(
     return figures
 
 
-def _plain(side: Side, *, make: Any = gpt2, data: Any = None, clip: Any = _norm, loss_of: Any = None, **options: Any) -> Figures:
+def _plain(
+    side: Side, *, make: Any = gpt2, data: Any = None, clip: Any = _norm, loss_of: Any = None, **options: Any
+) -> Figures:
     accelerator = side.accelerator(**options)
     model = make()
     size = side.samples * (2 if getattr(accelerator, "split_batches", False) else 1)
@@ -89,7 +94,10 @@ _entered("a plain nn.Module", make=Plain)
 _entered("bf16", mixed_precision="bf16", about=_ROUNDED)
 _entered("fp16", mixed_precision="fp16", about={**_ROUNDED, "config": {"hardware": None}})
 _entered("gradient_accumulation_steps=2", gradient_accumulation_steps=2)
-_entered("GradientAccumulationPlugin", gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False))
+_entered(
+    "GradientAccumulationPlugin",
+    gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False),
+)
 _entered("clip_grad_norm_ to 0.1", clip=partial(_norm, greatest=0.1))
 _entered("clip_grad_value_", clip=_values)
 _entered("no clipping", clip=_none)
@@ -157,7 +165,9 @@ def _evaluated(accelerator: Accelerator, model: nn.Module, loader: Any) -> dict[
 @row("evaluation without an optimizer", _GROUP)
 def _evaluation(side: Side) -> Figures:
     accelerator = side.accelerator()
-    model, loader = accelerator.prepare(tiny("BertForSequenceClassification"), _loader(side, classes(7), shuffle=False))
+    model, loader = accelerator.prepare(
+        tiny("BertForSequenceClassification"), _loader(side, classes(7), shuffle=False)
+    )
     return [_evaluated(accelerator, model, loader)]
 
 

@@ -29,10 +29,15 @@ def tokens(count: int = COUNT, *, length: int = LENGTH, vocabulary: int = VOCABU
 
 
 def uneven_tokens(count: int = COUNT) -> list[dict[str, list[int]]]:
-    """Return samples of different lengths, so that processes have different numbers of tokens; the longest is first."""
+    """Return samples of different lengths, so that processes have different numbers of tokens; the longest is
+    first.
+    """
     lengths = torch.randint(4, LENGTH + 1, (count,), generator=_generator(4)).tolist()
     lengths[0] = LENGTH
-    return [{"input_ids": sample["input_ids"][:length].tolist()} for sample, length in zip(tokens(count), lengths, strict=True)]
+    return [
+        {"input_ids": sample["input_ids"][:length].tolist()}
+        for sample, length in zip(tokens(count), lengths, strict=True)
+    ]
 
 
 def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -82,7 +87,10 @@ def captions(count: int = COUNT) -> list[dict[str, torch.Tensor]]:
 
 def with_return_loss(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """Collate `captions`; `return_loss` is one value for the whole batch."""
-    return {"return_loss": True, **{name: torch.stack([s[name] for s in samples]) for name in ("pixel_values", "input_ids")}}
+    return {
+        "return_loss": True,
+        **{name: torch.stack([s[name] for s in samples]) for name in ("pixel_values", "input_ids")},
+    }
 
 
 def speech(count: int = COUNT) -> list[dict[str, torch.Tensor]]:
@@ -94,7 +102,10 @@ def speech(count: int = COUNT) -> list[dict[str, torch.Tensor]]:
 def waves(count: int = COUNT) -> list[dict[str, torch.Tensor]]:
     """Return waveforms and their letters, for CTC."""
     values = torch.randn(count, 2000, generator=_generator())
-    return [{"input_values": v, "labels": s["input_ids"]} for v, s in zip(values, tokens(count, length=6, vocabulary=32), strict=True)]
+    return [
+        {"input_values": v, "labels": s["input_ids"]}
+        for v, s in zip(values, tokens(count, length=6, vocabulary=32), strict=True)
+    ]
 
 
 class Stream(IterableDataset):
@@ -133,7 +144,11 @@ def completion_dataset(count: int = COUNT) -> Dataset:
 def preference_dataset(count: int = COUNT) -> Dataset:
     """Return prompts with a better and a worse continuation."""
     return Dataset.from_dict(
-        {"prompt": sentences(count, words=4), "chosen": sentences(count, words=4, seed=8), "rejected": sentences(count, words=4, seed=9)}
+        {
+            "prompt": sentences(count, words=4),
+            "chosen": sentences(count, words=4, seed=8),
+            "rejected": sentences(count, words=4, seed=9),
+        }
     )
 
 
@@ -163,4 +178,6 @@ def tokenizer() -> Any:
     words = ["<pad>", "<s>", "</s>", "<unk>", *_WORDS]
     made = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     made.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )

@@ -19,21 +19,33 @@ from .side import Side, trained
 
 _GROUP = "Models"
 _CAUSAL = (
-    "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM",
+    "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM", "GemmaForCausalLM", "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
     "OPTForCausalLM", "Phi3ForCausalLM", "GPTNeoXForCausalLM", "BloomForCausalLM", "FalconForCausalLM",
 )  # fmt: skip
 _MASKED = (
-    "BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForMaskedLM", "AlbertForMaskedLM", "ElectraForMaskedLM", "DebertaV2ForMaskedLM",
+    "BertForMaskedLM", "RobertaForMaskedLM", "DistilBertForMaskedLM", "AlbertForMaskedLM", "ElectraForMaskedLM",
+    "DebertaV2ForMaskedLM",
 )  # fmt: skip
 _SPARE = {"ddp_find_unused_parameters": True}
-"""Options for models in which some parameters get no gradient, such as an expert without tokens; DDP needs this option."""
+"""Options for models in which some parameters get no gradient, such as an expert without tokens; DDP needs this
+option.
+"""
 
 _MEAN = {"average_tokens_across_devices": False}
-"""Options for models whose loss ignores the number of items; stock DDP would multiply it by the number of processes."""
+"""Options for models whose loss ignores the number of items; stock DDP would multiply it by the number of
+processes.
+"""
 
 
 def _model(
-    name: str, make: Any, data: Any, *, given: dict[str, Any] | None = None, about: dict[str, Any] | None = None, **options: Any
+    name: str,
+    make: Any,
+    data: Any,
+    *,
+    given: dict[str, Any] | None = None,
+    about: dict[str, Any] | None = None,
+    **options: Any,
 ) -> None:
     def train(side: Side) -> Figures:
         return trained(side, make(), data(), given=given, **options)
@@ -62,7 +74,14 @@ _model("GPT2ForSequenceClassification", lambda: models.made(*_gpt2_classifier())
 _model("ViTForImageClassification", partial(tiny, "ViTForImageClassification"), images, **_MEAN, about={"daily": True})
 _model("SwinForImageClassification", partial(tiny, "SwinForImageClassification"), images, **_MEAN)
 _model("ResNetForImageClassification", partial(tiny, "ResNetForImageClassification"), images, **_MEAN)
-_model("CLIPModel, contrastive loss", models.clip, captions, given={"data_collator": with_return_loss}, **_MEAN, about={"daily": True})
+_model(
+    "CLIPModel, contrastive loss",
+    models.clip,
+    captions,
+    given={"data_collator": with_return_loss},
+    **_MEAN,
+    about={"daily": True},
+)
 _model("WhisperForConditionalGeneration", partial(tiny, "WhisperForConditionalGeneration"), speech, **_MEAN)
 _model("Wav2Vec2ForCTC", models.wav2vec2, waves, **_MEAN)
 _model("a plain nn.Module with blocks", Plain, tokens, about={"daily": True})
@@ -75,7 +94,10 @@ def _gpt2_classifier() -> tuple[type[nn.Module], Any]:
 
 
 class _Holding(nn.Module):
-    """A module with a transformers model inside and its own head. Batch norm of two samples amplifies rounding, so train it in float64."""
+    """A module with a transformers model inside and its own head.
+
+    Batch norm of two samples amplifies rounding, so train it in float64.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,15 +127,30 @@ def _scored(kind: str, count: int) -> tuple[Any, list[dict[str, torch.Tensor]]]:
 _SET, _FREE = {"config": {"micro_batch_size": 2}}, {"config": {"micro_batch_size": None}}
 for _name, _kind, _count in (("regression", "regression", 1), ("several labels", "multi_label_classification", 4)):
     _make, _samples = _scored(_kind, _count)
-    for _words, _about in (("micro-batches that the user made smaller", _SET), ("micro-batches left to the planner", _FREE)):
-        _model(f"{_name}, {_words}", _make, lambda samples=_samples: samples, per_device_train_batch_size=8, about=_about)
+    for _words, _about in (
+        ("micro-batches that the user made smaller", _SET),
+        ("micro-batches left to the planner", _FREE),
+    ):
+        _model(
+            f"{_name}, {_words}", _make, lambda samples=_samples: samples, per_device_train_batch_size=8, about=_about
+        )
 _DISTILBERT = partial(tiny, "DistilBertForMaskedLM")
 _EXPERTS = partial(tiny, "MixtralForCausalLM", output_router_logits=True)
 _many = {"per_device_train_batch_size": 8}
-_model("DistilBertForMaskedLM, micro-batches left to the planner", _DISTILBERT, partial(masked, 64), **_many, about=_FREE)
-_model("MixtralForCausalLM, router loss, micro-batches left to the planner", _EXPERTS, partial(tokens, 64), **_many, **_SPARE, about=_FREE)
 _model(
-    "MixtralForCausalLM, router loss, micro-batches that the user made smaller", _EXPERTS, partial(tokens, 64), **_many, **_SPARE,
+    "DistilBertForMaskedLM, micro-batches left to the planner", _DISTILBERT, partial(masked, 64), **_many, about=_FREE
+)
+_model(
+    "MixtralForCausalLM, router loss, micro-batches left to the planner",
+    _EXPERTS,
+    partial(tokens, 64),
+    **_many,
+    **_SPARE,
+    about=_FREE,
+)
+_model(
+    "MixtralForCausalLM, router loss, micro-batches that the user made smaller", _EXPERTS, partial(tokens, 64),
+    **_many, **_SPARE,
     about={**_SET, "expected": Verdict.REFUSED},
 )  # fmt: skip
 

@@ -41,9 +41,21 @@ def made(cls: type[nn.Module], config: Any) -> nn.Module:
 
 def clip() -> nn.Module:
     """Return a CLIP model: two towers and a scale without dimensions."""
-    tower = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "projection_dim": 16}
+    tower = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "projection_dim": 16,
+    }
     config = transformers.CLIPConfig(
-        text_config={**tower, "vocab_size": VOCABULARY, "max_position_embeddings": 32, "bos_token_id": 0, "eos_token_id": VOCABULARY - 1},
+        text_config={
+            **tower,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": 32,
+            "bos_token_id": 0,
+            "eos_token_id": VOCABULARY - 1,
+        },
         vision_config={**tower, "image_size": 32, "patch_size": 8},
         projection_dim=16,
     )
@@ -53,7 +65,13 @@ def clip() -> nn.Module:
 def deberta() -> nn.Module:
     """Return a DeBERTa classifier, whose pooler and loss branch on values."""
     config = transformers.DebertaV2Config(
-        **_TEXT, **_NO_DROPOUT, num_hidden_layers=2, max_position_embeddings=64, num_labels=3, pooler_dropout=0.0, pooler_hidden_size=32
+        **_TEXT,
+        **_NO_DROPOUT,
+        num_hidden_layers=2,
+        max_position_embeddings=64,
+        num_labels=3,
+        pooler_dropout=0.0,
+        pooler_hidden_size=32,
     )
     return made(transformers.DebertaV2ForSequenceClassification, config)
 
@@ -62,7 +80,8 @@ def wav2vec2() -> nn.Module:
     """Return a Wav2Vec2 model with CTC loss, without time masking, which is random."""
     config = transformers.Wav2Vec2Config(
         **{**_TEXT, "vocab_size": 32}, num_hidden_layers=2, conv_dim=(16, 16), conv_stride=(5, 4), conv_kernel=(10, 8),
-        num_feat_extract_layers=2, num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, hidden_dropout=0.0, activation_dropout=0.0,
+        num_feat_extract_layers=2, num_conv_pos_embeddings=8, num_conv_pos_embedding_groups=2, hidden_dropout=0.0,
+        activation_dropout=0.0,
         attention_dropout=0.0, feat_proj_dropout=0.0, final_dropout=0.0, layerdrop=0.0, mask_time_prob=0.0,
         ctc_loss_reduction="mean", ctc_zero_infinity=True, pad_token_id=0,
     )  # fmt: skip
@@ -71,14 +90,21 @@ def wav2vec2() -> nn.Module:
 
 def mamba() -> nn.Module:
     """Return a Mamba model, which has no attention."""
-    config = transformers.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=8, use_mambapy=False)
+    config = transformers.MambaConfig(
+        hidden_size=32, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=8, use_mambapy=False
+    )
     return made(transformers.MambaForCausalLM, config)
 
 
 def recurrent_gemma() -> nn.Module:
     """Return a RecurrentGemma model, which keeps state on its modules."""
     config = transformers.RecurrentGemmaConfig(
-        **_TEXT, num_hidden_layers=3, num_key_value_heads=1, lru_width=32, attention_window_size=16, block_types=["recurrent", "attention"]
+        **_TEXT,
+        num_hidden_layers=3,
+        num_key_value_heads=1,
+        lru_width=32,
+        attention_window_size=16,
+        block_types=["recurrent", "attention"],
     )
     return made(transformers.RecurrentGemmaForCausalLM, config)
 
@@ -90,7 +116,9 @@ class Plain(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(blocks))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(blocks)
+        )
         self.head = nn.Linear(width, VOCABULARY)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:

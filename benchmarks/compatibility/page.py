@@ -19,18 +19,25 @@ _WIDTH = 136
 _HEAD = """\
 # Compatibility
 
-Which trainings give the same results under a plan as in the stock stack, and which are refused. Each row is one small training that runs
-twice on the CPU: with transformers, TRL, sentence-transformers or Accelerate alone, and with this package, on two gloo processes, under a
-plan in which neighbouring units have different layouts (replicated, ZeRO-2, ZeRO-3). Loss, gradient norm, learning rate and metrics of
+Which trainings give the same results under a plan as in the stock stack,
+and which are refused. Each row is one small training that runs
+twice on the CPU: with transformers, TRL, sentence-transformers or Accelerate alone, and with this package,
+on two gloo processes, under a
+plan in which neighbouring units have different layouts (replicated, ZeRO-2, ZeRO-3). Loss, gradient norm,
+learning rate and metrics of
 every step are compared.
 
-- **equal to stock**: no figure differs by more than float32 rounding (1e-4 of a loss, 1e-3 of a gradient norm, unless the row says
+- **equal to stock**: no figure differs by more than float32 rounding (1e-4 of a loss, 1e-3 of a gradient norm,
+                                                                       unless the row says
   otherwise). Stock is DDP on two processes, unless the row names another run.
-- **refused**: a one-line error on every process, before the first step (or after training, for saving). The line is quoted below.
+- **refused**: a one-line error on every process, before the first step (or after training,
+                                                                         for saving). The line is quoted below.
 - **not applicable**: the stock stack does not run it either; its reason is quoted below.
 
-In two cases stock DDP itself is wrong, and one process is the reference: DDP multiplies the loss of models that ignore the number of items
-by the number of processes (`average_tokens_across_devices`; rows of such models switch that off), and it does not reduce gradients if an
+In two cases stock DDP itself is wrong,
+and one process is the reference: DDP multiplies the loss of models that ignore the number of items
+by the number of processes (`average_tokens_across_devices`; rows of such models switch that off),
+and it does not reduce gradients if an
 evaluation came before training.
 
 If a row differs in silence, crashes or hangs, the command fails. The page is written by
@@ -56,10 +63,16 @@ As a file: [compatibility.csv](data/compatibility.csv).
 
 
 def page(results: list[Result]) -> str:
-    """Return the page: a summary by group, the messages of refused rows, and the table, which is read from a CSV file."""
+    """Return the page: a summary by group, the messages of refused rows, and the table, which is read from a CSV
+    file.
+    """
     counts = Counter(result.verdict for result in results)
-    text = f"{len(results)} rows: " + ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict])
-    head = _HEAD.format(command="python -m benchmarks.compatibility --write docs/compatibility.md", counts=text, versions=_versions())
+    text = f"{len(results)} rows: " + ", ".join(
+        f"{counts[verdict]} {verdict.value}" for verdict in Verdict if counts[verdict]
+    )
+    head = _HEAD.format(
+        command="python -m benchmarks.compatibility --write docs/compatibility.md", counts=text, versions=_versions()
+    )
     groups = {name: list(members) for name, members in groupby(results, key=lambda result: result.row.group)}
     return "\n".join([_wrapped(head), *_summary(groups), *_reasons(groups), _EVERY_ROW])
 
@@ -75,7 +88,10 @@ def table(results: list[Result]) -> str:
 def _summary(groups: Mapping[str, list[Result]]) -> list[str]:
     """Return the number of rows per group and verdict."""
     verdicts = [verdict for verdict in Verdict if verdict.may_stand]
-    lines = [f"| trainings | rows | {' | '.join(verdict.value for verdict in verdicts)} |", "| --- |" + " ---: |" * (1 + len(verdicts))]
+    lines = [
+        f"| trainings | rows | {' | '.join(verdict.value for verdict in verdicts)} |",
+        "| --- |" + " ---: |" * (1 + len(verdicts)),
+    ]
     for name, members in groups.items():
         counts = Counter(result.verdict for result in members)
         lines.append(f"| {name} | {len(members)} | {' | '.join(str(counts[verdict]) for verdict in verdicts)} |")
@@ -104,7 +120,9 @@ def _oracle(result: Result) -> str:
     if result.verdict is not Verdict.EQUAL:
         return ""
     loose = (
-        f"; within {row.loss_tolerance:g} and {row.norm_tolerance:g}" if (row.loss_tolerance, row.norm_tolerance) != (1e-4, 1e-3) else ""
+        f"; within {row.loss_tolerance:g} and {row.norm_tolerance:g}"
+        if (row.loss_tolerance, row.norm_tolerance) != (1e-4, 1e-3)
+        else ""
     )
     return row.oracle.value + loose
 

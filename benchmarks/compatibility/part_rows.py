@@ -28,7 +28,9 @@ class _Tasks(nn.Module):
         self.own = nn.ModuleList(_Block() for _ in range(2))
         self.head = nn.Linear(16, VOCABULARY)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, task: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, task: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
         hidden = self.embed(input_ids)
         for block in (*self.blocks, self.own[0 if task is None else int(task[0])]):
             hidden = block(hidden)
@@ -44,15 +46,27 @@ class _Block(nn.Module):
         return hidden + self.down(torch.relu(self.up(hidden)))
 
 
-@row("a block for each task; ranks train and evaluate different ones", _GROUP, config={"block_classes": "_Block"}, daily=True)
+@row(
+    "a block for each task; ranks train and evaluate different ones",
+    _GROUP,
+    config={"block_classes": "_Block"},
+    daily=True,
+)
 def _tasks(side: Side) -> Figures:
     torch.manual_seed(0)
     data = [{**sample, "task": torch.tensor(number // 2 % 2)} for number, sample in enumerate(tokens())]
 
     def evaluated(trainer: Any) -> dict[str, float]:
-        return {"eval_loss": trainer.evaluate(data[:16])["eval_loss"], "predicted_loss": trainer.predict(data[:16]).metrics["test_loss"]}
+        return {
+            "eval_loss": trainer.evaluate(data[:16])["eval_loss"],
+            "predicted_loss": trainer.predict(data[:16]).metrics["test_loss"],
+        }
 
-    options = {"train_sampling_strategy": "sequential", "average_tokens_across_devices": False, "prediction_loss_only": True}
+    options = {
+        "train_sampling_strategy": "sequential",
+        "average_tokens_across_devices": False,
+        "prediction_loss_only": True,
+    }
     return trained(side, _Tasks(), data, then=evaluated, **options, **_UNUSED)
 
 
@@ -78,7 +92,8 @@ def _some_pictures(side: Side) -> Figures:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**sizes, image_size=_PIXELS, patch_size=8),
-        text_config=transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=64),
+        text_config=transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=VOCABULARY,
+                                             max_position_embeddings=64),
         image_token_id=VOCABULARY - 1, vision_feature_layer=-1, image_seq_length=_IMAGE_TOKENS,
     )  # fmt: skip
     model = made(transformers.LlavaForConditionalGeneration, config)

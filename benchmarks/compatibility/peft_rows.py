@@ -29,7 +29,9 @@ def _entered(name: str, config: Any, **options: Any) -> None:
 
 
 def _lora(**changes: Any) -> Any:
-    return peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "task_type": "CAUSAL_LM", **_TARGETS, **changes})
+    return peft.LoraConfig(
+        **{"r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "task_type": "CAUSAL_LM", **_TARGETS, **changes}
+    )
 
 
 _entered("LoRA", _lora, daily=True)
@@ -43,10 +45,16 @@ _entered("LoRA, trainable tokens", partial(_lora, trainable_token_indices=[3, 4,
 _entered("LoRA, gradient checkpointing", _lora, gradient_checkpointing=True)
 _entered("LoRA, dropout", partial(_lora, lora_dropout=0.1))
 _entered(
-    "LoRA, classifier", lambda: peft.LoraConfig(r=4, lora_dropout=0.0, task_type="SEQ_CLS", target_modules=["query", "value"]),
+    "LoRA, classifier", lambda: peft.LoraConfig(r=4, lora_dropout=0.0, task_type="SEQ_CLS",
+                                                target_modules=["query", "value"]),
     make=partial(tiny, "BertForSequenceClassification"), data=classes, average_tokens_across_devices=False,
 )  # fmt: skip
-_entered("IA3", lambda: peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]))
+_entered(
+    "IA3",
+    lambda: peft.IA3Config(
+        task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+)
 _entered("prompt tuning", lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
 _entered("prefix tuning", lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
 _entered("LoHa", lambda: peft.LoHaConfig(r=4, module_dropout=0.0, **_TARGETS))

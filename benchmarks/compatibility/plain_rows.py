@@ -45,7 +45,11 @@ def _loop(
     """Train steps of `micro` micro-batches, with clipping."""
     own = {} if inputs is None else {"inputs": inputs}
     model = side.wrapped(make(), sequence_length=LENGTH, global_batch_size=2 * SAMPLES * micro, **own, **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5) if optimizer_of is None else optimizer_of(model.parameters())
+    optimizer = (
+        torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-5)
+        if optimizer_of is None
+        else optimizer_of(model.parameters())
+    )
     figures: Figures = []
     for step in range(STEPS):
         total = 0.0
@@ -104,7 +108,9 @@ def _pretrained(side: Side, model: Any) -> dict[str, float]:
     else:
         model.save_pretrained(folder)
     dist.barrier()
-    return {name: float(value.abs().sum()) for name, value in type(gpt2()).from_pretrained(folder).state_dict().items()}
+    return {
+        name: float(value.abs().sum()) for name, value in type(gpt2()).from_pretrained(folder).state_dict().items()
+    }
 
 
 def _whole_state(side: Side, model: Any) -> dict[str, float]:

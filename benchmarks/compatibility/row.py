@@ -114,8 +114,8 @@ def worst_difference(got: Figures, want: Figures, row: Row) -> tuple[float, str]
     """Return the differences that are largest relative to their tolerances.
 
     Returns:
-        The largest difference as a fraction of its tolerance, above 1 if figures are not equal, and a text with both figures and up to
-        two further names that differ.
+        The largest difference as a fraction of its tolerance, above 1 if figures are not equal, and a text with both
+        figures and up to two further names that differ.
     """
     if len(got) != len(want):
         return float("inf"), f"{len(got)} entries logged, stock logs {len(want)}"
@@ -136,7 +136,9 @@ def worst_difference(got: Figures, want: Figures, row: Row) -> tuple[float, str]
 def _keys(mine: Mapping[str, float], theirs: Mapping[str, float]) -> str:
     less, more = sorted(theirs.keys() - mine.keys()), sorted(mine.keys() - theirs.keys())
     return " and ".join(
-        part for part in (f"no {', '.join(less)}" * bool(less), f"{', '.join(more)}, which stock has not" * bool(more)) if part
+        part
+        for part in (f"no {', '.join(less)}" * bool(less), f"{', '.join(more)}, which stock has not" * bool(more))
+        if part
     )
 
 

@@ -130,7 +130,9 @@ def _failed(error: BaseException, row: Row, *, in_time: bool) -> Outcome:
     )
 
 
-def judged(row: Row, stock: list[Outcome], stock_failure: str, ours: list[Outcome], failure: str) -> tuple[Verdict, str]:
+def judged(
+    row: Row, stock: list[Outcome], stock_failure: str, ours: list[Outcome], failure: str
+) -> tuple[Verdict, str]:
     """Return the verdict and its detail.
 
     Args:
@@ -148,7 +150,11 @@ def judged(row: Row, stock: list[Outcome], stock_failure: str, ours: list[Outcom
     if failure:
         error = _first_error(ours)
         if error is None:
-            return (Verdict.HUNG, f"no end within {LIMIT_S:.0f} s") if failure == "hung" else (Verdict.CRASHED, failure.splitlines()[0])
+            return (
+                (Verdict.HUNG, f"no end within {LIMIT_S:.0f} s")
+                if failure == "hung"
+                else (Verdict.CRASHED, failure.splitlines()[0])
+            )
         return Verdict.CRASHED, f"{error.error_type}: {one_line(error.error)}\n{error.trace}"
     if not all(outcome.layouts for outcome in ours):
         return Verdict.DIFFERENT, "no plan ran: the model was not sharded"
@@ -185,5 +191,7 @@ def _write(folder: str, rank: int, outcome: Outcome) -> None:
 def _wait_for_others(folder: str) -> None:
     """Wait for the other ranks to write whether they failed too, because the first failed rank soon ends all."""
     deadline = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < deadline and not all(_path(folder, rank).exists() for rank in range(int(os.environ["WORLD_SIZE"]))):
+    while time.monotonic() < deadline and not all(
+        _path(folder, rank).exists() for rank in range(int(os.environ["WORLD_SIZE"]))
+    ):
         time.sleep(0.05)

@@ -39,7 +39,9 @@ def _pairs(scores: bool) -> Dataset:
     return Dataset.from_dict({**columns, **({"score": [number % 5 / 5 for number in range(COUNT)]} if scores else {})})
 
 
-def _train(side: Side, *, loss: Any, data: Any, saves: bool = False, adapters: bool = False, **options: Any) -> Figures:
+def _train(
+    side: Side, *, loss: Any, data: Any, saves: bool = False, adapters: bool = False, **options: Any
+) -> Figures:
     arguments = side.arguments(SentenceTransformerTrainingArguments, **options)  # creates the process group
     model = _encoder(side)
     if adapters:
@@ -64,7 +66,9 @@ def _train(side: Side, *, loss: Any, data: Any, saves: bool = False, adapters: b
     )
 
 
-row("MultipleNegativesRankingLoss", _GROUP, daily=True)(partial(_train, loss=losses.MultipleNegativesRankingLoss, data=_pairs(False)))
+row("MultipleNegativesRankingLoss", _GROUP, daily=True)(
+    partial(_train, loss=losses.MultipleNegativesRankingLoss, data=_pairs(False))
+)
 row("CosineSimilarityLoss", _GROUP)(partial(_train, loss=losses.CosineSimilarityLoss, data=_pairs(True)))
 row("CoSENTLoss", _GROUP)(partial(_train, loss=losses.CoSENTLoss, data=_pairs(True)))
 row("CachedMultipleNegativesRankingLoss", _GROUP)(
@@ -76,7 +80,9 @@ row("SoftmaxLoss, which has parameters of its own", _GROUP, expected=Verdict.REF
         loss=lambda model: losses.SoftmaxLoss(model, sentence_embedding_dimension=32, num_labels=3),
     )
 )  # fmt: skip
-row("save_model, then loaded", _GROUP)(partial(_train, loss=losses.MultipleNegativesRankingLoss, data=_pairs(False), saves=True))
+row("save_model, then loaded", _GROUP)(
+    partial(_train, loss=losses.MultipleNegativesRankingLoss, data=_pairs(False), saves=True)
+)
 row("MultipleNegativesRankingLoss, LoRA", _GROUP)(
     partial(_train, loss=losses.MultipleNegativesRankingLoss, data=_pairs(False), adapters=True)
 )

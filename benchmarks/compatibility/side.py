@@ -61,9 +61,12 @@ class Side:
     def arguments(self, cls: type = TrainingArguments, **changes: Any) -> Any:
         """Return training arguments that log every step."""
         options: dict[str, Any] = {
-            "output_dir": str(self.folder), "max_steps": STEPS, "logging_steps": 1, "learning_rate": 1e-2, "use_cpu": True,
-            "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "seed": 5, "per_device_train_batch_size": self.samples,
-            "per_device_eval_batch_size": self.samples, "lr_scheduler_type": "linear", "weight_decay": 0.1, "adam_epsilon": 1e-5,
+            "output_dir": str(self.folder), "max_steps": STEPS, "logging_steps": 1, "learning_rate": 1e-2,
+            "use_cpu": True,
+            "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "seed": 5,
+            "per_device_train_batch_size": self.samples,
+            "per_device_eval_batch_size": self.samples, "lr_scheduler_type": "linear", "weight_decay": 0.1,
+            "adam_epsilon": 1e-5,
             "bf16": False, "logging_nan_inf_filter": False, "gradient_checkpointing": False,
         }  # fmt: skip
         return cls(**{**options, **self._own(), **changes})
@@ -142,12 +145,16 @@ class Ours(Side):
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
-        """Give every plan that a search finds several layouts; only replicated ones if the optimizer needs whole parameters."""
+        """Give every plan that a search finds several layouts; only replicated ones if the optimizer needs whole
+        parameters.
+        """
         stock = planning_problem.search
 
         def mixed(problem: PlanningProblem) -> SearchResult:
             found = stock(problem)
-            return replace(found, plan=with_mixed_layouts(found.plan, self.shift, whole=problem.job.optimizer.needs_whole))
+            return replace(
+                found, plan=with_mixed_layouts(found.plan, self.shift, whole=problem.job.optimizer.needs_whole)
+            )
 
         planning_problem.search = mixed
         try:
@@ -157,7 +164,9 @@ class Ours(Side):
 
 
 def with_mixed_layouts(plan: Plan, shift: int, *, whole: bool = False) -> Plan:
-    """Return the plan with layouts in turn, starting from number `shift`; no unit is sharded if parameters stay `whole`."""
+    """Return the plan with layouts in turn, starting from number `shift`; no unit is sharded if parameters stay
+    `whole`.
+    """
     layouts = islice(cycle(_LAYOUTS), shift, None)
     units = [
         replace(unit, shard_size=1 if whole else size, reshard_after_forward=frees, stage_size=1)
@@ -208,7 +217,11 @@ def trained(
 def logged(trainer: Any) -> Figures:
     """Return the figures of a trainer's log, without times."""
     return [
-        {name: float(value) for name, value in entry.items() if isinstance(value, (int, float)) and not any(t in name for t in _TIMES)}
+        {
+            name: float(value)
+            for name, value in entry.items()
+            if isinstance(value, (int, float)) and not any(t in name for t in _TIMES)
+        }
         for entry in trainer.state.log_history
     ]
 

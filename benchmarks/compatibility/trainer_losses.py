@@ -91,7 +91,9 @@ def _distilled(model: Any, inner: Any, inputs: Any) -> torch.Tensor:
         teacher = model(input_ids=inputs["input_ids"]).logits
     model.train()
     student = model(input_ids=inputs["input_ids"]).logits
-    return _shifted(student, inputs["labels"]) + kl_div(log_softmax(student[:, :-1], -1), log_softmax(teacher[:, 1:], -1), log_target=True)
+    return _shifted(student, inputs["labels"]) + kl_div(
+        log_softmax(student[:, :-1], -1), log_softmax(teacher[:, 1:], -1), log_target=True
+    )
 
 
 def _gradient_penalty(model: Any, inner: Any, inputs: Any) -> torch.Tensor:
@@ -116,8 +118,16 @@ _lost("the backbone called, the head's weight read", _backbone_then_head_read, o
 _lost("the backbone called, the head's weight read, tied", _backbone_then_head_read, make=_tied, oracle=Oracle.ALONE)
 _lost("linear_cross_entropy of the head's weight", _fused)
 for _shift in (0, 1, 2):
-    _lost(f"a block's weight read, layouts {_shift}", partial(_penalised, name="model.layers.0.mlp.up_proj.weight"), shift=_shift)
-    _lost(f"the embedding's weight read, layouts {_shift}", partial(_penalised, name="model.embed_tokens.weight"), shift=_shift)
+    _lost(
+        f"a block's weight read, layouts {_shift}",
+        partial(_penalised, name="model.layers.0.mlp.up_proj.weight"),
+        shift=_shift,
+    )
+    _lost(
+        f"the embedding's weight read, layouts {_shift}",
+        partial(_penalised, name="model.embed_tokens.weight"),
+        shift=_shift,
+    )
 _lost("a norm's weight read", partial(_penalised, name="model.norm.weight"))
 _lost("all weights read", _all_penalised, daily=True, expected=Verdict.REFUSED)
 _lost("the embedding called by the loss", _embedded_outside)
@@ -131,7 +141,10 @@ _lost("gradient penalty", _gradient_penalty, make=_eager_llama, expected=Verdict
 @row("compute_loss_func", _GROUP)
 def _loss_func(side: Side) -> Figures:
     def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        return cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+        return (
+            cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+            / num_items_in_batch
+        )
 
     return trained(side, gpt2(), tokens(), given={"compute_loss_func": loss})
 
@@ -147,7 +160,9 @@ def _held(side: Side) -> Figures:
 
 
 class _WithOwnParameters(nn.Module):
-    """A module around a model, with a temperature parameter, a projection whose weight is read, and optionally an unused layer."""
+    """A module around a model, with a temperature parameter, a projection whose weight is read, and optionally an
+    unused layer.
+    """
 
     def __init__(self, *, unused: bool):
         super().__init__()

@@ -38,7 +38,9 @@ for _name in (
     "stable_adamw", "apollo_adamw",
 ):  # fmt: skip
     _options = {"optim_target_modules": ["attn"]} if _name.startswith(("galore", "apollo")) else {}
-    row(f"optim={_name}", _GROUP, expected=Verdict.REFUSED, daily=_name in _DAILY)(partial(_train, optim=_name, **_options))
+    row(f"optim={_name}", _GROUP, expected=Verdict.REFUSED, daily=_name in _DAILY)(
+        partial(_train, optim=_name, **_options)
+    )
 row("optim=sgd, optim_args=momentum", _GROUP)(partial(_train, optim="sgd", optim_args="momentum=0.9,nesterov=True"))
 row("weight_decay=0", _GROUP)(partial(_train, weight_decay=0.0))
 
@@ -56,7 +58,8 @@ for _name, _options in {
 @row("lr_scheduler_type=reduce_lr_on_plateau", _GROUP)
 def _plateau(side: Side) -> Figures:
     return trained(
-        side, gpt2(), tokens(), given={"eval_dataset": tokens(8)}, lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps",
+        side, gpt2(), tokens(), given={"eval_dataset": tokens(8)}, lr_scheduler_type="reduce_lr_on_plateau",
+        eval_strategy="steps",
         eval_steps=1, lr_scheduler_kwargs={"patience": 0, "threshold": 0.5}, metric_for_best_model="eval_loss",
     )  # fmt: skip
 
@@ -70,7 +73,10 @@ def _share(side: Side) -> Figures:
 def _given(side: Side) -> Figures:
     model = gpt2()
     decayed = [p for p in model.parameters() if p.dim() > 1]
-    groups = [{"params": decayed, "weight_decay": 0.2, "lr": 3e-3}, {"params": [p for p in model.parameters() if p.dim() <= 1]}]
+    groups = [
+        {"params": decayed, "weight_decay": 0.2, "lr": 3e-3},
+        {"params": [p for p in model.parameters() if p.dim() <= 1]},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-5)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     return trained(side, model, tokens(), given={"optimizers": (optimizer, scheduler)})
@@ -79,12 +85,19 @@ def _given(side: Side) -> Figures:
 @row("optimizers=(optimizer, None), parameters in another order", _GROUP)
 def _reversed_order(side: Side) -> Figures:
     model = gpt2()
-    return trained(side, model, tokens(), given={"optimizers": (torch.optim.AdamW([*model.parameters()][::-1], lr=1e-2, eps=1e-5), None)})
+    return trained(
+        side,
+        model,
+        tokens(),
+        given={"optimizers": (torch.optim.AdamW([*model.parameters()][::-1], lr=1e-2, eps=1e-5), None)},
+    )
 
 
 @row("optimizer_cls_and_kwargs", _GROUP)
 def _class_given(side: Side) -> Figures:
-    return trained(side, gpt2(), tokens(), given={"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 5e-3, "eps": 1e-5})})
+    return trained(
+        side, gpt2(), tokens(), given={"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 5e-3, "eps": 1e-5})}
+    )
 
 
 @row("create_optimizer overridden", _GROUP)
@@ -94,7 +107,9 @@ def _overridden(side: Side) -> Figures:
     class OwnOptimizer(transformers.Trainer):
         def create_optimizer(self, model: Any = None) -> Any:
             if self.optimizer is None:
-                self.optimizer = torch.optim.RMSprop((self.model if model is None else model).parameters(), lr=1e-3, eps=1e-4)
+                self.optimizer = torch.optim.RMSprop(
+                    (self.model if model is None else model).parameters(), lr=1e-3, eps=1e-4
+                )
             return self.optimizer
 
     return trained(side, gpt2(), tokens(), base=OwnOptimizer)
@@ -125,5 +140,8 @@ def _muon(side: Side) -> Figures:
 def _foreach(side: Side) -> Figures:
     model = gpt2()
     return trained(
-        side, model, tokens(), given={"optimizers": (torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-5, foreach=True), None)}
+        side,
+        model,
+        tokens(),
+        given={"optimizers": (torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-5, foreach=True), None)},
     )

@@ -37,14 +37,20 @@ def _option(name: str, train: Any = _even, *, about: dict[str, Any] | None = Non
 _option("none, float32")
 _option("bf16", about=_ROUNDED, bf16=True)
 _option("fp16", about={**_ROUNDED, "config": {"hardware": None}}, fp16=True)
-_option("gradient_checkpointing, not reentrant", gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False})
+_option(
+    "gradient_checkpointing, not reentrant",
+    gradient_checkpointing=True,
+    gradient_checkpointing_kwargs={"use_reentrant": False},
+)
 _option(
     "gradient_checkpointing, reentrant", about={"oracle": Oracle.ALONE},
     gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True},
 )  # fmt: skip
 _option("gradient_accumulation_steps=2", gradient_accumulation_steps=2)
 _option("gradient_accumulation_steps=2, uneven samples", _uneven, gradient_accumulation_steps=2)
-_option("the last step of an epoch has fewer micro-steps", gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=2)
+_option(
+    "the last step of an epoch has fewer micro-steps", gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=2
+)
 _option("max_grad_norm=0", max_grad_norm=0.0)
 _option("max_grad_norm=0.1", max_grad_norm=0.1)
 _option("label_smoothing_factor, causal", about={"daily": True}, label_smoothing_factor=0.1)
@@ -65,9 +71,20 @@ _option(
     "accelerator_config: sync_each_batch", gradient_accumulation_steps=2,
     accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}},
 )  # fmt: skip
-_option("accelerator_config: dispatch_batches", _streamed, stream=Stream, accelerator_config={"dispatch_batches": True})
-_option("accelerator_config: even_batches=False", accelerator_config={"even_batches": False}, max_steps=-1, num_train_epochs=1)
-_option("accelerator_config: use_seedable_sampler=False", about={"oracle": Oracle.DDP}, accelerator_config={"use_seedable_sampler": False})
+_option(
+    "accelerator_config: dispatch_batches", _streamed, stream=Stream, accelerator_config={"dispatch_batches": True}
+)
+_option(
+    "accelerator_config: even_batches=False",
+    accelerator_config={"even_batches": False},
+    max_steps=-1,
+    num_train_epochs=1,
+)
+_option(
+    "accelerator_config: use_seedable_sampler=False",
+    about={"oracle": Oracle.DDP},
+    accelerator_config={"use_seedable_sampler": False},
+)
 _option("iterable dataset", _streamed, stream=Stream)
 _option("stream that can be read once", _streamed, about={"daily": True}, stream=OneShotStream)
 _option("auto_find_batch_size", about={"daily": True}, auto_find_batch_size=True)
@@ -88,7 +105,9 @@ _option("deepspeed", about={"expected": Verdict.NOT_APPLICABLE}, deepspeed={"zer
 
 @row("average_tokens_across_devices, a model that ignores the count", _GROUP, oracle=Oracle.ALONE)
 def _ignored_count(side: Side) -> Figures:
-    """Compare with one process, because stock DDP multiplies such a model's loss and gradients by the number of processes."""
+    """Compare with one process, because stock DDP multiplies such a model's loss and gradients by the number of
+    processes.
+    """
     return trained(side, tiny("BertForMaskedLM"), masked(evenly=True))
 
 

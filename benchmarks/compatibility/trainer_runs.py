@@ -71,7 +71,9 @@ def _on_start(side: Side) -> Figures:
 
 @row("evaluate before and after training", _GROUP, oracle=Oracle.ALONE)
 def _around(side: Side) -> Figures:
-    """Compare with one process, because two stock processes that evaluate first then train without reducing gradients."""
+    """Compare with one process, because two stock processes that evaluate first then train without reducing
+    gradients.
+    """
     trainer = side.trainer()(model=gpt2(), args=side.arguments(), train_dataset=tokens(), eval_dataset=tokens(8))
     trainer.evaluate()
     trainer.train()
@@ -82,7 +84,11 @@ def _around(side: Side) -> Figures:
 @row("bf16_full_eval", _GROUP, expected=Verdict.REFUSED)
 def _low_evaluation(side: Side) -> Figures:
     return trained(
-        side, gpt2(), tokens(), then=lambda trainer: {"eval_loss": trainer.evaluate(tokens(8))["eval_loss"]}, bf16_full_eval=True
+        side,
+        gpt2(),
+        tokens(),
+        then=lambda trainer: {"eval_loss": trainer.evaluate(tokens(8))["eval_loss"]},
+        bf16_full_eval=True,
     )
 
 
@@ -128,13 +134,25 @@ def _best(side: Side) -> Figures:
     def then(trainer: Any) -> dict[str, float]:
         return {"loss of the best": trainer.evaluate()["eval_loss"], "best": trainer.state.best_metric}
 
-    options = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, **_EVALUATION}
+    options = {
+        "load_best_model_at_end": True,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_total_limit": 1,
+        **_EVALUATION,
+    }
     return trained(side, gpt2(), tokens(), given={"eval_dataset": tokens(8)}, then=then, learning_rate=0.5, **options)
 
 
 @row("early stopping", _GROUP)
 def _early(side: Side) -> Figures:
-    options = {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    options = {
+        "load_best_model_at_end": True,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
     given = {"eval_dataset": tokens(8), "callbacks": [EarlyStoppingCallback(1, 0.5)]}
     return trained(side, gpt2(), tokens(), given=given, **options)
 
@@ -230,13 +248,17 @@ def _sums(model: torch.nn.Module) -> dict[str, float]:
 def _averaged(side: Side) -> Figures:
     model = llama()
     callback = _Averaging(model)
-    return trained(side, model, tokens(), given={"callbacks": [callback]}, then=lambda trainer: _sums(callback.average.module))
+    return trained(
+        side, model, tokens(), given={"callbacks": [callback]}, then=lambda trainer: _sums(callback.average.module)
+    )
 
 
 @row("TRL's BEMACallback", _GROUP)
 def _bema(side: Side) -> Figures:
     callback = BEMACallback(update_freq=1)
-    return trained(side, llama(), tokens(), given={"callbacks": [callback]}, then=lambda trainer: _sums(callback.running_model))
+    return trained(
+        side, llama(), tokens(), given={"callbacks": [callback]}, then=lambda trainer: _sums(callback.running_model)
+    )
 
 
 @row("a callback that changes the optimizer", _GROUP)
@@ -248,7 +270,9 @@ def _changing(side: Side) -> Figures:
 def _own_loader(side: Side) -> Figures:
     class OwnLoader(transformers.Trainer):
         def get_train_dataloader(self) -> Any:
-            return self.accelerator.prepare(DataLoader(self.train_dataset, batch_size=self.args.train_batch_size, shuffle=False))
+            return self.accelerator.prepare(
+                DataLoader(self.train_dataset, batch_size=self.args.train_batch_size, shuffle=False)
+            )
 
     return trained(side, gpt2(), tokens(), base=OwnLoader)
 
@@ -267,12 +291,16 @@ def _own_step(side: Side) -> Figures:
 
 @row("DataCollatorForLanguageModeling, random masks", _GROUP, daily=True)
 def _random_masks(side: Side) -> Figures:
-    """Train with random masks; figures are equal only if nothing else draws from the random state or uses the collator."""
+    """Train with random masks; figures are equal only if nothing else draws from the random state or uses the
+    collator.
+    """
     words = tokenizer()
     words.add_special_tokens({"mask_token": "<mask>"})
     samples = [dict(words(text)) for text in sentences(words=10)]
     collator = transformers.DataCollatorForLanguageModeling(words, mlm_probability=0.4, seed=3)
-    return trained(side, tiny("BertForMaskedLM"), samples, given={"data_collator": collator, "processing_class": words}, **_MEAN)
+    return trained(
+        side, tiny("BertForMaskedLM"), samples, given={"data_collator": collator, "processing_class": words}, **_MEAN
+    )
 
 
 @row("text tokenised in the collator", _GROUP)
@@ -281,7 +309,11 @@ def _text(side: Side) -> Figures:
 
     def collate(samples: list[dict[str, str]]) -> dict[str, torch.Tensor]:
         batch = dict(words([sample["text"] for sample in samples], padding=True, return_tensors="pt"))
-        return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "labels": batch["input_ids"].clone()}
+        return {
+            "input_ids": batch["input_ids"],
+            "attention_mask": batch["attention_mask"],
+            "labels": batch["input_ids"].clone(),
+        }
 
     samples = [{"text": text} for text in sentences()]
     return trained(side, gpt2(), samples, given={"data_collator": collate}, remove_unused_columns=False)

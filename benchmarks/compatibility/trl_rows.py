@@ -38,13 +38,17 @@ def lora(task: str = "CAUSAL_LM") -> dict[str, Any]:
     return {"peft_config": LoraConfig(**_LORA, task_type=task, target_modules=["q_proj", "v_proj"])}
 
 
-def _entered(name: str, train: Any, *, with_lora: bool = True, about: dict[str, Any] | None = None, **options: Any) -> None:
+def _entered(
+    name: str, train: Any, *, with_lora: bool = True, about: dict[str, Any] | None = None, **options: Any
+) -> None:
     row(name, _GROUP, **(about or {}))(partial(train, **options))
     if with_lora:
         row(f"{name}, LoRA", _GROUP)(partial(train, adapters=True, **options))
 
 
-def _sft(side: Side, *, make: Any = llama, data: Any = text_dataset, adapters: bool = False, **options: Any) -> Figures:
+def _sft(
+    side: Side, *, make: Any = llama, data: Any = text_dataset, adapters: bool = False, **options: Any
+) -> Figures:
     given = {"processing_class": tokenizer(), **(lora() if adapters else {})}
     return trained(side, make(), data(), base=SFTTrainer, arguments=SFTConfig, given=given, **{**_QUIET, **options})
 
@@ -62,18 +66,34 @@ _entered("SFT, completions only", _sft, data=completion_dataset, with_lora=False
 _entered("SFT, gradient checkpointing", _sft, gradient_checkpointing=True)
 _entered("SFT, loss_type=nll", _sft, with_lora=False, loss_type="nll")
 _entered("SFT, loss_type=dft", _sft, with_lora=False, loss_type="dft")
-_entered("SFT, bf16", _sft, with_lora=False, bf16=True, about={"oracle": Oracle.FSDP2, "loss_tolerance": 5e-3, "norm_tolerance": 3e-2})
+_entered(
+    "SFT, bf16",
+    _sft,
+    with_lora=False,
+    bf16=True,
+    about={"oracle": Oracle.FSDP2, "loss_tolerance": 5e-3, "norm_tolerance": 3e-2},
+)
 
 
 def _dpo(side: Side, *, reference: bool = False, adapters: bool = False, **options: Any) -> Figures:
-    given = {"processing_class": tokenizer(), **(lora() if adapters else {}), **({"ref_model": llama()} if reference else {})}
+    given = {
+        "processing_class": tokenizer(),
+        **(lora() if adapters else {}),
+        **({"ref_model": llama()} if reference else {}),
+    }
     data = on_disk(side.folder / "data", preference_dataset())
     return trained(side, llama(), data, base=DPOTrainer, arguments=DPOConfig, given=given, **{**_QUIET, **options})
 
 
 _entered("DPO, reference model given", _dpo, reference=True, with_lora=False, about={"daily": True})
 _entered(
-    "DPO, sync_ref_model", _dpo, reference=True, with_lora=False, sync_ref_model=True, ref_model_mixup_alpha=0.5, ref_model_sync_steps=1
+    "DPO, sync_ref_model",
+    _dpo,
+    reference=True,
+    with_lora=False,
+    sync_ref_model=True,
+    ref_model_mixup_alpha=0.5,
+    ref_model_sync_steps=1,
 )
 _entered("DPO, precompute_ref_log_probs", _dpo, reference=True, with_lora=False, precompute_ref_log_probs=True)
 row("DPO, LoRA, the base is the reference", _GROUP)(partial(_dpo, adapters=True))
@@ -95,7 +115,9 @@ row("DPO, no reference given", _GROUP)(_dpo_without)
 
 def _kto(side: Side, *, adapters: bool = False, **options: Any) -> Figures:
     given = {"processing_class": tokenizer(), **(lora() if adapters else {"ref_model": llama()})}
-    return trained(side, llama(), judged_dataset(), base=KTOTrainer, arguments=KTOConfig, given=given, **{**_QUIET, **options})
+    return trained(
+        side, llama(), judged_dataset(), base=KTOTrainer, arguments=KTOConfig, given=given, **{**_QUIET, **options}
+    )
 
 
 _entered("KTO", _kto)
@@ -110,7 +132,9 @@ def _scorer() -> nn.Module:
 def _reward(side: Side, *, adapters: bool = False, **options: Any) -> Figures:
     given = {"processing_class": tokenizer(), **(lora("SEQ_CLS") if adapters else {})}
     data = preference_dataset()
-    return trained(side, _scorer(), data, base=RewardTrainer, arguments=RewardConfig, given=given, **{**_QUIET, **options})
+    return trained(
+        side, _scorer(), data, base=RewardTrainer, arguments=RewardConfig, given=given, **{**_QUIET, **options}
+    )
 
 
 _entered("Reward", _reward)
@@ -125,12 +149,29 @@ def _online(side: Side, *, base: type, arguments: type, adapters: bool = False, 
     from datasets import Dataset
 
     given = {"processing_class": tokenizer(), "reward_funcs": _rewards, **(lora() if adapters else {})}
-    options = {"num_generations": 2, "max_completion_length": 6, "temperature": 1.0, "per_device_train_batch_size": side.samples, **options}
+    options = {
+        "num_generations": 2,
+        "max_completion_length": 6,
+        "temperature": 1.0,
+        "per_device_train_batch_size": side.samples,
+        **options,
+    }
     data = Dataset.from_dict({"prompt": sentences(16, words=4)})
     return trained(side, llama(), data, base=base, arguments=arguments, given=given, **options)
 
 
 _entered("GRPO", partial(_online, base=GRPOTrainer, arguments=GRPOConfig), about={"daily": True})
-_entered("GRPO, accumulation", partial(_online, base=GRPOTrainer, arguments=GRPOConfig), with_lora=False, gradient_accumulation_steps=2)
-_entered("GRPO, beta=0.1", partial(_online, base=GRPOTrainer, arguments=GRPOConfig), adapters=True, with_lora=False, beta=0.1)
+_entered(
+    "GRPO, accumulation",
+    partial(_online, base=GRPOTrainer, arguments=GRPOConfig),
+    with_lora=False,
+    gradient_accumulation_steps=2,
+)
+_entered(
+    "GRPO, beta=0.1",
+    partial(_online, base=GRPOTrainer, arguments=GRPOConfig),
+    adapters=True,
+    with_lora=False,
+    beta=0.1,
+)
 _entered("RLOO", partial(_online, base=RLOOTrainer, arguments=RLOOConfig), adapters=True, with_lora=False)

@@ -1,1 +1,3 @@
-"""Tests and measurements that need a GPU, the most informative first: `python -m benchmarks.gpu_suite --minutes 25 --out DIR`."""
+"""Tests and measurements that need a GPU, the most informative first: `python -m benchmarks.gpu_suite --minutes 25
+--out DIR`.
+"""

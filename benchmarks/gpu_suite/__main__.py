@@ -6,23 +6,26 @@
     python -m benchmarks.gpu_suite --rehearse --minutes 10 --out DIR   # on the CPU with gloo, small: checks the suite itself
     python -m benchmarks.gpu_suite --list
 
-Each step runs in its own process, with its own time limit. After each step, its record is appended to DIR/results.jsonl, its output to
-DIR/output.txt, and the page DIR/results.md is rewritten. A step that fails or times out does not stop the others. A step that does not fit
-into the remaining minutes, or is still running at their end, is listed as not run. If a step ran more than once, its last run counts.
+Each step runs in its own process, with its own time limit. After each step, its record is appended to
+DIR/results.jsonl, its output to DIR/output.txt, and the page DIR/results.md is rewritten. A step that fails or times
+out does not stop the others. A step that does not fit into the remaining minutes, or is still running at their end, is
+listed as not run. If a step ran more than once, its last run counts.
 
-The exit code is 1 if a step of this call failed, timed out or missed an aim, and 77 without a CUDA device and without --rehearse. It is 0
-otherwise, also if steps were not run or need a GPU that a rehearsal does not have; the page lists them.
+The exit code is 1 if a step of this call failed, timed out or missed an aim, and 77 without a CUDA device and without
+--rehearse. It is 0 otherwise, also if steps were not run or need a GPU that a rehearsal does not have; the page lists
+them.
 
-The suite needs Python 3.12, torch, transformers, accelerate, numpy, pandas, psutil, rich, typer, PyYAML and pytest, and the following
-packages (wheels of 32 MiB in total), which must be copied to a machine without a network:
+The suite needs Python 3.12, torch, transformers, accelerate, numpy, pandas, psutil, rich, typer, PyYAML and pytest,
+and the following packages (wheels of 32 MiB in total), which must be copied to a machine without a network:
 
-    pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 \\
-        --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 -d wheels \\
-        ortools immutabledict "protobuf>=6.33.1,<6.34" pydantic pydantic-core annotated-types typing-inspection typing-extensions
+    pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --platform
+        manylinux_2_28_x86_64 \\ --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 --platform
+        manylinux2014_x86_64 -d wheels \\ ortools immutabledict "protobuf>=6.33.1,<6.34" pydantic pydantic-core
+        annotated-types typing-inspection typing-extensions
     pip install --no-index --no-deps --upgrade --target site wheels/*.whl && export PYTHONPATH=$PWD/site
 
 datasets and evaluate are not needed, because steps generate their text and create their models from configurations.
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -60,24 +63,34 @@ def main(arguments: list[str] | None = None) -> int:
         write_page(options.out, [options.out, *options.merge])
         return 0
     if not (options.rehearse or torch.cuda.is_available()):
-        print("gpu_suite: no CUDA device here, nothing was measured; --rehearse runs the steps on the CPU.", file=sys.stderr)
+        print(
+            "gpu_suite: no CUDA device here, nothing was measured; --rehearse runs the steps on the CPU.",
+            file=sys.stderr,
+        )
         return NOTHING_MEASURED
     save_machine(options, arguments)
     bad = [step.name for step, status in run_all(options) if status.is_bad]
-    print(f"{len(bad)} steps went wrong: {', '.join(bad)}" if bad else "No step went wrong.", f"Page: {options.out / _PAGE}")
+    print(
+        f"{len(bad)} steps went wrong: {', '.join(bad)}" if bad else "No step went wrong.",
+        f"Page: {options.out / _PAGE}",
+    )
     return 1 if bad else 0
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu_suite", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.gpu_suite",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--minutes", type=float, default=25.0, help="time limit of the call in minutes (default 25)")
     parser.add_argument("--out", type=Path, help="folder of the results; it keeps those of earlier calls")
     parser.add_argument("--rehearse", action="store_true", help="run on the CPU with gloo, in small sizes")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=STEPS, help="run only these steps")
     parser.add_argument("--from", dest="first", metavar="NAME", choices=STEPS, help="run this step and those after it")
-    parser.add_argument("--merge", nargs="+", type=Path, metavar="DIR", help="run nothing; write one page for these folders and --out")
+    parser.add_argument(
+        "--merge", nargs="+", type=Path, metavar="DIR", help="run nothing; write one page for these folders and --out"
+    )
     parser.add_argument("--list", action="store_true", help="list the steps and their expected seconds")
     parser.add_argument("--as-step", nargs=3, metavar=("NAME", "FOLDER", "SECONDS"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -126,7 +139,11 @@ def save_machine(options: argparse.Namespace, arguments: list[str] | None) -> No
     from benchmarks.headline import commit
 
     given = shlex.join(sys.argv[1:] if arguments is None else arguments)
-    head = {**machine(rehearses=options.rehearse), "commit": commit(), "command": f"python -m benchmarks.gpu_suite {given}"}
+    head = {
+        **machine(rehearses=options.rehearse),
+        "commit": commit(),
+        "command": f"python -m benchmarks.gpu_suite {given}",
+    }
     with (options.out / _HEAD).open("a", encoding="utf-8") as file:
         file.write(json.dumps(head) + "\n")
 
@@ -144,7 +161,9 @@ def _lines(path: Path) -> list[str]:
 def show_list() -> None:
     for step in STEPS.values():
         rehearsal = "needs a GPU" if step.rehearsal_s is None else f"{step.rehearsal_s:.0f} s rehearsed"
-        print(f"{step.part} {PARTS[step.part]:<24} {step.name:<18} {step.expected_s:>4.0f} s, {rehearsal}: {step.proves}")
+        print(
+            f"{step.part} {PARTS[step.part]:<24} {step.name:<18} {step.expected_s:>4.0f} s, {rehearsal}: {step.proves}"
+        )
 
 
 if __name__ == "__main__":

@@ -50,12 +50,19 @@ class AttentionBlock(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        heads = [layer(hidden).unflatten(-1, (-1, self.case.head_size)).transpose(1, 2) for layer in (self.q, self.k, self.v)]
+        heads = [
+            layer(hidden).unflatten(-1, (-1, self.case.head_size)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        ]
         mixed = nn.functional.scaled_dot_product_attention(*heads, mask, **self.options())
         return self.out(mixed.transpose(1, 2).flatten(2))
 
     def options(self) -> dict[str, object]:
-        return {"dropout_p": self.case.dropout, "is_causal": self.case.mask == "causal", "enable_gqa": self.case.shared > 1}
+        return {
+            "dropout_p": self.case.dropout,
+            "is_causal": self.case.mask == "causal",
+            "enable_gqa": self.case.shared > 1,
+        }
 
 
 class Attends(nn.Module):
@@ -88,17 +95,26 @@ def attention(bench: Bench) -> None:
             continue
         traced = traced_bytes(case, samples, length, bench.device)
         error = traced / measured - 1
-        bench.row(attention=case.text, kernel=kernel, measured=format_bytes(measured), traced=format_bytes(traced), error=f"{error:+.1%}")
+        bench.row(
+            attention=case.text,
+            kernel=kernel,
+            measured=format_bytes(measured),
+            traced=format_bytes(traced),
+            error=f"{error:+.1%}",
+        )
         if abs(error) > AIM:
             wrong.append(f"{case.text} ({kernel}): {error:+.1%}")
     bench.aim(not wrong, f"{len(wrong)} saved bytes are off by more than {AIM:.0%}: {'; '.join(wrong)}")
     bench.note(
-        f"A block of projections and attention, {samples} samples of {length} tokens, {HEADS} heads; bytes are what its forward leaves."
+        f"A block of projections and attention, {samples} samples of {length} tokens, {HEADS} heads; bytes are what"
+        " its forward leaves."
     )
 
 
 def cases(bench: Bench) -> list[Case]:
-    """Return the cases, without dropout on the CPU: there it draws a whole matrix of scores, which the trace raises for single samples."""
+    """Return the cases, without dropout on the CPU: there it draws a whole matrix of scores, which the trace raises
+    for single samples.
+    """
     dtypes = (torch.float32, torch.bfloat16) if bench.rehearses else (torch.float32, torch.bfloat16, torch.float16)
     dropouts = (0.0,) if bench.rehearses else (0.0, 0.1)
     sizes = (64,) if bench.rehearses else (64, 80, 128, 256)
@@ -123,7 +139,11 @@ def measured_bytes(case: Case, samples: int, length: int, device: torch.device) 
     hidden = batch["hidden"].requires_grad_()
     heads = [torch.empty(samples, n, length, case.head_size, dtype=case.dtype, device=device, requires_grad=True)
              for n in (HEADS, HEADS // case.shared, HEADS // case.shared)]  # fmt: skip
-    kernel = SDPBackend(torch._fused_sdp_choice(*heads, batch["mask"], **block.options())).name.lower().replace("_attention", "")
+    kernel = (
+        SDPBackend(torch._fused_sdp_choice(*heads, batch["mask"], **block.options()))
+        .name.lower()
+        .replace("_attention", "")
+    )
     del heads
     if device.type == "cpu":
         with MemoryTracker(block_bytes=1) as live:

@@ -1,4 +1,6 @@
-"""A step of ours, of stock FSDP2 and of plain autocast side by side on one rank; the rates that this device reaches, by shape."""
+"""A step of ours, of stock FSDP2 and of plain autocast side by side on one rank; the rates that this device
+reaches, by shape.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,15 @@ _Step = Callable[[], None]
     expected_s=50,
     limit_s=150,
     rehearsal_s=20,
-    proves="one rank in bf16: our step beside stock FSDP2's of the same units and plain autocast's; CPU time and the GPU's busy time",
+    proves="one rank in bf16: our step beside stock FSDP2's of the same units and plain autocast's; CPU time and the GPU's busy time",  # noqa: E501
 )
 def beside(bench: Bench) -> None:
     prefer_expandable_segments()
     form_process_group(needed=True)
     chosen = (
-        {"GPT-2": REHEARSED["GPT-2"]} if bench.rehearses else {name: MODELS[name] for name in ("GPT-2 medium", "Llama 1B", "BERT large")}
+        {"GPT-2": REHEARSED["GPT-2"]}
+        if bench.rehearses
+        else {name: MODELS[name] for name in ("GPT-2 medium", "Llama 1B", "BERT large")}
     )
     for name, model in chosen.items():
         for kind, make in (("plain autocast", plain), ("stock FSDP2", stock), ("ours", ours)):
@@ -60,7 +64,10 @@ def beside(bench: Bench) -> None:
             )  # fmt: skip
             del run
             gc.collect()
-    bench.note("`issued in` is the time after which the CPU has queued the step; near the step's own, the GPU waits for the CPU.")
+    bench.note(
+        "`issued in` is the time after which the CPU has queued the step; near the step's own, the GPU waits for the"
+        " CPU."
+    )
 
 
 def config_of(model: Model) -> Any:
@@ -108,7 +115,8 @@ def ours(bench: Bench, model: Model) -> _Step:
     """Return a step under a plan that keeps all parameters after forward."""
     config, job = config_of(model), TrainingJob(global_batch_size=model.samples, precision=Precision.named("bf16"))
     description = describe(
-        config, sequence_length=model.sequence_length, compute_dtype=job.precision.compute, device_type=bench.device.type
+        config, sequence_length=model.sequence_length, compute_dtype=job.precision.compute,
+        device_type=bench.device.type
     )  # fmt: skip
     empty = build_on_meta(config)
     inputs = training_batch(empty, model.sequence_length)
@@ -152,7 +160,11 @@ def busy(run: _Step, bench: Bench) -> tuple[int | str, float | None]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         run()
         torch.cuda.synchronize()
-    ranges = sorted((e.time_range.start, e.time_range.end) for e in seen.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+    ranges = sorted(
+        (e.time_range.start, e.time_range.end)
+        for e in seen.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA
+    )
     total, end = 0.0, 0.0
     for start, stop in ranges:
         total += max(0.0, stop - max(start, end))
@@ -177,24 +189,44 @@ def rates(bench: Bench) -> None:
     for rows in (256,) if bench.rehearses else (1024, 4096, 16384):
         for inner in (64,) if bench.rehearses else (768, 1024, 1600, 2048, 4096, 8192):
             for outer in (inner, 4 * inner):
-                x, w, g = (torch.randn(*shape, device=device, dtype=dtype) for shape in ((rows, inner), (outer, inner), (rows, outer)))
+                x, w, g = (
+                    torch.randn(*shape, device=device, dtype=dtype)
+                    for shape in ((rows, inner), (outer, inner), (rows, outer))
+                )
                 flops = 2 * rows * inner * outer
-                forward, to_input, to_weight = (rate(run, flops) for run in (lambda: x @ w.t(), lambda: g @ w, lambda: g.t() @ x))  # noqa: B023
+                forward, to_input, to_weight = (
+                    rate(run, flops)
+                    for run in (lambda: x @ w.t(), lambda: g @ w, lambda: g.t() @ x)  # noqa: B023
+                )
                 bench.row(
-                    what="product, TFLOP/s", shape=f"{rows} x {inner} -> {outer}", forward=forward, backward=f"{to_input}, {to_weight}"
+                    what="product, TFLOP/s",
+                    shape=f"{rows} x {inner} -> {outer}",
+                    forward=forward,
+                    backward=f"{to_input}, {to_weight}",
                 )
     for length in (64,) if bench.rehearses else (512, 1024, 2048, 4096, 8192):
         for heads, size in ((2, 16),) if bench.rehearses else ((16, 64), (32, 128)):
             samples = max(1, (64 if bench.rehearses else 8192) // length)
-            q, k, v = (torch.randn(samples, heads, length, size, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+            q, k, v = (
+                torch.randn(samples, heads, length, size, device=device, dtype=dtype, requires_grad=True)
+                for _ in range(3)
+            )
             flops = 2 * samples * heads * length**2 * size  # the causal half
             output = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             gradient = torch.randn_like(output)
             forward = rate(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), flops)  # noqa: B023
             back = rate(lambda: torch.autograd.grad(output, (q, k, v), gradient, retain_graph=True), 2.5 * flops)  # noqa: B023
-            bench.row(what="causal attention, TFLOP/s", shape=f"{length} tokens, {heads} x {size}", forward=forward, backward=back)
+            bench.row(
+                what="causal attention, TFLOP/s",
+                shape=f"{length} tokens, {heads} x {size}",
+                forward=forward,
+                backward=back,
+            )
     for mib in (1,) if bench.rehearses else (1, 8, 64, 512):
         source = torch.ones(mib * 2**19, device=device, dtype=dtype)
         target = torch.empty_like(source)
-        copied, gelu = (rate(run, 2 * source.nbytes, 1e9) for run in (lambda: target.copy_(source), lambda: F.gelu(source)))  # noqa: B023
+        copied, gelu = (
+            rate(run, 2 * source.nbytes, 1e9)
+            for run in (lambda: target.copy_(source), lambda: F.gelu(source))  # noqa: B023
+        )
         bench.row(what="copy and GELU, GB/s", shape=f"{mib} MiB", forward=copied, backward=gelu)

@@ -26,7 +26,9 @@ _SMALLEST_BYTES = 2 * 2**20
 _NO_PAGES = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:False")
 """Expandable segments grow in pages of 20 MiB."""
 ENDS_WITHIN_S = 45.0
-"""Time limit: the launcher waits 30 s after SIGTERM before it kills ranks that wait on the GPU, and ranks share cores."""
+"""Time limit: the launcher waits 30 s after SIGTERM before it kills ranks that wait on the GPU, and ranks share
+cores.
+"""
 SAID = re.compile(r"Out of memory on .+? in .+?: the plan was estimated to need [^\n]+")
 
 
@@ -58,7 +60,14 @@ def out_of_memory(bench: Bench) -> None:
         done = runs_out(ranks, on_oom, "cpu" if bench.rehearses else "cuda", timeout_s=max(10.0, bench.left_s))
         plans = re.findall(r"PLAN (\w+)", done.stdout)
         ends, said = done.stdout.count("END\n"), SAID.search(done.stderr)
-        bench.row(ranks=ranks, on_oom=on_oom, exit_code=done.returncode, plans=len(set(plans)), ended=ends, said=said[0] if said else "")
+        bench.row(
+            ranks=ranks,
+            on_oom=on_oom,
+            exit_code=done.returncode,
+            plans=len(set(plans)),
+            ended=ends,
+            said=said[0] if said else "",
+        )
         wrong = problem_of(done, ranks, on_oom)
         if wrong:
             print(done.stderr[-6000:], flush=True)
@@ -69,7 +78,11 @@ def runs_out(ranks: int, on_oom: str, device: str, *, timeout_s: float) -> subpr
     """Run the script under torchrun."""
     restarts = 2 if on_oom == "replan" else 0  # the launcher would also restart after an error that is only explained
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))), "OMP_NUM_THREADS": "1"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, *launch, str(SCRIPT), on_oom, device]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s)
 
@@ -80,7 +93,11 @@ def problem_of(done: subprocess.CompletedProcess[str], ranks: int, on_oom: str) 
     if not SAID.search(done.stderr):
         return "no line says where memory ran out and what the plan needs"
     if on_oom == "raise":
-        return "" if done.returncode and not ends and len(plans) == ranks else f"code {done.returncode}, {len(plans)} starts, {ends} ends"
+        return (
+            ""
+            if done.returncode and not ends and len(plans) == ranks
+            else f"code {done.returncode}, {len(plans)} starts, {ends} ends"
+        )
     went_on = done.returncode == 0 and ends == ranks and len(set(plans)) == len(plans) // ranks > 1
     return "" if went_on else f"code {done.returncode}, {len(plans)} starts of {len(set(plans))} plans, {ends} ends"
 
@@ -98,7 +115,9 @@ def full_device(bench: Bench) -> None:
 
 
 def library_error(name: str) -> tuple[str, str, bool]:
-    """Return type and text of the error of a call on an almost full device, and whether it is known as out of memory; run this apart."""
+    """Return type and text of the error of a call on an almost full device, and whether it is known as out of
+    memory; run this apart.
+    """
     form_process_group(needed=True)
     small = torch.ones(8, 8, device="cuda")
     held = fill_device()
@@ -106,14 +125,20 @@ def library_error(name: str) -> tuple[str, str, bool]:
         _LIBRARY_CALLS[name](small)
         torch.cuda.synchronize()
     except Exception as error:
-        return f"{type(error).__module__}.{type(error).__name__}", " ".join(str(error).split())[:400], is_out_of_memory(error)
+        return (
+            f"{type(error).__module__}.{type(error).__name__}",
+            " ".join(str(error).split())[:400],
+            is_out_of_memory(error),
+        )
     finally:
         del held
     return "nothing", "", True
 
 
 def fill_device() -> list[torch.Tensor]:
-    """Return tensors that occupy all but about `LEFT_BYTES` of the device, in halves if the allocator refuses one tensor."""
+    """Return tensors that occupy all but about `LEFT_BYTES` of the device, in halves if the allocator refuses one
+    tensor.
+    """
     held, chunk = [], torch.cuda.mem_get_info()[0]
     while min(chunk, left := torch.cuda.mem_get_info()[0] - LEFT_BYTES) >= _SMALLEST_BYTES:
         try:

@@ -31,7 +31,7 @@ def experiment(bench: Bench, number: int) -> None:
             case=row["case"], rule=row["rule"], plan=row["contender"], batch=row["global_batch_size"] or "-",
             estimated=_ms(row["estimated_step_s"]), measured=_ms(row["measured_step_s"]),
             gain="-" if row["measured_gain"] is None else f"{row['measured_gain']:.2f}",
-            memory="OUT OF MEMORY" if row["out_of_memory"] else _gib(row["measured_peak_bytes"] or row["estimated_peak_bytes"]),
+            memory="OUT OF MEMORY" if row["out_of_memory"] else _gib(row["measured_peak_bytes"] or row["estimated_peak_bytes"]),  # noqa: E501
         )  # fmt: skip
     for remark in found["remarks"]:
         bench.note(remark)
@@ -50,6 +50,7 @@ def _gib(nbytes: int | None) -> str:
 
 for _number, _title in TITLES.items():
     step(
-        part=6, name=f"headline-{_number}", proves=_title, expected_s=EXPECTED_S[_number], limit_s=2.5 * EXPECTED_S[_number],
+        part=6, name=f"headline-{_number}", proves=_title, expected_s=EXPECTED_S[_number],
+        limit_s=2.5 * EXPECTED_S[_number],
         rehearsal_s=25.0 if _number == 1 else None,
     )(partial(experiment, number=_number))  # fmt: skip

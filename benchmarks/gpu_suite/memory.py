@@ -15,7 +15,8 @@ from .step import Bench, step
 
 TINY = Model(
     config="GPT2Config", architecture="GPT2LMHeadModel", sequence_length=32, samples=2,
-    sizes={"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 301, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0},
+    sizes={"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 301, "n_positions": 32, "bos_token_id": 0,
+           "eos_token_id": 0},
 )  # fmt: skip
 LIMITS = (("GPT-2 small", "bf16"), ("Llama 1B", "bf16"), ("BERT large", "no"), ("GPT-2 medium", "bf16"))
 BETWEEN = (0.0, 0.15, 0.35, 0.6, 0.9)
@@ -32,7 +33,9 @@ WALKED = (("GPT-2 small", "bf16", (0.0, 0.5)), ("Llama 1B", "bf16", (0.3,)))
 )
 def layouts(bench: Bench) -> None:
     rows: list[LayoutRow] = []
-    for name, precision in (("tiny", "bf16"),) if bench.rehearses else [(n, p) for p in ("bf16", "no") for n in gpu_memory.MODELS]:
+    for name, precision in (
+        (("tiny", "bf16"),) if bench.rehearses else [(n, p) for p in ("bf16", "no") for n in gpu_memory.MODELS]
+    ):
         if rows and bench.left_s < 30:
             bench.note(f"No time was left for {name} {precision} and what follows.")
             break
@@ -49,7 +52,8 @@ def layouts(bench: Bench) -> None:
     bench.note(line.split(";")[0])
     errors = [abs(row.error) for row in rows if row.error is not None]
     bench.aim(
-        bool(errors) and sum(errors) / len(errors) <= (0.02 if bench.rehearses else gpu_memory.AIM_ERROR), f"the {line.split(';')[0]}"
+        bool(errors) and sum(errors) / len(errors) <= (0.02 if bench.rehearses else gpu_memory.AIM_ERROR),
+        f"the {line.split(';')[0]}",
     )
 
 
@@ -88,7 +92,8 @@ def show_limits(bench: Bench, rows: Sequence[LimitRow]) -> None:
     for row in rows:
         bench.row(
             model=row.model, dtype=row.precision, limit=size(row.limit_bytes), planned=size(row.planned_bytes),
-            allocated=size(row.allocated_bytes), reserved=size(row.reserved_bytes), used="-" if row.used is None else f"{row.used:.1%}",
+            allocated=size(row.allocated_bytes), reserved=size(row.reserved_bytes),
+            used="-" if row.used is None else f"{row.used:.1%}",
             survives=size(row.survives_bytes), outcome="fits" if row.fits else "OUT OF MEMORY",
         )  # fmt: skip
         bench.aim(row.fits, f"{row.model} {row.precision}: the plan for {size(row.limit_bytes)} runs out of memory")
@@ -103,7 +108,9 @@ def measured(bench: Bench, name: str, *args: Any, walks: bool) -> tuple[list[Lay
     precision, layouts, between = args
     memory = CountedMemory()
     with fake_process_group(WORLD):
-        return gpu_memory.measure(gpu_memory.setting_of(name, TINY, precision, memory.device), memory, layouts, between, walks=walks)
+        return gpu_memory.measure(
+            gpu_memory.setting_of(name, TINY, precision, memory.device), memory, layouts, between, walks=walks
+        )
 
 
 def size(nbytes: int | None) -> str:

@@ -74,4 +74,7 @@ def run_tests(bench: Bench, *arguments: str) -> None:
         counts = Counter(outcome for outcome, _ in outcomes)
         bench.row(test=name.removeprefix("test_"), **{kind: counts[kind] for kind in ("passed", "failed", "skipped")},
                   seconds=f"{sum(taken for _, taken in outcomes):.1f}")  # fmt: skip
-    bench.aim(bool(found) and not any(outcome == "skipped" for outcomes in found.values() for outcome, _ in outcomes), "tests were skipped")
+    bench.aim(
+        bool(found) and not any(outcome == "skipped" for outcomes in found.values() for outcome, _ in outcomes),
+        "tests were skipped",
+    )

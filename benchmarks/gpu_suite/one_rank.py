@@ -33,7 +33,7 @@ GPT2_TINY = GPT2_SMALL | {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size":
 
 @step(
     part=1, expected_s=25, limit_s=90, rehearsal_s=8,
-    proves="collectives of one NCCL rank run under the clock, whose works may be null; FSDP2 steps, which send nothing there",
+    proves="collectives of one NCCL rank run under the clock, whose works may be null; FSDP2 steps, which send nothing there",  # noqa: E501
 )  # fmt: skip
 def clock(bench: Bench) -> None:
     form_process_group(needed=True)
@@ -47,8 +47,17 @@ def clock(bench: Bench) -> None:
                 if is_async:
                     work.wait()
             seen, right = len(watch._seen), torch.equal(output, given)
-            bench.row(collective=name, async_op=is_async, seen=seen, result="right" if right else "WRONG", work=type(work).__name__)
-            bench.aim(seen == 1 and right, f"{name}, async_op={is_async}: {seen} calls seen, result {'right' if right else 'wrong'}")
+            bench.row(
+                collective=name,
+                async_op=is_async,
+                seen=seen,
+                result="right" if right else "WRONG",
+                work=type(work).__name__,
+            )
+            bench.aim(
+                seen == 1 and right,
+                f"{name}, async_op={is_async}: {seen} calls seen, result {'right' if right else 'wrong'}",
+            )
     _two_steps(bench)
 
 
@@ -84,7 +93,10 @@ def _two_steps(bench: Bench) -> None:
             optimizer.zero_grad()
             meter.step_ends()
     seen = meter.summary()
-    bench.note(f"4 FSDP2 steps of a tiny GPT-2 in one shard: {len(watch._seen)} collectives seen in the last one; {seen.steps} measured.")
+    bench.note(
+        f"4 FSDP2 steps of a tiny GPT-2 in one shard: {len(watch._seen)} collectives seen in the last one;"
+        f" {seen.steps} measured."
+    )
     bench.aim(seen.steps == 4, f"{seen.steps} of 4 steps were measured")
 
 
@@ -100,13 +112,16 @@ def hardware(bench: Bench) -> None:
     found = measure_hardware(device_type=bench.device.type, seconds=0.7 if bench.rehearses else 3.0)
     device, host = found.device, found.host
     figures = {
-        "device": device.name, "memory": format_bytes(device.memory_bytes), "reserved outside tensors": format_bytes(device.reserved_bytes),
-        "memory bandwidth": f"{device.memory_bytes_per_s / 1e9:.0f} GB/s", "dispatch of an operator": format_seconds(device.operator_s),
+        "device": device.name, "memory": format_bytes(device.memory_bytes),
+        "reserved outside tensors": format_bytes(device.reserved_bytes),
+        "memory bandwidth": f"{device.memory_bytes_per_s / 1e9:.0f} GB/s",
+        "dispatch of an operator": format_seconds(device.operator_s),
         **{f"{dtype.value} products": f"{rate / 1e12:.1f} TFLOP/s" for dtype, rate in device.flops_per_s.items()},
     }  # fmt: skip
     if host is not None:
         figures |= {
-            "host memory": format_bytes(host.memory_bytes), "host to device": f"{host.to_device_bytes_per_s / 1e9:.1f} GB/s",
+            "host memory": format_bytes(host.memory_bytes),
+            "host to device": f"{host.to_device_bytes_per_s / 1e9:.1f} GB/s",
             "device to host": f"{host.to_host_bytes_per_s / 1e9:.1f} GB/s",
             "steps on the host": f"{host.update_bytes_per_s / 1e9:.1f} GB/s",
         }  # fmt: skip

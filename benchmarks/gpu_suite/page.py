@@ -20,7 +20,12 @@ _TAIL_LINES = 15
 def records_of(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the last record of each step, in order. If a step was not run, its earlier record is used."""
     found: dict[str, dict[str, Any]] = {}
-    lines = [line for folder in folders if (folder / RESULTS).exists() for line in (folder / RESULTS).read_text("utf-8").splitlines()]
+    lines = [
+        line
+        for folder in folders
+        if (folder / RESULTS).exists()
+        for line in (folder / RESULTS).read_text("utf-8").splitlines()
+    ]
     for record in sorted(map(json.loads, lines), key=lambda record: record["date"]):
         if record["status"] != Status.NOT_RUN.value or record["step"] not in found:
             found[record["step"]] = record
@@ -38,9 +43,18 @@ def page(records: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]]) -> 
     lines = ["# Results of the GPU suite", ""]
     if rehearsed:
         lines += _wrapped(
-            "**Rehearsal on the CPU; no GPU yet.** Small sizes on gloo: it shows that the steps run, and claims nothing of CUDA."
+            "**Rehearsal on the CPU; no GPU yet.** Small sizes on gloo: it shows that the steps run, and claims"
+            " nothing of CUDA."
         )
-    lines += ["", *_head(records, heads), "", "## Steps", "", "| step | status | seconds | what went wrong |", "| --- | --- | ---: | --- |"]
+    lines += [
+        "",
+        *_head(records, heads),
+        "",
+        "## Steps",
+        "",
+        "| step | status | seconds | what went wrong |",
+        "| --- | --- | ---: | --- |",
+    ]
     for record in records:
         wrong = (record["misses"] or record["tail"][-1:] or [""])[0]
         lines.append(_row([record["step"], _bold(record["status"]), f"{record['seconds']:.0f}", wrong]))
@@ -84,7 +98,12 @@ def _table(rows: Sequence[dict[str, str]]) -> list[str]:
     """Return tables of the rows; a new table begins when the columns change."""
     lines: list[str] = []
     for names, members in groupby(rows, key=lambda row: tuple(row)):
-        lines += [_row(names), "| " + " | ".join("---" for _ in names) + " |", *(_row(tuple(row.values())) for row in members), ""]
+        lines += [
+            _row(names),
+            "| " + " | ".join("---" for _ in names) + " |",
+            *(_row(tuple(row.values())) for row in members),
+            "",
+        ]
     return lines
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 
 def apart(fn: Callable[..., Any], *args: Any, **env: str) -> Any:
-    """Return the function's result from a separate process with these variables, whose allocator is freed at its end."""
+    """Return the function's result from a separate process with these variables, whose allocator is freed at its
+    end.
+    """
     kept = {name: os.environ.get(name) for name in env}
     os.environ.update(env)
     try:

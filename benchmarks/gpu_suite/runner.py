@@ -33,8 +33,8 @@ def run_step(step: Step, out: Path, *, rehearses: bool, limit_s: float | None = 
         step: a value of `STEPS`.
         out: folder of the results.
         rehearses: whether to run on the CPU, in small sizes.
-        limit_s: remaining seconds of the suite; None for no limit. A step that this ends counts as not run, with any findings; a step
-            that its own limit ends has timed out.
+        limit_s: remaining seconds of the suite; None for no limit. A step that this ends counts as not run, with any
+            findings; a step that its own limit ends has timed out.
 
     Returns:
         The record: `step`, `status`, `seconds`, `rows`, `notes`, `misses`, `tail`, `date`.
@@ -84,15 +84,29 @@ def run_here(step: Step, folder: Path, out: Path, *, rehearses: bool, limit_s: f
         torch.set_num_threads(1)
     work = folder / "work"
     work.mkdir()
-    step.run(Bench(device=device, rehearses=rehearses, folder=work, out=out, found=folder / "found.jsonl", limit_s=limit_s))
+    step.run(
+        Bench(device=device, rehearses=rehearses, folder=work, out=out, found=folder / "found.jsonl", limit_s=limit_s)
+    )
 
 
 def _child(name: str, folder: Path, out: Path, *, rehearses: bool, limit_s: float) -> tuple[int | None, str]:
     """Return the exit code (None if time ran out) and the output."""
-    command = [sys.executable, "-m", "benchmarks.gpu_suite", "--out", str(out), "--as-step", name, str(folder), str(limit_s)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_suite",
+        "--out",
+        str(out),
+        "--as-step",
+        name,
+        str(folder),
+        str(limit_s),
+    ]
     environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))), "PYTHONUNBUFFERED": "1",
-        "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
+        **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
     }  # fmt: skip
     if rehearses:
@@ -100,7 +114,9 @@ def _child(name: str, folder: Path, out: Path, *, rehearses: bool, limit_s: floa
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     log = folder / "output.txt"
     with log.open("wb") as file:
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:

@@ -22,13 +22,17 @@ TOLERANCE = 1e-11
 
 
 def on_ranks(bench: Bench, fn: Any, world: int, *args: Any, nodes: int = 1) -> list[Any]:
-    """Call a function on each rank, with NCCL on the one GPU or gloo in a rehearsal; the function forms the process group."""
+    """Call a function on each rank, with NCCL on the one GPU or gloo in a rehearsal; the function forms the process
+    group.
+    """
     limit_s = max(10.0, bench.left_s - 5.0)
     return run_ranks(fn, world, *args, init=False, nodes=nodes, timeout_s=limit_s, one_gpu=not bench.rehearses)
 
 
 def ranks_train(names: tuple[str, ...]) -> tuple[dict[str, Trained], str, int]:
-    """Return, on a rank, the results of every case, the backends, and how many collectives of the first case were timed."""
+    """Return, on a rank, the results of every case, the backends, and how many collectives of the first case were
+    timed.
+    """
     from hf_osdp.distributed.mesh import Meshes
 
     form_process_group(needed=True)
@@ -42,7 +46,9 @@ def ranks_train(names: tuple[str, ...]) -> tuple[dict[str, Trained], str, int]:
 def equals_one_process(bench: Bench, world: int, names: tuple[str, ...]) -> None:
     began = time.monotonic()
     results, backend, timed = on_ranks(bench, ranks_train, world, names, nodes=world // 2)[0]
-    bench.note(f"{world} ranks on {backend}, {time.monotonic() - began:.0f} s; {timed} collectives timed in {names[0]}")
+    bench.note(
+        f"{world} ranks on {backend}, {time.monotonic() - began:.0f} s; {timed} collectives timed in {names[0]}"
+    )
     bench.aim(timed > 0, f"{names[0]} on {world} ranks: the clock saw no collective of FSDP2's")
     alone: dict[tuple[str, int], Trained] = {}
     for name, trained in results.items():
@@ -56,14 +62,16 @@ def equals_one_process(bench: Bench, world: int, names: tuple[str, ...]) -> None
 
 
 def everyday(world: int, bench: Bench) -> tuple[str, ...]:
-    """Return every layout, model and option once; in a rehearsal only the layouts, because tests/distributed covers the rest."""
+    """Return every layout, model and option once; in a rehearsal only the layouts, because tests/distributed covers
+    the rest.
+    """
     names = tuple(name for name in exactness.NAMES[world] if name in exactness.EVERYDAY)
     return names[:3] if bench.rehearses else names
 
 
 @step(
     part=2, expected_s=40, limit_s=150, rehearsal_s=15,
-    proves="2 NCCL ranks on one GPU: layouts train as one process does, in float64: loss, gradient norm, each parameter; collectives timed",
+    proves="2 NCCL ranks on one GPU: layouts train as one process does, in float64: loss, gradient norm, each parameter; collectives timed",  # noqa: E501
 )  # fmt: skip
 def two_ranks(bench: Bench) -> None:
     equals_one_process(bench, 2, everyday(2, bench))
@@ -71,7 +79,7 @@ def two_ranks(bench: Bench) -> None:
 
 @step(
     part=2, expected_s=75, limit_s=300, rehearsal_s=20,
-    proves="4 NCCL ranks on one GPU, as 2 nodes: replicas, HSDP, full shards kept and freed, two stages, all in turn: as one process",
+    proves="4 NCCL ranks on one GPU, as 2 nodes: replicas, HSDP, full shards kept and freed, two stages, all in turn: as one process",  # noqa: E501
 )  # fmt: skip
 def four_ranks(bench: Bench) -> None:
     layouts = tuple(f"gpt2-{layout}" for layout in exactness.LAYOUTS)
@@ -89,7 +97,9 @@ def rank_of_trainer(folder: str, use_cpu: bool) -> tuple[dict[str, list[float]],
 
     world, model = launched_world_size(), there.tiny_model(seed=launched_rank())
     accumulation = there.GLOBAL_BATCH // 2 // world
-    plan = mixed_plan(model, world, sequence_length=there.LENGTH, micro_batch_size=2, accumulation_steps=accumulation, reduce=False)
+    plan = mixed_plan(
+        model, world, sequence_length=there.LENGTH, micro_batch_size=2, accumulation_steps=accumulation, reduce=False
+    )
     args = there.arguments(folder, per_device_train_batch_size=there.GLOBAL_BATCH // world, use_cpu=use_cpu)
     trainer = there.PlannedTrainer(model=model, args=args, train_dataset=there.tokens(), osdp=OSDPConfig(plan=plan))
     trainer.train()
@@ -107,7 +117,9 @@ def ranks_trainer(bench: Bench) -> None:
     from tests.distributed import test_integration_trainer as there
 
     ours, weights = on_ranks(bench, rank_of_trainer, 2, str(bench.folder / "planned"), bench.rehearses)[0]
-    args = there.arguments(str(bench.folder / "one"), per_device_train_batch_size=there.GLOBAL_BATCH, use_cpu=bench.rehearses)
+    args = there.arguments(
+        str(bench.folder / "one"), per_device_train_batch_size=there.GLOBAL_BATCH, use_cpu=bench.rehearses
+    )
     stock = there.StockTrainer(model=there.tiny_model(), args=args, train_dataset=there.tokens())
     stock.train()
     wanted = there.history(stock)
@@ -125,7 +137,11 @@ def rank_of_recalibration(hardware: str) -> dict[str, Any]:
     from tests.distributed.test_recalibrate import LENGTH, tiny_model, tokens
 
     config = OSDPConfig(
-        sequence_length=LENGTH, global_batch_size=8, recalibrate=True, strategy="fsdp", hardware=preset(hardware, devices_per_node=2)
+        sequence_length=LENGTH,
+        global_batch_size=8,
+        recalibrate=True,
+        strategy="fsdp",
+        hardware=preset(hardware, devices_per_node=2),
     )
     model = OptimalShardedDataParallel(tiny_model(), config)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -154,8 +170,13 @@ def recalibration(bench: Bench) -> None:
     first, measured = ranks[0], ranks[0]["measured"]
     for plan, fits in first["rounds"]:
         bench.row(tried=plan, fits=fits, runs=plan == first["plan"])
-    bench.aim(all(rank["plan"] == first["plan"] and rank["measured"] == measured for rank in ranks), "ranks differ in plan or measurement")
+    bench.aim(
+        all(rank["plan"] == first["plan"] and rank["measured"] == measured for rank in ranks),
+        "ranks differ in plan or measurement",
+    )
     bench.aim((first["plan"], True) in first["rounds"], "the plan that runs was not tried, or did not fit")
-    kinds = ", ".join(f"{one.collective.value} x {one.calls}" for one in measured.collectives) if measured else "nothing"
+    kinds = (
+        ", ".join(f"{one.collective.value} x {one.calls}" for one in measured.collectives) if measured else "nothing"
+    )
     bench.note(f"{measured.steps if measured else 0} steps measured; collectives of one: {kinds}")
     bench.aim(bool(measured and measured.collectives), "no collective was timed in training")

@@ -126,7 +126,8 @@ def step(
 
     def enter(run: Callable[[Bench], None]) -> Callable[[Bench], None]:
         made = Step(
-            name=name or run.__name__.replace("_", "-"), part=part, run=run, proves=proves, expected_s=expected_s, limit_s=limit_s,
+            name=name or run.__name__.replace("_", "-"), part=part, run=run, proves=proves, expected_s=expected_s,
+            limit_s=limit_s,
             rehearsal_s=rehearsal_s,
         )  # fmt: skip
         if made.name in STEPS:

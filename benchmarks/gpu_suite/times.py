@@ -47,30 +47,43 @@ BLOCKS = {
     "BERT": MODELS["BERT large"],
     "OPT": Model(
         config="OPTConfig", architecture="OPTForCausalLM", sequence_length=1024, samples=4,
-        sizes={"num_hidden_layers": 12, "hidden_size": 1024, "ffn_dim": 4096, "num_attention_heads": 16, "word_embed_proj_dim": 1024},
+        sizes={"num_hidden_layers": 12, "hidden_size": 1024, "ffn_dim": 4096, "num_attention_heads": 16,
+               "word_embed_proj_dim": 1024},
     ),
     "T5": Model(
         config="T5Config", architecture="T5ForConditionalGeneration", sequence_length=512, samples=8,
         sizes={"d_model": 768, "d_ff": 3072, "num_layers": 12, "num_decoder_layers": 12, "num_heads": 12},
     ),
-    "ViT": Model(config="ViTConfig", architecture="ViTForImageClassification", sequence_length=1, samples=32, sizes={"num_labels": 1000}),
+    "ViT": Model(config="ViTConfig", architecture="ViTForImageClassification", sequence_length=1, samples=32,
+                 sizes={"num_labels": 1000}),
     "Mixtral, experts": Model(
         config="MixtralConfig", architecture="MixtralForCausalLM", sequence_length=512, samples=2,
-        sizes={"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 4},
+        sizes={"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 6, "num_attention_heads": 16,
+               "num_key_value_heads": 4},
     ),
 }  # fmt: skip
-_TINY = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 301, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+_TINY = {
+    "n_layer": 2,
+    "n_embd": 64,
+    "n_head": 2,
+    "vocab_size": 301,
+    "n_positions": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 REHEARSED = {
     "GPT-2": Model(config="GPT2Config", architecture="GPT2LMHeadModel", sequence_length=64, samples=2, sizes=_TINY),
     "Llama, grouped queries": Model(
         config="LlamaConfig", architecture="LlamaForCausalLM", sequence_length=64, samples=2,
-        sizes={"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+        sizes={"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+               "num_key_value_heads": 2,
                "vocab_size": 301},
     ),
 }  # fmt: skip
 SMALL = Model(
     config="GPT2Config", architecture="GPT2LMHeadModel", sequence_length=128, samples=1,
-    sizes={"n_layer": 6, "n_embd": 384, "n_head": 6, "vocab_size": 8192, "n_positions": 128, "bos_token_id": 0, "eos_token_id": 0},
+    sizes={"n_layer": 6, "n_embd": 384, "n_head": 6, "vocab_size": 8192, "n_positions": 128, "bos_token_id": 0,
+           "eos_token_id": 0},
 )  # fmt: skip
 
 
@@ -85,7 +98,14 @@ class Timed:
 
     @classmethod
     def of(
-        cls, bench: Bench, model: Model, job: TrainingJob, micro_batch_sizes: tuple[int, ...], seconds: float, *, compiled: bool = False
+        cls,
+        bench: Bench,
+        model: Model,
+        job: TrainingJob,
+        micro_batch_sizes: tuple[int, ...],
+        seconds: float,
+        *,
+        compiled: bool = False,
     ) -> Timed:
         """Profile and describe a model, with compiled blocks if `compiles`."""
         import transformers
@@ -94,7 +114,11 @@ class Timed:
         if model.config in ("GPT2Config",):
             sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         config = getattr(transformers, model.config)(**sizes, architectures=[model.architecture])
-        options = {"sequence_length": model.sequence_length, "compute_dtype": job.precision.compute, "compile": compiled}
+        options = {
+            "sequence_length": model.sequence_length,
+            "compute_dtype": job.precision.compute,
+            "compile": compiled,
+        }
         found = measure_profile(
             device_type=bench.device.type, seconds=seconds,
             model=TimedModel(model_or_config=config, micro_batch_sizes=micro_batch_sizes, **options),
@@ -105,11 +129,18 @@ class Timed:
         empty = build_on_meta(config)
         inputs = training_batch(empty, model.sequence_length)
         trial = Trial(
-            model=empty, units=description.units, job=job, inputs=inputs, device=bench.device, block_classes=description.block_classes
+            model=empty,
+            units=description.units,
+            job=job,
+            inputs=inputs,
+            device=bench.device,
+            block_classes=description.block_classes,
         )
         return cls(description=description, hardware=found.hardware, trial=trial, meshes=Meshes(bench.device.type))
 
-    def plan(self, micro_batch_size: int, accumulation_steps: int = 1, *, recomputation: Recomputation | None = None) -> Plan:
+    def plan(
+        self, micro_batch_size: int, accumulation_steps: int = 1, *, recomputation: Recomputation | None = None
+    ) -> Plan:
         """Return a plan for one rank, with no unit sharded; blocks are recomputed as `recomputation` says."""
         batch = Batch(micro_batch_size=micro_batch_size, accumulation_steps=accumulation_steps)
         choices = [
@@ -166,7 +197,13 @@ def blocks(bench: Bench) -> None:
         try:
             errors[name] = measure_kind(bench, name, model)
         except Exception as error:  # an error of one kind does not affect the others
-            bench.row(blocks=name, samples=model.samples, estimated="-", measured="-", error=f"{type(error).__name__}: {error}")
+            bench.row(
+                blocks=name,
+                samples=model.samples,
+                estimated="-",
+                measured="-",
+                error=f"{type(error).__name__}: {error}",
+            )
             bench.miss(f"{name}: {type(error).__name__}: {error}")
     mean = statistics.fmean(map(abs, errors.values())) if errors else float("inf")
     bench.note(f"mean error {mean:.1%} over {len(errors)} kinds (aim {TIME_AIM:.0%})")
@@ -192,7 +229,7 @@ def measure_kind(bench: Bench, name: str, model: Model) -> float:
     expected_s=170,
     limit_s=480,
     rehearsal_s=60,
-    proves="blocks compiled, with every budget, beside eager ones: time and peak estimated and measured, and what compilation gains",
+    proves="blocks compiled, with every budget, beside eager ones: time and peak estimated and measured, and what compilation gains",  # noqa: E501
 )
 def compiled(bench: Bench) -> None:
     form_process_group(needed=True)
@@ -210,7 +247,9 @@ def compiled(bench: Bench) -> None:
                 seconds=1.0 if bench.rehearses else 6.0, compiled=compiles,
             )  # fmt: skip
             ways = dict.fromkeys(way for ways in timed.description.recomputations for way in ways)
-            taken[compiles] = min(measure_recomputation(bench, name, timed, model.samples, way) for way in (None, *ways))
+            taken[compiles] = min(
+                measure_recomputation(bench, name, timed, model.samples, way) for way in (None, *ways)
+            )
         gain = taken[False] / taken[True]
         bench.note(f"{name}: the fastest compiled step is {gain:.2f} times as fast as the fastest eager one.")
         bench.aim(bench.rehearses or gain > 1, f"{name}: compiled blocks are {gain:.2f} times as fast")
@@ -232,13 +271,19 @@ def measure_recomputation(bench: Bench, name: str, timed: Timed, samples: int, w
         peak_bytes = torch.cuda.max_memory_allocated(bench.device) - before
         memory_error = estimate.memory.peak_bytes / peak_bytes - 1
         peak, shown = format_bytes(peak_bytes), f"{memory_error:+.1%}"
-    label = f"{name}, {'compiled' if timed.description.compiled_classes else 'eager'}, {'save all' if way is None else way.describe()}"
+    label = f"{name}, {'compiled' if timed.description.compiled_classes else 'eager'}, {'save all' if way is None else way.describe()}"  # noqa: E501
     bench.row(
-        blocks=label, estimated=format_seconds(estimate.time.step_s), measured=format_seconds(seconds), error=f"{time_error:+.1%}",
+        blocks=label, estimated=format_seconds(estimate.time.step_s), measured=format_seconds(seconds),
+        error=f"{time_error:+.1%}",
         estimated_peak=format_bytes(estimate.memory.peak_bytes), measured_peak=peak, memory_error=shown,
     )  # fmt: skip
-    bench.aim(bench.rehearses or abs(memory_error) <= MEMORY_AIM, f"{label}: peak {memory_error:+.1%} off (aim {MEMORY_AIM:.0%})")
-    bench.aim(bench.rehearses or abs(time_error) <= TIME_AIM, f"{label}: time {time_error:+.1%} off (aim {TIME_AIM:.0%})")
+    bench.aim(
+        bench.rehearses or abs(memory_error) <= MEMORY_AIM,
+        f"{label}: peak {memory_error:+.1%} off (aim {MEMORY_AIM:.0%})",
+    )
+    bench.aim(
+        bench.rehearses or abs(time_error) <= TIME_AIM, f"{label}: time {time_error:+.1%} off (aim {TIME_AIM:.0%})"
+    )
     return seconds
 
 
@@ -270,13 +315,16 @@ def launch(bench: Bench) -> None:
         plan = timed.plan(size, samples // size)
         estimated_s, measured[size] = timed.estimated_s(plan), measure(plan)
         bench.row(
-            micro_batch=size, micro_steps=samples // size, estimated=format_seconds(estimated_s), measured=format_seconds(measured[size]),
+            micro_batch=size, micro_steps=samples // size, estimated=format_seconds(estimated_s),
+            measured=format_seconds(measured[size]),
             error=f"{estimated_s / measured[size] - 1:+.1%}", chosen="yes" if size == chosen.micro_batch_size else "",
         )  # fmt: skip
     times = measured[chosen.micro_batch_size] / min(measured.values())
     device = timed.hardware.device
-    bench.note(f"operator_s {format_seconds(device.operator_s)}; {samples} samples a step; {_handling(timed.hardware)}")
-    text = f"the planner's micro-batch of {chosen.micro_batch_size} takes {times:.2f} times the fastest (aim {CHOICE_AIM})"
+    bench.note(
+        f"operator_s {format_seconds(device.operator_s)}; {samples} samples a step; {_handling(timed.hardware)}"
+    )
+    text = f"the planner's micro-batch of {chosen.micro_batch_size} takes {times:.2f} times the fastest (aim {CHOICE_AIM})"  # noqa: E501
     bench.note(text)
     bench.aim(bench.rehearses or times <= CHOICE_AIM, text)
 

@@ -30,10 +30,13 @@ def model_of(bench: Bench, seed: int = 0) -> GPT2LMHeadModel:
     """Return a model without dropout, so that two trainings can be compared."""
     set_seed(seed)
     sizes = (
-        {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256} if bench.rehearses else {"n_layer": 12, "n_embd": 768, "n_head": 12}
+        {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 256}
+        if bench.rehearses
+        else {"n_layer": 12, "n_embd": 768, "n_head": 12}
     )
     return GPT2LMHeadModel(GPT2Config(
-        **sizes, n_positions=length_of(bench), bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        **sizes, n_positions=length_of(bench), bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0,
     ))  # fmt: skip
 
 
@@ -47,17 +50,23 @@ def tokens(bench: Bench, count: int = STEPS * BATCH) -> list[dict[str, torch.Ten
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def trained(bench: Bench, precision: str, name: str, *, osdp: OSDPConfig | None, resume: str | None = None, **changes: Any) -> Any:
+def trained(
+    bench: Bench, precision: str, name: str, *, osdp: OSDPConfig | None, resume: str | None = None, **changes: Any
+) -> Any:
     """Return a Trainer after training; the stock Trainer if `osdp` is None."""
     folder = bench.folder / name
     options = {
-        "output_dir": str(folder), "max_steps": STEPS, "logging_steps": 1, "learning_rate": 1e-3, "per_device_train_batch_size": BATCH,
-        "bf16": precision == "bf16", "fp16": precision == "fp16", "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
+        "output_dir": str(folder), "max_steps": STEPS, "logging_steps": 1, "learning_rate": 1e-3,
+        "per_device_train_batch_size": BATCH,
+        "bf16": precision == "bf16", "fp16": precision == "fp16", "report_to": "none", "disable_tqdm": True,
+        "save_strategy": "no",
         "seed": 5, "optim": "adamw_torch", "use_cpu": bench.rehearses, **changes,
     }  # fmt: skip
     classes = {True: transformers.Trainer, False: Trainer}
     more = {} if osdp is None else {"osdp": osdp}
-    trainer = classes[osdp is None](model=model_of(bench), args=TrainingArguments(**options), train_dataset=tokens(bench), **more)
+    trainer = classes[osdp is None](
+        model=model_of(bench), args=TrainingArguments(**options), train_dataset=tokens(bench), **more
+    )
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -66,20 +75,28 @@ def losses(trainer: Any) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def compare(bench: Bench, name: str, precision: str, ours: list[float], stock: list[float], folder: Path | None) -> None:
+def compare(
+    bench: Bench, name: str, precision: str, ours: list[float], stock: list[float], folder: Path | None
+) -> None:
     """Write a row of losses, and of memory if there is a report."""
     worst = max((abs(a - b) / abs(b) for a, b in zip(ours, stock, strict=False)), default=float("inf"))
     estimated, measured = memory_of(folder) if folder is not None else (None, None)
     error = "" if not (estimated and measured) else f"{estimated / measured - 1:+.1%}"
     bench.row(
         training=name, precision=precision, loss=f"{ours[0]:.4f} to {ours[-1]:.4f}", off_stock=f"{worst:.1e}",
-        estimated="" if estimated is None else format_bytes(estimated), measured="" if measured is None else format_bytes(measured),
+        estimated="" if estimated is None else format_bytes(estimated),
+        measured="" if measured is None else format_bytes(measured),
         error=error,
     )  # fmt: skip
     bench.aim(len(ours) == len(stock), f"{name} {precision}: {len(ours)} losses logged, stock logs {len(stock)}")
-    bench.aim(worst <= TOLERANCES[precision], f"{name} {precision}: a loss is {worst:.1e} off stock's ({TOLERANCES[precision]:g} allowed)")
+    bench.aim(
+        worst <= TOLERANCES[precision],
+        f"{name} {precision}: a loss is {worst:.1e} off stock's ({TOLERANCES[precision]:g} allowed)",
+    )
     if not bench.rehearses and estimated and measured:
-        bench.aim(abs(estimated / measured - 1) <= MEMORY_AIM, f"{name} {precision}: the estimated peak is {error} off")
+        bench.aim(
+            abs(estimated / measured - 1) <= MEMORY_AIM, f"{name} {precision}: the estimated peak is {error} off"
+        )
 
 
 def memory_of(folder: Path) -> tuple[int | None, int | None]:
@@ -100,7 +117,10 @@ def trainer(bench: Bench) -> None:
         ours = trained(bench, precision, f"ours-{precision}", osdp=OSDPConfig(compare=False))
         stock = trained(bench, precision, f"stock-{precision}", osdp=None)
         compare(bench, "Trainer", precision, losses(ours), losses(stock), bench.folder / f"ours-{precision}")
-        bench.note(f"{precision}: plan {ours.plan.fingerprint}, {ours.plan.micro_batch_size} x {ours.plan.accumulation_steps} samples")
+        bench.note(
+            f"{precision}: plan {ours.plan.fingerprint}, {ours.plan.micro_batch_size} x {ours.plan.accumulation_steps}"
+            " samples"
+        )
         del ours, stock
 
 
@@ -171,15 +191,23 @@ def checkpoint(bench: Bench) -> None:
     for layout in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"):
         options = {"save_strategy": "steps", "save_steps": STEPS // 2, "fsdp_config": {"state_dict_type": layout}}
         whole = trained(bench, "bf16", layout, osdp=OSDPConfig(compare=False), **options)
-        weights = {name: value.detach().clone() for name, value in whole.accelerator.get_state_dict(whole.model).items()}
+        weights = {
+            name: value.detach().clone() for name, value in whole.accelerator.get_state_dict(whole.model).items()
+        }
         saved = bench.folder / layout / f"checkpoint-{STEPS // 2}"
         plan = OSDPConfig(plan=whole.plan)
         again = trained(bench, "bf16", f"{layout}-again", osdp=plan, resume=str(saved), **options)
         state = again.accelerator.get_state_dict(again.model)
         worst = max((state[name].double() - value.double()).abs().max().item() for name, value in weights.items())
         off = max(abs(a - b) for a, b in zip(losses(whole)[-2:], losses(again)[-2:], strict=True))
-        bench.row(layout=layout, steps_again=STEPS - STEPS // 2, loss_differs_by=f"{off:.1e}", weights_differ_by=f"{worst:.1e}")
+        bench.row(
+            layout=layout,
+            steps_again=STEPS - STEPS // 2,
+            loss_differs_by=f"{off:.1e}",
+            weights_differ_by=f"{worst:.1e}",
+        )
         most = 1e-6 if bench.rehearses else APART  # some CUDA kernels sum in no fixed order
         bench.aim(
-            off <= most and worst <= most, f"{layout}: a training that went on differs by {off:.1e} in its loss, {worst:.1e} in weights"
+            off <= most and worst <= most,
+            f"{layout}: a training that went on differs by {off:.1e} in its loss, {worst:.1e} in weights",
         )

@@ -62,7 +62,9 @@ def _opt(layers: int, width: int, heads: int, vocabulary: int = 50272) -> dict[s
     return {"config_class": "OPTConfig", "architecture": "OPTForCausalLM", "sizes": sizes}
 
 
-def _swin(width: int, depths: tuple[int, ...], heads: int, *, image: int, window: int, patch: int = 4) -> dict[str, Any]:
+def _swin(
+    width: int, depths: tuple[int, ...], heads: int, *, image: int, window: int, patch: int = 4
+) -> dict[str, Any]:
     """Return the arguments of a Swin case, whose width doubles in each stage."""
     sizes = {
         "embed_dim": width, "depths": list(depths), "num_heads": [heads * 2**stage for stage in range(len(depths))],
@@ -75,19 +77,22 @@ def _swin(width: int, depths: tuple[int, ...], heads: int, *, image: int, window
 CASES = (
     Case(
         experiment=1, name="GPT-2, 48 x 1536", **_gpt2(48, 1536, 24), sequence_length=512, limit_bytes=8 * GIB,
-        remark="The original OSDP has 192.26 against 158.05 of full sharding here, 1.22 times, with 8057 of 8192 MB against 5657"
+        remark="The original OSDP has 192.26 against 158.05 of full sharding here, 1.22 times, with 8057 of 8192 MB against 5657"  # noqa: E501
         " (its own units, devices and code: only the ratio compares).",
     ),
     Case(
-        experiment=2, name="OPT-30B, first 8 layers", **_opt(8, 7168, 56), sequence_length=512, limit_bytes=16 * GIB, precision="fp16",
-        remark="The original OSDP has 1261.98 against 453.18 of full sharding here, of which a factor of 2 is batch size.",
+        experiment=2, name="OPT-30B, first 8 layers", **_opt(8, 7168, 56), sequence_length=512, limit_bytes=16 * GIB,
+        precision="fp16",
+        remark="The original OSDP has 1261.98 against 453.18 of full sharding here, of which a factor of 2 is batch size.",  # noqa: E501
     ),
     Case(
-        experiment=3, name="deep and narrow, GPT-2 96 x 1024", **_gpt2(96, 1024, 16), sequence_length=512, limit_bytes=8 * GIB,
+        experiment=3, name="deep and narrow, GPT-2 96 x 1024", **_gpt2(96, 1024, 16), sequence_length=512,
+        limit_bytes=8 * GIB,
         precision="fp16",
     ),
     Case(
-        experiment=3, name="shallow and wide, GPT-2 4 x 8192", **_gpt2(4, 8192, 64), sequence_length=512, limit_bytes=16 * GIB,
+        experiment=3, name="shallow and wide, GPT-2 4 x 8192", **_gpt2(4, 8192, 64), sequence_length=512,
+        limit_bytes=16 * GIB,
         precision="fp16",
     ),
     Case(
@@ -96,15 +101,17 @@ CASES = (
         remark="Depths and widths of SwinV2-G; SwinV2 itself does not run in float16 without autocast.",
     ),
     Case(
-        experiment=4, name="OPT-6.7B, states on the host", **_opt(32, 4096, 32), sequence_length=512, limit_bytes=32 * GIB, devices=1,
+        experiment=4, name="OPT-6.7B, states on the host", **_opt(32, 4096, 32), sequence_length=512,
+        limit_bytes=32 * GIB, devices=1,
         precision="fp16", tokens=True, equal_batch_size=8,
-        remark="fairseq's page on full sharding has about 310 words/s for 13B parameters on one V100 with everything offloaded.",
+        remark="fairseq's page on full sharding has about 310 words/s for 13B parameters on one V100 with everything offloaded.",  # noqa: E501
     ),
 )  # fmt: skip
 
 _TWIN = {"sequence_length": 64, "limit_bytes": None, "devices": 2, "rates": False}
 TWINS = (
-    Case(experiment=1, name="twin of GPT-2 48 x 1536: 6 x 192", **_gpt2(6, 192, 3, vocabulary=6282, positions=64), **_TWIN),
+    Case(experiment=1, name="twin of GPT-2 48 x 1536: 6 x 192", **_gpt2(6, 192, 3, vocabulary=6282, positions=64),
+         **_TWIN),
     Case(experiment=2, name="twin of 8 layers of OPT-30B: 8 x 224", **_opt(8, 224, 7, vocabulary=1571), **_TWIN),
     Case(experiment=3, name="deep and narrow: 24 x 96", **_gpt2(24, 96, 3, vocabulary=2048, positions=64), **_TWIN),
     Case(experiment=3, name="shallow and wide: 2 x 512", **_gpt2(2, 512, 8, vocabulary=2048, positions=64), **_TWIN),

@@ -1,4 +1,5 @@
-"""An emulated link: collectives send nothing, and keep FSDP2's communication streams busy for as long as the link would take.
+"""An emulated link: collectives send nothing, and keep FSDP2's communication streams busy for as long as the link
+would take.
 
 FSDP2 and the device then decide what overlaps with compute and what waits.
 """
@@ -36,10 +37,11 @@ class Hold(Protocol):
 
 
 class CudaHold:
-    """Keep the current stream busy with one spinning thread. There is one link, so collectives of several streams wait for each other,
-    as on a real link.
+    """Keep the current stream busy with one spinning thread. There is one link, so collectives of several streams wait
+    for each other, as on a real link.
 
-    `torch.cuda._sleep` counts clock cycles of the device, whose clock slows down under load, so every hold is measured by events.
+    `torch.cuda._sleep` counts clock cycles of the device, whose clock slows down under load, so every hold is measured
+    by events.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -100,11 +102,16 @@ class HeldAllGather(_Allocating, AllGather):
     def __init__(self, hardware: Hardware, hold: Hold) -> None:
         self._hardware, self._hold = hardware, hold
 
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> None:
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
         """Run on the current stream; there is no work to wait for."""
         size = group.size()
         output_tensor.view(size, -1)[1:] = input_tensor.view(1, -1)  # the first row, rank 0's, is the input itself
-        self._hold(Collective.ALL_GATHER, sharded_seconds(self._hardware, Collective.ALL_GATHER, size, 1, output_tensor.nbytes))
+        self._hold(
+            Collective.ALL_GATHER,
+            sharded_seconds(self._hardware, Collective.ALL_GATHER, size, 1, output_tensor.nbytes),
+        )
 
 
 class HeldReduceScatter(_Allocating, ReduceScatter):
@@ -114,7 +121,12 @@ class HeldReduceScatter(_Allocating, ReduceScatter):
         self._hardware, self._hold = hardware, hold
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
     ) -> None:
         """Run on the current stream."""
         output_tensor.copy_(input_tensor.view(-1)[: output_tensor.numel()].view_as(output_tensor))
@@ -123,7 +135,8 @@ class HeldReduceScatter(_Allocating, ReduceScatter):
 
 
 def hold_link(model: nn.Module, plan: Plan, hardware: Hardware, hold: Hold) -> None:
-    """Install the emulated link in a sharded model, whose process group must send nothing (`fake`) and be that of rank 0.
+    """Install the emulated link in a sharded model, whose process group must send nothing (`fake`) and be that of rank
+    0.
 
     Args:
         model: sharded by `apply_plan`; plans for several nodes are not emulated.
@@ -137,7 +150,9 @@ def hold_link(model: nn.Module, plan: Plan, hardware: Hardware, hold: Hold) -> N
     modules = modules_by_name(model)
     for unit in plan.units:
         if unit.two_stage:
-            raise ValueError(f"Unit {unit.fqn or '(root)'!r} has collectives in two stages; this link is that of one node.")
+            raise ValueError(
+                f"Unit {unit.fqn or '(root)'!r} has collectives in two stages; this link is that of one node."
+            )
         module = modules[unit.module_names[0]]
         if not isinstance(module, FSDPModule):
             continue
@@ -151,4 +166,6 @@ def hold_link(model: nn.Module, plan: Plan, hardware: Hardware, hold: Hold) -> N
 def _all_reduce(hardware: Hardware, shard_size: int, hold: Hold) -> Callable[[torch.Tensor], None]:
     """Return the hook that FSDP2 calls on its all-reduce stream, after its own all-reduce, which sends nothing."""
     ring = replicate_ring(hardware, shard_size)
-    return lambda reduced: hold(Collective.ALL_REDUCE, collective_seconds(hardware, Collective.ALL_REDUCE, ring, reduced.nbytes))
+    return lambda reduced: hold(
+        Collective.ALL_REDUCE, collective_seconds(hardware, Collective.ALL_REDUCE, ring, reduced.nbytes)
+    )

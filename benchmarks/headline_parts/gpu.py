@@ -1,4 +1,6 @@
-"""The real sizes on one GPU as rank 0 of the case's devices, with a limit enforced by torch's allocator and an emulated link."""
+"""The real sizes on one GPU as rank 0 of the case's devices, with a limit enforced by torch's allocator and an
+emulated link.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,8 @@ def measured_machine(case: Case, effort: GpuEffort, memory: CudaMemory) -> tuple
     config, options = case.config(), {"sequence_length": case.sequence_length, "block_classes": case.block_classes}
     profile = measure_profile(
         device_type="cuda", seconds=effort.profile_s,
-        model=TimedModel(model_or_config=config, micro_batch_sizes=effort.samples, compute_dtype=case.compute.compute, **options),
+        model=TimedModel(model_or_config=config, micro_batch_sizes=effort.samples, compute_dtype=case.compute.compute,
+                         **options),
     )  # fmt: skip
     description = describe(config, compute_dtype=case.compute.compute, device_type="cuda", **options)
     hardware = as_one_of(profile.hardware, case.devices, workspace_bytes=memory.workspace_bytes)
@@ -87,7 +90,13 @@ class Runner:
     """Run the plans of one case one after the other, because two models would not fit."""
 
     def __init__(
-        self, lineup: Lineup, description: ModelDescription, hardware: Hardware, memory: Memory, hold: Hold, effort: GpuEffort
+        self,
+        lineup: Lineup,
+        description: ModelDescription,
+        hardware: Hardware,
+        memory: Memory,
+        hold: Hold,
+        effort: GpuEffort,
     ) -> None:
         """
         Args:
@@ -108,7 +117,9 @@ class Runner:
         self._meshes = Meshes(memory.device.type)
 
     def run(self, plan: Plan) -> Measured:
-        """Run a plan's steps under the limit and free everything; the result has no steps if memory did not suffice."""
+        """Run a plan's steps under the limit and free everything; the result has no steps if memory did not
+        suffice.
+        """
         measured = Measured()
         try:
             with self._memory.limited(self._lineup.limit_bytes):

@@ -17,7 +17,9 @@ from hf_osdp.planner.problem import PlanningProblem, Strategy
 from hf_osdp.planner.search.search import SearchResult, least_memory, search
 
 SAMPLES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Samples per device to try for the own best batch; the largest that fits is then searched between the last that fits and the next."""
+"""Samples per device to try for the own best batch; the largest that fits is then searched between the last that
+fits and the next.
+"""
 
 
 class BatchRule(str, Enum):
@@ -58,8 +60,8 @@ CONTENDERS = (
     Contender(name="full shard, compiled", strategy=Strategy.FSDP, compiles=True),
     Contender(name="OSDP, compiled", strategy=Strategy.OSDP, compiles=True),
 )
-"""Contenders on several devices. "All saved" recomputes nothing; the others recompute if it is faster, single strategies all blocks in one
-way or none. Contenders with compiled blocks are planned only."""
+"""Contenders on several devices. "All saved" recomputes nothing; the others recompute if it is faster, single
+strategies all blocks in one way or none. Contenders with compiled blocks are planned only."""
 OFFLOADERS = (
     Contender(name="all on the host", strategy=Strategy.FSDP, fixed={"host_offload": True}, baseline=True),
     Contender(name="none on the host", strategy=Strategy.FSDP, fixed={"host_offload": False}),
@@ -118,9 +120,11 @@ def line_up(
         case: model and limit.
         description: description of the model.
         hardware: `case.devices` devices; their reserved memory counts towards the limit.
-        samples: samples per device, tried in this order until they no longer fit; None takes `SAMPLES` and values between.
+        samples: samples per device, tried in this order until they no longer fit; None takes `SAMPLES` and values
+            between.
         split: the same model in operator units or slices, for contenders that may choose it.
-        compiled: returns the description with compiled blocks for a micro-batch size, that of OSDP's best batch; None omits them.
+        compiled: returns the description with compiled blocks for a micro-batch size, that of OSDP's best batch; None
+            omits them.
     """
     limit = limit_of(case, description, hardware)
     eager, compilers = ([c for c in contenders_of(case) if c.compiles is compiles] for compiles in (False, True))
@@ -133,7 +137,9 @@ def line_up(
         searches |= {c.name: _Search(case, c, (fused,), hardware, limit) for c in compilers}
         own |= {c.name: _at_own_best(searches[c.name], samples) for c in compilers}
     order = sorted(own.items(), key=lambda item: not item[1].contender.baseline)
-    common = case.equal_batch_size or next((entry.plan.global_batch_size for _, entry in order if entry.plan is not None), None)
+    common = case.equal_batch_size or next(
+        (entry.plan.global_batch_size for _, entry in order if entry.plan is not None), None
+    )
     equal = [] if common is None else [_at(one, common) for one in searches.values()]
     return Lineup(case=case, limit_bytes=limit, entries=(*equal, *own.values()))
 
@@ -146,7 +152,11 @@ def limit_of(case: Case, description: ModelDescription, hardware: Hardware) -> i
     ends = [
         least_memory(
             PlanningProblem(
-                description=description, hardware=hardware, job=job, memory_limit_bytes=hardware.device.memory_bytes, strategy=strategy
+                description=description,
+                hardware=hardware,
+                job=job,
+                memory_limit_bytes=hardware.device.memory_bytes,
+                strategy=strategy,
             )
         )
         for strategy in (Strategy.FSDP, Strategy.DDP)
@@ -169,7 +179,9 @@ class _Search:
     limit_bytes: int
 
     def __call__(self, global_batch_size: int, **fixed: Any) -> SearchResult | InfeasibleError:
-        """Return the fastest plan over all descriptions, or the error of the description that needs the least memory."""
+        """Return the fastest plan over all descriptions, or the error of the description that needs the least
+        memory.
+        """
         job = job_of(self.case, global_batch_size, **fixed, **self.contender.fixed)
         found, errors = [], []
         for description in self.descriptions:
@@ -187,13 +199,19 @@ class _Search:
                 )
             except InfeasibleError as error:
                 errors.append(error)
-        return min(found, key=lambda result: result.plan.step_s) if found else min(errors, key=lambda error: error.least_peak_bytes)
+        return (
+            min(found, key=lambda result: result.plan.step_s)
+            if found
+            else min(errors, key=lambda error: error.least_peak_bytes)
+        )
 
 
 def _at(search_for: _Search, global_batch_size: int) -> Entry:
     found = search_for(global_batch_size)
     if isinstance(found, InfeasibleError):
-        return Entry(contender=search_for.contender, rule=BatchRule.EQUAL, plan=None, needs_bytes=found.least_peak_bytes)
+        return Entry(
+            contender=search_for.contender, rule=BatchRule.EQUAL, plan=None, needs_bytes=found.least_peak_bytes
+        )
     return _entry(search_for.contender, BatchRule.EQUAL, found)
 
 

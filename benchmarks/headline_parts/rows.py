@@ -15,7 +15,10 @@ class Measured:
     """Measured steps of one plan."""
 
     steps_s: tuple[float, ...] = ()
-    """Seconds of the timed steps; the n-th is of round n if plans were interleaved. Empty if memory did not suffice."""
+    """Seconds of the timed steps; the n-th is of round n if plans were interleaved.
+
+    Empty if memory did not suffice.
+    """
     peak_bytes: int | None = None
     """Peak bytes of tensors, on the rank with the most."""
     estimated_s: tuple[float, ...] = ()
@@ -83,7 +86,8 @@ def rows_of(lineup: Lineup, measured: Mapping[str, Measured] | None = None) -> t
 
 def _row(lineup: Lineup, entry: Entry, base: Entry | None, measured: Mapping[str, Measured]) -> Row:
     about: dict[str, Any] = {
-        "case": lineup.case.name, "experiment": lineup.case.experiment, "rule": entry.rule.value, "contender": entry.contender.name,
+        "case": lineup.case.name, "experiment": lineup.case.experiment, "rule": entry.rule.value,
+        "contender": entry.contender.name,
         "baseline": entry.contender.baseline, "limit_bytes": lineup.limit_bytes,
     }  # fmt: skip
     plan = entry.plan
@@ -106,7 +110,8 @@ def _seen(found: Measured, plan: Any, other: Any, measured: Mapping[str, Measure
     if found.out_of_memory:
         return {"out_of_memory": True}
     seen: dict[str, Any] = {
-        "steps_s": found.steps_s, "measured_peak_bytes": found.peak_bytes, "measured_step_s": statistics.median(found.steps_s),
+        "steps_s": found.steps_s, "measured_peak_bytes": found.peak_bytes,
+        "measured_step_s": statistics.median(found.steps_s),
         "fastest_step_s": min(found.steps_s), "slowest_step_s": max(found.steps_s),
         "measured_estimate_s": statistics.median(found.estimated_s) if found.estimated_s else plan.step_s,
     }  # fmt: skip

@@ -99,7 +99,9 @@ def remarks(rows: Sequence[Row]) -> list[str]:
 
 def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     """Return a verdict on every aim over all rows."""
-    eager, compiled = ([row for row in rows if row.contender.endswith(COMPILED) is compiles] for compiles in (False, True))
+    eager, compiled = (
+        [row for row in rows if row.contender.endswith(COMPILED) is compiles] for compiles in (False, True)
+    )
     found = [_by_estimate(eager), *([_by_estimate(compiled, OURS + COMPILED)] if compiled else [])]
     if was_measured(rows):
         over = [row for row in rows if row.out_of_memory or (row.measured_peak_bytes or 0) > row.limit_bytes]
@@ -114,7 +116,9 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
 
 
 def _by_estimate(rows: Sequence[Row], ours: str = OURS) -> Verdict:
-    worst, where = _behind(rows, lambda own, other: other.rate(other.estimated_step_s) / own.rate(own.estimated_step_s), ours)
+    worst, where = _behind(
+        rows, lambda own, other: other.rate(other.estimated_step_s) / own.rate(own.estimated_step_s), ours
+    )
     if not worst:
         return Verdict(text=f"by estimate nothing but {ours} fits", met=True)
     text = f"by estimate {ours} takes at most {worst:.3f} times the step of the best other that fits{where}; aim 1"
@@ -125,12 +129,14 @@ def _by_measurement(rows: Sequence[Row]) -> Verdict:
     worst, where = _behind([row for row in rows if row.run is None or row.steps_s], _step_over)
     if not worst:
         return Verdict(text="measured, nothing but OSDP fits", met=True)
-    text = f"measured, OSDP takes at most {worst:.2f} times the step of the fastest other that fits{where}; aim {NEAR_FASTEST}"
+    text = f"measured, OSDP takes at most {worst:.2f} times the step of the fastest other that fits{where}; aim {NEAR_FASTEST}"  # noqa: E501
     return Verdict(text=text, met=worst <= NEAR_FASTEST)
 
 
 def _step_over(own: Row, other: Row) -> float:
-    """Return the time per sample under one plan divided by that under another, from steps of the same rounds if there are any."""
+    """Return the time per sample under one plan divided by that under another, from steps of the same rounds if
+    there are any.
+    """
     return other.global_batch_size / own.global_batch_size * statistics.median(ratios(own.steps_s, other.steps_s))
 
 

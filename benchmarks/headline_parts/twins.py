@@ -1,4 +1,6 @@
-"""Small versions (twins) of the cases on gloo ranks of this machine's CPU: real collectives, one step of every plan per round."""
+"""Small versions (twins) of the cases on gloo ranks of this machine's CPU: real collectives, one step of every plan
+per round.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class TwinEffort:
     rounds: int = 9
     """Number of rounds; each has one step of every plan."""
     profile_s: float | None = 6.0
-    """Seconds to measure before planning; None measures nothing and takes the preset `cpu`, which describes another machine."""
+    """Seconds to measure before planning; None measures nothing and takes the preset `cpu`, which describes another
+    machine.
+    """
     rounds_a_profile: int = 3
     """Rounds between measurements of the machine, whose speed drifts."""
     samples: tuple[int, ...] = (1, 2, 4, 8)
@@ -69,13 +73,16 @@ def measure_twin(case: Case, effort: TwinEffort) -> list[dict]:
     for number in range(effort.rounds):
         if number and number % effort.rounds_a_profile == 0:
             description, hardware = measured_machine(case, effort)
-        for name in names[number % len(names) :] + names[: number % len(names)]:  # a different plan is first in each round
+        for name in (
+            names[number % len(names) :] + names[: number % len(names)]
+        ):  # a different plan is first in each round
             steps[name].append(contestants[name].step_s())
             job = job_of(case, plans[name].global_batch_size)
             estimates[name].append(estimate_plan(plans[name], description, job, hardware).time.step_s)
         say(f"{case.name}: round {number + 1} of {effort.rounds}")
     found = {
-        name: Measured(steps_s=tuple(steps[name]), peak_bytes=peaks[name], estimated_s=tuple(estimates[name])) for name in plans
+        name: Measured(steps_s=tuple(steps[name]), peak_bytes=peaks[name],
+                       estimated_s=tuple(estimates[name])) for name in plans
     }  # fmt: skip
     return [asdict(row) for row in rows_of(lineup, found)]
 
@@ -86,7 +93,8 @@ def measured_machine(case: Case, effort: TwinEffort) -> tuple[ModelDescription, 
     if effort.profile_s is None:
         return describe(config, **options), preset("cpu", devices_per_node=dist.get_world_size())
     profile = measure_profile(
-        device_type="cpu", seconds=effort.profile_s, model=TimedModel(model_or_config=config, micro_batch_sizes=effort.samples, **options)
+        device_type="cpu", seconds=effort.profile_s, model=TimedModel(model_or_config=config,
+                                                                      micro_batch_sizes=effort.samples, **options)
     )  # fmt: skip
     return with_block_times(describe(config, **options), profile), profile.hardware
 
@@ -107,7 +115,12 @@ class Contestant:
     """A model that takes the steps of a plan."""
 
     def __init__(
-        self, plan: Plan, trial: Trial, meshes: Meshes, *, make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
+        self,
+        plan: Plan,
+        trial: Trial,
+        meshes: Meshes,
+        *,
+        make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
     ) -> None:
         """Build the model; `make` creates an optimizer other than the job's."""
         self._plan, self._job = plan, trial.job

@@ -22,7 +22,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingA
 
 TOKENS, SAMPLES, VOCABULARY = 128, 4, 2048
 CONFIG = {
-    "n_layer": 6, "n_embd": 256, "n_head": 4, "n_positions": TOKENS, "vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0,
+    "n_layer": 6, "n_embd": 256, "n_head": 4, "n_positions": TOKENS, "vocab_size": VOCABULARY, "bos_token_id": 0,
+    "eos_token_id": 0,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
 }  # fmt: skip
 RANKS = 2
@@ -70,7 +71,9 @@ class TorchsCollectives(TrainerCallback):
 
 
 class StockOnCpu(Accelerator):
-    """Accelerate's `Accelerator`, made to use FSDP on several CPU processes; by default it replicates the model there."""
+    """Accelerate's `Accelerator`, made to use FSDP on several CPU processes; by default it replicates the model
+    there.
+    """
 
     def __init__(self, *args: Any, fsdp_plugin: Any = None, **kwargs: Any):
         super().__init__(*args, fsdp_plugin=fsdp_plugin, **kwargs)
@@ -100,22 +103,33 @@ def make_trainer(name: str, folder: str, steps: int, turns: Turns) -> transforme
     torch.manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (SAMPLES * RANKS * steps, TOKENS)).tolist()
     common = {
-        "model": GPT2LMHeadModel(GPT2Config(**CONFIG)), "train_dataset": Dataset.from_dict({"input_ids": ids, "labels": ids}),
+        "model": GPT2LMHeadModel(GPT2Config(**CONFIG)), "train_dataset": Dataset.from_dict({"input_ids": ids,
+                                                                                            "labels": ids}),
         "data_collator": default_data_collator, "callbacks": [turns],
     }  # fmt: skip
     arguments = {
-        "output_dir": folder, "max_steps": steps, "per_device_train_batch_size": SAMPLES, "use_cpu": True, "report_to": "none",
+        "output_dir": folder, "max_steps": steps, "per_device_train_batch_size": SAMPLES, "use_cpu": True,
+        "report_to": "none",
         "disable_tqdm": True, "save_strategy": "no", "logging_steps": 10,
     }  # fmt: skip
     if name == "stock":
         transformers.trainer.Accelerator = StockOnCpu
-        plan = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"], "reshard_after_forward": True}}
+        plan = {
+            "fsdp": True,
+            "fsdp_config": {
+                "version": 2,
+                "transformer_layer_cls_to_wrap": ["GPT2Block"],
+                "reshard_after_forward": True,
+            },
+        }
         return transformers.Trainer(args=TrainingArguments(**arguments, **plan), **common)
     from hf_osdp import OSDPConfig, Trainer
 
     if name != "osdp":
         common["callbacks"].append(TorchsCollectives())
-    return Trainer(args=TrainingArguments(**arguments), osdp=OSDPConfig(strategy="fsdp", micro_batch_size=SAMPLES), **common)
+    return Trainer(
+        args=TrainingArguments(**arguments), osdp=OSDPConfig(strategy="fsdp", micro_batch_size=SAMPLES), **common
+    )
 
 
 if __name__ == "__main__":

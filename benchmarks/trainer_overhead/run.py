@@ -5,13 +5,14 @@
 The same GPT-2 is trained on two CPU processes with gloo, sharded over both and freed after forward, by
 
 - `stock`: transformers' Trainer with Accelerate's FSDP2;
-- `osdp, torch's collectives`: this package's Trainer with `strategy="fsdp"` and FSDP2's own reduce-scatter for gloo, so that the comparison
-  is of the package, not of how bytes are sent;
+- `osdp, torch's collectives`: this package's Trainer with `strategy="fsdp"` and FSDP2's own reduce-scatter for gloo,
+  so that the comparison is of the package, not of how bytes are sent;
 - `osdp`: this package's Trainer, unchanged.
 
-Steps are taken in turns: all processes stay alive, and each contestant runs one step while the others wait, so that changes in the
-machine's speed affect all alike. A step is everything that the Trainer does from the beginning of one step to that of the next, including
-data and callbacks. Starts are separate runs, one after the other: from the start of Python to the beginning of the first step.
+Steps are taken in turns: all processes stay alive, and each contestant runs one step while the others wait, so that
+changes in the machine's speed affect all alike. A step is everything that the Trainer does from the beginning of one
+step to that of the next, including data and callbacks. Starts are separate runs, one after the other: from the start
+of Python to the beginning of the first step.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def _launch(names: Sequence[str], steps: int, turns_port: int | None) -> dict[st
             raise SystemExit(f"Contestants ended with codes {codes}:\n{logs}")
         return {
             name: [
-                [float(line) for line in (Path(folder) / f"{index}.{rank}.txt").read_text().split()] for rank in range(RANKS)
+                [float(line) for line in (Path(folder) / f"{index}.{rank}.txt").read_text().split()] for rank in range(RANKS)  # noqa: E501
             ]
             for index, name in enumerate(names)
         }  # fmt: skip
@@ -125,9 +126,12 @@ def _start(
     name: str, index: int, rank: int, steps: int, folder: str, port: int, turns_port: int | None, contestants: int
 ) -> subprocess.Popen:
     env = {
-        **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS),
+        "LOCAL_WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME",
+                                                                                                "lo"),
     }  # fmt: skip
     command = [
         sys.executable, "-m", "benchmarks.trainer_overhead.contestant", "--name", name, "--steps", str(steps),

@@ -44,7 +44,9 @@ class StepMeasured:
 class Contender:
     """A model sharded by an entrant's plan."""
 
-    def __init__(self, model: nn.Module, entrant: Entrant, description: ModelDescription, job: TrainingJob, meshes: Meshes) -> None:
+    def __init__(
+        self, model: nn.Module, entrant: Entrant, description: ModelDescription, job: TrainingJob, meshes: Meshes
+    ) -> None:
         """Shard the model. Collective.
 
         Args:

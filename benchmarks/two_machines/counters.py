@@ -6,7 +6,8 @@ from pathlib import Path
 
 
 def sent_bytes(interface: str, table: str | None = None) -> int:
-    """Return the bytes, including headers, that left through an interface of this network namespace since its creation.
+    """Return the bytes, including headers, that left through an interface of this network namespace since its
+    creation.
 
     Args:
         interface: its name.

@@ -1,19 +1,21 @@
-"""Emulate several machines on one Linux machine: `torchrun` in each of N network namespaces, connected by rate-limited links.
+"""Emulate several machines on one Linux machine: `torchrun` in each of N network namespaces, connected by rate-limited
+links.
 
     python benchmarks/two_machines/emulate.py [--nodes 2] [--ranks 2] [--rate 100mbit] -- script.py arguments
     python benchmarks/two_machines/emulate.py --nodes 3 --rate 50mbit/100mbit/200mbit -- script.py arguments
 
-The arguments after `--` are those of torchrun on every node. A node is a network namespace and a UTS namespace: host `node0`, address
-10.77.0.1 on `veth0`, its own loopback. Ranks of a node communicate over the loopback, at the speed of memory. Data for other nodes goes
-through `veth0`, so its byte counters (/proc/net/dev) count the link between machines. Two nodes with the same rate are connected by one
-veth pair; otherwise by a bridge, and data between two nodes passes the sender's rate limit and then the receiver's.
+The arguments after `--` are those of torchrun on every node. A node is a network namespace and a UTS namespace: host
+`node0`, address 10.77.0.1 on `veth0`, its own loopback. Ranks of a node communicate over the loopback, at the speed of
+memory. Data for other nodes goes through `veth0`, so its byte counters (/proc/net/dev) count the link between
+machines. Two nodes with the same rate are connected by one veth pair; otherwise by a bridge, and data between two
+nodes passes the sender's rate limit and then the receiver's.
 
-Nothing remains after the run, however it ends. Everything runs in private pid, mount, network and UTS namespaces, which the kernel removes
-with their first process. Each process dies with its parent: when the caller dies (also by SIGKILL), this program ends, then `unshare`, then
-the namespaces. Root is not needed if users may create namespaces.
+Nothing remains after the run, however it ends. Everything runs in private pid, mount, network and UTS namespaces,
+which the kernel removes with their first process. Each process dies with its parent: when the caller dies (also by
+SIGKILL), this program ends, then `unshare`, then the namespaces. Root is not needed if users may create namespaces.
 
-Exit code: 0, or that of the first node that failed; 77 if this machine does not permit the emulation (stderr says what is missing);
-124 after `--timeout`; 128 + n after signal n.
+Exit code: 0, or that of the first node that failed; 77 if this machine does not permit the emulation (stderr says what
+is missing); 124 after `--timeout`; 128 + n after signal n.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ TOOLS = {
 """Required tools, and the packages that contain them."""
 MTU = 1500
 GSO_BYTES = 16384
-"""Largest packet that TCP passes to the link whole. Above the burst, tbf splits it into frames of the MTU, each with headers."""
+"""Largest packet that TCP passes to the link whole.
+
+Above the burst, tbf splits it into frames of the MTU, each with headers.
+"""
 SHAPING = ("burst", "32kb", "limit", "4mb")
 PRIVATE = ("--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc")
 AS_ROOT_OF_ITS_OWN = ("unshare", "--user", "--map-root-user")
@@ -69,7 +74,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=count, default=2, help="machines (default 2, at most 200)")
     parser.add_argument("--ranks", type=count, default=2, help="processes per machine (default 2)")
-    parser.add_argument("--rate", type=link_rate, default=UNLIMITED, help="link rate: 100mbit, 1gbit, a/b/c for each (default unlimited)")
+    parser.add_argument(
+        "--rate",
+        type=link_rate,
+        default=UNLIMITED,
+        help="link rate: 100mbit, 1gbit, a/b/c for each (default unlimited)",
+    )
     parser.add_argument("--timeout", type=float, help="seconds after which the run is ended")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("command", nargs="+", help="after --: program for torchrun, with its arguments")
@@ -82,7 +92,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def rates_of(text: str, nodes: int) -> tuple[str, ...]:
-    """Return each machine's rate, from one for all or `a/b/c`; raise ValueError if their number differs from `nodes`."""
+    """Return each machine's rate, from one for all or `a/b/c`; raise ValueError if their number differs from
+    `nodes`.
+    """
     rates = tuple(text.split("/"))
     if len(rates) not in (1, nodes):
         raise ValueError(f"{text} has {len(rates)} rates for {nodes} machines; give one, or one for each (--nodes)")
@@ -98,7 +110,9 @@ def count(text: str) -> int:
 def link_rate(text: str) -> str:
     for rate in text.split("/"):
         if rate != UNLIMITED and not (re.fullmatch(r"\d+(\.\d+)?[kmg]bit", rate) and float(rate[:-4]) > 0):
-            raise argparse.ArgumentTypeError(f"{rate!r} is not a rate; write it as 100mbit, 1gbit, {UNLIMITED}, or 50mbit/1gbit")
+            raise argparse.ArgumentTypeError(
+                f"{rate!r} is not a rate; write it as 100mbit, 1gbit, {UNLIMITED}, or 50mbit/1gbit"
+            )
     return text
 
 
@@ -117,8 +131,10 @@ def ways_in(rate: str) -> tuple[str, ...]:
     permitted = [way for way, tried in zip(ways, tries, strict=True) if tried.returncode == 0]
     if not permitted:
         raise NotPermitted(
-            f"namespaces are not permitted here ({last_line(tries[-1].stderr)}). Run as root, or let users make them: sysctl"
-            " user.max_user_namespaces above 0, kernel.apparmor_restrict_unprivileged_userns=0; in a container, --cap-add SYS_ADMIN"
+            f"namespaces are not permitted here ({last_line(tries[-1].stderr)}). Run as root, or let users make them:"
+            " sysctl"
+            " user.max_user_namespaces above 0, kernel.apparmor_restrict_unprivileged_userns=0; in a container,"
+            " --cap-add SYS_ADMIN"
             " --cap-add NET_ADMIN."
         )
     pair = "ip link add t0 type veth peer name t1"
@@ -126,7 +142,9 @@ def ways_in(rate: str) -> tuple[str, ...]:
     for step in [pair] if {*rate.split("/")} == {UNLIMITED} else [pair, shaped]:
         tried = subprocess.run([*permitted[0], "unshare", *PRIVATE, "sh", "-c", step], capture_output=True, text=True)
         if tried.returncode:
-            raise NotPermitted(f"this kernel refuses `{step}` ({last_line(tried.stderr)}); it needs the modules veth and sch_tbf.")
+            raise NotPermitted(
+                f"this kernel refuses `{step}` ({last_line(tried.stderr)}); it needs the modules veth and sch_tbf."
+            )
     return permitted[0]
 
 
@@ -166,7 +184,10 @@ def wait_for_orphans() -> None:
 
 
 def run_nodes(options: argparse.Namespace) -> int:
-    """Create the nodes in the private namespaces and run torchrun on each. This is the first process, so its end ends all."""
+    """Create the nodes in the private namespaces and run torchrun on each.
+
+    This is the first process, so its end ends all.
+    """
     write_host_names(options.nodes)
     nodes = [Node(index) for index in range(options.nodes)]
     join(nodes, options.rates)
@@ -174,8 +195,13 @@ def run_nodes(options: argparse.Namespace) -> int:
         node.bring_up(rate)
     cores = sorted(os.sched_getaffinity(0))
     each = len(cores) // len(nodes)
-    shares = [cores[node.index * each :][:each] or cores for node in nodes]  # equal numbers; all cores if there are too few
-    running = [node.torchrun(len(nodes), options.ranks, share, options.command) for node, share in zip(nodes, shares, strict=True)]
+    shares = [
+        cores[node.index * each :][:each] or cores for node in nodes
+    ]  # equal numbers; all cores if there are too few
+    running = [
+        node.torchrun(len(nodes), options.ranks, share, options.command)
+        for node, share in zip(nodes, shares, strict=True)
+    ]
     while True:
         codes = [process.poll() for process in running]
         if failed := [code for code in codes if code]:
@@ -186,12 +212,18 @@ def run_nodes(options: argparse.Namespace) -> int:
 
 
 def write_host_names(nodes: int) -> None:
-    """Write host names of the nodes and disable DNS, so that other look-ups fail at once. The files are in a private /dev/shm."""
+    """Write host names of the nodes and disable DNS, so that other look-ups fail at once.
+
+    The files are in a private /dev/shm.
+    """
     shell("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
     os.environ["TMPDIR"] = "/dev/shm"
     lines = ["127.0.0.1 localhost"]
     for index in range(nodes):
-        lines += [f"{address(index)} node{index}", f"::ffff:{address(index)} node{index}"]  # torch's store also looks up IPv6
+        lines += [
+            f"{address(index)} node{index}",
+            f"::ffff:{address(index)} node{index}",
+        ]  # torch's store also looks up IPv6
     hosts = Path("/dev/shm/hosts")
     hosts.write_text("\n".join(lines) + "\n", encoding="ascii")
     shell("mount", "--bind", str(hosts), "/etc/hosts")
@@ -220,7 +252,9 @@ class Node:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self._holder = subprocess.Popen(["unshare", "--net", "--uts", "sh", "-c", "echo; exec sleep infinity"], stdout=subprocess.PIPE)
+        self._holder = subprocess.Popen(
+            ["unshare", "--net", "--uts", "sh", "-c", "echo; exec sleep infinity"], stdout=subprocess.PIPE
+        )
         assert self._holder.stdout is not None
         self._holder.stdout.readline()  # its namespaces exist now
         self.pid = self._holder.pid
@@ -229,26 +263,45 @@ class Node:
         """Set host name, addresses, TCP settings as between real machines, and rate."""
         self._run("hostname", f"node{self.index}")
         self._run("ip", "link", "set", "lo", "up")
-        settings = {f"ipv6/conf/{INTERFACE}/disable_ipv6": 1, "ipv4/tcp_slow_start_after_idle": 0, "ipv4/tcp_no_metrics_save": 1}
+        settings = {
+            f"ipv6/conf/{INTERFACE}/disable_ipv6": 1,
+            "ipv4/tcp_slow_start_after_idle": 0,
+            "ipv4/tcp_no_metrics_save": 1,
+        }
         self._run("sh", "-c", "; ".join(f"echo {value} > /proc/sys/net/{name}" for name, value in settings.items()))
         self._run("ip", "link", "set", INTERFACE, "gso_max_size", str(GSO_BYTES))
         self._run("ip", "address", "add", f"{address(self.index)}/24", "dev", INTERFACE)
         self._run("ip", "link", "set", INTERFACE, "up")
-        self._run("ip", "route", "replace", "10.77.0.0/24", "dev", INTERFACE, "src", address(self.index), *congestion_control())
+        self._run(
+            "ip",
+            "route",
+            "replace",
+            "10.77.0.0/24",
+            "dev",
+            INTERFACE,
+            "src",
+            address(self.index),
+            *congestion_control(),
+        )
         if rate != UNLIMITED:
             self._run("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", "rate", rate, *SHAPING)
 
     def torchrun(self, nodes: int, ranks: int, cores: list[int], command: list[str]) -> subprocess.Popen:
         """Start torchrun on this node, on these cores."""
-        keep = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32)}  # large buffers stay mapped between steps
+        keep = {
+            "MALLOC_MMAP_THRESHOLD_": str(2**30),
+            "MALLOC_TRIM_THRESHOLD_": str(2**32),
+        }  # large buffers stay mapped between steps
         return subprocess.Popen(
             [
                 *self._inside(), "taskset", "--cpu-list", ",".join(map(str, cores)),
                 sys.executable, "-m", "torch.distributed.run", f"--nnodes={nodes}", f"--nproc-per-node={ranks}",
-                f"--node-rank={self.index}", f"--master-addr={address(0)}", "--master-port=29500", f"--local-addr={address(self.index)}",
+                f"--node-rank={self.index}", f"--master-addr={address(0)}", "--master-port=29500",
+                f"--local-addr={address(self.index)}",
                 *command,
             ],
-            env={"OMP_NUM_THREADS": "1", **keep, **os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "CUDA_VISIBLE_DEVICES": ""},
+            env={"OMP_NUM_THREADS": "1", **keep, **os.environ, "GLOO_SOCKET_IFNAME": INTERFACE,
+                 "CUDA_VISIBLE_DEVICES": ""},
         )  # fmt: skip
 
     def _run(self, *command: str) -> None:

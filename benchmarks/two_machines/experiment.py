@@ -19,10 +19,12 @@ class Experiment:
     rounds: int
     """Number of rounds; each has one step of every strategy."""
     links_s: float
-    """Seconds to measure the links, once, before planning. A slow link takes long, because only messages of some megabytes show
-    how fast it sends fifty."""
+    """Seconds to measure the links, once, before planning. A slow link takes long, because only messages of some
+    megabytes show how fast it sends fifty."""
     profile_s: float
-    """Seconds to measure everything else, before planning and again in the rounds, because the speed of cores drifts."""
+    """Seconds to measure everything else, before planning and again in the rounds, because the speed of cores
+    drifts.
+    """
     layers: int = 8
     width: int = 256
     heads: int = 4
@@ -37,7 +39,8 @@ class Experiment:
         from transformers import GPT2Config
 
         return GPT2Config(
-            n_layer=self.layers, n_embd=self.width, n_head=self.heads, vocab_size=self.vocabulary, n_positions=self.sequence_length,
+            n_layer=self.layers, n_embd=self.width, n_head=self.heads, vocab_size=self.vocabulary,
+            n_positions=self.sequence_length,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
         )  # fmt: skip
 

@@ -82,7 +82,9 @@ def line_up(results: Sequence[Sequence[StrategyResult]], limits: Sequence[int]) 
     for limit, rows in zip(limits, results, strict=True):
         cell: dict[str, dict] = {}
         shown = [row for row in rows if not row.variant or row.label == EXACT_PLAN]
-        for row in sorted(shown, key=lambda row: row.strategy is Strategy.OSDP):  # OSDP last: an equal plan keeps its strategy's name
+        for row in sorted(
+            shown, key=lambda row: row.strategy is Strategy.OSDP
+        ):  # OSDP last: an equal plan keeps its strategy's name
             if row.result is None:
                 cell[row.label] = {"needs": row.least_peak_bytes, "reason": row.reason}
             else:
@@ -91,7 +93,9 @@ def line_up(results: Sequence[Sequence[StrategyResult]], limits: Sequence[int]) 
     full = next((cell["fsdp"]["entrant"] for cell in cells if "entrant" in cell["fsdp"]), None)
     if full is None:
         needs = min(cell["fsdp"]["needs"] for cell in cells)
-        raise ValueError(f"No limit leaves room for a full shard, which needs {format_bytes(needs)}; give --limits above that.")
+        raise ValueError(
+            f"No limit leaves room for a full shard, which needs {format_bytes(needs)}; give --limits above that."
+        )
     entrants[STOCK] = replace(entrants[full], sends=Sends.STOCK)
     entrants[ALONE] = Entrant(plan=replicated(entrants[full].plan), sends=Sends.NOTHING)
     stocks = [STOCK]
@@ -119,7 +123,9 @@ def _runs(plan: Plan) -> tuple[object, ...]:
 
 def replicated(plan: Plan) -> Plan:
     """Return the plan with every unit replicated."""
-    return replace(plan, units=tuple(UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=True) for unit in plan.units))
+    return replace(
+        plan, units=tuple(UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=True) for unit in plan.units)
+    )
 
 
 def layout(plan: Plan) -> str:

@@ -1,22 +1,27 @@
-"""Train across two emulated machines, and measure bytes over the slow link, step times, and whether the planner chose well.
+"""Train across two emulated machines, and measure bytes over the slow link, step times, and whether the planner chose
+well.
 
     python benchmarks/two_machines/run.py [--quick] [--communication bf16|int8|int4] [--json FILE]
 
-The two machines are network namespaces (`emulate.py`) with two gloo ranks each. At each rate of the link between them, every strategy
-trains a GPT-2 under FSDP2: torch's own full shard, ours (gloo's reduce-scatter without its copy), communication with groups (two stages),
-HSDP, DDP, ZeRO-2, and the planner's choice under each memory limit. A strategy that does not fit a limit is marked and not ranked. Rounds
-are interleaved, one step of each, so that all run under the same conditions; a step without communication is included as a load check.
-With `--communication`, the planner may send fewer bits; its exact plan, and torch's full shard with gradients reduced in bf16, are added.
+The two machines are network namespaces (`emulate.py`) with two gloo ranks each. At each rate of the link between them,
+every strategy trains a GPT-2 under FSDP2: torch's own full shard, ours (gloo's reduce-scatter without its copy),
+communication with groups (two stages), HSDP, DDP, ZeRO-2, and the planner's choice under each memory limit. A strategy
+that does not fit a limit is marked and not ranked. Rounds are interleaved, one step of each, so that all run under the
+same conditions; a step without communication is included as a load check. With `--communication`, the planner may send
+fewer bits; its exact plan, and torch's full shard with gradients reduced in bf16, are added.
 
-Machines may have links with different rates: `--nodes 3 --rates 50mbit/100mbit/200mbit` is one emulation of three. A link between two
-machines has the lower of their rates. hf_osdp measures the links between machines as one link, so it sees the slowest of a ring.
+Machines may have links with different rates: `--nodes 3 --rates 50mbit/100mbit/200mbit` is one emulation of three. A
+link between two machines has the lower of their rates. hf_osdp measures the links between machines as one link, so it
+sees the slowest of a ring.
 
-Bytes are those that the kernel counts on the interface between the machines; theoretical bytes are those of `theory.py`. Estimates come
-from the measurements of `hf-osdp profile` in the emulated cluster: links once, before planning, and blocks again in the rounds.
+Bytes are those that the kernel counts on the interface between the machines; theoretical bytes are those of
+`theory.py`. Estimates come from the measurements of `hf-osdp profile` in the emulated cluster: links once, before
+planning, and blocks again in the rounds.
 
-The aims: in every cell, the planner's choice is the fastest that fits, or within 5 % of it; at 100 Mbit/s it trains twice as many tokens
-per second as torch's own full shard (bf16: 3 times, int8: 4, int4: 4.8); bytes are within 1.5 % of theory, and estimates within 10 % on
-average. The exit code is 1 if an aim is missed, and 77 if namespaces are not permitted (then nothing was measured).
+The aims: in every cell, the planner's choice is the fastest that fits, or within 5 % of it; at 100 Mbit/s it trains
+twice as many tokens per second as torch's own full shard (bf16: 3 times, int8: 4, int4: 4.8); bytes are within 1.5 %
+of theory, and estimates within 10 % on average. The exit code is 1 if an aim is missed, and 77 if namespaces are not
+permitted (then nothing was measured).
 """
 
 from __future__ import annotations
@@ -61,7 +66,8 @@ def main() -> int:
     experiment = Experiment(
         rate=RATES[0], limits=options.limits, rounds=options.rounds, links_s=LINKS_S, profile_s=PROFILE_S,
         layers=options.layers, width=options.width, heads=options.heads, vocabulary=options.vocabulary,
-        sequence_length=options.sequence_length, micro_batch_size=options.micro_batch_size, communication=options.communication,
+        sequence_length=options.sequence_length, micro_batch_size=options.micro_batch_size,
+        communication=options.communication,
     )  # fmt: skip
     console, began = Console(width=100), time.monotonic()
     found: list[dict] = []
@@ -88,14 +94,33 @@ def main() -> int:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"only {RATES[0]}, {QUICK_ROUNDS} rounds")
-    parser.add_argument("--rates", type=listed(link_rate), help=f"separated by commas; a/b/c for --nodes 3 (default {','.join(RATES)})")
-    parser.add_argument("--limits", type=listed(limit), default=tuple(map(limit, LIMITS)), help=f"per rank (default {','.join(LIMITS)})")
+    parser.add_argument(
+        "--rates", type=listed(link_rate), help=f"separated by commas; a/b/c for --nodes 3 (default {','.join(RATES)})"
+    )
+    parser.add_argument(
+        "--limits",
+        type=listed(limit),
+        default=tuple(map(limit, LIMITS)),
+        help=f"per rank (default {','.join(LIMITS)})",
+    )
     parser.add_argument("--rounds", type=positive, help=f"steps of each strategy (default {ROUNDS})")
-    parser.add_argument("--communication", choices=COMMUNICATIONS, default=EXACT, help="coarsest format that may be sent (default exact)")
+    parser.add_argument(
+        "--communication",
+        choices=COMMUNICATIONS,
+        default=EXACT,
+        help="coarsest format that may be sent (default exact)",
+    )
     parser.add_argument("--json", type=Path, help="also write all measurements to this file")
     parser.add_argument("--nodes", type=positive, default=2)
     parser.add_argument("--ranks", type=positive, default=2, help="ranks on each node (default 2)")
-    defaults = {"layers": 8, "width": 256, "heads": 4, "vocabulary": 50257, "sequence-length": 128, "micro-batch-size": 4}
+    defaults = {
+        "layers": 8,
+        "width": 256,
+        "heads": 4,
+        "vocabulary": 50257,
+        "sequence-length": 128,
+        "micro-batch-size": 4,
+    }
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=positive, default=value, help=f"of the model (default {value})")
     options = parser.parse_args(arguments)
@@ -137,13 +162,30 @@ def emulated(experiment: Experiment, *, nodes: int, ranks: int) -> dict:
     Raises:
         NotMeasured: the emulation is not permitted here, or failed.
     """
-    command = [sys.executable, str(ROOT / "benchmarks/two_machines/emulate.py"), f"--nodes={nodes}", f"--ranks={ranks}"]
-    command += [f"--rate={experiment.rate}", f"--timeout={LONGEST_S}", "--", "-m", "benchmarks.two_machines.worker", experiment.to_json()]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks/two_machines/emulate.py"),
+        f"--nodes={nodes}",
+        f"--ranks={ranks}",
+    ]
+    command += [
+        f"--rate={experiment.rate}",
+        f"--timeout={LONGEST_S}",
+        "--",
+        "-m",
+        "benchmarks.two_machines.worker",
+        experiment.to_json(),
+    ]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if done.returncode == NOT_PERMITTED:
-        raise NotMeasured("nothing was measured: this machine does not permit the emulation (see above).", NOT_PERMITTED)
+        raise NotMeasured(
+            "nothing was measured: this machine does not permit the emulation (see above).", NOT_PERMITTED
+        )
     if done.returncode or not done.stdout.strip():
-        raise NotMeasured(f"the emulation at {experiment.rate} failed with exit code {done.returncode} (see above).", done.returncode or 1)
+        raise NotMeasured(
+            f"the emulation at {experiment.rate} failed with exit code {done.returncode} (see above).",
+            done.returncode or 1,
+        )
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 

@@ -30,7 +30,9 @@ BYTES_AIM, TIME_AIM = 0.015, 0.10
 NEAR_FASTEST = 1.05
 """Largest allowed ratio of the step of the planner's choice to the fastest strategy's."""
 GAINS, GAIN_RATE = {"exact": 2.0, "bf16": 3.0, "int8": 4.0, "int4": 4.8}, "100mbit"
-"""Required gain of the planner's choice over torch's own full shard in tokens per second at this rate, by communication format."""
+"""Required gain of the planner's choice over torch's own full shard in tokens per second at this rate, by
+communication format.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,12 +137,15 @@ def verdicts(cells: Sequence[Cell]) -> list[Verdict]:
     off = max(cells, key=lambda cell: cell.time_error)
     found = [
         Verdict(
-            text=f"planner's choice: at most {worst:.2f} times the fastest that fits ({title(where)}); aim {NEAR_FASTEST}",
+            text=f"planner's choice: at most {worst:.2f} times the fastest that fits ({title(where)}); aim {NEAR_FASTEST}",  # noqa: E501
             met=worst <= NEAR_FASTEST,
         ),
-        Verdict(text=f"bytes between machines: at most {bytes_error:.2%} from theory; aim {BYTES_AIM:.1%}", met=bytes_error <= BYTES_AIM),
         Verdict(
-            text=f"step times: {time_error:.1%} from estimates on average, {off.time_error:.1%} in {title(off)}; aim {TIME_AIM:.0%}",
+            text=f"bytes between machines: at most {bytes_error:.2%} from theory; aim {BYTES_AIM:.1%}",
+            met=bytes_error <= BYTES_AIM,
+        ),
+        Verdict(
+            text=f"step times: {time_error:.1%} from estimates on average, {off.time_error:.1%} in {title(off)}; aim {TIME_AIM:.0%}",  # noqa: E501
             met=time_error <= TIME_AIM,
         ),
     ]
@@ -149,7 +154,12 @@ def verdicts(cells: Sequence[Cell]) -> list[Verdict]:
         least, aim = min(choice.gain for _, choice in choices), GAINS[choices[0][0].communication]
         text = f"at {rate_name(GAIN_RATE)}: {least:.2f} times torch's own full shard; aim {aim:g}"
         halves = [half.step_s / choice.step_s for cell, choice in choices if (half := cell.row(STOCK_BF16))]
-        found.append(Verdict(text=text + (f" ({min(halves):.2f} times that with bf16 reduction)" if halves else ""), met=least >= aim))
+        found.append(
+            Verdict(
+                text=text + (f" ({min(halves):.2f} times that with bf16 reduction)" if halves else ""),
+                met=least >= aim,
+            )
+        )
     return found
 
 
@@ -171,7 +181,11 @@ def cell_table(cell: Cell) -> Table:
 
 def _figures(row: Row) -> list[str]:
     sends = row.strategy != ALONE
-    sent = [f"{row.sent_bytes / 1e6:.2f}", f"{row.theory_bytes / 1e6:.2f}", f"{row.bytes_error:+.2%}"] if sends else [""] * 3
+    sent = (
+        [f"{row.sent_bytes / 1e6:.2f}", f"{row.theory_bytes / 1e6:.2f}", f"{row.bytes_error:+.2%}"]
+        if sends
+        else [""] * 3
+    )
     times = [f"{seconds:.2f}" for seconds in (row.step_s, row.fastest_s, row.slowest_s)]
     return [*sent, *times, f"x {row.gain:.2f}" if sends else "", f"{row.estimated_s:.2f}", f"{row.time_error:+.1%}"]
 
@@ -183,7 +197,10 @@ def remarks(cell: Cell) -> str:
         same = f" (= {NAMES[choice.entrant]})" if choice.entrant in NAMES and choice.entrant != "osdp" else ""
         low, high = choice.gain_range
         lines.append(f"planner's choice{same}: {choice.layout}; x {low:.2f} to {high:.2f} in the rounds")
-    lines.append(f"load check: without communication a step took up to {cell.alone.slowest_s / cell.alone.fastest_s:.2f} times its best")
+    lines.append(
+        f"load check: without communication a step took up to {cell.alone.slowest_s / cell.alone.fastest_s:.2f} times"
+        " its best"
+    )
     return "\n".join(lines)
 
 

@@ -1,16 +1,16 @@
 """Bytes that one optimizer step of a plan sends from a node to others, computed from the plan.
 
-A ring over g ranks sends (g - 1)/g of a tensor's B bytes over each of its hops; a hop counts for the node that it leaves.
-One unit with G gathers, S reduce-scatters and, if it is replicated, one all-reduce sends
+A ring over g ranks sends (g - 1)/g of a tensor's B bytes over each of its hops; a hop counts for the node that it
+leaves. One unit with G gathers, S reduce-scatters and, if it is replicated, one all-reduce sends
 
     G · gather + S · reduce-scatter + all-reduce
     flat:        gather = (g - 1)/g · B a hop, in rings of g neighbouring ranks; reduce-scatter twice that
-    two stages:  the same with B / L bytes, in rings of ranks with the same place in each node; stages inside nodes send none
-    all-reduce:  2 (r - 1)/r · B / g a hop, in rings of the r ranks that hold the same shard
+    two stages:  the same with B / L bytes, in rings of ranks with the same place in each node; stages inside nodes
+    send none all-reduce:  2 (r - 1)/r · B / g a hop, in rings of the r ranks that hold the same shard
 
-G is 2 per micro-step if parameters are freed after forward, else 1; FSDP2 keeps the root's parameters until backward. gloo's reduce-scatter
-is an all-reduce whose other parts are dropped. With low-bit communication, B is the bytes of codes and scales, and a reduce-scatter is an
-exchange, which sends as much as a gather.
+G is 2 per micro-step if parameters are freed after forward, else 1; FSDP2 keeps the root's parameters until backward.
+gloo's reduce-scatter is an all-reduce whose other parts are dropped. With low-bit communication, B is the bytes of
+codes and scales, and a reduce-scatter is an exchange, which sends as much as a gather.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ ETHERNET_HEADER, IP_HEADER, TCP_HEADER = 14, 20, 32
 
 
 def bytes_sent(plan: Plan, description: ModelDescription, ranks_per_node: int, *, reduced_itemsize: int = 4) -> int:
-    """Return the bytes that the node with the most traffic sends for parameters and gradients in one optimizer step, without headers.
+    """Return the bytes that the node with the most traffic sends for parameters and gradients in one optimizer step,
+    without headers.
 
     Args:
         plan: the plan that runs, in the parameters' own dtype.
@@ -39,15 +40,17 @@ def bytes_sent(plan: Plan, description: ModelDescription, ranks_per_node: int, *
     batch = plan.batch
     total: Counter[int] = Counter()
     for unit in description.units:
-        total.update(_unit_bytes(unit, plan.decision(unit.fqn), batch, plan.world_size, ranks_per_node, 2 * reduced_itemsize))
+        total.update(
+            _unit_bytes(unit, plan.decision(unit.fqn), batch, plan.world_size, ranks_per_node, 2 * reduced_itemsize)
+        )
     return round(max(total.values(), default=0))
 
 
 def with_headers(payload: int, *, mtu: int, packet_bytes: int) -> float:
     """Return the bytes that the interface counts for `payload` bytes that are both sent and received.
 
-    TCP passes packets of up to `packet_bytes`, in full segments of the MTU, to the interface; each counts with one header.
-    Each received packet is acknowledged with another header. With 1500 and 16384 bytes this adds 0.83 %.
+    TCP passes packets of up to `packet_bytes`, in full segments of the MTU, to the interface; each counts with one
+    header. Each received packet is acknowledged with another header. With 1500 and 16384 bytes this adds 0.83 %.
     """
     headers = ETHERNET_HEADER + IP_HEADER + TCP_HEADER
     segment = mtu - IP_HEADER - TCP_HEADER
@@ -55,8 +58,12 @@ def with_headers(payload: int, *, mtu: int, packet_bytes: int) -> float:
     return payload * (1 + 2 * headers / data)
 
 
-def _unit_bytes(unit: UnitDescription, decision: UnitDecision, batch: Batch, world: int, per_node: int, itemsize: int) -> dict[int, float]:
-    """Return the bytes that each node sends for one unit; a reduce-scatter sends `itemsize` bytes per element, including laps."""
+def _unit_bytes(
+    unit: UnitDescription, decision: UnitDecision, batch: Batch, world: int, per_node: int, itemsize: int
+) -> dict[int, float]:
+    """Return the bytes that each node sends for one unit; a reduce-scatter sends `itemsize` bytes per element,
+    including laps.
+    """
     g, places = decision.shard_size, decision.stage_size
     whole = sum(g * p.sharded_numel(g) for p in unit.parameters)
     reduced = sum(g * p.sharded_numel(g) for p in unit.parameters if p.requires_grad)

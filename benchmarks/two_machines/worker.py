@@ -1,4 +1,5 @@
-"""One rank of an emulation: profile, plan, then rounds with one step of every entrant. Rank 0 prints the results as JSON.
+"""One rank of an emulation: profile, plan, then rounds with one step of every entrant. Rank 0 prints the results as
+JSON.
 
     python benchmarks/two_machines/emulate.py --rate 100mbit -- -m benchmarks.two_machines.worker EXPERIMENT
 
@@ -63,7 +64,9 @@ def measure(experiment: Experiment) -> dict:
     wire = OSDPConfig(communication=experiment.communication).wire
     job = TrainingJob(global_batch_size=dist.get_world_size() * samples, micro_batch_size=samples, communication=wire)
     began = time.monotonic()
-    timings = measure_collectives(torch.device("cpu"), experiment.links_s, local=ranks_per_node(), sizes=divisors(dist.get_world_size()))
+    timings = measure_collectives(
+        torch.device("cpu"), experiment.links_s, local=ranks_per_node(), sizes=divisors(dist.get_world_size())
+    )
     profile = with_timings(profiled(experiment), timings)
     say(experiment, f"profile in {time.monotonic() - began:.0f} s")
     lineup = on_rank_zero(lambda: planned(experiment, with_block_times(description, profile), profile, job))
@@ -80,7 +83,8 @@ def measure(experiment: Experiment) -> dict:
         say(experiment, f"round {number + 1} of {experiment.rounds} in {time.monotonic() - began:.0f} s")
     return {
         "experiment": asdict(experiment), "rows": rows, "cells": list(lineup.cells), "profile": plain(profile),
-        "machine": {"cores": os.cpu_count(), "nodes": dist.get_world_size() // ranks_per_node(), "ranks_per_node": ranks_per_node()},
+        "machine": {"cores": os.cpu_count(), "nodes": dist.get_world_size() // ranks_per_node(),
+                    "ranks_per_node": ranks_per_node()},
     }  # fmt: skip
 
 
@@ -93,7 +97,9 @@ def planned(experiment: Experiment, timed: ModelDescription, profile: Profile, j
     return line_up(rows, experiment.limits)
 
 
-def built(experiment: Experiment, lineup: Lineup, description: ModelDescription, job: TrainingJob) -> dict[str, Contender]:
+def built(
+    experiment: Experiment, lineup: Lineup, description: ModelDescription, job: TrainingJob
+) -> dict[str, Contender]:
     """Return one model per entrant. Collective."""
     from transformers import GPT2LMHeadModel
 
@@ -122,7 +128,8 @@ def profiled(experiment: Experiment) -> Profile:
     return measure_profile(
         device_type="cpu", seconds=experiment.profile_s,
         model=TimedModel(
-            model_or_config=experiment.config(), sequence_length=experiment.sequence_length, micro_batch_sizes=(samples,)
+            model_or_config=experiment.config(), sequence_length=experiment.sequence_length,
+            micro_batch_sizes=(samples,)
         ),
     )  # fmt: skip
 

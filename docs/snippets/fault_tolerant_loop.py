@@ -15,7 +15,9 @@ FOLDER = "runs/fault_tolerant_loop"
 
 accelerator = OSDPAccelerator(osdp={"memory_limit": "8MiB"})
 set_seed(0)
-model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, n_positions=32, vocab_size=256, bos_token_id=0, eos_token_id=0))
+model = GPT2LMHeadModel(
+    GPT2Config(n_layer=2, n_embd=64, n_head=2, n_positions=32, vocab_size=256, bos_token_id=0, eos_token_id=0)
+)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 plan = accelerator.plan(model, sequence_length=32, global_batch_size=16, optimizer=optimizer)
 model, optimizer = accelerator.prepare(model, optimizer)

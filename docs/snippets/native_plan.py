@@ -1,4 +1,6 @@
-"""A plan in transformers' own words, run by transformers alone: torchrun --nproc-per-node 2 docs/snippets/native_plan.py FOLDER"""
+"""A plan in transformers' own words, run by transformers alone: torchrun --nproc-per-node 2
+docs/snippets/native_plan.py FOLDER
+"""
 
 import sys
 
@@ -20,4 +22,6 @@ plan = search(problem).plan
 
 styles = plan.to_fsdp_plan()  # PlanError, with the reason, where these words do not suffice
 print(styles)
-model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2, fsdp_plan=styles))
+model = AutoModelForCausalLM.from_pretrained(
+    folder, distributed_config=DistributedConfig(fsdp_size=2, fsdp_plan=styles)
+)

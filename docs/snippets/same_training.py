@@ -24,7 +24,9 @@ def loss_of(some_model, tokens):
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten().to(logits.device))
 
 
-config = OSDPConfig(strategy="fsdp", sequence_length=16, global_batch_size=8, micro_batch_size=2)  # or memory_limit=..., as in your run
+config = OSDPConfig(
+    strategy="fsdp", sequence_length=16, global_batch_size=8, micro_batch_size=2
+)  # or memory_limit=..., as in your run
 sharded = OptimalShardedDataParallel(model, config)
 ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-5) for m in (sharded, alone))
 rank, world, micro = dist.get_rank(), dist.get_world_size(), sharded.plan.micro_batch_size

@@ -6,9 +6,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
 from hf_osdp import OSDPAccelerator
 
-accelerator = OSDPAccelerator(osdp={"memory_limit": "8MiB"})  # under `accelerate launch` the file can say it: OSDPAccelerator()
+accelerator = OSDPAccelerator(
+    osdp={"memory_limit": "8MiB"}
+)  # under `accelerate launch` the file can say it: OSDPAccelerator()
 set_seed(0)
-model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, n_positions=32, vocab_size=256, bos_token_id=0, eos_token_id=0))
+model = GPT2LMHeadModel(
+    GPT2Config(n_layer=2, n_embd=64, n_head=2, n_positions=32, vocab_size=256, bos_token_id=0, eos_token_id=0)
+)
 samples = torch.randint(0, 256, (96, 32))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
@@ -27,6 +31,9 @@ for batch in loader:
 
 weights = accelerator.get_state_dict(model)  # whole, under Hugging Face names; empty on ranks other than 0
 accelerator.unwrap_model(model).save_pretrained(
-    "runs/with_accelerator", is_main_process=accelerator.is_main_process, state_dict=weights, save_function=accelerator.save
+    "runs/with_accelerator",
+    is_main_process=accelerator.is_main_process,
+    state_dict=weights,
+    save_function=accelerator.save,
 )
 accelerator.end_training()

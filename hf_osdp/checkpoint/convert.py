@@ -1,4 +1,7 @@
-"""Convert a checkpoint to another layout, in one process and without the training script. Training reads every layout unconverted."""
+"""Convert a checkpoint to another layout, in one process and without the training script.
+
+Training reads every layout unconverted.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +37,19 @@ class Target(Enum):
 
 
 def convert(source: Path, target: Path, *, to: Target) -> None:
-    """Write a checkpoint in another layout, and copy its other files. First all weights, then all optimizer states are in memory at once.
+    """Write a checkpoint in another layout, and copy its other files. First all weights, then all optimizer states are
+    in memory at once.
 
-    Refuse an existing target, a damaged source, several models, optimizer states by position, and adapters with `Target.WEIGHTS`.
+    Refuse an existing target, a damaged source, several models, optimizer states by position, and adapters with
+    `Target.WEIGHTS`.
     """
     if target.exists():
         raise ValueError(f"{target} already exists; give a folder that does not.")
     check_checkpoint(source)
     if others := [path.name for path in source.iterdir() if path.name.startswith(_OTHER_MODELS)]:
-        raise ValueError(f"{source} holds several models ({others[0]}); load it in the training script, which reads every layout.")
+        raise ValueError(
+            f"{source} holds several models ({others[0]}); load it in the training script, which reads every layout."
+        )
     weights, optimizer = layouts.find_model(source), None
     if to is not Target.WEIGHTS:
         with suppress(CheckpointError):  # a checkpoint of weights has none
@@ -51,13 +58,17 @@ def convert(source: Path, target: Path, *, to: Target) -> None:
     with CheckpointWriter().new(target) as staging:
         _write_weights(staging.path, layouts.read_weights(weights), to)
         if optimizer is not None:
-            _write_optimizer(staging.path, layouts.read_optimizer(optimizer), to, from_trainer=(source / _TRAINER).is_file())
+            _write_optimizer(
+                staging.path, layouts.read_optimizer(optimizer), to, from_trainer=(source / _TRAINER).is_file()
+            )
         _copy_rest(source, staging.path, own, to)
 
 
 def _write_weights(folder: Path, weights: dict[str, torch.Tensor], to: Target) -> None:
     if to is Target.WEIGHTS and (adapted := next((name for name in weights if name.startswith("base_model.")), None)):
-        raise ValueError(f"The checkpoint holds peft's adapters ({adapted}); save them by save_pretrained in the training script.")
+        raise ValueError(
+            f"The checkpoint holds peft's adapters ({adapted}); save them by save_pretrained in the training script."
+        )
     match to:
         case Target.SHARDED:
             write_shards(layouts.model_path(folder, sharded=True), {"model": weights}, None)
@@ -72,7 +83,8 @@ def _write_weights(folder: Path, weights: dict[str, torch.Tensor], to: Target) -
 def _write_optimizer(folder: Path, state: dict[str, Any], to: Target, *, from_trainer: bool) -> None:
     if layouts.is_positional(state):
         raise CheckpointError(
-            "The optimizer's states are stored by the parameters' positions, as one process writes them; load the checkpoint in the"
+            "The optimizer's states are stored by the parameters' positions, as one process writes them; load the"
+            " checkpoint in the"
             " training script, which reads every layout, or convert only its weights."
         )
     path = layouts.optimizer_path(folder, sharded=False)
@@ -88,8 +100,12 @@ def _write_optimizer(folder: Path, state: dict[str, Any], to: Target, *, from_tr
 def _copy_rest(source: Path, target: Path, own: set[str], to: Target) -> None:
     for path in sorted(source.iterdir()):
         name = path.name
-        is_weights = name.startswith(("model", "pytorch_model")) and name.endswith((".safetensors", ".bin", ".index.json"))
-        skipped = name in own or is_weights or name.startswith(".") or (to is Target.WEIGHTS and layouts.is_state(path))
+        is_weights = name.startswith(("model", "pytorch_model")) and name.endswith(
+            (".safetensors", ".bin", ".index.json")
+        )
+        skipped = (
+            name in own or is_weights or name.startswith(".") or (to is Target.WEIGHTS and layouts.is_state(path))
+        )
         if path.is_file() and not skipped and not (target / name).exists():
             shutil.copyfile(path, target / name)
     if to is Target.SINGLE and (target / "rng_state_0.pth").is_file():

@@ -44,7 +44,9 @@ _LOCK, _REPLACED, _REMOVED = "lock", ".replaced", ".removed"
 _NUMBERED = re.compile(r"checkpoint[-_](\d+)")
 """Names of checkpoints by the Trainer and by Accelerate."""
 _LOCK_WAIT_S = 60.0
-"""How long to wait for another run to end: a restart may begin while file systems still hold the lock of a machine that failed."""
+"""How long to wait for another run to end: a restart may begin while file systems still hold the lock of a machine
+that failed.
+"""
 _locks: dict[Path, BaseFileLock] = {}
 """Locks of this process, or of the process from which it was forked."""
 _staged: set[Path] = set()
@@ -82,23 +84,31 @@ class Manifest:
     training: str | None = None
     """Id of the training that wrote the checkpoint, see `resume.py`; None for the first training in the folder."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Settings that must not change for the same training to continue: seed, dataset, precision, optimizer, communication."""
+    """Settings that must not change for the same training to continue: seed, dataset, precision, optimizer,
+    communication.
+    """
 
     def to_json(self) -> str:
         return json.dumps({"format": VERSION, **asdict(self)}, indent=1)
 
     @classmethod
     def load(cls, folder: Path) -> Manifest | None:
-        """Return a folder's manifest or None. Raise CheckpointError if it is damaged or names a file outside of the folder."""
+        """Return a folder's manifest or None.
+
+        Raise CheckpointError if it is damaged or names a file outside of the folder.
+        """
         path = folder / MANIFEST_NAME
         if not path.is_file():
             return None
         content = read_json(path, "manifest", CheckpointError, limit_bytes=_MAX_MANIFEST_BYTES)
         if isinstance(content, dict) and (found := content.pop("format", VERSION)) != VERSION:
             raise CheckpointError(
-                f"{path} has format {found!r}, but this version of hf_osdp reads {VERSION}; update hf_osdp, or use another checkpoint."
+                f"{path} has format {found!r}, but this version of hf_osdp reads {VERSION}; update hf_osdp, or use"
+                " another checkpoint."
             )
-        manifest = validated(cls, content, lambda problem: CheckpointError(f"{path} cannot be read ({problem}); it is damaged."))
+        manifest = validated(
+            cls, content, lambda problem: CheckpointError(f"{path} cannot be read ({problem}); it is damaged.")
+        )
         for name in manifest.files:
             check_inside(name)
         return manifest
@@ -124,14 +134,20 @@ def numbered_checkpoints(folder: Path) -> list[Path]:
     """Return folders named `checkpoint-N` or `checkpoint_N`, the newest first."""
     if not folder.is_dir():
         return []
-    found = [(int(match[1]), path) for path in folder.iterdir() if path.is_dir() and (match := _NUMBERED.fullmatch(path.name))]
+    found = [
+        (int(match[1]), path)
+        for path in folder.iterdir()
+        if path.is_dir() and (match := _NUMBERED.fullmatch(path.name))
+    ]
     return [path for _, path in sorted(found, reverse=True)]
 
 
 def lock_checkpoints(parent: Path, name: str | None = None) -> None:
-    """Keep other runs from writing the checkpoint of this name, or `checkpoint-N`, until `unlock_checkpoints` or the process ends.
+    """Keep other runs from writing the checkpoint of this name, or `checkpoint-N`, until `unlock_checkpoints` or the
+    process ends.
 
-    Finish or remove what an interrupted run left. Raise CheckpointError if another run writes them and does not end within a minute.
+    Finish or remove what an interrupted run left. Raise CheckpointError if another run writes them and does not end
+    within a minute.
     """
     path = _lock_path(parent, name)
     if path in _locks:
@@ -179,7 +195,10 @@ def _lock_path(parent: Path, name: str | None) -> Path:
 
 
 def _try_lock(path: Path, seconds: float = 0.0) -> bool:
-    """Lock a file; return False if another run still holds the lock after these seconds. Without write access, lock nothing."""
+    """Lock a file; return False if another run still holds the lock after these seconds.
+
+    Without write access, lock nothing.
+    """
     lock = FileLock(path, thread_local=False)  # another thread may release it
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -193,9 +212,13 @@ def _try_lock(path: Path, seconds: float = 0.0) -> bool:
 
 
 def prepare_staging(folder: Path) -> Path:
-    """Make an empty staging folder, of the same name as the checkpoint's, in which a checkpoint is written until it is complete."""
+    """Make an empty staging folder, of the same name as the checkpoint's, in which a checkpoint is written until it
+    is complete.
+    """
     if Path.cwd().is_relative_to(folder):
-        raise ValueError(f"A checkpoint cannot replace {folder}, this program's working directory; give a folder inside it.")
+        raise ValueError(
+            f"A checkpoint cannot replace {folder}, this program's working directory; give a folder inside it."
+        )
     lock_checkpoints(folder.parent, lock_name(folder))
     staging = folder.parent / PARTIAL / uuid.uuid4().hex[:8] / folder.name
     try:
@@ -212,7 +235,10 @@ def discard_staging(staging: Path) -> None:
 
 
 def complete(folder: Path, staging: Path, manifest: Manifest, parts: Iterable[Mapping[str, FileRecord]]) -> None:
-    """Write the manifest of a staging folder that has all files, and publish the checkpoint. Raise CheckpointError if that fails."""
+    """Write the manifest of a staging folder that has all files, and publish the checkpoint.
+
+    Raise CheckpointError if that fails.
+    """
     files = {name: record for part in parts for name, record in part.items()}
     try:
         for path in staging.rglob("*"):
@@ -220,7 +246,9 @@ def complete(folder: Path, staging: Path, manifest: Manifest, parts: Iterable[Ma
             if path.is_file() and name not in files:
                 flush(path)
                 files[name] = FileRecord.of(path)
-        (staging / MANIFEST_NAME).write_text(replace(manifest, files=files, versions=own_versions()).to_json(), encoding="utf-8")
+        (staging / MANIFEST_NAME).write_text(
+            replace(manifest, files=files, versions=own_versions()).to_json(), encoding="utf-8"
+        )
         for path in (staging / MANIFEST_NAME, *(path for path in staging.rglob("*") if path.is_dir()), staging):
             flush(path)
         _publish(staging, folder)
@@ -255,7 +283,9 @@ def _publish(staging: Path, folder: Path) -> None:
 
 
 def _keep_user_files(replaced: Path, folder: Path) -> None:
-    """Move files that are not part of the old checkpoint into the new folder: logs and models that a user keeps there."""
+    """Move files that are not part of the old checkpoint into the new folder: logs and models that a user keeps
+    there.
+    """
     if not replaced.exists():
         return
     try:
@@ -281,7 +311,10 @@ def restore_replaced(parent: Path, pattern: str = "*") -> None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint, of a link only the link; an interrupted removal leaves it invisible. Log a warning if it cannot be removed."""
+    """Remove a checkpoint, of a link only the link; an interrupted removal leaves it invisible.
+
+    Log a warning if it cannot be removed.
+    """
     hidden = folder.parent / PARTIAL / f"{folder.name}{_REMOVED}"
     try:
         if folder.is_symlink():

@@ -1,4 +1,6 @@
-"""Find and read the files of weights and optimizer states in every layout: of Accelerate, of the Trainer, and of one process."""
+"""Find and read the files of weights and optimizer states in every layout: of Accelerate, of the Trainer, and of
+one process.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ def optimizer_path(folder: Path, index: int = 0, *, sharded: bool) -> Path:
 
 
 def find_model(folder: Path, index: int = 0) -> Path:
-    """Return the path of a checkpoint's weights: a folder of shards, or a file. Raise CheckpointError if there are none."""
+    """Return the path of a checkpoint's weights: a folder of shards, or a file.
+
+    Raise CheckpointError if there are none.
+    """
     return _found(folder, _model_names(index), "weights")
 
 
@@ -64,12 +69,19 @@ def is_of_one_process(weights: Path) -> bool:
 def _model_names(index: int) -> list[str]:
     """Return names in search order: of shards, of whole tensors, of the layouts of one process."""
     number = f"_{index}" if index else ""
-    names = [f"pytorch_model_fsdp_{index}", f"pytorch_model_fsdp{number}.bin", f"model{number}.safetensors", f"pytorch_model{number}.bin"]
+    names = [
+        f"pytorch_model_fsdp_{index}",
+        f"pytorch_model_fsdp{number}.bin",
+        f"model{number}.safetensors",
+        f"pytorch_model{number}.bin",
+    ]
     return names if index else [*names, "model.safetensors.index.json", "adapter_model.safetensors"]
 
 
 def _optimizer_names(index: int) -> list[str]:
-    return [f"optimizer_{index}", f"optimizer_{index}.bin"] if index else ["optimizer_0", "optimizer.bin", "optimizer.pt"]
+    return (
+        [f"optimizer_{index}", f"optimizer_{index}.bin"] if index else ["optimizer_0", "optimizer.bin", "optimizer.pt"]
+    )
 
 
 def _found(folder: Path, names: Sequence[str], what: str) -> Path:
@@ -92,7 +104,9 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_optimizer(path: Path) -> dict[str, Any]:
-    """Return an optimizer's state, `{"state": {...}, "param_groups": [...]}`, by names, or by positions if one process wrote it."""
+    """Return an optimizer's state, `{"state": {...}, "param_groups": [...]}`, by names, or by positions if one
+    process wrote it.
+    """
     state = _unsharded(path, "optimizer") if is_sharded(path) else load_file(path)
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= set(state):
         raise CheckpointError(f"{path} holds no optimizer state; use another checkpoint.")
@@ -113,7 +127,9 @@ def named_state(state: Mapping[str, Any], groups: Sequence[Sequence[str]]) -> di
             " make the optimizer with the groups of the checkpoint."
         )
     pairs = list(zip(state["param_groups"], groups, strict=True))
-    names = {position: name for group, own_names in pairs for position, name in zip(group["params"], own_names, strict=True)}
+    names = {
+        position: name for group, own_names in pairs for position, name in zip(group["params"], own_names, strict=True)
+    }
     return {
         "state": {names[position]: values for position, values in state["state"].items()},
         "param_groups": [{**group, "params": list(own_names)} for group, own_names in pairs],
@@ -132,7 +148,9 @@ def _of_several_files(index: Path) -> dict[str, torch.Tensor]:
     try:
         names = sorted(set(read_json(index, "index of weights", CheckpointError)["weight_map"].values()))
     except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} cannot be read ({type(error).__name__}: {error}); use another checkpoint.") from None
+        raise CheckpointError(
+            f"{index} cannot be read ({type(error).__name__}: {error}); use another checkpoint."
+        ) from None
     return {name: value for file in names for name, value in _safetensors(index.parent / check_inside(file)).items()}
 
 

@@ -1,7 +1,8 @@
-"""Find the checkpoint from which a training resumes: the last complete one of this training. Damaged ones are logged and skipped.
+"""Find the checkpoint from which a training resumes: the last complete one of this training. Damaged ones are logged
+and skipped.
 
-`.partial/training.json` in an output folder holds the id of the training that runs there, as the manifests of its checkpoints do.
-Without this file, every checkpoint in the folder belongs to this training.
+`.partial/training.json` in an output folder holds the id of the training that runs there, as the manifests of its
+checkpoints do. Without this file, every checkpoint in the folder belongs to this training.
 """
 
 from __future__ import annotations
@@ -42,16 +43,23 @@ _TRAINING_FILE = "training.json"
 
 
 def checkpoint_to_resume(
-    folder: str | Path, resume_from_checkpoint: str | Path | bool | None = None, *, marker: str | None = None, after_restart: bool = True
+    folder: str | Path,
+    resume_from_checkpoint: str | Path | bool | None = None,
+    *,
+    marker: str | None = None,
+    after_restart: bool = True,
 ) -> Path | None:
-    """Return the checkpoint from which to resume training, and record in the folder whether this is a new training. Collective.
+    """Return the checkpoint from which to resume training, and record in the folder whether this is a new training.
+    Collective.
 
     Args:
         folder: the training's output folder.
-        resume_from_checkpoint: True resumes from the last complete checkpoint in the folder, of any training; a path from that checkpoint.
-            None begins a new training; False does too, and also ignores checkpoints after a restart.
+        resume_from_checkpoint: True resumes from the last complete checkpoint in the folder, of any training; a path
+            from that checkpoint. None begins a new training; False does too, and also ignores checkpoints after a
+            restart.
         marker: the name of a file that every usable checkpoint has.
-        after_restart: if torchrun or SLURM restarts an interrupted training, resume from the last complete checkpoint that it wrote.
+        after_restart: if torchrun or SLURM restarts an interrupted training, resume from the last complete checkpoint
+            that it wrote.
 
     Returns:
         The checkpoint's path, the same on every rank; None if training starts from the beginning.
@@ -76,11 +84,12 @@ def checkpoint_to_resume(
 
 
 def last_checkpoint(folder: str | Path, *, marker: str | None = None) -> Path | None:
-    """Return the newest complete checkpoint among `checkpoint-N` (or `checkpoint_N`) in a folder, or None, on every rank. Collective.
+    """Return the newest complete checkpoint among `checkpoint-N` (or `checkpoint_N`) in a folder, or None, on every
+    rank. Collective.
 
-    Damaged checkpoints are logged and skipped, and so are those without a manifest, unless no checkpoint in the folder has one. After a
-    restart, checkpoints of an earlier training are skipped if `checkpoint_to_resume` recorded that a new one began. `marker` is the name of
-    a file that every usable checkpoint has.
+    Damaged checkpoints are logged and skipped, and so are those without a manifest, unless no checkpoint in the folder
+    has one. After a restart, checkpoints of an earlier training are skipped if `checkpoint_to_resume` recorded that a
+    new one began. `marker` is the name of a file that every usable checkpoint has.
     """
     folder, restarted = Path(folder), is_restart()
 
@@ -100,7 +109,10 @@ def last_checkpoint(folder: str | Path, *, marker: str | None = None) -> Path | 
 
 
 def check_checkpoint(folder: str | Path) -> None:
-    """Refuse a checkpoint that does not exist, differs from its manifest, or has special files; on every rank. Collective."""
+    """Refuse a checkpoint that does not exist, differs from its manifest, or has special files; on every rank.
+
+    Collective.
+    """
     folder = Path(folder)
 
     def look() -> None:
@@ -121,17 +133,26 @@ def warn_of_changes(folder: Path, settings: Mapping[str, str], plan: Plan | None
     saved = {"global batch": manifest.global_batch_size, "communication": EXACT, **manifest.settings}
     own = {"global batch": plan.global_batch_size, "communication": plan.communication} if plan else {}
     now = {**own, **settings}
-    changed = [name for name in now if name in saved and None not in (saved[name], now[name]) and saved[name] != now[name]]
+    changed = [
+        name for name in now if name in saved and None not in (saved[name], now[name]) and saved[name] != now[name]
+    ]
     if changed:
         texts = [", ".join(f"{name} {values[name]}" for name in changed) for values in (saved, now)]
         _log.warning(
-            "%s was saved with %s; this run has %s: it does not continue the same training. To continue it, use the saved settings%s.",
-            folder, *texts, f" (OSDPConfig(global_batch_size={manifest.global_batch_size}))" if "global batch" in changed else "",
+            (
+                "%s was saved with %s; this run has %s: it does not continue the same training. To continue it, use"
+                " the saved settings%s."
+            ),
+            folder, *texts,
+            f" (OSDPConfig(global_batch_size={manifest.global_batch_size}))" if "global batch" in changed else "",
         )  # fmt: skip
 
 
 def _missing_part(path: Path, marker: str | None, *, known: bool) -> str | None:
-    """Return what a checkpoint lacks, or None. A missing manifest counts only if others in the folder have one (`known`)."""
+    """Return what a checkpoint lacks, or None.
+
+    A missing manifest counts only if others in the folder have one (`known`).
+    """
     if marker is not None and not (path / marker).is_file():
         return f"{marker} is missing"
     if (path / MANIFEST_NAME).is_file():
@@ -140,11 +161,18 @@ def _missing_part(path: Path, marker: str | None, *, known: bool) -> str | None:
         find_model(path)
     except CheckpointError as error:
         return str(error).rstrip(".")
-    return f"{MANIFEST_NAME} is missing, so it is incomplete or another program's; to resume from it, give its path" if known else None
+    return (
+        f"{MANIFEST_NAME} is missing, so it is incomplete or another program's; to resume from it, give its path"
+        if known
+        else None
+    )
 
 
 def _has_optimizer(folder: Path) -> bool:
-    """Return whether a checkpoint has the optimizer states that a restart needs; with `save_only_model` it has none. Collective."""
+    """Return whether a checkpoint has the optimizer states that a restart needs; with `save_only_model` it has none.
+
+    Collective.
+    """
     try:
         on_rank_zero(lambda: find_optimizer(folder))
     except CheckpointError as error:
@@ -179,7 +207,10 @@ def is_restart() -> bool:
 
 
 def start_fresh(folder: str | Path) -> None:
-    """Record, except after a restart, that a new training begins in a folder and ignores earlier checkpoints. Collective."""
+    """Record, except after a restart, that a new training begins in a folder and ignores earlier checkpoints.
+
+    Collective.
+    """
     if not is_restart():
         _record_training(Path(folder), is_new=True)
 
@@ -202,13 +233,18 @@ def _record_training(folder: Path, *, is_new: bool) -> None:
 
 
 def training_of_folder(folder: Path) -> str | None:
-    """Return the id of an output folder's training; None if all checkpoints belong to it. Raise CheckpointError for a damaged file."""
+    """Return the id of an output folder's training; None if all checkpoints belong to it.
+
+    Raise CheckpointError for a damaged file.
+    """
     path = folder / PARTIAL / _TRAINING_FILE
     if not path.is_file():
         return None
 
     def error(line: str) -> CheckpointError:
-        return CheckpointError(f"{line.rstrip('.')}. Remove it to resume from the last checkpoint, whichever training wrote it.")
+        return CheckpointError(
+            f"{line.rstrip('.')}. Remove it to resume from the last checkpoint, whichever training wrote it."
+        )
 
     content = read_json(path, "training id", error)
     training = content.get("training", "") if isinstance(content, dict) else ""
@@ -232,7 +268,10 @@ def own_checkpoints(folder: Path) -> list[Path]:
 
 
 def recorded_manifest(folder: str | Path) -> Manifest | None:
-    """Return the newest manifest of the training that this restart continues; None if there is none, or no restart. Collective."""
+    """Return the newest manifest of the training that this restart continues; None if there is none, or no restart.
+
+    Collective.
+    """
 
     def newest() -> Manifest | None:
         for path in own_checkpoints(Path(folder)):

@@ -1,4 +1,7 @@
-"""Read checkpoints without running code from their files. `resume.check_checkpoint` has already refused special files."""
+"""Read checkpoints without running code from their files.
+
+`resume.check_checkpoint` has already refused special files.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,9 @@ _MAX_INDEX_BYTES = 1 << 30
 
 
 def load_file(path: Path, *, numpy: bool = False) -> Any:  # noqa: ANN401  # whatever the file contains
-    """Load a file of `torch.save` onto the CPU; refuse anything but tensors, plain values and, with `numpy`, numpy arrays."""
+    """Load a file of `torch.save` onto the CPU; refuse anything but tensors, plain values and, with `numpy`, numpy
+    arrays.
+    """
     try:
         with torch.serialization.safe_globals(_NUMPY_TYPES if numpy else []):
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -40,7 +45,9 @@ def load_file(path: Path, *, numpy: bool = False) -> Any:  # noqa: ANN401  # wha
         # The first line of torch's message advises to load the file unsafely; the reason is further down.
         found = re.search(r"Unsupported \w+: [^\n]*?(?= was not| Please|\n|$)", str(error))
         reason = found.group(0) if found else str(error).split("\n")[0]
-        raise CheckpointError(f"{path} cannot be read as tensors and plain values ({reason}); use another checkpoint.") from None
+        raise CheckpointError(
+            f"{path} cannot be read as tensors and plain values ({reason}); use another checkpoint."
+        ) from None
 
 
 def check_inside(name: object) -> str:
@@ -49,12 +56,18 @@ def check_inside(name: object) -> str:
         path = PurePosixPath(name)
         if not path.is_absolute() and ".." not in path.parts and ":" not in path.parts[0]:
             return name
-    shown = repr(name) if isinstance(name, str) else f"of type {type(name).__name__}"  # a hostile value's repr may never end
-    raise CheckpointError(f"The checkpoint names a file {shown} outside of its folder; it was not written by training, do not use it.")
+    shown = (
+        repr(name) if isinstance(name, str) else f"of type {type(name).__name__}"
+    )  # a hostile value's repr may never end
+    raise CheckpointError(
+        f"The checkpoint names a file {shown} outside of its folder; it was not written by training, do not use it."
+    )
 
 
 def special_file(path: Path) -> str | None:
-    """Return why reading a path may block forever, as the end of a sentence; None for files, folders and missing paths."""
+    """Return why reading a path may block forever, as the end of a sentence; None for files, folders and missing
+    paths.
+    """
     try:
         mode = path.stat().st_mode
     except OSError:
@@ -63,7 +76,9 @@ def special_file(path: Path) -> str | None:
 
 
 class SafeReader(FileSystemReader):
-    """torch.distributed.checkpoint's reader, whose index, a pickle, may contain only that package's dataclasses and plain values."""
+    """torch.distributed.checkpoint's reader, whose index, a pickle, may contain only that package's dataclasses and
+    plain values.
+    """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index; refuse an index that is missing, damaged, or names files outside of the folder."""
@@ -71,14 +86,18 @@ class SafeReader(FileSystemReader):
         if not path.is_file():
             raise CheckpointError(f"{path} is missing; use another checkpoint.")
         if (size := path.stat().st_size) > _MAX_INDEX_BYTES:
-            raise CheckpointError(f"{path} has {size} bytes, but an index has at most {_MAX_INDEX_BYTES}; use another checkpoint.")
+            raise CheckpointError(
+                f"{path} has {size} bytes, but an index has at most {_MAX_INDEX_BYTES}; use another checkpoint."
+            )
         try:
             with path.open("rb") as file:
                 index = _checked_index(_IndexUnpickler(file).load())
         except CheckpointError:
             raise
         except Exception as error:  # a damaged pickle may raise any exception
-            raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); use another checkpoint.") from None
+            raise CheckpointError(
+                f"{path} cannot be read ({type(error).__name__}: {error}); use another checkpoint."
+            ) from None
         for info in (index.storage_data or {}).values():
             check_inside(getattr(info, "relative_path", None))
         index.storage_meta = index.storage_meta or metadata.StorageMeta()
@@ -90,7 +109,9 @@ class SafePlanner(DefaultLoadPlanner):
     """torch.distributed.checkpoint's planner, which reads only tensors and plain values."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        """Load one value safely and pass a new pickle of it to the base class, which would run code in the original."""
+        """Load one value safely and pass a new pickle of it to the base class, which would run code in the
+        original.
+        """
         safe = BytesIO()
         torch.save(torch.load(value, map_location="cpu", weights_only=True), safe)
         safe.seek(0)
@@ -98,12 +119,17 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 def _checked_index(index: object) -> Metadata:
-    """Refuse an object that is not an index, and values other than plain ones that torch would hash or compare later."""
+    """Refuse an object that is not an index, and values other than plain ones that torch would hash or compare
+    later.
+    """
     if not isinstance(index, Metadata):
         raise TypeError(f"a {type(index).__name__} is not an index")
     tensors = [stored for stored in index.state_dict_metadata.values() if isinstance(stored, TensorStorageMetadata)]
     chunks = [chunk for stored in tensors for chunk in stored.chunks]
-    sizes = [*(stored.size for stored in tensors), *(size for chunk in chunks for size in (chunk.offsets, chunk.sizes))]
+    sizes = [
+        *(stored.size for stored in tensors),
+        *(size for chunk in chunks for size in (chunk.offsets, chunk.sizes)),
+    ]
     if any(type(size) is not torch.Size for size in sizes):
         raise TypeError("a tensor's size is not a torch.Size")
     if any(type(part) not in (str, int) for path in (index.planner_data or {}).values() for part in path):
@@ -112,7 +138,9 @@ def _checked_index(index: object) -> Metadata:
 
 
 def _refusal(what: str) -> CheckpointError:
-    return CheckpointError(f"The checkpoint's index contains {what}, which does not belong in an index; do not use it.")
+    return CheckpointError(
+        f"The checkpoint's index contains {what}, which does not belong in an index; do not use it."
+    )
 
 
 def _by_scalar(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -129,7 +157,8 @@ def _by_scalar(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
 class _IndexUnpickler(pickle._Unpickler):
     """Unpickle only the types of an index, and dicts with simple keys.
 
-    The Python unpickler, 2.5 times as slow as C's (10 s for 50,000 tensors in shards), lets us check the keys of dicts before they are
+    The Python unpickler, 2.5 times as slow as C's (10 s for 50,000 tensors in shards), lets us check the keys of dicts
+    before they are
     hashed: a tuple that contains another one twice, and so on, takes twice as long to hash with every level.
     """
 
@@ -173,9 +202,12 @@ _INDEX_TYPES: tuple[Any, ...] = (
 )  # fmt: skip
 _KNOWN: dict[str, Any] = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in _INDEX_TYPES}
 _KNOWN |= {
-    f"{kind.__module__}.{kind.__qualname__}": _by_scalar(kind) for kind in (metadata._MEM_FORMAT_ENCODING, torch.serialization._get_layout)
+    f"{kind.__module__}.{kind.__qualname__}": _by_scalar(kind)
+    for kind in (metadata._MEM_FORMAT_ENCODING, torch.serialization._get_layout)
 }
 # Pickled paths name their classes' old or new module, and may be Windows paths.
 _KNOWN |= {
-    f"{home}.{kind.__name__}": PurePosixPath for home in ("pathlib", "pathlib._local") for kind in (PosixPath, WindowsPath, PurePosixPath)
+    f"{home}.{kind.__name__}": PurePosixPath
+    for home in ("pathlib", "pathlib._local")
+    for kind in (PosixPath, WindowsPath, PurePosixPath)
 }

@@ -1,4 +1,6 @@
-"""Save and load weights, optimizer and random states of any plan and world size, and the whole checkpoint of a plain loop."""
+"""Save and load weights, optimizer and random states of any plan and world size, and the whole checkpoint of a
+plain loop.
+"""
 
 from __future__ import annotations
 
@@ -46,17 +48,29 @@ from .writer import CheckpointWriter, Staging, on_every_rank
 _MODEL, _OPTIMIZER = "model", "optimizer"
 """Accelerate's keys of the states in folders of shards."""
 PROGRESS_NAME = "custom_checkpoint_0.pkl"
-_TRAINERS_NAMES = {"cpu": "torch_manual_seed", "cuda": "torch_cuda_manual_seed", "python": "random_state", "numpy": "numpy_random_seed"}
+_TRAINERS_NAMES = {
+    "cpu": "torch_manual_seed",
+    "cuda": "torch_cuda_manual_seed",
+    "python": "random_state",
+    "numpy": "numpy_random_seed",
+}
 """The Trainer's names of random states → Accelerate's names."""
 
 
 def save_model(
-    folder: Path, model: nn.Module, *, sharded: bool, index: int = 0, trainable_only: bool = False, files: FileSystem | None = None
+    folder: Path,
+    model: nn.Module,
+    *,
+    sharded: bool,
+    index: int = 0,
+    trainable_only: bool = False,
+    files: FileSystem | None = None,
 ) -> None:
-    """Write weights under their Hugging Face names into a checkpoint's folder. Collective; all raise CheckpointError if it fails.
+    """Write weights under their Hugging Face names into a checkpoint's folder. Collective; all raise CheckpointError
+    if it fails.
 
-    If `sharded`, each rank writes its shards, to the disk or to `files`; else rank 0 writes whole tensors. `index` is the model's number
-    among several. `trainable_only` leaves frozen parameters and buffers out, as for adapters.
+    If `sharded`, each rank writes its shards, to the disk or to `files`; else rank 0 writes whole tensors. `index` is
+    the model's number among several. `trainable_only` leaves frozen parameters and buffers out, as for adapters.
     """
     free_gathered(model)
     weights = named_weights(model) if sharded else full_state_dict(model)
@@ -64,7 +78,9 @@ def save_model(
     if trainable_only:
         names = {canonical_name(name) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
         names |= {whole.name for whole in split_names(model).values() if whole.parts[0] in names}
-    state = {name: value.detach() if torch.is_tensor(value) else value for name, value in weights.items() if name in names}
+    state = {
+        name: value.detach() if torch.is_tensor(value) else value for name, value in weights.items() if name in names
+    }
     if sharded:
         write_shards(layouts.model_path(folder, index, sharded=True), {_MODEL: state}, files)
     else:
@@ -72,18 +88,32 @@ def save_model(
 
 
 def save_optimizer(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, sharded: bool, index: int = 0, files: FileSystem | None = None
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    sharded: bool,
+    index: int = 0,
+    files: FileSystem | None = None,
 ) -> None:
-    """Write an optimizer's state by its parameters' Hugging Face names. Collective; arguments and errors are as for `save_model`."""
+    """Write an optimizer's state by its parameters' Hugging Face names.
+
+    Collective; arguments and errors are as for `save_model`.
+    """
     if sharded:
-        write_shards(layouts.optimizer_path(folder, index, sharded=True), {_OPTIMIZER: optimizer_state(model, optimizer)}, files)
+        write_shards(
+            layouts.optimizer_path(folder, index, sharded=True), {_OPTIMIZER: optimizer_state(model, optimizer)}, files
+        )
         return
     whole = full_optimizer_state_dict(model, optimizer)
     on_rank_zero(lambda: torch.save(whole, layouts.optimizer_path(folder, index, sharded=False)))
 
 
 def write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) -> None:
-    """Write a state by torch.distributed.checkpoint, on each rank its shards. Collective; all raise CheckpointError if one fails."""
+    """Write a state by torch.distributed.checkpoint, on each rank its shards.
+
+    Collective; all raise CheckpointError if one fails.
+    """
     writer = FileSystemWriter(path, sync_files=False)  # `CheckpointWriter` flushes all files of the checkpoint
     writer.fs = files or writer.fs
     with warnings.catch_warnings():
@@ -91,11 +121,16 @@ def write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) ->
         try:
             save_shards(state, storage_writer=writer, process_group=gloo_group())
         except CheckpointException as failed:  # raised on every rank if any rank fails
-            raise CheckpointError(f"{path} cannot be written ({layouts.cause_of(failed)}); the previous checkpoint is the last.") from None
+            raise CheckpointError(
+                f"{path} cannot be written ({layouts.cause_of(failed)}); the previous checkpoint is the last."
+            ) from None
 
 
 def load_model(folder: Path, model: nn.Module, *, index: int = 0, trainable_only: bool = False) -> None:
-    """Load weights of any layout. Collective; all ranks raise CheckpointError if they are missing, damaged or of another model."""
+    """Load weights of any layout.
+
+    Collective; all ranks raise CheckpointError if they are missing, damaged or of another model.
+    """
     free_gathered(model)
     path = on_rank_zero(lambda: layouts.find_model(folder, index))
     targets = named_weights(model)
@@ -103,7 +138,11 @@ def load_model(folder: Path, model: nn.Module, *, index: int = 0, trainable_only
         keys = _index_of(path).planner_data.values()
         saved = {str(key[1]) for key in keys if key[0] == _MODEL and len(key) > 1}
         names = _saved_names(saved, targets, path, strict=not trainable_only)
-        found = {names[name]: value.detach() if torch.is_tensor(value) else value for name, value in targets.items() if name in names}
+        found = {
+            names[name]: value.detach() if torch.is_tensor(value) else value
+            for name, value in targets.items()
+            if name in names
+        }
         _read_shards(path, {_MODEL: found})
         if others := {name: value for name, value in found.items() if not torch.is_tensor(value)}:
             model.load_state_dict(others, strict=False)
@@ -122,7 +161,10 @@ def load_model(folder: Path, model: nn.Module, *, index: int = 0, trainable_only
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, index: int = 0) -> None:
-    """Load an optimizer's state of any layout. Collective; all ranks raise CheckpointError if it is missing or does not fit."""
+    """Load an optimizer's state of any layout.
+
+    Collective; all ranks raise CheckpointError if it is missing or does not fit.
+    """
     path = on_rank_zero(lambda: layouts.find_optimizer(folder, index))
     try:
         if layouts.is_sharded(path) and isinstance(model, FSDPModule):
@@ -137,11 +179,16 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
         load_full_optimizer_state_dict(model, optimizer, _read_on_rank_zero(read))
     except (RuntimeError, ValueError, KeyError) as error:
         text = " ".join(str(error).split()).rstrip(".")
-        raise CheckpointError(f"{path} cannot be loaded ({text}); make the model and the optimizer that were saved.") from None
+        raise CheckpointError(
+            f"{path} cannot be loaded ({text}); make the model and the optimizer that were saved."
+        ) from None
 
 
 def _load_sharded_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load states in shards; each rank reads its own. Parameters without a gradient at the time of saving have no state."""
+    """Load states in shards; each rank reads its own.
+
+    Parameters without a gradient at the time of saving have no state.
+    """
     mine = optimizer_state(model, optimizer, as_target=True)
     index, saved, group_keys = _index_of(path), dict[str, dict[str, Any]](), set[str]()
     for flat, keys in index.planner_data.items():
@@ -178,26 +225,37 @@ def _read_on_rank_zero(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _saved_names(saved: Iterable[str], targets: Mapping[str, torch.Tensor], path: Path, *, strict: bool) -> dict[str, str]:
-    """Map the model's names to those in the file, which may hold only one of several tied names; refuse names that do not fit."""
+def _saved_names(
+    saved: Iterable[str], targets: Mapping[str, torch.Tensor], path: Path, *, strict: bool
+) -> dict[str, str]:
+    """Map the model's names to those in the file, which may hold only one of several tied names; refuse names that
+    do not fit.
+    """
     own = {_adapter_name(name, targets): name for name in saved}
     by_tensor = {id(target): own[name] for name, target in targets.items() if name in own}
-    found = {name: own.get(name) or by_tensor[id(target)] for name, target in targets.items() if id(target) in by_tensor}
+    found = {
+        name: own.get(name) or by_tensor[id(target)] for name, target in targets.items() if id(target) in by_tensor
+    }
     missing, unexpected = sorted(targets.keys() - found.keys()), sorted(own.keys() - targets.keys())
     if unexpected or (missing and strict):
         raise CheckpointError(
-            f"{path} is not of this model: {len(missing)} of its names are missing {missing[:2]}, {len(unexpected)} are not known"
+            f"{path} is not of this model: {len(missing)} of its names are missing {missing[:2]}, {len(unexpected)}"
+            " are not known"
             f" {unexpected[:2]}; make the model that was saved."
         )
     return found
 
 
 def _adapter_name(name: str, names: Iterable[str]) -> str:
-    """Return the model's own name of a saved one; peft's files omit the adapter's name: `lora_A.weight` is `lora_A.default.weight`."""
+    """Return the model's own name of a saved one; peft's files omit the adapter's name: `lora_A.weight` is
+    `lora_A.default.weight`.
+    """
     if name in names or not name.startswith("base_model."):
         return name
     adapters = (full for full in names if ".default" in full)
-    return next((full for full in adapters if full.replace(".modules_to_save", "").replace(".default", "") == name), name)
+    return next(
+        (full for full in adapters if full.replace(".modules_to_save", "").replace(".default", "") == name), name
+    )
 
 
 def save_loop(
@@ -213,7 +271,8 @@ def stage_loop(
     staging: Staging, model: nn.Module, optimizer: torch.optim.Optimizer, *,
     others: Mapping[str, Stateful], progress: Mapping[str, Any], sharded: bool,
 ) -> None:  # fmt: skip
-    """Write the files of a loop's checkpoint: model, optimizer, random states, `others` by file name, rank 0's `progress`. Collective.
+    """Write the files of a loop's checkpoint: model, optimizer, random states, `others` by file name, rank 0's
+    `progress`. Collective.
 
     All ranks raise CheckpointError if a file cannot be written.
     """
@@ -244,7 +303,11 @@ def load_loop(
     def read_rest() -> dict[str, Any]:
         if missing := [name for name in others if not (folder / name).is_file()]:
             raise CheckpointError(f"Checkpoint {folder} lacks {missing[0]}, which this run needs; take another.")
-        return {name: load_file(folder / name, numpy=True) for name in (*others, PROGRESS_NAME) if (folder / name).is_file()}
+        return {
+            name: load_file(folder / name, numpy=True)
+            for name in (*others, PROGRESS_NAME)
+            if (folder / name).is_file()
+        }
 
     rest = on_rank_zero(read_rest)
     run = writer or CheckpointWriter()
@@ -258,15 +321,24 @@ def load_loop(
 
 
 def save_random_states(folder: Path, rank: int) -> None:
-    states = {"random_state": random.getstate(), "numpy_random_seed": np.random.get_state(), "torch_manual_seed": torch.get_rng_state()}
+    states = {
+        "random_state": random.getstate(),
+        "numpy_random_seed": np.random.get_state(),
+        "torch_manual_seed": torch.get_rng_state(),
+    }
     if torch.cuda.is_available():
         states["torch_cuda_manual_seed"] = torch.cuda.get_rng_state_all()
     torch.save(states, folder / f"random_states_{rank}.pkl")
 
 
 def load_random_states(folder: Path, rank: int) -> None:
-    """Restore this process's random states; a rank that was not saved gets a new state, derived from rank 0's and its own number."""
-    names = {rank: (f"random_states_{rank}.pkl", f"rng_state_{rank}.pth"), 0: ("random_states_0.pkl", "rng_state_0.pth", "rng_state.pth")}
+    """Restore this process's random states; a rank that was not saved gets a new state, derived from rank 0's and
+    its own number.
+    """
+    names = {
+        rank: (f"random_states_{rank}.pkl", f"rng_state_{rank}.pth"),
+        0: ("random_states_0.pkl", "rng_state_0.pth", "rng_state.pth"),
+    }
     for number in (rank, 0):
         for path in (folder / name for name in names[number]):
             if path.is_file():
@@ -290,7 +362,9 @@ def _set_random_states(path: Path, *, of_other_rank: int | None) -> None:
         np.random.set_state(states["numpy_random_seed"])
         torch.set_rng_state(cpu)
         if cuda is not None and torch.cuda.is_available():
-            for device, own in zip(range(torch.cuda.device_count()), [cuda] if torch.is_tensor(cuda) else cuda, strict=False):
+            for device, own in zip(
+                range(torch.cuda.device_count()), [cuda] if torch.is_tensor(cuda) else cuda, strict=False
+            ):
                 torch.cuda.set_rng_state(own, device)
     except (TypeError, ValueError, RuntimeError, AttributeError, KeyError) as error:
         raise CheckpointError(f"{path} holds no random states ({error}); use another checkpoint.") from None

@@ -24,7 +24,16 @@ from ..distributed.process_group import all_gather_objects, gloo_group, host_bar
 from ..distributed.stop import waits_in_background
 from ..errors import CheckpointError
 from ..planner.plan import Plan
-from .folders import FileRecord, Manifest, complete, discard_staging, flush, lock_name, prepare_staging, unlock_checkpoints
+from .folders import (
+    FileRecord,
+    Manifest,
+    complete,
+    discard_staging,
+    flush,
+    lock_name,
+    prepare_staging,
+    unlock_checkpoints,
+)
 from .resume import training_of_folder
 
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
@@ -74,7 +83,9 @@ class CheckpointWriter:
         in_background: copy shards to the host's memory, and write them to the disk while training continues.
     """
 
-    def __init__(self, *, plan: Plan | None = None, settings: Mapping[str, str] | None = None, in_background: bool = False) -> None:
+    def __init__(
+        self, *, plan: Plan | None = None, settings: Mapping[str, str] | None = None, in_background: bool = False
+    ) -> None:
         self.plan = plan
         self.settings = dict(settings or {})
         self.in_background = in_background
@@ -84,10 +95,11 @@ class CheckpointWriter:
 
     @contextmanager
     def new(self, folder: str | Path, **settings: str) -> Iterator[Staging]:
-        """Wait for the previous checkpoint, yield where to write a new one, and publish it under its name at the end. Collective.
+        """Wait for the previous checkpoint, yield where to write a new one, and publish it under its name at the end.
+        Collective.
 
-        Only shards are written in the background: all other files must exist at the end of the context. Every rank raises CheckpointError
-        if this checkpoint or the previous one cannot be written, or another run writes there.
+        Only shards are written in the background: all other files must exist at the end of the context. Every rank
+        raises CheckpointError if this checkpoint or the previous one cannot be written, or another run writes there.
         """
         self.wait()
         folder = Path(folder).resolve()
@@ -105,19 +117,28 @@ class CheckpointWriter:
         manifest = Manifest(files={}, world_size=world_size(), settings={**self.settings, **settings})
         if plan := self.plan:
             sends = {**manifest.settings, "communication": plan.communication}
-            manifest = replace(manifest, settings=sends, plan=plan.fingerprint, global_batch_size=plan.global_batch_size)
+            manifest = replace(
+                manifest, settings=sends, plan=plan.fingerprint, global_batch_size=plan.global_batch_size
+            )
         host_barrier()  # rank 0 computes the checksums of files that other ranks wrote
         group = gloo_group()
         if self.in_background and group is not None:
-            group = self._group = self._group or dist.new_group(backend="gloo", timeout=_LONGEST_WRITE)  # used only by the thread
-        self._thread = threading.Thread(target=self._write, args=(staging, folder, manifest, group, rank()), name="checkpoint")
+            group = self._group = self._group or dist.new_group(
+                backend="gloo", timeout=_LONGEST_WRITE
+            )  # used only by the thread
+        self._thread = threading.Thread(
+            target=self._write, args=(staging, folder, manifest, group, rank()), name="checkpoint"
+        )
         self._thread.start()
         waits_in_background[self.wait] = None
         if not self.in_background:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete. Collective; all ranks raise CheckpointError if it could not be written."""
+        """Wait until the last checkpoint is complete.
+
+        Collective; all ranks raise CheckpointError if it could not be written.
+        """
         if self._thread is None:  # the same on every rank
             return
         self._thread.join()
@@ -125,8 +146,12 @@ class CheckpointWriter:
         self._thread = None
         _checked(all_gather_objects(self._error))
 
-    def _write(self, staging: Staging, folder: Path, manifest: Manifest, group: dist.ProcessGroup | None, number: int) -> None:
-        """Write the shards that are held in memory, then complete the checkpoint on rank 0 when every rank has written. Run in a thread."""
+    def _write(
+        self, staging: Staging, folder: Path, manifest: Manifest, group: dist.ProcessGroup | None, number: int
+    ) -> None:
+        """Write the shards that are held in memory, then complete the checkpoint on rank 0 when every rank has
+        written. Run in a thread.
+        """
         held = getattr(staging.file_system, "held", {})
 
         def own_part() -> dict[str, FileRecord]:
@@ -155,7 +180,10 @@ class CheckpointWriter:
 
 
 def on_every_rank(act: Callable[[], T]) -> list[T]:
-    """Run `act` on each rank and return the results of all. Collective; every rank raises CheckpointError if one fails."""
+    """Run `act` on each rank and return the results of all.
+
+    Collective; every rank raises CheckpointError if one fails.
+    """
     return _checked(all_gather_objects(_result_or_error(act)))
 
 
@@ -165,7 +193,8 @@ def _wait_for_folder(staged: Path) -> None:
     while not staged.is_dir():
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"Rank {rank()} on {socket.gethostname()} does not see {staged}, which rank 0 made; give a folder that all machines share."
+                f"Rank {rank()} on {socket.gethostname()} does not see {staged}, which rank 0 made; give a folder that"
+                " all machines share."
             )
         time.sleep(_PAUSE_S)
 

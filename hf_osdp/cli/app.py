@@ -26,7 +26,9 @@ Planning needs no GPU and no weights, only a model's configuration and the kind 
 
 
 class OneLineErrors(TyperGroup):
-    """Commands that print errors of the input, the model or a file as one line on stderr; other errors keep their traceback."""
+    """Commands that print errors of the input, the model or a file as one line on stderr; other errors keep their
+    traceback.
+    """
 
     def main(self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **kwargs: Any) -> Any:  # type: ignore[override]  # noqa: ANN401
         words = sys.argv[1:] if args is None else list(args)
@@ -55,20 +57,34 @@ def browser(
     try:
         from .browser import build
     except ImportError as error:
-        raise ValueError(f"The page needs {error.name}, which is not installed; run: pip install 'hf_osdp[app]'.") from None
+        raise ValueError(
+            f"The page needs {error.name}, which is not installed; run: pip install 'hf_osdp[app]'."
+        ) from None
     page = build()
     try:
-        page.launch(server_name=host, server_port=port, share=False, footer_links=[], quiet=True, prevent_thread_lock=True)
+        page.launch(
+            server_name=host, server_port=port, share=False, footer_links=[], quiet=True, prevent_thread_lock=True
+        )
     except OSError:
         raise ValueError(
-            f"--host {host} --port {port}: this address cannot be used; give another port, or an address of this machine."
+            f"--host {host} --port {port}: this address cannot be used; give another port, or an address of this"
+            " machine."
         ) from None
     typer.echo(f"The planner is at http://{host}:{port}/; press Ctrl-C to stop it.")
     page.block_thread()
 
 
-app = typer.Typer(cls=OneLineErrors, name="hf-osdp", help=_HELP, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-_TO_PLAN = "gpt2-xl --device a100-80 --devices-per-node 8 --memory-limit 16GiB --sequence-length 1024 --global-batch-size 64"
+app = typer.Typer(
+    cls=OneLineErrors,
+    name="hf-osdp",
+    help=_HELP,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_TO_PLAN = (
+    "gpt2-xl --device a100-80 --devices-per-node 8 --memory-limit 16GiB --sequence-length 1024 --global-batch-size 64"
+)
 _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "plan": (with_flags(plan, make=Request), f"{_TO_PLAN} --output plan.json"),
     "explain": (explain, "plan.json"),
@@ -86,11 +102,17 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
 }
 """Each command with the arguments of the example at the end of its help page."""
 for _name, (_command, _example) in _COMMANDS.items():
-    _others = {"allow_extra_args": True, "allow_interspersed_args": False, "ignore_unknown_options": True} if _name == "run" else {}
+    _others = (
+        {"allow_extra_args": True, "allow_interspersed_args": False, "ignore_unknown_options": True}
+        if _name == "run"
+        else {}
+    )
     app.command(_name, epilog=f"Example: hf-osdp {_name} {_example}", context_settings=_others)(_command)
 
 
 def main() -> None:
     """Run `hf-osdp`."""
-    gc.set_threshold(100_000, 50, 1000)  # collecting garbage among the objects of torch and transformers takes a fifth of a plan's time
+    gc.set_threshold(
+        100_000, 50, 1000
+    )  # collecting garbage among the objects of torch and transformers takes a fifth of a plan's time
     app()

@@ -26,11 +26,13 @@ from .question import Planned, Planner, Question
 
 _NAMES = [field.name for field in fields(Question)]
 _CONFIG_BYTES = 2**18
-_KEEP_LINK = "() => { const link = document.querySelector('#link a'); if (link) history.replaceState(null, '', link.href) }"
+_KEEP_LINK = (
+    "() => { const link = document.querySelector('#link a'); if (link) history.replaceState(null, '', link.href) }"
+)
 """Writes the question into the browser's address."""
 _STYLE = Path(__file__).with_suffix(".css")
 _TITLE = """# The fastest way to train a model on these devices
-For each part of a model, hf_osdp decides how to shard it within the memory limit. Planning needs no GPU and no weights."""
+For each part of a model, hf_osdp decides how to shard it within the memory limit. Planning needs no GPU and no weights."""  # noqa: E501
 
 
 def build() -> gr.Blocks:
@@ -61,9 +63,14 @@ def _form() -> list[Any]:
         device = _choice("device", list(preset_names()), "Devices")
         with gr.Row():
             nodes, devices = _number("num_nodes", "Machines"), _number("devices_per_node", "Devices per machine")
-        limit = gr.Textbox(start.memory_limit, label="Memory limit per device", placeholder="all, or 40GiB", elem_id="memory_limit")
+        limit = gr.Textbox(
+            start.memory_limit, label="Memory limit per device", placeholder="all, or 40GiB", elem_id="memory_limit"
+        )
         with gr.Row():
-            length, batch = _number("sequence_length", "Tokens per sample"), _number("global_batch_size", "Samples per step")
+            length, batch = (
+                _number("sequence_length", "Tokens per sample"),
+                _number("global_batch_size", "Samples per step"),
+            )
         precision = _choice("precision", [("default of the device", ""), "bf16", "fp16", "no"], "Mixed precision")
         compiles = gr.Checkbox(start.compile, label="Compile blocks with torch.compile", elem_id="compile")
     file.upload(_read, file, [model, config])
@@ -84,7 +91,10 @@ def _read(path: str) -> tuple[str, str]:
     """Return an empty model name and the text of a config.json."""
     file = Path(path)
     if file.stat().st_size > _CONFIG_BYTES:
-        raise gr.Error(f"The file has {format_bytes(file.stat().st_size)}; a config.json may have at most {format_bytes(_CONFIG_BYTES)}.")
+        raise gr.Error(
+            f"The file has {format_bytes(file.stat().st_size)}; a config.json may have at most"
+            f" {format_bytes(_CONFIG_BYTES)}."
+        )
     return "", file.read_text(encoding="utf-8", errors="replace")
 
 
@@ -98,8 +108,12 @@ def _answers() -> list[Any]:
         devices = gr.Slider(1, 16, step=1, label="What if: devices per machine", elem_id="devices")
     changed = gr.HTML(elem_id="what-if", apply_default_css=False, min_height=60)
     script = gr.Code(label="In the script", language="python", interactive=False, elem_id="script")
-    launch = gr.Code(label="Or osdp.yaml, for an unchanged script", language="yaml", interactive=False, elem_id="launch")
-    command = gr.Textbox(label="The same plan on the command line", lines=2, interactive=False, buttons=["copy"], elem_id="command")
+    launch = gr.Code(
+        label="Or osdp.yaml, for an unchanged script", language="yaml", interactive=False, elem_id="launch"
+    )
+    command = gr.Textbox(
+        label="The same plan on the command line", lines=2, interactive=False, buttons=["copy"], elem_id="command"
+    )
     return [plan, chart, limit, devices, script, launch, command, changed, comparison]
 
 
@@ -200,7 +214,9 @@ def _picture(chart: alt.TopLevelMixin) -> str:
     """Return a chart as an SVG image."""
     svg = vl_convert.vegalite_to_svg(chart.to_dict())
     source = base64.b64encode(svg.encode()).decode()
-    return _html(f'<img src="data:image/svg+xml;base64,{source}" alt="Memory of one device over a step, and time by stream">')
+    return _html(
+        f'<img src="data:image/svg+xml;base64,{source}" alt="Memory of one device over a step, and time by stream">'
+    )
 
 
 def _table(table: Table) -> str:
@@ -208,7 +224,11 @@ def _table(table: Table) -> str:
 
     def row(tag: str, cells: Iterable[object]) -> str:
         aligned = zip(cells, (column.justify for column in table.columns), strict=True)
-        return "<tr>" + "".join(f'<{tag} class="{justify}">{escape(str(cell))}</{tag}>' for cell, justify in aligned) + "</tr>"
+        return (
+            "<tr>"
+            + "".join(f'<{tag} class="{justify}">{escape(str(cell))}</{tag}>' for cell, justify in aligned)
+            + "</tr>"
+        )
 
     head = row("th", (column.header for column in table.columns))
     body = "".join(row("td", cells) for cells in zip(*(column.cells for column in table.columns), strict=True))

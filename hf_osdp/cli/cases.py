@@ -19,7 +19,15 @@ from ..errors import nearest
 from ..modeling.catalogue import find_shape, shape_names
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware, check_margin
-from ..planner.job import ADAFACTOR, BITSANDBYTES, LOW_BIT, OptimizerSpec, Precision, TrainingJob, bitsandbytes_of_trainer
+from ..planner.job import (
+    ADAFACTOR,
+    BITSANDBYTES,
+    LOW_BIT,
+    OptimizerSpec,
+    Precision,
+    TrainingJob,
+    bitsandbytes_of_trainer,
+)
 from ..planner.presets import preset, preset_names
 from ..planner.profile import Profile, with_block_times
 from ..quantities import parse_limit
@@ -34,12 +42,14 @@ if TYPE_CHECKING:
     from ..planning.problem import Describer, FoundPlan
 
 OPTIMIZERS = {
-    "adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum", states=1), "sgd": OptimizerSpec(name="sgd", states=0), **LOW_BIT,
+    "adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum", states=1),
+    "sgd": OptimizerSpec(name="sgd", states=0), **LOW_BIT,
     "adafactor": ADAFACTOR, **{name: bitsandbytes_of_trainer(name) for name in BITSANDBYTES},
 }  # fmt: skip
 """Optimizers by the names of `--optimizer`."""
 _OPTIONS = (
-    "block_classes", "recompute", "host_offload", "offload_optimizer", "offload_activations", "compile", "operator_splitting",
+    "block_classes", "recompute", "host_offload", "offload_optimizer", "offload_activations", "compile",
+    "operator_splitting",
     "split_vocabulary", "communication", "sequence_length", "global_batch_size", "micro_batch_size",
 )  # fmt: skip
 """Fields of a request that `OSDPConfig` also has."""
@@ -48,7 +58,10 @@ _HUB_TIMEOUT_S = 5
 
 
 class Case:
-    """The run that a request describes. Each part is computed on first use, and raises OSDPError or ValueError if it is wrong."""
+    """The run that a request describes.
+
+    Each part is computed on first use, and raises OSDPError or ValueError if it is wrong.
+    """
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -65,7 +78,9 @@ class Case:
         margin = None if request.margin is None else check_margin(request.margin, name="--margin")
         if (request.device is None) == (request.profile is None):
             given = "Both were given" if request.device else "Neither was given"
-            raise ValueError(f"{given}: use either --device with one of {', '.join(preset_names())}, or --profile FILE.")
+            raise ValueError(
+                f"{given}: use either --device with one of {', '.join(preset_names())}, or --profile FILE."
+            )
         hardware = preset(str(request.device)) if self.profile is None else self.profile.hardware
         nodes, devices = request.num_nodes or hardware.nodes, request.devices_per_node or hardware.devices_per_node
         if (nodes, devices) != (hardware.nodes, hardware.devices_per_node):
@@ -147,13 +162,17 @@ class Case:
         return self._build(self.model_config)
 
     def _build(self, model_config: object) -> nn.Module:
-        """Return a configuration's model on the meta device, with requested adapters, and float32 master weights in mixed precision."""
+        """Return a configuration's model on the meta device, with requested adapters, and float32 master weights in
+        mixed precision.
+        """
         from ..modeling.build import build_on_meta, with_lora
         from ..sharding.environment import hold_master_weights
 
         request = self.request
         if request.lora_rank is None and request.lora_targets:
-            raise ValueError(f"--lora-targets {request.lora_targets} has no effect without --lora-rank; give both, or neither.")
+            raise ValueError(
+                f"--lora-targets {request.lora_targets} has no effect without --lora-rank; give both, or neither."
+            )
         model = build_on_meta(model_config, request.auto_class)
         if request.lora_rank is not None:
             model = with_lora(model, request.lora_rank, names_in(request.lora_targets))
@@ -168,8 +187,12 @@ class Case:
         _ = self.job, self.limit_bytes, self.model_config
         return find_plan(self.model, self.limited, self.facts, hardware=self.hardware, trace=self._trace)
 
-    def describer(self, model_config: object = None, *, facts: RunFacts | None = None, sequence_length: int | None = None) -> Describer:
-        """Return a describer of the model, or of another configuration's model, perhaps for other facts and another length."""
+    def describer(
+        self, model_config: object = None, *, facts: RunFacts | None = None, sequence_length: int | None = None
+    ) -> Describer:
+        """Return a describer of the model, or of another configuration's model, perhaps for other facts and another
+        length.
+        """
         from ..planning.problem import Describer
 
         model = self._build(model_config) if model_config else self.model
@@ -200,12 +223,16 @@ def names_in(text: str | None) -> list[str]:
 def load_config(model: str) -> PreTrainedConfig:
     """Load a transformers configuration from a hub id, a folder or a file; raise ValueError if there is none.
 
-    The hub's cache is tried before the hub; if neither has the configuration, a built-in shape is used, with a line on stderr.
+    The hub's cache is tried before the hub; if neither has the configuration, a built-in shape is used, with a line on
+    stderr.
     """
     path = Path(model).expanduser()
     local = path.exists()
     if not local and (model.endswith(".json") or model.startswith((".", "/", "~")) or model.count("/") > 1):
-        raise ValueError(f"MODEL {model!r}: there is no such file or folder; give a config.json, a folder that has one, or a hub id.")
+        raise ValueError(
+            f"MODEL {model!r}: there is no such file or folder; give a config.json, a folder that has one, or a hub"
+            " id."
+        )
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     from transformers.utils import logging as transformers_logging
 
@@ -213,7 +240,9 @@ def load_config(model: str) -> PreTrainedConfig:
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     if local:
         config = _read(str(path), model)
-        config._name_or_path = path.resolve().parent.name if path.name == "config.json" else path.stem  # tables have no room for a path
+        config._name_or_path = (
+            path.resolve().parent.name if path.name == "config.json" else path.stem
+        )  # tables have no room for a path
         return config
     with suppress(OSError, ValueError):
         return _from_pretrained(model, local_files_only=True)
@@ -221,8 +250,12 @@ def load_config(model: str) -> PreTrainedConfig:
     if reason is None:
         return _read(model, model)
     if (shape := find_shape(model)) is None:
-        raise ValueError(f"MODEL {model!r} {reason}; give a config.json, or a folder that has one{nearest(model, shape_names())}.")
-    typer.echo(f"hf-osdp: MODEL {model!r} {reason}; using the built-in shape of {shape.name}, from {shape.source}.", err=True)
+        raise ValueError(
+            f"MODEL {model!r} {reason}; give a config.json, or a folder that has one{nearest(model, shape_names())}."
+        )
+    typer.echo(
+        f"hf-osdp: MODEL {model!r} {reason}; using the built-in shape of {shape.name}, from {shape.source}.", err=True
+    )
     return shape.config
 
 
@@ -244,7 +277,8 @@ def _read(source: str, model: str) -> PreTrainedConfig:
 def _fetch_from_hub(model: str) -> str | None:
     """Fetch a configuration into the hub's cache; return the reason if that fails, else None.
 
-    A request with a short timeout is sent first, because `huggingface_hub` retries for half a minute if the hub does not answer.
+    A request with a short timeout is sent first, because `huggingface_hub` retries for half a minute if the hub does
+    not answer.
     """
     from huggingface_hub import constants, errors, hf_hub_download
 
@@ -262,5 +296,7 @@ def _fetch_from_hub(model: str) -> str | None:
     except errors.RemoteEntryNotFoundError:
         return "has no config.json on the hub"
     except OSError:
-        return f"is not a file or folder and not in the hub's cache, and the hub ({constants.ENDPOINT}) cannot be reached"
+        return (
+            f"is not a file or folder and not in the hub's cache, and the hub ({constants.ENDPOINT}) cannot be reached"
+        )
     return None

@@ -29,19 +29,29 @@ if TYPE_CHECKING:
     from ..planning.simulate import SimulatedRound
     from ..report.plots import AnyChart
 
-_RANKS = "missing ranks, and ranks with other versions, models, plans or devices than rank 0: checked when a run starts"
+_RANKS = (
+    "missing ranks, and ranks with other versions, models, plans or devices than rank 0: checked when a run starts"
+)
 
 
 def plan(
     request: Request,
-    output: Annotated[Path | None, option("FILE", "Write the plan, for OSDPConfig(plan=FILE) and for `hf-osdp explain FILE`.")] = None,
+    output: Annotated[
+        Path | None, option("FILE", "Write the plan, for OSDPConfig(plan=FILE) and for `hf-osdp explain FILE`.")
+    ] = None,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="Run FSDP2's real step on fake tensors; plan again if its peak exceeds the limit.")
+        bool,
+        typer.Option(
+            "--simulate", help="Run FSDP2's real step on fake tensors; plan again if its peak exceeds the limit."
+        ),
     ] = False,
     json_file: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
-    """Find the fastest plan that fits: a layout for each unit, and the micro-batch size. Needs no device and no weights."""
+    """Find the fastest plan that fits: a layout for each unit, and the micro-batch size.
+
+    Needs no device and no weights.
+    """
     screen = Output(json_file, plot=plot, output=output)
     started = time.perf_counter()
     rounds: tuple[SimulatedRound, ...] = ()
@@ -52,21 +62,30 @@ def plan(
             from ..planning.simulate import search_and_simulate
 
             checkpointed = request.activation_checkpointing
-            rounds = search_and_simulate(case.model, problem, device_type=case.device_type, activation_checkpointing=checkpointed)
+            rounds = search_and_simulate(
+                case.model, problem, device_type=case.device_type, activation_checkpointing=checkpointed
+            )
             found, problem = rounds[-1].found.plan, replace(problem, job=rounds[-1].job)
     planning_s = time.perf_counter() - started
     inputs = PlanInputs.of(problem)
     estimate = inputs.estimate(found)
     screen.print(plan_table(found, problem.description, estimate), *plan_caption(found, estimate, problem.hardware))
-    screen.print(f"Planned for {problem.hardware.summary} in {format_seconds(planning_s)}; activations: {problem.description.trace}.")
+    screen.print(
+        f"Planned for {problem.hardware.summary} in {format_seconds(planning_s)}; activations:"
+        f" {problem.description.trace}."
+    )
     screen.print(case.precision_line)
     content = report_content(found, inputs, estimate, planning_s=planning_s)
     del content["inputs"]  # --output has them
     if rounds:
-        content["simulated"] = [{"fingerprint": tried.found.plan.fingerprint, **plain(tried.simulation)} for tried in rounds]
+        content["simulated"] = [
+            {"fingerprint": tried.found.plan.fingerprint, **plain(tried.simulation)} for tried in rounds
+        ]
         for earlier in rounds[:-1]:
             over = format_bytes(earlier.peak_on(problem.hardware) - problem.room_bytes)
-            screen.print(f"Plan {earlier.found.plan.fingerprint} was rejected: its simulated peak is {over} over the limit.")
+            screen.print(
+                f"Plan {earlier.found.plan.fingerprint} was rejected: its simulated peak is {over} over the limit."
+            )
         last = rounds[-1].simulation
         screen.print("", simulation_table(estimate.memory.peak, last.peak_bytes, last.breakdown))
         screen.print(f"Simulated FSDP2's step on fake tensors in {format_seconds(last.seconds)}.")
@@ -87,7 +106,9 @@ def _draw(screen: Output, path: Path | None, make: Callable[[ModuleType], AnyCha
 
 
 def explain(
-    plan_file: Annotated[Path, typer.Argument(metavar="PLAN", help="A file from `hf-osdp plan --output`, or a run's osdp_report.json.")],
+    plan_file: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="A file from `hf-osdp plan --output`, or a run's osdp_report.json.")
+    ],
     json_file: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
@@ -97,15 +118,18 @@ def explain(
         plan, inputs = read_plan_file(plan_file)
         if inputs is None:
             raise ValueError(
-                f"{plan_file} holds only a plan; give a file from `hf-osdp plan --output`, or a run's osdp_report.json, which also"
+                f"{plan_file} holds only a plan; give a file from `hf-osdp plan --output`, or a run's"
+                " osdp_report.json, which also"
                 " hold the plan's inputs."
             )
         explanation = explain_plan(plan, inputs)
     where = "" if inputs.hardware is None else f" on {inputs.hardware.summary}"
     screen.print(
-        f"Plan {plan.fingerprint} ({plan.strategy}) for {plan.model_name or inputs.description.model_class}{where}, {plan.sequence_length}"
+        f"Plan {plan.fingerprint} ({plan.strategy}) for {plan.model_name or inputs.description.model_class}{where},"
+        f" {plan.sequence_length}"
         f" tokens per sample: {batch_text(plan)}.",
-        *plan_caption(plan, explanation.estimate)[1:], f"Activations: {inputs.description.trace}.", "", *explanation_tables(explanation),
+        *plan_caption(plan, explanation.estimate)[1:], f"Activations: {inputs.description.trace}.", "",
+        *explanation_tables(explanation),
     )  # fmt: skip
     _draw(screen, plot, lambda plots: plots.plan_chart(plan, inputs, explanation.estimate))
     screen.write(explanation_content(explanation))
@@ -113,11 +137,15 @@ def explain(
 
 def compare(
     request: Request,
-    points: Annotated[int, typer.Option(min=2, metavar="N", help="Points of the Pareto front; each needs one search.")] = POINTS,
+    points: Annotated[
+        int, typer.Option(min=2, metavar="N", help="Points of the Pareto front; each needs one search.")
+    ] = POINTS,
     json_file: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
-    """Compare OSDP with every other strategy, each at its own best batch, and show the throughput for more or less memory."""
+    """Compare OSDP with every other strategy, each at its own best batch, and show the throughput for more or less
+    memory.
+    """
     screen = Output(json_file, plot=plot)
     with screen.working("Describing the model", steps=3) as next_step:
         case = Case(request)
@@ -127,7 +155,9 @@ def compare(
         rows = case.found.compared(compiles=True)
         peaks = [row.result.plan.peak_bytes for row in rows if row.result is not None]
         next_step("Searching: Pareto front")
-        whole = replace(problem, memory_limit_bytes=hardware.room_bytes(hardware.device.memory_bytes), strategy=Strategy.OSDP)
+        whole = replace(
+            problem, memory_limit_bytes=hardware.room_bytes(hardware.device.memory_bytes), strategy=Strategy.OSDP
+        )
         front = frontier(whole, points=points, at=[problem.room_bytes, *filter(None, peaks)])
     screen.print(comparison_table(rows, problem.memory_limit_bytes), frontier_table(front, problem.room_bytes))
     screen.print(f"Estimated for {hardware.summary}; activations: {description.trace}.", case.precision_line)
@@ -138,7 +168,9 @@ def compare(
 
 def doctor(
     request: Request,
-    optimizer: Annotated[str, option("NAME", "adamw, momentum, sgd, or a name of TrainingArguments(optim=...).")] = "adamw",
+    optimizer: Annotated[
+        str, option("NAME", "adamw, momentum, sgd, or a name of TrainingArguments(optim=...).")
+    ] = "adamw",
     output_dir: Annotated[Path | None, option("DIR", "Output folder of the run.")] = None,
     save_total_limit: Annotated[int | None, count("Checkpoints to keep in the output folder; default: all.")] = None,
     json_file: JsonFile = None,
@@ -146,13 +178,23 @@ def doctor(
     """Check what would go wrong in a run, and print the remedies. Exit code 1 if a run would be stopped."""
     screen = Output(json_file)
     if save_total_limit is not None and output_dir is None:
-        raise ValueError(f"--save-total-limit {save_total_limit} has no effect without --output-dir; give both, or neither.")
+        raise ValueError(
+            f"--save-total-limit {save_total_limit} has no effect without --output-dir; give both, or neither."
+        )
     with screen.working("Checking model, devices, plan and folder"):
         from ..planning.facts import RunFolder
         from .examination import examine, machine_line
 
-        folder = None if output_dir is None else RunFolder(path=output_dir, limit=save_total_limit, adapters=request.lora_rank is not None)
-        rows = [("this machine", "ok", machine_line()), *examine(request, optimizer, folder), ("ranks", "later", _RANKS)]
+        folder = (
+            None
+            if output_dir is None
+            else RunFolder(path=output_dir, limit=save_total_limit, adapters=request.lora_rank is not None)
+        )
+        rows = [
+            ("this machine", "ok", machine_line()),
+            *examine(request, optimizer, folder),
+            ("ranks", "later", _RANKS),
+        ]
     screen.print(checks_table(f"Before a run of {request.model}", rows))
     checks = [{"check": name, "result": result, "text": text} for name, result, text in rows]
     errors = sum(result == "error" for _, result, _ in rows)
@@ -162,17 +204,25 @@ def doctor(
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a checkpoint from any plan and number of ranks.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="Folder of a checkpoint from any plan and number of ranks.")
+    ],
     target: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write; it must not exist.")],
     to: Annotated[
         Literal["sharded", "whole", "single", "weights"],
         option(
             "sharded|whole|single|weights",
-            "Format: for Accelerate's FSDP2 (SHARDED_STATE_DICT or FULL_STATE_DICT), for one process, or only safetensors.",
+            (
+                "Format: for Accelerate's FSDP2 (SHARDED_STATE_DICT or FULL_STATE_DICT), for one process, or only"
+                " safetensors."
+            ),
         ),
     ],
 ) -> None:
-    """Convert a checkpoint for plain Accelerate, one process, or from_pretrained. The training script itself reads every layout."""
+    """Convert a checkpoint for plain Accelerate, one process, or from_pretrained.
+
+    The training script itself reads every layout.
+    """
     from ..checkpoint.convert import Target
     from ..checkpoint.convert import convert as write
 

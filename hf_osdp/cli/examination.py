@@ -21,7 +21,16 @@ from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult, search
 from ..planning.facts import RunFolder
-from ..planning.preflight import Check, DeviceMemory, KnownRun, bf16_on, checkpoint_bytes, device_memory, findings_of, split_ties
+from ..planning.preflight import (
+    Check,
+    DeviceMemory,
+    KnownRun,
+    bf16_on,
+    checkpoint_bytes,
+    device_memory,
+    findings_of,
+    split_ties,
+)
 from ..planning.recalibrate import estimated
 from ..quantities import format_bytes, format_count, format_seconds
 from ..report.content import package_versions
@@ -54,7 +63,11 @@ def examine(request: Request, optimizer: str, folder: RunFolder | None) -> list[
             rows.append((check.value, "later", _LATER[check]))
         else:
             missing.append(check.value)
-    return rows if not missing else [*rows, ("the rest", "not done", f"{', '.join(missing)}: an earlier error prevents these checks")]
+    return (
+        rows
+        if not missing
+        else [*rows, ("the rest", "not done", f"{', '.join(missing)}: an earlier error prevents these checks")]
+    )
 
 
 class _Examination:
@@ -80,7 +93,9 @@ class _Examination:
         case.optimizer = spec or OptimizerSpec()
 
     def _try(self, check: Check, compute: Callable[[], T], describe: Callable[[T], str] | None = None) -> T | None:
-        """Return the result of `compute` and add a row that describes it; if it raises, add the error as a row and return None."""
+        """Return the result of `compute` and add a row that describes it; if it raises, add the error as a row and
+        return None.
+        """
         try:
             found = compute()
         except (OSDPError, ValueError, OSError) as problem:
@@ -103,7 +118,9 @@ class _Examination:
                 lambda found: f"{found.model_class}, {format_count(found.numel)} parameters",
             )
         job = self._try(
-            Check.BATCH, lambda: case.job, lambda job: f"{job.global_batch_size} samples per step over {hardware.world_size} devices"
+            Check.BATCH,
+            lambda: case.job,
+            lambda job: f"{job.global_batch_size} samples per step over {hardware.world_size} devices",
         )
         limit = self._try(Check.LIMIT, lambda: case.limit_bytes, lambda limit: _limit_text(limit, hardware))
         if description is None:
@@ -114,7 +131,8 @@ class _Examination:
                 Check.PLAN,
                 lambda: estimated(case.found.problem, case.found.plan),
                 lambda found: (
-                    f"{found.plan.fingerprint} ({found.plan.strategy}): peak {format_bytes(found.peak_bytes)}, a step in"
+                    f"{found.plan.fingerprint} ({found.plan.strategy}): peak {format_bytes(found.peak_bytes)}, a step"
+                    " in"
                     f" {format_seconds(found.time.step_s)}"
                 ),
             )
@@ -128,10 +146,14 @@ class _Examination:
         if found is not None:
             known = replace(known, plan=found.plan, needed_bytes=found.memory.peak_bytes)
             if case.request.strategy is not Strategy.OSDP:
-                known = replace(known, time=found.time, others=_best(replace(case.found.problem, strategy=Strategy.OSDP)))
+                known = replace(
+                    known, time=found.time, others=_best(replace(case.found.problem, strategy=Strategy.OSDP))
+                )
         for finding in (*findings_of(known), split_ties(case.model)):
             if finding is not None:
-                self.rows.setdefault(finding.check, []).append((finding.check.value, finding.severity.value, finding.message))
+                self.rows.setdefault(finding.check, []).append(
+                    (finding.check.value, finding.severity.value, finding.message)
+                )
         for check, text in _passed(description, known).items():
             self.rows.setdefault(check, [(check.value, "ok", text)])
 
@@ -145,7 +167,7 @@ def _best(problem: PlanningProblem) -> tuple[StrategyResult, ...]:
 def _limit_text(limit_bytes: int, hardware: Hardware) -> str:
     free = limit_bytes - hardware.room_bytes(limit_bytes)
     margin = f", and {format_bytes(free)} are kept free as a margin" if free else ""
-    return f"{format_bytes(limit_bytes)}, of which the device reserves {format_bytes(hardware.device.reserved_bytes)}{margin}"
+    return f"{format_bytes(limit_bytes)}, of which the device reserves {format_bytes(hardware.device.reserved_bytes)}{margin}"  # noqa: E501
 
 
 def _passed(description: ModelDescription, known: KnownRun) -> dict[Check, str]:
@@ -155,13 +177,15 @@ def _passed(description: ModelDescription, known: KnownRun) -> dict[Check, str]:
     texts = {
         Check.BLOCKS: f"{len(units)} units; block classes: {', '.join(description.block_classes)}",
         Check.TIES: tied or "none",
-        Check.MASTERS: f"parameters are {', '.join(sorted({p.dtype.value for unit in units for p in unit.parameters}))}",
+        Check.MASTERS: f"parameters are {', '.join(sorted({p.dtype.value for unit in units for p in unit.parameters}))}",  # noqa: E501
         Check.FP16: f"computes in {precision.value}" if precision else "no mixed precision",
         Check.FROZEN: "none",
         Check.ALLOCATOR: "a run on CUDA uses expandable segments, or the margin leaves room for fragmentation",
     }
     if known.plan is not None and hardware is not None:
-        texts[Check.LINKS] = f"{format_bytes(hardware.inter_node.bytes_per_s)}/s between nodes" if hardware.nodes > 1 else "one node"
+        texts[Check.LINKS] = (
+            f"{format_bytes(hardware.inter_node.bytes_per_s)}/s between nodes" if hardware.nodes > 1 else "one node"
+        )
     if known.needed_bytes is not None and memory is not None:
         texts[Check.PROCESSES] = f"{format_bytes(memory.free_bytes)} of {memory.name} free here"
     if (folder := known.facts.folder) is not None:
@@ -175,7 +199,9 @@ def machine_line() -> str:
     python, _, _, *versions = (f"{name} {number}" for name, number in package_versions().items())
     cuda = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     devices = f"{len(cuda)} x {', '.join(dict.fromkeys(cuda))}" if cuda else "no CUDA device"
-    backends = [name for name, exists in {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}.items() if exists]
+    backends = [
+        name for name, exists in {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}.items() if exists
+    ]
     memory = tightest(memory_limits())
     return (
         f"{python.capitalize()}, {', '.join(versions)}; {devices}; {' and '.join(backends)}; {os.cpu_count()} cores, "
@@ -184,11 +210,17 @@ def machine_line() -> str:
 
 
 def _memory_here(hardware: Hardware) -> DeviceMemory | None:
-    """Return this machine's device of the planned kind with the least free memory, if any; the CPU only if one node is planned."""
+    """Return this machine's device of the planned kind with the least free memory, if any; the CPU only if one node
+    is planned.
+    """
     if hardware.backend is Backend.NCCL:
         if not torch.cuda.is_available():
             return None
-        free, total, index = min((*torch.cuda.mem_get_info(index), index) for index in range(torch.cuda.device_count()))
-        return DeviceMemory(name=f"{torch.cuda.get_device_name(index)} {index}", total_bytes=total, free_bytes=free, own_bytes=0)
+        free, total, index = min(
+            (*torch.cuda.mem_get_info(index), index) for index in range(torch.cuda.device_count())
+        )
+        return DeviceMemory(
+            name=f"{torch.cuda.get_device_name(index)} {index}", total_bytes=total, free_bytes=free, own_bytes=0
+        )
     here = None if hardware.nodes > 1 else device_memory("cpu")
     return here and replace(here, sharing=hardware.devices_per_node)

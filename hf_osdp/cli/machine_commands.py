@@ -1,4 +1,6 @@
-"""`hf-osdp config`, `run` and `profile`: write an accelerate configuration, run a script under a plan, measure a machine."""
+"""`hf-osdp config`, `run` and `profile`: write an accelerate configuration, run a script under a plan, measure a
+machine.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ _HEAD = """\
 #   {launch}
 # Other options of OSDPConfig, such as strategy, plan or recalibrate, go next to `osdp: true`. State dicts: FULL_STATE_DICT or, for large
 # models, SHARDED_STATE_DICT.
-"""
+"""  # noqa: E501
 
 
 def of_this_machine(device: str | None, precision: str | None) -> tuple[str, str]:
@@ -41,8 +43,12 @@ def of_this_machine(device: str | None, precision: str | None) -> tuple[str, str
 def config(
     flags: dict[str, Any],
     output: Annotated[Path, option("FILE", "Write the configuration to this file.")] = FILE,
-    device: Annotated[Literal["cpu", "cuda"] | None, option("cpu|cuda", "Device to train on; default: CUDA if torch finds it.")] = None,
-    devices_per_node: Annotated[int | None, count("Processes per machine; default: one per GPU of this machine, two on the CPU.")] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, option("cpu|cuda", "Device to train on; default: CUDA if torch finds it.")
+    ] = None,
+    devices_per_node: Annotated[
+        int | None, count("Processes per machine; default: one per GPU of this machine, two on the CPU.")
+    ] = None,
     num_nodes: Annotated[int, count("Machines.")] = 1,
     main_address: Annotated[str | None, option("HOST[:PORT]", "Address of the first of several machines.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
@@ -53,7 +59,9 @@ def config(
     kind, precision = of_this_machine(device, flags["precision"])
     here = torch.cuda.device_count() if kind == "cuda" else min(2, os.cpu_count() or 1)
     if not (processes := devices_per_node or here):
-        raise ValueError("--device cuda: torch finds no GPU here; give --devices-per-node, the number of GPUs per machine.")
+        raise ValueError(
+            "--device cuda: torch finds no GPU here; give --devices-per-node, the number of GPUs per machine."
+        )
     if (memory_limit := flags["memory_limit"]) is not None:
         parse_limit(memory_limit, name="--memory-limit")
     if output.exists() and not force:
@@ -64,11 +72,20 @@ def config(
     where = f"{num_nodes} x {processes}" if num_nodes > 1 else str(processes)
     typer.echo(f"{output}: {where} processes on {kind}, precision {precision}. Start a script with:\n{launch}")
     if num_nodes > 1:
-        typer.echo(f"on the first machine, with --machine_rank 1{' and so on' if num_nodes > 2 else ''} on the others.")
+        typer.echo(
+            f"on the first machine, with --machine_rank 1{' and so on' if num_nodes > 2 else ''} on the others."
+        )
 
 
 def launch_file(
-    device: str, nodes: int, devices_per_node: int, precision: str, options: Mapping[str, object], *, path: Path, main_address: str | None
+    device: str,
+    nodes: int,
+    devices_per_node: int,
+    precision: str,
+    options: Mapping[str, object],
+    *,
+    path: Path,
+    main_address: str | None,
 ) -> tuple[str, str]:
     """Return the text of an accelerate configuration, and the command that starts a script with the file at `path`.
 
@@ -101,12 +118,21 @@ def launch_file(
 def _rendezvous(num_nodes: int, address: str | None) -> dict[str, Any]:
     if num_nodes == 1:
         if address is not None:
-            raise ValueError(f"--main-address {address} has no effect on one machine; leave it out, or give --num-nodes.")
+            raise ValueError(
+                f"--main-address {address} has no effect on one machine; leave it out, or give --num-nodes."
+            )
         return {"main_process_port": 0}
     host, _, port = (address or "").partition(":")
     if not host or not (port or "29500").isdecimal():
-        raise ValueError(f"--num-nodes {num_nodes} needs --main-address HOST or HOST:PORT, the address of the first machine.")
-    return {"main_process_ip": host, "main_process_port": int(port or 29500), "rdzv_backend": "static", "same_network": True}
+        raise ValueError(
+            f"--num-nodes {num_nodes} needs --main-address HOST or HOST:PORT, the address of the first machine."
+        )
+    return {
+        "main_process_ip": host,
+        "main_process_port": int(port or 29500),
+        "rdzv_backend": "static",
+        "same_network": True,
+    }
 
 
 def run(
@@ -115,10 +141,22 @@ def run(
     config: Annotated[Path, typer.Option("--config", metavar="FILE", help="The accelerate configuration.")] = FILE,
 ) -> None:
     """Run an unchanged training script under a plan, like `accelerate launch -m hf_osdp.run`."""
-    for path, remedy in ((config, "write it with hf-osdp config, or name another with --config"), (Path(script), "name a script")):
+    for path, remedy in (
+        (config, "write it with hf-osdp config, or name another with --config"),
+        (Path(script), "name a script"),
+    ):
         if not path.is_file():
             raise ValueError(f"There is no file {path}; {remedy}.")
-    command = ["-m", "accelerate.commands.launch", "--config_file", str(config), "-m", "hf_osdp.run", script, *context.args]
+    command = [
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(config),
+        "-m",
+        "hf_osdp.run",
+        script,
+        *context.args,
+    ]
     os.execv(sys.executable, [sys.executable, *command])
 
 
@@ -126,12 +164,19 @@ def profile(
     flags: dict[str, Any],
     output: Annotated[Path, option("FILE", "Write the profile to this file, as JSON.")],
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Also time this model's blocks: hub id, local folder or config.json.")
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Also time this model's blocks: hub id, local folder or config.json."),
     ] = None,
     sequence_length: Annotated[int | None, count("Tokens per sample, for MODEL.")] = None,
-    micro_batch_sizes: Annotated[str, option("N,N,...", "Sizes to time MODEL at; the plan's should be within their range.")] = _SIZES,
-    device: Annotated[Literal["cpu", "cuda"] | None, option("cpu|cuda", "Device to measure; default: CUDA if torch finds it.")] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, metavar="S", help="Approximate time to measure, in seconds.")] = 10.0,
+    micro_batch_sizes: Annotated[
+        str, option("N,N,...", "Sizes to time MODEL at; the plan's should be within their range.")
+    ] = _SIZES,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, option("cpu|cuda", "Device to measure; default: CUDA if torch finds it.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, metavar="S", help="Approximate time to measure, in seconds.")
+    ] = 10.0,
 ) -> None:
     """Measure this machine: matrix products, memory, collectives, host link, and a model's blocks.
 
@@ -146,7 +191,9 @@ def profile(
         raise ValueError("MODEL is timed at one sequence length; give --sequence-length.")
     own = {"--sequence-length": sequence_length is not None, "--micro-batch-sizes": micro_batch_sizes != _SIZES}
     if model is None and (useless := [*(name for name, is_stated in own.items() if is_stated), *stated(flags)]):
-        raise ValueError(f"{useless[0]} concerns MODEL's blocks, but no MODEL was given; give one, or leave the option out.")
+        raise ValueError(
+            f"{useless[0]} concerns MODEL's blocks, but no MODEL was given; give one, or leave the option out."
+        )
     import torch.distributed as dist
 
     from ..distributed.launcher import launched_rank
@@ -162,8 +209,10 @@ def profile(
         timed = TimedModel(
             model_or_config=load_config(model), sequence_length=sequence_length,
             micro_batch_sizes=tuple(map(int, micro_batch_sizes.split(","))),
-            compute_dtype=Precision.named(precision).compute, activation_checkpointing=flags["activation_checkpointing"],
-            compile=flags["compile"], auto_class=flags["auto_class"], block_classes=names_in(flags["block_classes"]) or None,
+            compute_dtype=Precision.named(precision).compute,
+            activation_checkpointing=flags["activation_checkpointing"],
+            compile=flags["compile"], auto_class=flags["auto_class"],
+            block_classes=names_in(flags["block_classes"]) or None,
         )  # fmt: skip
     started = time.perf_counter()
     form_process_group(needed=False, device_type=device_type)
@@ -177,4 +226,6 @@ def profile(
         return
     found.save(output)
     blocks = f", blocks with precision {precision}" if timed else ""
-    screen.print(*profile_tables(found), f"Measured in {time.perf_counter() - started:.0f} s{blocks}. Profile: {output}")
+    screen.print(
+        *profile_tables(found), f"Measured in {time.perf_counter() - started:.0f} s{blocks}. Profile: {output}"
+    )

@@ -31,10 +31,12 @@ def switch(text: str, *flags: str) -> Any:  # noqa: ANN401
 
 
 JsonFile = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Also write the result as JSON; - writes only JSON to stdout.")
+    str | None,
+    typer.Option("--json", metavar="FILE", help="Also write the result as JSON; - writes only JSON to stdout."),
 ]
 PlotFile = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", help="Also draw a chart, as .png, .svg or .html (needs the extra plot).")
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Also draw a chart, as .png, .svg or .html (needs the extra plot)."),
 ]
 
 
@@ -42,72 +44,115 @@ PlotFile = Annotated[
 class Request:
     """A planning problem from the command line; each field is a flag."""
 
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, local folder or config.json; no weights are needed.")]
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Hub id, local folder or config.json; no weights are needed.")
+    ]
     sequence_length: Annotated[int, count("Tokens per sample.")]
     global_batch_size: Annotated[int, count("Samples per optimizer step, over all devices.")]
     memory_limit: Annotated[
         str | None, option("SIZE", "Memory of each device that training may use, such as 8GiB; default: all of it.")
     ] = None
-    margin: Annotated[float | None, option("SHARE", "Share of the limit to keep free; default: 0.06 on CUDA, 0 on the CPU.")] = None
-    device: Annotated[str | None, option("NAME", f"Kind of device: {', '.join(preset_names())}. Or give --profile.")] = None
-    profile: Annotated[Path | None, option("FILE", "Measured hardware and block times, written by `hf-osdp profile`.")] = None
+    margin: Annotated[
+        float | None, option("SHARE", "Share of the limit to keep free; default: 0.06 on CUDA, 0 on the CPU.")
+    ] = None
+    device: Annotated[
+        str | None, option("NAME", f"Kind of device: {', '.join(preset_names())}. Or give --profile.")
+    ] = None
+    profile: Annotated[
+        Path | None, option("FILE", "Measured hardware and block times, written by `hf-osdp profile`.")
+    ] = None
     num_nodes: Annotated[int | None, count("Machines; default: the profile's number, or 1.")] = None
     devices_per_node: Annotated[int | None, count("Devices per machine; default: the profile's number, or 1.")] = None
     precision: Annotated[
         Literal["no", "bf16", "fp16"] | None,
         option(
             "NAME",
-            "Mixed precision by Accelerate's names: no, bf16 or fp16; default: bf16 on GPUs with hardware for it, else no.",
+            (
+                "Mixed precision by Accelerate's names: no, bf16 or fp16; default: bf16 on GPUs with hardware for it,"
+                " else no."
+            ),
         ),
     ] = None
     optimizer: Annotated[
         Literal[
-            "adamw", "momentum", "sgd", "adamw8bit", "adamwfp8", "adamw4bit", "adafactor", "adamw_bnb_8bit", "adamw_8bit", "lion_8bit",
+            "adamw", "momentum", "sgd", "adamw8bit", "adamwfp8", "adamw4bit", "adafactor", "adamw_bnb_8bit",
+            "adamw_8bit", "lion_8bit",
             "lion_32bit", "rmsprop_bnb_8bit", "rmsprop_bnb", "rmsprop_bnb_32bit", "ademamix_8bit", "ademamix",
         ],
         option(
             "NAME",
-            "adamw, momentum, sgd, adafactor, torchao's adamw8bit, adamwfp8 and adamw4bit, or bitsandbytes' by the Trainer's names. Its"
-            " states need memory: AdamW 8 bytes per parameter, AdamW8bit 2, Adafactor almost none, but the units it trains are replicated.",
+            "adamw, momentum, sgd, adafactor, torchao's adamw8bit, adamwfp8 and adamw4bit, or bitsandbytes' by the"
+            " Trainer's names. Its states need memory: AdamW 8 bytes per parameter, AdamW8bit 2, Adafactor almost"
+            " none, but the units it trains are replicated.",
         ),
     ] = "adamw"  # fmt: skip
-    strategy: Annotated[Strategy, option("NAME", "osdp decides for each unit; the others use one layout for all units.")] = Strategy.OSDP
-    micro_batch_size: Annotated[int | None, count("Samples that one device processes at once; default: the planner decides.")] = None
+    strategy: Annotated[
+        Strategy, option("NAME", "osdp decides for each unit; the others use one layout for all units.")
+    ] = Strategy.OSDP
+    micro_batch_size: Annotated[
+        int | None, count("Samples that one device processes at once; default: the planner decides.")
+    ] = None
     activation_checkpointing: Annotated[
         bool, switch("Recompute blocks in backward instead of saving activations.", "--activation-checkpointing")
     ] = False
     recompute: Annotated[bool | None, switch("Recompute every block, or none; default: the planner decides.")] = None
-    host_offload: Annotated[bool | None, switch("Keep all states on the host, or none; default: the planner decides.")] = None
+    host_offload: Annotated[
+        bool | None, switch("Keep all states on the host, or none; default: the planner decides.")
+    ] = None
     offload_optimizer: Annotated[
-        bool | None, switch("Keep all optimizer states on the host, or none, and step on the device; default: the planner decides.")
+        bool | None,
+        switch(
+            "Keep all optimizer states on the host, or none, and step on the device; default: the planner decides."
+        ),
     ] = None
     offload_activations: Annotated[
-        bool | None, switch("Offload the saved activations of every block to the host, or of none; default: the planner decides.")
+        bool | None,
+        switch("Offload the saved activations of every block to the host, or of none; default: the planner decides."),
     ] = None
     communication: Annotated[
         Literal["exact", "bf16", "int8", "int4"],
-        option("NAME", "Lowest precision of parameters and gradients sent over slow links; it changes the rounding of training."),
+        option(
+            "NAME",
+            "Lowest precision of parameters and gradients sent over slow links; it changes the rounding of training.",
+        ),
     ] = "exact"
-    compile: Annotated[bool, switch("Compile each block with torch.compile before it is sharded.", "--compile")] = False
-    operator_splitting: Annotated[bool, switch("Split blocks into operator units, and operators into slices, if that is faster.")] = True
+    compile: Annotated[bool, switch("Compile each block with torch.compile before it is sharded.", "--compile")] = (
+        False
+    )
+    operator_splitting: Annotated[
+        bool, switch("Split blocks into operator units, and operators into slices, if that is faster.")
+    ] = True
     split_vocabulary: Annotated[
-        bool, switch("Also compute the loss in pieces, or split the vocabulary projection; outputs.logits are then computed when read.")
+        bool,
+        switch(
+            "Also compute the loss in pieces, or split the vocabulary projection; outputs.logits are then computed"
+            " when read."
+        ),
     ] = False
-    lora_rank: Annotated[int | None, count("Train LoRA adapters of this rank and freeze the rest (needs the extra peft).")] = None
+    lora_rank: Annotated[
+        int | None, count("Train LoRA adapters of this rank and freeze the rest (needs the extra peft).")
+    ] = None
     lora_targets: Annotated[
         str | None,
         option("NAMES", "Projections that get an adapter, comma-separated; default: all linear ones except the head."),
     ] = None
-    block_classes: Annotated[str | None, option("NAMES", "Classes that become units, comma-separated; default: found in the model.")] = None
+    block_classes: Annotated[
+        str | None, option("NAMES", "Classes that become units, comma-separated; default: found in the model.")
+    ] = None
     auto_class: Annotated[
-        str | None, option("CLASS", "Model class to build, such as AutoModelForCausalLM; default: taken from the configuration.")
+        str | None,
+        option("CLASS", "Model class to build, such as AutoModelForCausalLM; default: taken from the configuration."),
     ] = None
 
 
-def with_flags(command: Callable[..., None], *names: str, make: Callable[..., object] = dict, leave_out: str = "") -> Callable[..., None]:
-    """Return a typer command with shared flags in addition to its own options; its first parameter receives `make(**flags)`.
+def with_flags(
+    command: Callable[..., None], *names: str, make: Callable[..., object] = dict, leave_out: str = ""
+) -> Callable[..., None]:
+    """Return a typer command with shared flags in addition to its own options; its first parameter receives
+    `make(**flags)`.
 
-    The flags are all fields of `Request`, or only `names`; the command has no flag `leave_out`, which keeps its default.
+    The flags are all fields of `Request`, or only `names`; the command has no flag `leave_out`, which keeps its
+    default.
     """
     hints = get_type_hints(Request, include_extras=True)
     kind, flags_of = inspect.Parameter.KEYWORD_ONLY, inspect.signature(Request).parameters.values()
@@ -116,7 +161,9 @@ def with_flags(command: Callable[..., None], *names: str, make: Callable[..., ob
         for flag in flags_of
         if flag.name != leave_out and (not names or flag.name in names)
     ]
-    own = [parameter.replace(kind=kind) for parameter in inspect.signature(command, eval_str=True).parameters.values()][1:]
+    own = [
+        parameter.replace(kind=kind) for parameter in inspect.signature(command, eval_str=True).parameters.values()
+    ][1:]
 
     @wraps(command)
     def run(**options: object) -> None:

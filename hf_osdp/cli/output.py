@@ -19,16 +19,22 @@ _WIDTH = 100
 class Output:
     """Print tables on stdout, unless JSON goes there, and progress on stderr.
 
-    JSON goes to a file, for `-` to stdout, for None nowhere. Paths of JSON, `plot` and `output` that cannot be written are refused at once.
+    JSON goes to a file, for `-` to stdout, for None nowhere. Paths of JSON, `plot` and `output` that cannot be written
+    are refused at once.
     """
 
     def __init__(self, json_file: str | None = None, *, plot: Path | None = None, output: Path | None = None) -> None:
         from rich.console import Console
 
         self._json_file = json_file
-        for option, path in (("--json", None if json_file in (None, "-") else Path(str(json_file))), ("--output", output)):
+        for option, path in (
+            ("--json", None if json_file in (None, "-") else Path(str(json_file))),
+            ("--output", output),
+        ):
             if path is not None and not path.parent.is_dir():
-                raise ValueError(f"{option} {path}: folder {str(path.parent)!r} does not exist; create it, or give another.")
+                raise ValueError(
+                    f"{option} {path}: folder {str(path.parent)!r} does not exist; create it, or give another."
+                )
         if plot is not None:
             from ..report.plots import check_plot_path
 
@@ -64,7 +70,9 @@ class Output:
 def error_line(error: Exception, words: Sequence[str]) -> str | None:
     """Return a command's error as one line if the input, the model or a file caused it; None for other errors."""
     text = str(error)
-    if hasattr(error, "format_message"):  # a usage error; newer versions of typer bundle click, so that its class differs
+    if hasattr(
+        error, "format_message"
+    ):  # a usage error; newer versions of typer bundle click, so that its class differs
         text = _usage_line(error, words)
     elif not isinstance(error, (OSDPError, ValueError, OSError)):
         return None
@@ -77,6 +85,10 @@ def _usage_line(error: Any, words: Sequence[str]) -> str:  # noqa: ANN401  (clic
     for option in getattr(getattr(error, "param", None), "opts", ()):
         for name, value in itertools.pairwise(words):
             if name == option:
-                rule = text.removeprefix(f"Invalid value for {option!r}: ").removeprefix(f"{value} ").removeprefix(f"{value!r} ")
+                rule = (
+                    text.removeprefix(f"Invalid value for {option!r}: ")
+                    .removeprefix(f"{value} ")
+                    .removeprefix(f"{value!r} ")
+                )
                 text = f"{option} {value}{' ' if rule.startswith('is not') else ': '}{rule}"
     return f"{text}{' See' if text.endswith('?') else '; see'} hf-osdp --help."

@@ -39,7 +39,10 @@ _MOST_PLANS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """The values of the page's form. Each field except `config` is an argument of `hf-osdp plan`; empty ones are left out."""
+    """The values of the page's form.
+
+    Each field except `config` is an argument of `hf-osdp plan`; empty ones are left out.
+    """
 
     model: str = "meta-llama/Meta-Llama-3-8B"
     config: str = ""
@@ -55,7 +58,10 @@ class Question:
 
     @classmethod
     def of_link(cls, parameters: Mapping[str, str]) -> Question:
-        """Parse a link's query; raise ValueError if it is wrong. Names that begin with two underscores belong to the host."""
+        """Parse a link's query; raise ValueError if it is wrong.
+
+        Names that begin with two underscores belong to the host.
+        """
         asked: dict[str, Any] = {name: text for name, text in parameters.items() if not name.startswith("__")}
         known = {field.name: field.default for field in fields(cls)}
         for name, text in asked.items():
@@ -70,7 +76,11 @@ class Question:
     @property
     def link(self) -> str:
         """The query for this question; empty if a config.json makes it too long for a link."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.default or getattr(self, field.name)}
+        values = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if field.default or getattr(self, field.name)
+        }
         query = "?" + urlencode({name: int(value) if value is True else value or "" for name, value in values.items()})
         return query if len(query) <= _LONGEST_LINK else ""
 
@@ -110,8 +120,12 @@ class Planned:
     def script(self) -> str:
         """The lines that change in a Trainer script, with the arguments to set."""
         plan, precision = self.plan, self.case.precision
-        sizes = f"per_device_train_batch_size={plan.micro_batch_size}, gradient_accumulation_steps={plan.accumulation_steps}"
-        osdp = f"OSDPConfig({', '.join(f'{name}={value!r}' for name, value in self.options.items())})" if self.options else "True"
+        sizes = f"per_device_train_batch_size={plan.micro_batch_size}, gradient_accumulation_steps={plan.accumulation_steps}"  # noqa: E501
+        osdp = (
+            f"OSDPConfig({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
+            if self.options
+            else "True"
+        )
         return (
             f"from hf_osdp import {'OSDPConfig, ' if self.options else ''}Trainer\n\n"
             f"# args: {sizes}{'' if precision == 'no' else f', {precision}=True'}\n"
@@ -123,7 +137,9 @@ class Planned:
     def launch_file(self) -> str:
         nodes, devices, case = self.problem.hardware.nodes, self.problem.hardware.devices_per_node, self.case
         address = "FIRST_MACHINE" if nodes > 1 else None
-        return launch_file(case.device_type, nodes, devices, case.precision, self.options, path=FILE, main_address=address)[0]
+        return launch_file(
+            case.device_type, nodes, devices, case.precision, self.options, path=FILE, main_address=address
+        )[0]
 
 
 class Planner:
@@ -142,17 +158,23 @@ class Planner:
         with warnings_of_package() as warnings:
             plan, problem = case.found.plan, case.found.problem
         estimate = PlanInputs.of(problem).estimate(plan)
-        warned = tuple(dict.fromkeys([line.removeprefix("hf-osdp: ") for line in stderr.getvalue().splitlines()] + warnings))
+        warned = tuple(
+            dict.fromkeys([line.removeprefix("hf-osdp: ") for line in stderr.getvalue().splitlines()] + warnings)
+        )
         return Planned(question=question, case=case, plan=plan, problem=problem, estimate=estimate, warnings=warned)
 
     def what_if(self, question: Question, memory_limit: str, devices_per_node: int) -> list[Answer]:
-        """Return the answer now, and with another limit and other devices, for which the global batch is raised until it fills them."""
+        """Return the answer now, and with another limit and other devices, for which the global batch is raised
+        until it fills them.
+        """
         now = self.plan(question)
         nodes, batch = now.problem.hardware.nodes, now.problem.job.global_batch_size
         raised = -(-batch // (nodes * devices_per_node)) * nodes * devices_per_node
         change = f"{f'{nodes} x ' if nodes > 1 else ''}{devices_per_node} devices, {memory_limit} each"
         change += f", global batch raised from {batch} to {raised}" if raised != batch else ""
-        changed = replace(question, memory_limit=memory_limit, devices_per_node=devices_per_node, global_batch_size=raised)
+        changed = replace(
+            question, memory_limit=memory_limit, devices_per_node=devices_per_node, global_batch_size=raised
+        )
         try:
             then = self.plan(changed)
             answer = Answer(question="what if", change=change, problem=then.problem, plan=then.plan)
@@ -169,7 +191,9 @@ class Planner:
         requests: list[Request] = []
         command = typer.Typer(add_completion=False)
         command.command()(with_flags(requests.append, make=Request))
-        typer.main.get_command(command).main([*question.options, *(["--", model] if model else [])], standalone_mode=False)
+        typer.main.get_command(command).main(
+            [*question.options, *(["--", model] if model else [])], standalone_mode=False
+        )
         return requests[0]
 
     def _saved(self, text: str) -> str:
@@ -177,7 +201,9 @@ class Planner:
         try:
             name = re.sub(r"[^\w.-]", "_", str(json.loads(text)["model_type"]))[:40]
         except (ValueError, TypeError, KeyError):
-            raise ValueError("The config.json is not a transformers configuration: it is not a JSON object with a model_type.") from None
+            raise ValueError(
+                "The config.json is not a transformers configuration: it is not a JSON object with a model_type."
+            ) from None
         path = Path(self._folder.name) / hashlib.sha256(text.encode()).hexdigest() / f"{name}.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -27,14 +27,17 @@ _PRECISION = 16
 """The largest size that fits is found to within 1 part in `_PRECISION`, or one step."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions")
 _WIDTHS = (
-    "intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim",
+    "intermediate_size", "n_inner", "ffn_dim", "d_ff", "hidden_dim", "ffn_hidden_size", "encoder_ffn_dim",
+    "decoder_ffn_dim",
     "embedding_size", "word_embed_proj_dim", "encoder_attention_heads", "decoder_attention_heads",
 )  # fmt: skip
 """Sizes and numbers of heads that grow with the width, if a configuration has them."""
 
 
 def what_if(request: Request, json_file: JsonFile = None) -> None:
-    """Answer what-if questions: one more device, twice the memory, half the sequence, the longest sequence, the widest model."""
+    """Answer what-if questions: one more device, twice the memory, half the sequence, the longest sequence, the
+    widest model.
+    """
     screen = Output(json_file)
     with screen.working("Describing the model", steps=7) as next_step:
         case = Case(request)
@@ -43,7 +46,9 @@ def what_if(request: Request, json_file: JsonFile = None) -> None:
         questions: dict[str, Callable[[str], Answer]] = {
             "now": lambda name: answer(name, problem, f"limit {format_bytes(problem.memory_limit_bytes)}"),
             "one more device": lambda name: answer(name, *one_more_device(problem)),
-            "twice the memory": lambda name: answer(name, replace(problem, memory_limit_bytes=twice), f"limit {format_bytes(twice)}"),
+            "twice the memory": lambda name: answer(
+                name, replace(problem, memory_limit_bytes=twice), f"limit {format_bytes(twice)}"
+            ),
             "half the sequence": models.half_the_sequence,
             "longest sequence": models.longest_sequence,
             "largest width": models.widest,
@@ -53,7 +58,10 @@ def what_if(request: Request, json_file: JsonFile = None) -> None:
             next_step(f"Searching: {name}")
             answers.append(question(name))
     screen.print(what_if_table(answers))
-    screen.print(f"Estimated for {problem.hardware.summary} with strategy {problem.strategy.value}; the gain compares tokens/s with now.")
+    screen.print(
+        f"Estimated for {problem.hardware.summary} with strategy {problem.strategy.value}; the gain compares tokens/s"
+        " with now."
+    )
     screen.print(case.precision_line)
     screen.write(answers_content(answers))
 
@@ -78,9 +86,11 @@ def needed_bytes(problem: PlanningProblem) -> float:
 
 
 def one_more_device(problem: PlanningProblem) -> tuple[PlanningProblem, str]:
-    """Return the problem with one more device per node, and one more node if there are several, and the change as text.
+    """Return the problem with one more device per node, and one more node if there are several, and the change as
+    text.
 
-    The global batch stays if it fills whole micro-steps of the new world size; else it is raised to the next one that does.
+    The global batch stays if it fills whole micro-steps of the new world size; else it is raised to the next one that
+    does.
     """
     before, job = problem.hardware, problem.job
     after = before.scaled(nodes=before.nodes + (before.nodes > 1), devices_per_node=before.devices_per_node + 1)
@@ -96,11 +106,13 @@ def one_more_device(problem: PlanningProblem) -> tuple[PlanningProblem, str]:
 
 
 def largest(needed: Callable[[int], float], limit: float, start: int, *, step: int, most: int) -> int | None:
-    """Return the largest size that fits, to within one step or one part in 16, whichever is more; None if not even one step fits.
+    """Return the largest size that fits, to within one step or one part in 16, whichever is more; None if not even one
+    step fits.
 
-    Every evaluation may take seconds, so the next size is where a line through the two sizes nearest to the limit crosses it, less half of
-    that precision; the search ends when the line allows no larger size. If there is no such line, sizes are doubled, halved or bisected.
-    Sizes begin with `start`; all are multiples of `step` and at most `most`. The bytes `needed` grow with the size.
+    Every evaluation may take seconds, so the next size is where a line through the two sizes nearest to the limit
+    crosses it, less half of that precision; the search ends when the line allows no larger size. If there is no such
+    line, sizes are doubled, halved or bisected. Sizes begin with `start`; all are multiples of `step` and at most
+    `most`. The bytes `needed` grow with the size.
     """
     most = most // step * step
     known: dict[int, float] = {}
@@ -119,7 +131,9 @@ def largest(needed: Callable[[int], float], limit: float, start: int, *, step: i
 
 
 def _intersection(known: Mapping[int, float], limit: float) -> float | None:
-    """Return the size at which a line through the two sizes nearest to the limit crosses it; None if there is no such line."""
+    """Return the size at which a line through the two sizes nearest to the limit crosses it; None if there is no
+    such line.
+    """
     points = sorted((abs(nbytes - limit), size, nbytes) for size, nbytes in known.items() if nbytes < math.inf)[:2]
     if len(points) < 2:
         return None
@@ -147,7 +161,9 @@ class ChangedModels:
             return Answer(question=question, change="", reason="the model's inputs do not depend on it")
         start = max(_LENGTH_STEP, now // _LENGTH_STEP * _LENGTH_STEP)
         limit = self._problem.memory_limit_bytes
-        length = largest(lambda size: needed_bytes(self._at_length(size, True)), limit, start, step=_LENGTH_STEP, most=_LONGEST)
+        length = largest(
+            lambda size: needed_bytes(self._at_length(size, True)), limit, start, step=_LENGTH_STEP, most=_LONGEST
+        )
         if length is None:
             return Answer(question=question, change="", reason=f"not even {_LENGTH_STEP} tokens fit")
         change = f"{length} tokens{' or more' if length == _LONGEST else ''}"
@@ -161,7 +177,13 @@ class ChangedModels:
         try:
             step, heads = head_step(config), config.num_attention_heads
             limit = self._problem.memory_limit_bytes
-            width = largest(lambda size: needed_bytes(self._with_heads(size, True)), limit, heads, step=step, most=int(_WIDEST * heads))
+            width = largest(
+                lambda size: needed_bytes(self._with_heads(size, True)),
+                limit,
+                heads,
+                step=step,
+                most=int(_WIDEST * heads),
+            )
         except (DescriptionError, ValueError) as error:
             return Answer(question=question, change="", reason=str(error))
         if width is None:
@@ -195,7 +217,9 @@ class ChangedModels:
     def _describe_with_heads(self, heads: int, least_memory: bool = False) -> PlanningProblem:
         if heads == self._config.num_attention_heads:
             return self._problem
-        return self._described(with_heads(self._config, heads), self._problem.description.sequence_length, least_memory)
+        return self._described(
+            with_heads(self._config, heads), self._problem.description.sequence_length, least_memory
+        )
 
     def _described(self, config: object, length: int, least_memory: bool) -> PlanningProblem:
         describer = self._case.describer(config, facts=self._case.found.builder.facts, sequence_length=length)
@@ -220,7 +244,9 @@ def with_positions(config: Any, positions: int) -> Any:  # noqa: ANN401
 
 
 def head_step(config: Any) -> int:  # noqa: ANN401
-    """Return the step of the number of heads: the heads that share one key-value head; raise ValueError if there is no usable width."""
+    """Return the step of the number of heads: the heads that share one key-value head; raise ValueError if there is
+    no usable width.
+    """
     width, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     if not isinstance(width, int) or not isinstance(heads, int) or width % heads:
         raise ValueError(f"{type(config).__name__} has no hidden_size that is a multiple of its num_attention_heads.")
@@ -229,7 +255,9 @@ def head_step(config: Any) -> int:  # noqa: ANN401
 
 
 def with_heads(config: Any, heads: int) -> Any:  # noqa: ANN401
-    """Return a copy with `heads` heads, a multiple of `head_step`, of the same size; width, inner width and key-value heads grow too."""
+    """Return a copy with `heads` heads, a multiple of `head_step`, of the same size; width, inner width and
+    key-value heads grow too.
+    """
     changed, before = copy.deepcopy(config), config.num_attention_heads
     for name in _WIDTHS:
         if (size := _own_size(config, name)) is not None:

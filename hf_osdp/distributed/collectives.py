@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultAllocMixin, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultAllocMixin,
+    DefaultReduceScatter,
+)
 
 from ..planner.hardware import Collective
 
@@ -27,7 +31,8 @@ ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 Listener = Callable[[Collective, dist.ProcessGroup, int], AbstractContextManager[None]]
 """Returns a context for a collective of this rank, given its kind, its group and the bytes of the whole tensor.
 
-When the context ends, the collective has been issued. On the CPU it has also finished, unless it returned a work to wait for.
+When the context ends, the collective has been issued. On the CPU it has also finished, unless it returned a work to
+wait for.
 """
 _listeners: list[Listener] = []
 """Global to the process: autograd runs backward in its own threads, which do not inherit context variables."""
@@ -43,7 +48,10 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 def gather_rows(local: torch.Tensor, rows: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather a tensor of `rows` rows; each rank has ceil(rows / ranks) of them, the last ranks fewer or none. Collective."""
+    """Gather a tensor of `rows` rows; each rank has ceil(rows / ranks) of them, the last ranks fewer or none.
+
+    Collective.
+    """
     each = -(-rows // group.size())
     whole = local.new_empty((each * group.size(), *local.shape[1:]))
     part = whole[each * group.rank() :][:each]
@@ -62,7 +70,10 @@ def announced(collective: Collective, group: dist.ProcessGroup, whole: torch.Ten
 
 
 class Works(dist.Work):
-    """Several works as one, which keeps tensors alive until it has been waited for. FSDP2 waits only for instances of `dist.Work`."""
+    """Several works as one, which keeps tensors alive until it has been waited for.
+
+    FSDP2 waits only for instances of `dist.Work`.
+    """
 
     def __init__(self, works: Sequence[dist.Work], *, held: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -79,7 +90,12 @@ class Transport(Protocol):
     """Sends flat, contiguous tensors for one stage of a collective."""
 
     def all_gather(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool = False
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        *,
+        async_op: bool = False,
     ) -> dist.Work | None:
         """Fill each output with the ranks' inputs in rank order; an input may be a view of its place in the output.
 
@@ -95,15 +111,21 @@ class Transport(Protocol):
 class BackendTransport:
     """The process group's own collectives.
 
-    Several gathers or reductions run as one launch if it `coalesces`, as NCCL can, else one after the other. gloo's reduce-scatter is an
-    all-reduce of a copy of its input; with `reduces_in_place` the input itself is all-reduced, which takes no more memory than planned.
+    Several gathers or reductions run as one launch if it `coalesces`, as NCCL can, else one after the other. gloo's
+    reduce-scatter is an all-reduce of a copy of its input; with `reduces_in_place` the input itself is all-reduced,
+    which takes no more memory than planned.
     """
 
     def __init__(self, *, coalesces: bool, reduces_in_place: bool = False) -> None:
         self._coalesces, self.reduces_in_place = coalesces, reduces_in_place
 
     def all_gather(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool = False
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        *,
+        async_op: bool = False,
     ) -> dist.Work | None:
         pairs = list(zip(outputs, inputs, strict=True))
         if len(pairs) == 1 or not self._coalesces:
@@ -141,7 +163,9 @@ def plain_transport(group: dist.ProcessGroup, device_type: str) -> BackendTransp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """A rank's groups for a two-stage collective; its rank overall is `rank in between * size of within + rank in within`."""
+    """A rank's groups for a two-stage collective; its rank overall is `rank in between * size of within + rank in
+    within`.
+    """
 
     between: dist.ProcessGroup
     """Ranks with the same local rank, one of each node."""
@@ -150,9 +174,11 @@ class Stages:
 
 
 class TransportAllGather(DefaultAllocMixin, AllGather):
-    """Gather by a transport. In two stages, gather between nodes first, so that each byte crosses the slow link once per node.
+    """Gather by a transport. In two stages, gather between nodes first, so that each byte crosses the slow link once
+    per node.
 
-    With `async_op` it returns the work of the last stage; the first of two has been issued to the current stream, or has ended.
+    With `async_op` it returns the work of the last stage; the first of two has been issued to the current stream, or
+    has ended.
     """
 
     def __init__(self, transport: Transport, stages: Stages | None = None, between: Transport | None = None) -> None:
@@ -174,13 +200,21 @@ class TransportAllGather(DefaultAllocMixin, AllGather):
 
 
 class TransportReduceScatter(DefaultAllocMixin, ReduceScatter):
-    """Reduce by a transport, which may overwrite the input. In two stages, reduce inside the node first, then between nodes."""
+    """Reduce by a transport, which may overwrite the input.
+
+    In two stages, reduce inside the node first, then between nodes.
+    """
 
     def __init__(self, transport: Transport, stages: Stages | None = None, between: Transport | None = None) -> None:
         self.transport, self.stages, self.between = transport, stages, between or transport
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool = False,
     ) -> None:
         if self.stages is None:
             with announced(Collective.REDUCE_SCATTER, group, input_tensor):
@@ -189,9 +223,13 @@ class TransportReduceScatter(DefaultAllocMixin, ReduceScatter):
         with announced(Collective.TWO_STAGE_REDUCE_SCATTER, group, input_tensor):
             nodes = self.stages.between.size()
             between_nodes = output_tensor.new_empty(nodes * output_tensor.numel())
-            self.transport.reduce_scatter(between_nodes.chunk(nodes), input_tensor.chunk(nodes), op, self.stages.within)
+            self.transport.reduce_scatter(
+                between_nodes.chunk(nodes), input_tensor.chunk(nodes), op, self.stages.within
+            )
             # A mean of means is the mean; a factor (PREMUL_SUM) was applied in the first stage.
-            second = dist.ReduceOp.AVG if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM  # `in` misses a ReduceOp that holds AVG
+            second = (
+                dist.ReduceOp.AVG if op == dist.ReduceOp.AVG else dist.ReduceOp.SUM
+            )  # `in` misses a ReduceOp that holds AVG
             self.between.reduce_scatter([output_tensor], [between_nodes], second, self.stages.between)
 
 
@@ -204,8 +242,8 @@ def unit_collectives(
 ) -> tuple[AllGather, ReduceScatter]:
     """Return the collectives of a unit in its shard group, for tensors on `device_type` (`"cpu"` or `"cuda"`).
 
-    In one stage they are FSDP2's own, except gloo's reduce-scatter, which would copy its input. If given, the transports `gather` and
-    `reduce` replace the plain one; with `stages` they do so between nodes.
+    In one stage they are FSDP2's own, except gloo's reduce-scatter, which would copy its input. If given, the
+    transports `gather` and `reduce` replace the plain one; with `stages` they do so between nodes.
     """
     plain = plain_transport(group if stages is None else stages.within, device_type)
     if stages is not None:

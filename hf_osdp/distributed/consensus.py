@@ -25,7 +25,8 @@ _SAME_MEMORY = 0.02
 
 
 def on_rank_zero(fn: Callable[[], T]) -> T:
-    """Run `fn` on rank 0 and return its result, which must be picklable, or raise its error, on every rank. Collective.
+    """Run `fn` on rank 0 and return its result, which must be picklable, or raise its error, on every rank.
+    Collective.
 
     A `ValueError` and hf_osdp's errors keep type and attributes; others become an `OSDPError` that names the type.
     """
@@ -41,7 +42,9 @@ def on_rank_zero(fn: Callable[[], T]) -> T:
             cause, message[0] = error, pickle.dumps((None, _as_picklable(error)))
     dist.broadcast_object_list(message, src=0, group=group)
     assert message[0] is not None
-    outcome: tuple[T, tuple[type[Exception], str, dict[str, Any]] | None] = pickle.loads(message[0])  # from this run's rank 0, not a file
+    outcome: tuple[T, tuple[type[Exception], str, dict[str, Any]] | None] = pickle.loads(
+        message[0]
+    )  # from this run's rank 0, not a file
     result, failure = outcome
     if failure is None:
         return result
@@ -54,9 +57,13 @@ def on_rank_zero(fn: Callable[[], T]) -> T:
 
 
 def _as_picklable(error: BaseException) -> tuple[type[Exception], str, dict[str, Any]]:
-    """Return the nearest error type that all ranks know, the message in one line, and the attributes that can be pickled."""
+    """Return the nearest error type that all ranks know, the message in one line, and the attributes that can be
+    pickled.
+    """
     text = " ".join(str(error).split())
-    attributes = {name: value for name, value in vars(error).items() if isinstance(value, (int, float, str, tuple, type(None)))}
+    attributes = {
+        name: value for name, value in vars(error).items() if isinstance(value, (int, float, str, tuple, type(None)))
+    }
     for kind in type(error).__mro__:
         if kind is ValueError or (issubclass(kind, OSDPError) and kind.__module__ == OSDPError.__module__):
             return kind, text, attributes
@@ -64,27 +71,31 @@ def _as_picklable(error: BaseException) -> tuple[type[Exception], str, dict[str,
 
 
 def require_same(mine: Mapping[str, str], hint: str = "") -> None:
-    """Raise PlanMismatchError, with the same message on every rank, if ranks are about to run different things. Collective.
+    """Raise PlanMismatchError, with the same message on every rank, if ranks are about to run different things.
+    Collective.
 
     `mine` maps names to what this rank is about to run; an empty text matches any other. `hint` is a further remedy.
     """
     if found := differences(dict(enumerate(all_gather_objects(mine)))):
         raise PlanMismatchError(
-            f"Ranks are about to run different things: {found}. Run the same program with the same arguments on every rank.{hint}"
+            f"Ranks are about to run different things: {found}. Run the same program with the same arguments on every"
+            f" rank.{hint}"
         )
 
 
 def require_same_run(model: nn.Module, *asked: object, **more: object) -> None:
     """Compare the ranks' versions, models, options and devices, before planning. Collective.
 
-    Options are the fields of dataclasses in `asked`, and `more`. For objects, files, and `memory_limit`, which may be measured, only their
-    presence is compared; `sequence_length`, which may be read from the data, is not compared. If `device_type` is `cuda`, the devices'
-    names are compared, and their memory if it differs by 2 % or more.
+    Options are the fields of dataclasses in `asked`, and `more`. For objects, files, and `memory_limit`, which may be
+    measured, only their presence is compared; `sequence_length`, which may be read from the data, is not compared. If
+    `device_type` is `cuda`, the devices' names are compared, and their memory if it differs by 2 % or more.
     """
     if not are_several_ranks():
         return
     check_ranks()
-    options = {field.name: getattr(one, field.name) for one in asked if is_dataclass(one) for field in fields(one)} | more
+    options = {
+        field.name: getattr(one, field.name) for one in asked if is_dataclass(one) for field in fields(one)
+    } | more
     texts = {name: _option_text(name, value) for name, value in options.items() if name != "sequence_length"}
     require_same({"the model": _model_text(model), **texts})
     if options.get("device_type") == "cuda":  # CPUs and their memory may differ
@@ -93,13 +104,16 @@ def require_same_run(model: nn.Module, *asked: object, **more: object) -> None:
         alike = max(memories) - min(memories) < _SAME_MEMORY * max(memories)
         name = found.name if found else ""
         device = name if alike or not found else f"{name} with {found.total_memory // 2**20} MiB"
-        require_same({"the device": device}, " Plans need devices of one kind; select them by CUDA_VISIBLE_DEVICES on each machine.")
+        require_same(
+            {"the device": device},
+            " Plans need devices of one kind; select them by CUDA_VISIBLE_DEVICES on each machine.",
+        )
 
 
 def _model_text(model: nn.Module) -> str:
     tensors = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
     elements = sum(parameter.numel() for parameter in model.parameters())
-    return f"{type(model).__name__} ({len(tensors)} tensors, {elements} elements, {hashlib.sha256(repr(tensors).encode()).hexdigest()[:8]})"
+    return f"{type(model).__name__} ({len(tensors)} tensors, {elements} elements, {hashlib.sha256(repr(tensors).encode()).hexdigest()[:8]})"  # noqa: E501
 
 
 def _option_text(name: str, value: object) -> str:

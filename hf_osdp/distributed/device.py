@@ -1,4 +1,6 @@
-"""The GPU of this process, and torch's allocator on it, which uses expandable segments unless the user chose otherwise."""
+"""The GPU of this process, and torch's allocator on it, which uses expandable segments unless the user chose
+otherwise.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +12,18 @@ import torch.distributed as dist
 from .launcher import number, set_variable, variable
 
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""torch 2.11 to 2.13 read both, the second for compatibility (c10/core/AllocatorConfig.cpp, c10/cuda/CUDAAllocatorConfig.cpp)."""
+"""torch 2.11 to 2.13 read both, the second for compatibility (c10/core/AllocatorConfig.cpp,
+c10/cuda/CUDAAllocatorConfig.cpp).
+"""
 _EXPANDABLE = "expandable_segments"
 
 
 def own_gpu() -> torch.device:
     """Return this process's GPU, and make it torch's current device.
 
-    It is the process group's device (`init_process_group(device_id=...)`, which does not change torch's current device), if set. Else it is
-    torch's current device if a group exists or the current device is not the first; else `LOCAL_RANK` modulo the number of GPUs that this
-    process sees, since a launcher may show it only one.
+    It is the process group's device (`init_process_group(device_id=...)`, which does not change torch's current
+    device), if set. Else it is torch's current device if a group exists or the current device is not the first; else
+    `LOCAL_RANK` modulo the number of GPUs that this process sees, since a launcher may show it only one.
     """
     current = torch.cuda.current_device()
     bound = getattr(dist.group.WORLD, "bound_device_id", None) if dist.is_initialized() else None
@@ -35,11 +39,13 @@ def own_gpu() -> torch.device:
 
 
 def prefer_expandable_segments() -> None:
-    """Switch on expandable segments of torch's CUDA allocator, unless the user set `expandable_segments` or chose another allocator.
+    """Switch on expandable segments of torch's CUDA allocator, unless the user set `expandable_segments` or chose
+    another allocator.
 
-    FSDP2's buffers and parameters differ in size from unit to unit; in expandable segments they leave few gaps (docs/estimates.md).
-    Child processes inherit the setting. If CUDA is in use already, as after `TrainingArguments()`, segments that torch has reserved stay
-    as they are, and new ones expand. Do nothing without CUDA or on another system than Linux.
+    FSDP2's buffers and parameters differ in size from unit to unit; in expandable segments they leave few gaps
+    (docs/estimates.md). Child processes inherit the setting. If CUDA is in use already, as after
+    `TrainingArguments()`, segments that torch has reserved stay as they are, and new ones expand. Do nothing without
+    CUDA or on another system than Linux.
     """
     settings = _allocator_settings()
     chosen = _EXPANDABLE in settings or settings.get("backend", "native") != "native"
@@ -52,13 +58,17 @@ def prefer_expandable_segments() -> None:
 
 
 def has_fixed_segments() -> bool:
-    """Return whether this process's CUDA allocator has segments that do not expand, after `prefer_expandable_segments`."""
+    """Return whether this process's CUDA allocator has segments that do not expand, after
+    `prefer_expandable_segments`.
+    """
     settings = _allocator_settings()
     if settings.get("backend", "native") != "native":
         return False
     if settings.get(_EXPANDABLE) != "True":
         return True
-    return torch.cuda.is_initialized() and not all(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+    return torch.cuda.is_initialized() and not all(
+        segment["is_expandable"] for segment in torch.cuda.memory_snapshot()
+    )
 
 
 def _allocator_settings() -> dict[str, str]:

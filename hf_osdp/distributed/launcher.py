@@ -67,7 +67,9 @@ def most_restarts() -> int:
 
 def restarts_left() -> int | None:
     """Return how many restarts of this run torchrun has left; None if it has not started this process."""
-    return None if not variable("TORCHELASTIC_RUN_ID") else max(0, most_restarts() - _count("TORCHELASTIC_RESTART_COUNT"))
+    return (
+        None if not variable("TORCHELASTIC_RUN_ID") else max(0, most_restarts() - _count("TORCHELASTIC_RESTART_COUNT"))
+    )
 
 
 def _count(name: str) -> int:

@@ -1,4 +1,6 @@
-"""Device meshes of a plan, the topology of nodes and ranks, and the device for collectives of the default process group."""
+"""Device meshes of a plan, the topology of nodes and ranks, and the device for collectives of the default process
+group.
+"""
 
 from __future__ import annotations
 
@@ -48,22 +50,34 @@ class Meshes:
     def __init__(self, device_type: str) -> None:
         """Take `"cuda"` or `"cpu"`, as `init_device_mesh` does; raise ValueError without a process group."""
         if not dist.is_initialized():
-            raise ValueError("Meshes need a process group; start the program with torchrun, or call torch.distributed.init_process_group.")
+            raise ValueError(
+                "Meshes need a process group; start the program with torchrun, or call"
+                " torch.distributed.init_process_group."
+            )
         self.device_type = device_type
         self.world_size = dist.get_world_size()
         self._formed: dict[Layout, DeviceMesh] = {}
 
     def mesh(self, shard_size: int) -> DeviceMesh:
-        """Return the mesh whose shard axis has `shard_size` ranks: (W,) if all W ranks shard, else (W / shard_size, shard_size)."""
+        """Return the mesh whose shard axis has `shard_size` ranks: (W,) if all W ranks shard, else (W / shard_size,
+        shard_size).
+        """
         return self._mesh((1, shard_size), mesh_axes(self.world_size, shard_size))
 
     def stages(self, shard_size: int, stage_size: int) -> Stages:
-        """Return this rank's groups between nodes of `stage_size` ranks and inside its node, for collectives over `shard_size` ranks."""
+        """Return this rank's groups between nodes of `stage_size` ranks and inside its node, for collectives over
+        `shard_size` ranks.
+        """
         axes = stage_axes(self.world_size, shard_size, stage_size)
         nodes = self.mesh(stage_size)
-        if shard_size == self.world_size:  # the replicas of a node group are the ranks with the same number in each node
+        if (
+            shard_size == self.world_size
+        ):  # the replicas of a node group are the ranks with the same number in each node
             return Stages(between=nodes.get_group(REPLICATE_AXIS), within=nodes.get_group(SHARD_AXIS))
-        return Stages(between=self._mesh((stage_size, shard_size), axes).get_group(NODES_AXIS), within=nodes.get_group(SHARD_AXIS))
+        return Stages(
+            between=self._mesh((stage_size, shard_size), axes).get_group(NODES_AXIS),
+            within=nodes.get_group(SHARD_AXIS),
+        )
 
     def form(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """Make one mesh, real or in a subclass without communication. Collective."""
@@ -78,7 +92,10 @@ class Meshes:
                 self.stages(shard_size, stage_size)
 
     def keep(self, plan: Plan) -> None:
-        """Destroy the process groups that the plan does not need, because each holds memory on the device. Collective."""
+        """Destroy the process groups that the plan does not need, because each holds memory on the device.
+
+        Collective.
+        """
         for layout in sorted(set(self._formed) - self._needed(plan)):
             destroy_mesh(self._formed.pop(layout))
 
@@ -104,7 +121,10 @@ def mesh_axes(world_size: int, shard_size: int) -> dict[str, int]:
 
 
 def stage_axes(world_size: int, shard_size: int, stage_size: int) -> dict[str, int]:
-    """Return the axes of the mesh for collectives in two stages; sizes are those of a `UnitDecision`. See `Meshes.stages`."""
+    """Return the axes of the mesh for collectives in two stages; sizes are those of a `UnitDecision`.
+
+    See `Meshes.stages`.
+    """
     return {REPLICATE_AXIS: world_size // shard_size, NODES_AXIS: shard_size // stage_size, SHARD_AXIS: stage_size}
 
 
@@ -133,22 +153,27 @@ def collective_device() -> torch.device:
 
 
 def find_topology() -> Topology:
-    """Return the nodes of the process group, the same on every rank; without a process group there is one rank on one node.
+    """Return the nodes of the process group, the same on every rank; without a process group there is one rank on one
+    node.
 
-    Nodes are distinguished by the number of torchrun's agent, else by the host's name. Cached for each process group; collective on first
-    use. Errors are those of `topology_of`.
+    Nodes are distinguished by the number of torchrun's agent, else by the host's name. Cached for each process group;
+    collective on first use. Errors are those of `topology_of`.
     """
     if (world := dist.group.WORLD) is None:
         return Topology(nodes=1, ranks_per_node=1)
     if world not in _topologies:
         set_here = variables()
         by_torchrun = "LOCAL_WORLD_SIZE" in set_here and "GROUP_RANK" in set_here
-        _topologies[world] = topology_of(all_gather_objects(f"node {set_here['GROUP_RANK']}" if by_torchrun else socket.gethostname()))
+        _topologies[world] = topology_of(
+            all_gather_objects(f"node {set_here['GROUP_RANK']}" if by_torchrun else socket.gethostname())
+        )
     return _topologies[world]
 
 
 def topology_of(names: Sequence[str]) -> Topology:
-    """Return the topology from each rank's node name; raise HardwareError if nodes have unequal or non-consecutive ranks."""
+    """Return the topology from each rank's node name; raise HardwareError if nodes have unequal or non-consecutive
+    ranks.
+    """
     runs = [(name, len(list(ranks))) for name, ranks in groupby(names)]
     if len(runs) != len(set(names)):
         split = next(name for name, _ in runs if sum(other == name for other, _ in runs) > 1)
@@ -160,7 +185,8 @@ def topology_of(names: Sequence[str]) -> Topology:
     if len(set(counts)) > 1:
         listed = ", ".join(f"{name}: {count}" for name, count in runs)
         raise HardwareError(
-            f"Nodes have different numbers of processes ({listed}); start equally many on each, for example {min(counts)},"
+            f"Nodes have different numbers of processes ({listed}); start equally many on each, for example"
+            f" {min(counts)},"
             " because groups follow the nodes."
         )
     return Topology(nodes=len(runs), ranks_per_node=counts[0])

@@ -1,4 +1,6 @@
-"""The process group: check launched ranks and their versions, a group for long waits, and calls that every rank must make."""
+"""The process group: check launched ranks and their versions, a group for long waits, and calls that every rank
+must make.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,15 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ..errors import LaunchError, OSDPError
 from .device import prefer_expandable_segments
-from .launcher import is_torchruns_store, launched_rank, launched_world_size, master_address, most_restarts, number, variable
+from .launcher import (
+    is_torchruns_store,
+    launched_rank,
+    launched_world_size,
+    master_address,
+    most_restarts,
+    number,
+    variable,
+)
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -34,7 +44,10 @@ TIMEOUT_VARIABLE = "OSDP_LAUNCH_TIMEOUT_S"
 ALL_CALL_S = 300.0
 """How long `require_all` waits: longer than a rank may log or write beforehand, less than NCCL's 600 s."""
 _LONGEST_WAIT = timedelta(hours=6)
-"""Longer than any save or search; by default NCCL and gloo end waits after 600 and 1800 s. If a rank ends, the others stop waiting."""
+"""Longer than any save or search; by default NCCL and gloo end waits after 600 and 1800 s.
+
+If a rank ends, the others stop waiting.
+"""
 _POLL_S = 0.05
 _READ_S = 2.0
 """How much longer than rank 0 the others wait, and how long rank 0 waits while they read an error."""
@@ -46,7 +59,10 @@ _calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class RankReport(TypedDict):
-    """What a rank tells the others at the start, as JSON. `token` identifies this call, so that a restart differs from earlier starts."""
+    """What a rank tells the others at the start, as JSON.
+
+    `token` identifies this call, so that a restart differs from earlier starts.
+    """
 
     rank: int
     ranks: int
@@ -59,11 +75,11 @@ class RankReport(TypedDict):
 def check_ranks() -> None:
     """Wait until every launched rank has started, and compare their versions. Collective.
 
-    Ranks report in the store of `env://` or of the process group, and wait for `OSDP_LAUNCH_TIMEOUT_S` (300 s). A single process returns
-    at once. First, `prefer_expandable_segments` sets up CUDA's allocator.
+    Ranks report in the store of `env://` or of the process group, and wait for `OSDP_LAUNCH_TIMEOUT_S` (300 s). A
+    single process returns at once. First, `prefer_expandable_segments` sets up CUDA's allocator.
 
-    Raise LaunchError, with the same message on every rank that reported, if ranks are missing or run different versions. Also raise it if
-    a rank was started twice, or rank 0's machine cannot be reached.
+    Raise LaunchError, with the same message on every rank that reported, if ranks are missing or run different
+    versions. Also raise it if a rank was started twice, or rank 0's machine cannot be reached.
     """
     prefer_expandable_segments()  # before the process group, which initialises CUDA
     limit_s = launch_timeout_s()
@@ -71,7 +87,10 @@ def check_ranks() -> None:
         rank, size, store = dist.get_rank(), dist.get_world_size(), _store("start")
         shared = most_restarts() and is_torchruns_store()
         if rank == 0 and shared and not _env_store.cache_info().currsize:  # otherwise `_collect` has cleared it
-            _log.warning("A restart may hang, since torchrun keeps its store: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun.")
+            _log.warning(
+                "A restart may hang, since torchrun keeps its store: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for"
+                " torchrun."
+            )
     elif dist.is_initialized() or not all(map(variable, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))):
         return
     else:
@@ -80,13 +99,15 @@ def check_ranks() -> None:
             return
         store = _env_store(rank, number("MASTER_PORT"), limit_s)
     mine = RankReport(
-        rank=rank, ranks=size, host=socket.gethostname(), process=os.getpid(), token=uuid.uuid4().hex, versions=own_versions(),
+        rank=rank, ranks=size, host=socket.gethostname(), process=os.getpid(), token=uuid.uuid4().hex,
+        versions=own_versions(),
     )  # fmt: skip
     try:
         reports = (_collect if rank == 0 else _report)(store, mine, limit_s)
     except RuntimeError as error:  # torch's errors of stores
         raise LaunchError(
-            f"Rank {rank} on {mine['host']} lost rank 0's machine at {master_address()} while ranks reported ({_reason(error)}):"
+            f"Rank {rank} on {mine['host']} lost rank 0's machine at {master_address()} while ranks reported"
+            f" ({_reason(error)}):"
             " a process there ended; its own output shows why."
         ) from error
     if line := refusal(reports, waited_s=limit_s):
@@ -96,8 +117,12 @@ def check_ranks() -> None:
 
 
 def own_versions() -> dict[str, str]:
-    """Return this process's version of each of `COMPARED`, as imported or else as installed, and of Python (major.minor)."""
-    found = {name: str(getattr(sys.modules.get(name), "__version__", None) or metadata.version(name)) for name in COMPARED}
+    """Return this process's version of each of `COMPARED`, as imported or else as installed, and of Python
+    (major.minor).
+    """
+    found = {
+        name: str(getattr(sys.modules.get(name), "__version__", None) or metadata.version(name)) for name in COMPARED
+    }
     return found | {"python": ".".join(platform.python_version_tuple()[:2])}
 
 
@@ -107,14 +132,17 @@ def launch_timeout_s() -> float:
     with suppress(ValueError):
         if 0 < float(text) < float("inf"):
             return float(text)
-    raise ValueError(f"{TIMEOUT_VARIABLE}={text} is not a number of seconds above 0; give one, such as 300, or leave it out.")
+    raise ValueError(
+        f"{TIMEOUT_VARIABLE}={text} is not a number of seconds above 0; give one, such as 300, or leave it out."
+    )
 
 
 def _collect(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
-    """Wait on rank 0 for the others' reports, and publish all. A new token for each start separates them from those of earlier starts.
+    """Wait on rank 0 for the others' reports, and publish all. A new token for each start separates them from those of
+    earlier starts.
 
-    torchrun keeps its store over restarts (pytorch issue 135712): gloo would find addresses of processes that have ended. They are
-    deleted here, before any rank can form the group.
+    torchrun keeps its store over restarts (pytorch issue 135712): gloo would find addresses of processes that have
+    ended. They are deleted here, before any rank can form the group.
     """
     space = PrefixStore(f"{_KEY}/{mine['token']}", store)
     store.set(_KEY, mine["token"])
@@ -130,7 +158,11 @@ def _collect(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]
 
 def _report(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
     """Report on another rank to rank 0's latest start, until the answer contains this call's token."""
-    seen, until, problem = "", time.monotonic() + limit_s + _READ_S, f"waited {limit_s:g} s at {master_address()} for rank 0"
+    seen, until, problem = (
+        "",
+        time.monotonic() + limit_s + _READ_S,
+        f"waited {limit_s:g} s at {master_address()} for rank 0",
+    )
     while time.monotonic() < until:
         token = store.get(_KEY).decode() if store.check([_KEY]) else ""
         space = PrefixStore(f"{_KEY}/{seen}", store)
@@ -139,7 +171,7 @@ def _report(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
             if mine["token"] in [report["token"] for report in reports]:
                 return reports
             if mine["ranks"] != reports[0]["ranks"]:
-                problem = f"was started as one of {mine['ranks']} ranks, and rank 0 at {master_address()} as one of {reports[0]['ranks']}"
+                problem = f"was started as one of {mine['ranks']} ranks, and rank 0 at {master_address()} as one of {reports[0]['ranks']}"  # noqa: E501
             others = [f"process {one['process']} on {one['host']}" for one in reports if one["rank"] == mine["rank"]]
             if others and others != [f"process {mine['process']} on {mine['host']}"]:
                 problem = f"was started twice: rank 0 at {master_address()} counts {others[0]}"
@@ -150,8 +182,10 @@ def _report(store: Store, mine: RankReport, limit_s: float) -> list[RankReport]:
             store.set(f"{_KEY}/{seen}/{mine['rank']}", json.dumps(mine))
         time.sleep(_POLL_S / 5)
     raise LaunchError(
-        f"Rank {mine['rank']} on {mine['host']} {problem}. Look at rank 0's output, start each rank once, and give each machine its own"
-        f" --machine_rank (--node-rank) and the same number of processes; if rank 0 only needs longer, raise {TIMEOUT_VARIABLE}."
+        f"Rank {mine['rank']} on {mine['host']} {problem}. Look at rank 0's output, start each rank once, and give"
+        " each machine its own"
+        " --machine_rank (--node-rank) and the same number of processes; if rank 0 only needs longer, raise"
+        f" {TIMEOUT_VARIABLE}."
     )
 
 
@@ -160,11 +194,14 @@ def _env_store(rank: int, port: int, limit_s: float) -> Store:
     """Open the store of `env://`, without waiting for others to join it."""
     hosts, timeout = rank == 0 and not is_torchruns_store(), timedelta(seconds=limit_s)
     try:  # multi-tenant: the group's own store then joins this server
-        return TCPStore(variable("MASTER_ADDR"), port, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=hosts)
+        return TCPStore(
+            variable("MASTER_ADDR"), port, is_master=hosts, timeout=timeout, wait_for_workers=False, multi_tenant=hosts
+        )
     except RuntimeError as error:
         failed = f"could not reach rank 0's machine at {master_address()} within {limit_s:g} s"
         remedy = (
-            "start the command there too, give every machine its address (main_process_ip, main_process_port; torchrun: --master-addr,"
+            "start the command there too, give every machine its address (main_process_ip, main_process_port;"
+            " torchrun: --master-addr,"
             " --master-port), and let the firewall pass this port"
         )
         if hosts:
@@ -174,24 +211,34 @@ def _env_store(rank: int, port: int, limit_s: float) -> Store:
 
 
 def refusal(reports: Sequence[RankReport], *, waited_s: float) -> str | None:
-    """Return a message about ranks whose versions or number of ranks differ, else about those that did not report; None if all is well."""
-    values_of_rank = {report["rank"]: {**report["versions"], "the number of ranks": str(report["ranks"])} for report in reports}
+    """Return a message about ranks whose versions or number of ranks differ, else about those that did not report;
+    None if all is well.
+    """
+    values_of_rank = {
+        report["rank"]: {**report["versions"], "the number of ranks": str(report["ranks"])} for report in reports
+    }
     if found := differences(values_of_rank, {report["rank"]: f" ({report['host']})" for report in reports}):
         return (
-            f"Ranks run different versions: {found}. Install the same versions on every machine, for example by constraints.txt, and start"
+            f"Ranks run different versions: {found}. Install the same versions on every machine, for example by"
+            " constraints.txt, and start"
             " every machine with the same number of ranks."
         )
     if not (missing := set(range(reports[0]["ranks"])) - set(values_of_rank)):
         return None
     hosts = ", ".join(dict.fromkeys(report["host"] for report in reports))
     return (
-        f"{len(missing)} of {reports[0]['ranks']} ranks did not report within {waited_s:g} s: {_ranks(missing)} ({_ranks(values_of_rank)}"
-        f" on {hosts} did). Look at the output of their machines; if they were never started, start them, and check that they reach rank"
-        f" 0's machine at {master_address()}: address, port, firewall. If they only need longer, raise {TIMEOUT_VARIABLE}."
+        f"{len(missing)} of {reports[0]['ranks']} ranks did not report within {waited_s:g} s: {_ranks(missing)}"
+        f" ({_ranks(values_of_rank)}"
+        f" on {hosts} did). Look at the output of their machines; if they were never started, start them, and check"
+        " that they reach rank"
+        f" 0's machine at {master_address()}: address, port, firewall. If they only need longer, raise"
+        f" {TIMEOUT_VARIABLE}."
     )
 
 
-def differences(values_of_rank: Mapping[int, Mapping[str, str]], suffixes: Mapping[int, str] | None = None) -> str | None:
+def differences(
+    values_of_rank: Mapping[int, Mapping[str, str]], suffixes: Mapping[int, str] | None = None
+) -> str | None:
     """Return which ranks have which value, for each name whose values differ; None if there is none.
 
     An empty value matches any other. `suffixes` are written after ranks.
@@ -203,7 +250,10 @@ def differences(values_of_rank: Mapping[int, Mapping[str, str]], suffixes: Mappi
             if value := one.get(name, "not known"):
                 ranks_of_value.setdefault(value, []).append(rank)
         if len(ranks_of_value) > 1:
-            listed = [f"{value} on {_ranks(ranks)}{(suffixes or {}).get(ranks[0], '')}" for value, ranks in ranks_of_value.items()]
+            listed = [
+                f"{value} on {_ranks(ranks)}{(suffixes or {}).get(ranks[0], '')}"
+                for value, ranks in ranks_of_value.items()
+            ]
             parts.append(f"{name} is {', '.join(listed)}")
     return "; ".join(parts) or None
 
@@ -214,7 +264,8 @@ def are_several_ranks() -> bool:
 
 
 def gloo_group() -> dist.ProcessGroup | None:
-    """Return a gloo group of all ranks with a longer timeout than the default group; None if there is no other real rank.
+    """Return a gloo group of all ranks with a longer timeout than the default group; None if there is no other real
+    rank.
 
     Collective the first time; the group is formed once for each process group.
     """
@@ -226,8 +277,10 @@ def gloo_group() -> dist.ProcessGroup | None:
             _gloo_groups[world] = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
         except RuntimeError as error:
             raise LaunchError(
-                f"Rank {dist.get_rank()} on {socket.gethostname()} cannot connect to other ranks over gloo ({_reason(error)}). Set"
-                f" GLOO_SOCKET_IFNAME (now {variable('GLOO_SOCKET_IFNAME', 'not set')}) on each machine to the interface that faces"
+                f"Rank {dist.get_rank()} on {socket.gethostname()} cannot connect to other ranks over gloo"
+                f" ({_reason(error)}). Set"
+                f" GLOO_SOCKET_IFNAME (now {variable('GLOO_SOCKET_IFNAME', 'not set')}) on each machine to the"
+                " interface that faces"
                 " the others, as `ip -br addr` lists them."
             ) from error
     return _gloo_groups[world]
@@ -247,7 +300,8 @@ def host_barrier() -> None:
 
 
 def require_all(what: str) -> None:
-    """Wait until every rank has called this with the same `what`, such as `GPT2LMHeadModel.generate`; else raise OSDPError.
+    """Wait until every rank has called this with the same `what`, such as `GPT2LMHeadModel.generate`; else raise
+    OSDPError.
 
     Ranks poll the store, so that a rank that calls alone gets an error after `ALL_CALL_S` instead of hanging.
     """
@@ -262,7 +316,9 @@ def require_all(what: str) -> None:
     if None not in called:
         _calls[world] = call
     with suppress(NotImplementedError):  # raised by stores without delete_key
-        store.delete_key(keys[rank] if None in called else f"{call - 2}/{rank}")  # all ranks have read it: they have made a call since
+        store.delete_key(
+            keys[rank] if None in called else f"{call - 2}/{rank}"
+        )  # all ranks have read it: they have made a call since
     if missing := [other for other, name in enumerate(called) if name != what]:
         alike = [other for other, name in enumerate(called) if name == what]
         raise OSDPError(
@@ -291,4 +347,6 @@ def _ranks(ranks: Iterable[int]) -> str:
     """Write ranks with consecutive ones as ranges, as in `ranks 0-3, 8`."""
     found = sorted(set(ranks))
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(found), key=lambda pair: pair[1] - pair[0])]
-    return f"rank{'' if len(found) == 1 else 's'} " + ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    return f"rank{'' if len(found) == 1 else 's'} " + ", ".join(
+        f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs
+    )

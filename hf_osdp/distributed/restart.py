@@ -24,9 +24,11 @@ def limit_after_oom(limit_bytes: int) -> int:
 def reason_not_to_restart() -> str | None:
     """Return why this run cannot start again under a lower limit; None if it can."""
     if (left := restarts_left()) is None:
-        return "no launcher starts it again; use that memory_limit, or torchrun --max-restarts 3 (accelerate launch: --max_restarts 3)"
+        return "no launcher starts it again; use that memory_limit, or torchrun --max-restarts 3 (accelerate launch: --max_restarts 3)"  # noqa: E501
     if not left:
-        return "the launcher has no restarts left; start it with --max-restarts 3 (accelerate launch: --max_restarts 3)"
+        return (
+            "the launcher has no restarts left; start it with --max-restarts 3 (accelerate launch: --max_restarts 3)"
+        )
     return None
 
 
@@ -50,6 +52,8 @@ def _noted_limit() -> int | None:
 
 
 def _limit_file() -> Path:
-    """Return the file in which ranks of one launcher note a limit, named after the launcher's process id and start time."""
+    """Return the file in which ranks of one launcher note a limit, named after the launcher's process id and start
+    time.
+    """
     launcher = psutil.Process(os.getppid())
     return Path(tempfile.gettempdir()) / f"hf_osdp-limit-{os.getuid()}-{launcher.pid}-{launcher.create_time()}"

@@ -20,7 +20,9 @@ from .process_group import gloo_group
 EXIT_CODE = 128 + signal.SIGTERM
 """Exit code of a process that SIGTERM ended, by which the launcher knows that the run is not finished."""
 waits_in_background: dict[Callable[[], None], None] = {}
-"""Collective calls that `StopSignal.exit` makes, on every rank in the same order, to wait for work in the background; they may raise."""
+"""Collective calls that `StopSignal.exit` makes, on every rank in the same order, to wait for work in the
+background; they may raise.
+"""
 
 
 _PATIENCE_S, _POLL_S = 5.0, 0.25
@@ -44,15 +46,16 @@ class StopSignal:
     stop.exit()                          # if SIGTERM ended the loop: exit with code 143 once the checkpoint is complete
     ```
 
-    The all-reduce of the signal runs during the next step, so that no rank waits for it: all ranks stop one step after the signal. It uses
-    gloo on the host, also with CUDA, and does not synchronise the device's stream.
+    The all-reduce of the signal runs during the next step, so that no rank waits for it: all ranks stop one step after
+    the signal. It uses gloo on the host, also with CUDA, and does not synchronise the device's stream.
 
-    Outside of the `with`, in forked processes, and in threads other than the main one, SIGTERM keeps its previous effect. Once it has ended
-    the loop, further ones are ignored: a launcher sends it to the other ranks as soon as one has exited, and they may still be writing.
+    Outside of the `with`, in forked processes, and in threads other than the main one, SIGTERM keeps its previous
+    effect. Once it has ended the loop, further ones are ignored: a launcher sends it to the other ranks as soon as one
+    has exited, and they may still be writing.
 
-    With NCCL, a rank whose peer has died waits on the device and runs no Python, so that the handler would not run either. `_Watch` then
-    ends the process, as SIGTERM does without a handler.
-    """
+    With NCCL, a rank whose peer has died waits on the device and runs no Python, so that the handler would not run
+    either. `_Watch` then ends the process, as SIGTERM does without a handler.
+    """  # noqa: E501
 
     def __init__(self) -> None:
         self.received = False
@@ -74,7 +77,9 @@ class StopSignal:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self.finish()
         else:
@@ -84,12 +89,17 @@ class StopSignal:
         self.received = self.stopped = self.is_between_steps = self._ends = False
         if threading.current_thread() is threading.main_thread():
             self._process, before = os.getpid(), signal.signal(signal.SIGTERM, self._note)
-            self._before = self._before if before == self._note else before  # our handler stays after SIGTERM has ended a loop
+            self._before = (
+                self._before if before == self._note else before
+            )  # our handler stays after SIGTERM has ended a loop
             if may_wait_on_device():
                 self._watch = _Watch(lambda: max(_PATIENCE_S, 2 * self._longest_s), lambda: self.is_between_steps)
 
     def agreed(self) -> bool:
-        """Return whether a rank had received SIGTERM by the end of the previous step; the same on every rank. Collective, once per step."""
+        """Return whether a rank had received SIGTERM by the end of the previous step; the same on every rank.
+
+        Collective, once per step.
+        """
         now = time.monotonic()
         self._longest_s, self._last_s = max(self._longest_s, now - self._last_s), now
         if (group := gloo_group()) is None:
@@ -107,7 +117,10 @@ class StopSignal:
         return self.stopped
 
     def finish(self) -> None:
-        """Restore the SIGTERM handler; if SIGTERM ended the loop, keep ignoring it until the process exits. Collective."""
+        """Restore the SIGTERM handler; if SIGTERM ended the loop, keep ignoring it until the process exits.
+
+        Collective.
+        """
         try:
             if self._pending is not None:
                 self._pending[1].wait()
@@ -151,7 +164,9 @@ class StopSignal:
 
 
 def may_wait_on_device() -> bool:
-    """Return whether collectives run on NCCL, which leaves a rank waiting on its device, without an error, when another rank ends."""
+    """Return whether collectives run on NCCL, which leaves a rank waiting on its device, without an error, when
+    another rank ends.
+    """
     return dist.is_initialized() and "nccl" in dist.get_backend_config()
 
 
@@ -160,16 +175,21 @@ _ran = threading.Event()
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 def _note_progress(unused: object) -> int:
-    """Record that the main thread runs Python: it makes pending calls between two bytecodes. Here because Python must find it whenever."""
+    """Record that the main thread runs Python: it makes pending calls between two bytecodes.
+
+    Here because Python must find it whenever.
+    """
     _ran.set()
     return 0
 
 
 class _Watch(threading.Thread):
-    """End this process if SIGTERM finds the main thread in one call that does not return, such as `loss.item()` on a device that waits.
+    """End this process if SIGTERM finds the main thread in one call that does not return, such as `loss.item()` on a
+    device that waits.
 
-    Python runs a signal's handler between two bytecodes of the main thread, but writes its number to the wake-up descriptor at once. A
-    forked process must not: `multiprocessing.Pool` sends its workers SIGTERM, which this process has not received.
+    Python runs a signal's handler between two bytecodes of the main thread, but writes its number to the wake-up
+    descriptor at once. A forked process must not: `multiprocessing.Pool` sends its workers SIGTERM, which this process
+    has not received.
     """
 
     _active: ClassVar[set[_Watch]] = set()
@@ -218,7 +238,8 @@ class _Watch(threading.Thread):
             patience_s = self._patience_s()
             if not (_ran.wait(patience_s) or _ran.is_set() or self._may_wait() or self._ended.is_set()):
                 text = (
-                    f"SIGTERM: this rank has waited {patience_s:.0f} s in one call, as it does after another rank has ended;"
+                    f"SIGTERM: this rank has waited {patience_s:.0f} s in one call, as it does after another rank has"
+                    " ended;"
                     " it exits without a checkpoint.\n"
                 )
                 os.write(2, text.encode())

@@ -1,4 +1,6 @@
-"""Encode and decode tensors in the formats of `planner/wire.py`, and send them: collectives with fewer bits and sums in float32."""
+"""Encode and decode tensors in the formats of `planner/wire.py`, and send them: collectives with fewer bits and
+sums in float32.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ _LARGEST_CODE = {WireFormat.INT8: 127, WireFormat.INT4: 7}
 
 
 def encode(values: torch.Tensor, codes: torch.Tensor, wire: WireFormat) -> None:
-    """Encode values into the first bytes of `codes`, uint8 and at least `wire.nbytes(values.numel())` long; both have one dimension.
+    """Encode values into the first bytes of `codes`, uint8 and at least `wire.nbytes(values.numel())` long; both have
+    one dimension.
 
-    The storage of `codes` must begin at a multiple of 4 bytes. A block with an infinity or NaN decodes to values that are all not finite,
-    except zeros of a block's padding, so that a gradient scaler detects it.
+    The storage of `codes` must begin at a multiple of 4 bytes. A block with an infinity or NaN decodes to values that
+    are all not finite, except zeros of a block's padding, so that a gradient scaler detects it.
     """
     rotation = _hadamard(values.device) if wire is WireFormat.INT4 else None
     for piece, packed, scales in _pieces(values, codes, wire):
@@ -38,7 +41,9 @@ def decode(codes: torch.Tensor, values: torch.Tensor, wire: WireFormat, *, add: 
         del decoded
 
 
-def _encode_piece(piece: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, wire: WireFormat, rotation: torch.Tensor | None) -> None:
+def _encode_piece(
+    piece: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, wire: WireFormat, rotation: torch.Tensor | None
+) -> None:
     if wire is WireFormat.BF16:
         packed.view(torch.bfloat16).copy_(piece)
         return
@@ -55,7 +60,9 @@ def _encode_piece(piece: torch.Tensor, packed: torch.Tensor, scales: torch.Tenso
     torch.bitwise_or(low, high << 4, out=packed.view(-1, wire.block_size // 2))
 
 
-def _decoded(packed: torch.Tensor, scales: torch.Tensor, wire: WireFormat, rotation: torch.Tensor | None) -> torch.Tensor:
+def _decoded(
+    packed: torch.Tensor, scales: torch.Tensor, wire: WireFormat, rotation: torch.Tensor | None
+) -> torch.Tensor:
     if wire is WireFormat.BF16:
         return packed.view(torch.bfloat16).float()
     if rotation is None:
@@ -65,18 +72,26 @@ def _decoded(packed: torch.Tensor, scales: torch.Tensor, wire: WireFormat, rotat
     return (rotated.view(-1, HADAMARD_SIZE) @ rotation).view(-1)  # symmetric and orthogonal: its own inverse
 
 
-def _pieces(values: torch.Tensor, codes: torch.Tensor, wire: WireFormat) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def _pieces(
+    values: torch.Tensor, codes: torch.Tensor, wire: WireFormat
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield parts of the values with the codes and scales of each; bf16 has no scales."""
     size, end = wire.block_size, wire.code_bytes(values.numel())
     scales = codes[end : wire.nbytes(values.numel())]
     scales = scales if wire is WireFormat.BF16 else scales.view(torch.float32)
-    whole = values.numel() // size * size  # the rest, which fills no block, is a separate piece, because padding copies it
+    whole = (
+        values.numel() // size * size
+    )  # the rest, which fills no block, is a separate piece, because padding copies it
     starts = [*range(0, whole, PIECE_ELEMENTS), *([whole] if whole < values.numel() else [])]
     for start in starts:
         piece = values[start : min(start + PIECE_ELEMENTS, whole) if start < whole else None]
         blocks = -(-piece.numel() // size)
         first = wire.code_bytes(start)
-        yield piece, codes[first : first + wire.code_bytes(piece.numel())], scales[start // size : start // size + blocks]
+        yield (
+            piece,
+            codes[first : first + wire.code_bytes(piece.numel())],
+            scales[start // size : start // size + blocks],
+        )
 
 
 def _whole_blocks(values: torch.Tensor, size: int) -> torch.Tensor:
@@ -86,8 +101,12 @@ def _whole_blocks(values: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _hadamard(device: torch.device) -> torch.Tensor:
-    """Return Sylvester's orthonormal Hadamard matrix; it is not cached, because a cached one might be a simulation's fake tensor."""
-    two = torch.full((2, 2), 0.5**0.5, device=device, dtype=torch.float32)  # on the device: a copy from the host would wait for its stream
+    """Return Sylvester's orthonormal Hadamard matrix; it is not cached, because a cached one might be a
+    simulation's fake tensor.
+    """
+    two = torch.full(
+        (2, 2), 0.5**0.5, device=device, dtype=torch.float32
+    )  # on the device: a copy from the host would wait for its stream
     two[1, 1].neg_()
     matrix = two
     while len(matrix) < HADAMARD_SIZE:
@@ -96,20 +115,29 @@ def _hadamard(device: torch.device) -> torch.Tensor:
 
 
 class WireTransport:
-    """Sends tensors in a format of fewer bits over another transport. Each collective has ended on the current stream when it returns.
+    """Sends tensors in a format of fewer bits over another transport. Each collective has ended on the current stream
+    when it returns.
 
-    All ranks of a group decode the same bytes, including their own part of a gather, so that replicas stay bitwise equal.
+    All ranks of a group decode the same bytes, including their own part of a gather, so that replicas stay bitwise
+    equal.
     """
 
     def __init__(self, transport: BackendTransport, wire: WireFormat) -> None:
         self._transport, self.wire = transport, wire
 
     def all_gather(
-        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup, *, async_op: bool = False
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        *,
+        async_op: bool = False,
     ) -> dist.Work | None:
         for output, given in zip(outputs, inputs, strict=True):
             if not given.is_floating_point():
-                raise OSDPError("Parameters of several dtypes are gathered as bytes, which no wire format can round; plan again.")
+                raise OSDPError(
+                    "Parameters of several dtypes are gathered as bytes, which no wire format can round; plan again."
+                )
             self._gather(given, output.view(group.size(), -1).unbind(), group)
         return Works((), held=()) if async_op else None
 
@@ -136,7 +164,9 @@ class WireTransport:
         """Return the sum or mean of this rank's part over all ranks; its own values are added without rounding."""
         means = op == dist.ReduceOp.AVG  # a ReduceOp on the left may equal a RedOpType, but not the other way round
         if not (means or op == dist.ReduceOp.SUM):
-            raise ValueError(f"A wire format reduces gradients by SUM or AVG, not {op}; do not call set_gradient_divide_factor.")
+            raise ValueError(
+                f"A wire format reduces gradients by SUM or AVG, not {op}; do not call set_gradient_divide_factor."
+            )
         me = group.rank()
         sent, received = self._new_codes(parts[0], parts), self._new_codes(parts[0], parts)
         for rank, part in enumerate(parts):

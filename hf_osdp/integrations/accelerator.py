@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend, ProjectConfiguration, TorchDynamoPlugin
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedType,
+    DynamoBackend,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
@@ -55,21 +61,24 @@ Parameters = torch.Tensor | Iterable[torch.Tensor]
 
 
 class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
-    """An `Accelerator` that plans when a model is prepared, for the first DataLoader's batch size, and shards each unit by the plan.
+    """An `Accelerator` that plans when a model is prepared, for the first DataLoader's batch size, and shards each
+    unit by the plan.
 
-    To let the planner choose the batch size as well, call `plan` first and build the DataLoader with `batch_size=plan.micro_batch_size`.
-    The first DataLoader given to `prepare` is for training; others, for evaluation, may have batches of any size.
+    To let the planner choose the batch size as well, call `plan` first and build the DataLoader with
+    `batch_size=plan.micro_batch_size`. The first DataLoader given to `prepare` is for training; others, for
+    evaluation, may have batches of any size.
 
-    The first 8 optimizer steps of the loop are measured (`measured`) and printed next to the estimate; with a `project_dir` both are
-    written to `osdp_report.json` there. In a shorter loop, `end_training` reports them. A single process without a process group shards
+    The first 8 optimizer steps of the loop are measured (`measured`) and printed next to the estimate; with a
+    `project_dir` both are written to `osdp_report.json` there. In a shorter loop, `end_training` reports them. A
+    single process without a process group shards
     nothing: its plan sets the batch size, and which units are kept on the host.
 
     Args:
         *args: as for `Accelerator`.
         osdp: options of the plan; those not set here come from the file given to `accelerate launch`.
         osdp_plugin: an `OSDPPlugin`, to set more than the plan's options.
-        **kwargs: as for `Accelerator`. `fsdp_plugin` is another name for `osdp_plugin`. Without `cpu=True` it still runs on the CPU
-            if the launcher asks for it or the machine has no accelerator.
+        **kwargs: as for `Accelerator`. `fsdp_plugin` is another name for `osdp_plugin`. Without `cpu=True` it still
+            runs on the CPU if the launcher asks for it or the machine has no accelerator.
 
     Raises:
         ValueError: an option cannot be used, or several processes were started that do not form one process group.
@@ -80,12 +89,19 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     """Whether hooks find the first steps and measure them; the Trainer measures its own steps."""
 
     def __init__(
-        self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | None = None, osdp_plugin: OSDPPlugin | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        osdp: OSDPConfig | Mapping[str, object] | None = None,
+        osdp_plugin: OSDPPlugin | None = None,
+        **kwargs: Any,
     ) -> None:
         options = dict(inspect.signature(Accelerator.__init__).bind(self, *args, **kwargs).arguments)
         del options["self"]
         if other := next((name for name in _REFUSED if options.get(name) is not None), None):
-            raise ValueError(f"{other} and OSDP both decide how the model is sharded; leave {other} out, or use accelerate's Accelerator.")
+            raise ValueError(
+                f"{other} and OSDP both decide how the model is sharded; leave {other} out, or use accelerate's"
+                " Accelerator."
+            )
         plugin = plugin_for(osdp, osdp_plugin, options.pop("fsdp_plugin", None))
         cpu = options.pop("cpu", False) or launch_request().use_cpu or not torch.accelerator.is_available()
         self.planned_run: PlannedRun | None = None
@@ -97,11 +113,19 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self._schedules = WeakKeyDictionary()
         self._earlier_error = id(sys.exc_info()[1])  # being handled: of a training that failed before this one
         handlers = options.get("kwargs_handlers") or ()
-        hooks = {getattr(handler, "comm_hook", DDPCommunicationHookType.NO) for handler in handlers} - {DDPCommunicationHookType.NO}
+        hooks = {getattr(handler, "comm_hook", DDPCommunicationHookType.NO) for handler in handlers} - {
+            DDPCommunicationHookType.NO
+        }
         if hooks:
-            raise ValueError(f"comm_hook={hooks.pop()} is for DDP and has no effect under a plan; use OSDPConfig(communication='bf16').")
+            raise ValueError(
+                f"comm_hook={hooks.pop()} is for DDP and has no effect under a plan; use"
+                " OSDPConfig(communication='bf16')."
+            )
         methods = {getattr(handler, "init_method", None) for handler in handlers}
-        if dist.is_initialized() or methods <= {None, "env://"}:  # else the launcher's variables do not say where ranks meet
+        if dist.is_initialized() or methods <= {
+            None,
+            "env://",
+        }:  # else the launcher's variables do not say where ranks meet
             check_ranks()
         super().__init__(fsdp_plugin=plugin, cpu=cpu, **options)
         if self.num_processes == 1 and launched_world_size() > 1:
@@ -147,8 +171,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     def use_plan(self, run: PlannedRun) -> None:
         """Use this plan in `prepare`; `no_sync`, not Accelerate, then decides when gradients are reduced.
 
-        A single process also runs under FSDP2 if the plan keeps units on the host, or was made for FSDP2's mixed precision instead of
-        autocast.
+        A single process also runs under FSDP2 if the plan keeps units on the host, or was made for FSDP2's mixed
+        precision instead of autocast.
         """
         self.planned_run, self._writer.plan = run, run.plan
         assert run.inputs is not None
@@ -158,7 +182,9 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             self._select_fsdp(single_process=True)
         self.gradient_state.plugin_kwargs["sync_each_batch"] = False
 
-    def _plan_for(self, model: nn.Module, loader: DataLoader[Any], optimizer: torch.optim.Optimizer | OptimizerSpec | None) -> None:
+    def _plan_for(
+        self, model: nn.Module, loader: DataLoader[Any], optimizer: torch.optim.Optimizer | OptimizerSpec | None
+    ) -> None:
         """Plan for the batches of the training loader."""
         config = self._config
         inputs, length = batches_of_loader(loader, model, config.sequence_length)
@@ -177,25 +203,39 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         self._make_plan(model, config, optimizer, inputs)
 
     def _make_plan(
-        self, model: nn.Module, config: OSDPConfig, optimizer: torch.optim.Optimizer | OptimizerSpec | None, inputs: Inputs | None = None
+        self,
+        model: nn.Module,
+        config: OSDPConfig,
+        optimizer: torch.optim.Optimizer | OptimizerSpec | None,
+        inputs: Inputs | None = None,
     ) -> Plan:
         """Make the plan, print it and use it; raise ValueError if a size is not known."""
         if config.sequence_length is None:
-            raise ValueError("The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...).")
+            raise ValueError(
+                "The sequence length is not known; give OSDPConfig(sequence_length=...) or accelerator.plan(...)."
+            )
         if config.global_batch_size is None:
-            raise ValueError("The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...).")
+            raise ValueError(
+                "The batch size is not known; give prepare a DataLoader, or give OSDPConfig(global_batch_size=...)."
+            )
         if self.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             config = replace(config, reduce_every_micro_step=True)
         facts = RunFacts(
             world_size=self.num_processes,
             device_type=self.device.type,
-            precision=precision_of(self.mixed_precision, self.plugin.mixed_precision_policy, single_process=not self.is_fsdp2),
-            optimizer=optimizer if isinstance(optimizer, OptimizerSpec) else spec_of_optimizer(optimizer, device_type=self.device.type),
+            precision=precision_of(
+                self.mixed_precision, self.plugin.mixed_precision_policy, single_process=not self.is_fsdp2
+            ),
+            optimizer=optimizer
+            if isinstance(optimizer, OptimizerSpec)
+            else spec_of_optimizer(optimizer, device_type=self.device.type),
             inputs=inputs,
             holds_outputs=True,  # as the usual loop does: `out = model(**batch); accelerator.backward(out.loss)`
             activation_checkpointing=bool(self.plugin.activation_checkpointing),
             cpu_offload=offloads(self.plugin),
-            against_unit_steps=reason_against_unit_steps(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None,
+            against_unit_steps=reason_against_unit_steps(optimizer)
+            if isinstance(optimizer, torch.optim.Optimizer)
+            else None,
             trains=optimizer is not None,
             frozen_in_optimizer=frozen_parameters(optimizer),
             folder=project_folder(self.project_configuration),
@@ -213,11 +253,16 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:  # noqa: ANN401  as stock
         """Prepare as `Accelerator.prepare`; a model may also come without an optimizer, for evaluation."""
         args = tuple(self._without_wrappers(one) if isinstance(one, nn.Module) else one for one in args)
-        models, optimizers, loaders = _of_type(args, nn.Module), _of_type(args, torch.optim.Optimizer), _of_type(args, DataLoader)
+        models, optimizers, loaders = (
+            _of_type(args, nn.Module),
+            _of_type(args, torch.optim.Optimizer),
+            _of_type(args, DataLoader),
+        )
         known = {id(model) for model in (*self._models, *models)}
         if self.is_fsdp2 and models and len(known) > 1:
             raise ValueError(
-                f"{len(known)} models were given to prepare, but an OSDPAccelerator plans for one; make them modules of one model, or move"
+                f"{len(known)} models were given to prepare, but an OSDPAccelerator plans for one; make them modules"
+                " of one model, or move"
                 " a model that is not trained to accelerator.device by hand."
             )
         if models and not isinstance(models[0], FSDPModule):
@@ -240,22 +285,36 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             self.plugin.osdp = self._config.compiling()
         return model
 
-    def _plan_or_check(self, model: nn.Module, loaders: Sequence[DataLoader[Any]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Plan for the first loader, which is for training; if a plan exists, refuse a loader with another batch size."""
-        optimizer = spec_of_optimizers(optimizers, device_type=self.device.type) if len(optimizers) > 1 else (*optimizers, None)[0]
+    def _plan_or_check(
+        self, model: nn.Module, loaders: Sequence[DataLoader[Any]], optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        """Plan for the first loader, which is for training; if a plan exists, refuse a loader with another batch
+        size.
+        """
+        optimizer = (
+            spec_of_optimizers(optimizers, device_type=self.device.type)
+            if len(optimizers) > 1
+            else (*optimizers, None)[0]
+        )
         if self.planned_run is None and loaders:
             self._plan_for(model, loaders[0], optimizer)
         elif self.planned_run is None:
             self.plan(model, optimizer=optimizer)
-        elif loaders and (size := self._batch_size(loaders[0])) not in (None, planned := self._planned.plan.micro_batch_size):
+        elif loaders and (size := self._batch_size(loaders[0])) not in (
+            None,
+            planned := self._planned.plan.micro_batch_size,
+        ):
             raise ValueError(
                 f"The plan runs {planned} samples at once, but the first DataLoader gives {size};"
-                f" use batch_size={planned * (self.num_processes if self.split_batches else 1)} for training, and give that"
+                f" use batch_size={planned * (self.num_processes if self.split_batches else 1)} for training, and give"
+                " that"
                 " DataLoader first."
             )
 
     def _apply_plan(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Apply the plan to the model and give its optimizers the new parameters; if it is applied already, prepare the optimizers only."""
+        """Apply the plan to the model and give its optimizers the new parameters; if it is applied already, prepare
+        the optimizers only.
+        """
         if isinstance(model, FSDPModule) or any(known is model for known in self._models):
             prepare_late_optimizers(optimizers, model)
             return
@@ -267,7 +326,9 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             shard_model(model, run, self.plugin, optimizers, device=self.device)
         else:
             apply_plan_unsharded(model, run, optimizers)
-        self._out_of_memory = OutOfMemoryHandler(model, run.plan, run.units, problem=run.problem, on_oom=on_oom, device=self.device)
+        self._out_of_memory = OutOfMemoryHandler(
+            model, run.plan, run.units, problem=run.problem, on_oom=on_oom, device=self.device
+        )
 
     def _bind_optimizers(self, optimizers: Sequence[torch.optim.Optimizer], run: PlannedRun) -> None:
         """Make the optimizers step as planned, and measure the loop's first steps."""
@@ -278,7 +339,10 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             self._loop_meter = LoopMeter(model, self.device, self._report, run.plan, may_skip=skips)
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  as stock
-        """Prepare as `Accelerator.prepare_model`, without its torch.compile: the plan compiles blocks. All accelerators share the state."""
+        """Prepare as `Accelerator.prepare_model`, without its torch.compile: the plan compiles blocks.
+
+        All accelerators share the state.
+        """
         with patched(self.state, dynamo_plugin=TorchDynamoPlugin(backend="no")):
             return super().prepare_model(*args, **kwargs)
 
@@ -301,14 +365,17 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         announce_result(self._planned, measured, self.project_dir)
 
     def wait_for_everyone(self) -> None:
-        """Wait on the host, since a rank may save for longer than NCCL's timeout, and may not see a GPU with its local rank's number."""
+        """Wait on the host, since a rank may save for longer than NCCL's timeout, and may not see a GPU with its
+        local rank's number.
+        """
         host_barrier()
 
     def end_training(self) -> None:
-        """Complete the last checkpoint, report the measurement if the loop was short, and end as the stock `Accelerator`.
+        """Complete the last checkpoint, report the measurement if the loop was short, and end as the stock
+        `Accelerator`.
 
-        While an exception propagates, as in a `finally`, other ranks may not call this: then only trackers end. `StopSignal.exit` counts
-        as a normal end.
+        While an exception propagates, as in a `finally`, other ranks may not call this: then only trackers end.
+        `StopSignal.exit` counts as a normal end.
         """
         error = sys.exc_info()[1]
         if error is not None and id(error) != self._earlier_error and not isinstance(error, Stopped):
@@ -336,19 +403,27 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             super().backward(loss, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return the context of a micro-step that is not the last; the plan decides which gradients are reduced in it."""
+        """Return the context of a micro-step that is not the last; the plan decides which gradients are reduced in
+        it.
+        """
         if not self.is_fsdp2:
             return super().no_sync(model)
         return micro_step(model, is_last=False, plan=None if self.planned_run is None else self.planned_run.plan)
 
-    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> AbstractContextManager[None]:
+    def join_uneven_inputs(
+        self, joinables: list[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
         """Refuse uneven inputs under FSDP: a rank without a batch would make the others wait for ever."""
         if self.is_fsdp2 and not (self.even_batches if even_batches is None else even_batches):
-            raise ValueError("join_uneven_inputs cannot run with a sharded model; leave it out, with even_batches=True.")
+            raise ValueError(
+                "join_uneven_inputs cannot run with a sharded model; leave it out, with even_batches=True."
+            )
         return super().join_uneven_inputs(joinables, even_batches)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Return copies of the full weights under their Hugging Face names on rank 0, and an empty dict on other ranks."""
+        """Return copies of the full weights under their Hugging Face names on rank 0, and an empty dict on other
+        ranks.
+        """
         return full_state_dict(model) if self.is_fsdp2 else super().get_state_dict(model, unwrap=unwrap)
 
     def clip_grad_norm_(self, parameters: Parameters, max_norm: float, norm_type: float = 2) -> torch.Tensor:
@@ -369,7 +444,10 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
 
     def _check_gradients(self) -> None:
         if self.is_fsdp2 and not self.sync_gradients:
-            raise OSDPError("Gradients cannot be clipped before the last micro-step reduces them; clip only if accelerator.sync_gradients.")
+            raise OSDPError(
+                "Gradients cannot be clipped before the last micro-step reduces them; clip only if"
+                " accelerator.sync_gradients."
+            )
 
     @property
     def _config(self) -> OSDPConfig:
@@ -386,15 +464,26 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         dynamo = self.state.dynamo_plugin
         if dynamo.backend == DynamoBackend.NO or dynamo.disable:
             return
-        changed = {"mode": dynamo.mode not in (None, "default"), "fullgraph": dynamo.fullgraph, "dynamic": dynamo.dynamic is not None}
+        changed = {
+            "mode": dynamo.mode not in (None, "default"),
+            "fullgraph": dynamo.fullgraph,
+            "dynamic": dynamo.dynamic is not None,
+        }
         unsupported = [name for name, is_set in {**changed, "options": dynamo.options}.items() if is_set]
         if dynamo.backend != DynamoBackend.INDUCTOR or unsupported:
-            options = ", ".join(f"{name}={getattr(dynamo, name)!r}" for name in unsupported) or f"backend={dynamo.backend.value.lower()}"
-            raise ValueError(f"torch.compile with {options} cannot be planned; use inductor with its defaults, or leave it out.")
+            options = (
+                ", ".join(f"{name}={getattr(dynamo, name)!r}" for name in unsupported)
+                or f"backend={dynamo.backend.value.lower()}"
+            )
+            raise ValueError(
+                f"torch.compile with {options} cannot be planned; use inductor with its defaults, or leave it out."
+            )
         self.plugin.osdp = self._config.compiling()
 
     def _select_fsdp(self, *, single_process: bool = False) -> None:
-        """Select FSDP with this plugin in the shared state; Accelerate does not for CPU processes, and keeps its first plugin."""
+        """Select FSDP with this plugin in the shared state; Accelerate does not for CPU processes, and keeps its
+        first plugin.
+        """
         if not single_process and self.state.distributed_type not in (DistributedType.MULTI_CPU, DistributedType.FSDP):
             return
         if self.state.mixed_precision != "no" and self.plugin.mixed_precision_policy is None:
@@ -413,7 +502,9 @@ def _of_type(objects: Iterable[Any], cls: type[T]) -> list[T]:
 
 
 def project_folder(project: ProjectConfiguration) -> RunFolder | None:
-    """Return the folder that an Accelerate loop writes, with the checkpoint limit if Accelerate names them; None without a folder."""
+    """Return the folder that an Accelerate loop writes, with the checkpoint limit if Accelerate names them; None
+    without a folder.
+    """
     if project.project_dir is None:
         return None
     if not project.automatic_checkpoint_naming:

@@ -32,11 +32,16 @@ _WIDTH = 100
 
 
 def plan_and_announce(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
-    """Plan as `plan_run`, with a status line on rank 0's terminal if it has one; then print the plan on rank 0. Collective."""
+    """Plan as `plan_run`, with a status line on rank 0's terminal if it has one; then print the plan on rank 0.
+
+    Collective.
+    """
     status: AbstractContextManager[object] = nullcontext()
     if rank() == 0 and sys.stderr.isatty():
         text = "Describing the model, measuring the machine, searching for a plan"
-        status = Console(stderr=True, force_jupyter=False).status(text, refresh_per_second=2)  # a thread redraws it while measurements run
+        status = Console(stderr=True, force_jupyter=False).status(
+            text, refresh_per_second=2
+        )  # a thread redraws it while measurements run
     with status:
         run = plan_run(model, config, facts)
     announce_plan(run)
@@ -51,12 +56,15 @@ def announce_plan(run: PlannedRun) -> None:
     description = inputs.description
     if run.rounds:
         console.print(trials_table(_rounds_content(run)))
-    console.print(plan_table(run.plan, description, estimate), *plan_caption(run.plan, estimate, run.hardware), sep="\n")
+    console.print(
+        plan_table(run.plan, description, estimate), *plan_caption(run.plan, estimate, run.hardware), sep="\n"
+    )
     if run.comparison is not None and run.plan.memory_limit_bytes is not None:
         console.print("", comparison_table(run.comparison, run.plan.memory_limit_bytes), sep="\n")
     if run.open_step_s is not None and run.plan.step_s and run.plan.step_s > _MIN_SPEEDUP * run.open_step_s:
         console.print(
-            f"Activation checkpointing recomputes every block. If the planner may choose, a step takes {format_seconds(run.open_step_s)} by"
+            "Activation checkpointing recomputes every block. If the planner may choose, a step takes"
+            f" {format_seconds(run.open_step_s)} by"
             f" the estimate, {run.plan.step_s / run.open_step_s:.2f} times as fast: switch checkpointing off."
         )
     if run.compilation is not None:
@@ -70,15 +78,22 @@ def announce_plan(run: PlannedRun) -> None:
 
 
 def announce_result(run: PlannedRun, measured: Observation, output_dir: str | Path | None) -> None:
-    """Print estimated and measured peak, step time and collectives on rank 0; write `osdp_report.json` if a folder is given."""
+    """Print estimated and measured peak, step time and collectives on rank 0; write `osdp_report.json` if a folder
+    is given.
+    """
     if rank():
         return
     console, inputs, estimate = _console(), *_inputs_and_estimate(run)
-    nbytes: list[Outcome] = [("peak memory", estimate.memory.peak_bytes, measured.peak_bytes)]  # of tensors, as measured
+    nbytes: list[Outcome] = [
+        ("peak memory", estimate.memory.peak_bytes, measured.peak_bytes)
+    ]  # of tensors, as measured
     if measured.reserved_bytes:
         nbytes.append(("peak reserved", None, measured.reserved_bytes))
     step_s = run.plan.step_s if estimate.time is None else estimate.time.step_s
-    seconds: list[Outcome] = [("step time", step_s, measured.median_step_s), ("first step", None, measured.first_step_s)]
+    seconds: list[Outcome] = [
+        ("step time", step_s, measured.median_step_s),
+        ("first step", None, measured.first_step_s),
+    ]
     console.print(outcome_table(nbytes, [*seconds, *_collectives(estimate, measured)]))
     if output_dir is None:
         return
@@ -113,7 +128,11 @@ def _collectives(estimate: PlanEstimate, measured: Observation) -> list[Outcome]
     rows = []
     for kind in Collective:
         estimated = None if estimate.collectives is None else estimate.collectives[kind]
-        measured_s = sum(total.seconds for total in measured.collectives if total.collective is kind) if measured.collectives else None
+        measured_s = (
+            sum(total.seconds for total in measured.collectives if total.collective is kind)
+            if measured.collectives
+            else None
+        )
         if estimated or measured_s:
             rows.append((kind.value.replace("_", "-"), estimated, measured_s))
     return rows
@@ -125,6 +144,10 @@ def _inputs_and_estimate(run: PlannedRun) -> tuple[PlanInputs, PlanEstimate]:
 
 
 def _console() -> Console:
-    """Return the console for a run's tables; rich's notebook output does not work in processes that a notebook forks."""
+    """Return the console for a run's tables; rich's notebook output does not work in processes that a notebook
+    forks.
+    """
     options: dict[str, Any] = {} if sys.stdout.isatty() else {"width": _WIDTH, "force_terminal": False}
-    return Console(force_jupyter=False, markup=False, emoji=False, highlight=False, **options)  # print model names literally
+    return Console(
+        force_jupyter=False, markup=False, emoji=False, highlight=False, **options
+    )  # print model names literally

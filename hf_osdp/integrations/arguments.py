@@ -22,11 +22,13 @@ def parse_arguments(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ..
     """Parse flags, and a YAML or JSON file of them if it is the first argument; flags override the file.
 
     Args:
-        types: dataclasses for `HfArgumentParser`. If one is a `TrainingArguments`, `--osdp false` selects the stock Trainer.
+        types: dataclasses for `HfArgumentParser`. If one is a `TrainingArguments`, `--osdp false` selects the stock
+            Trainer.
         argv: the command line after the script's name.
 
     Returns:
-        One instance of each type; then the given `OSDPConfig` options that are not fields of a type, or False for the stock Trainer.
+        One instance of each type; then the given `OSDPConfig` options that are not fields of a type, or False for the
+        stock Trainer.
 
     Raises:
         ValueError: flags or the file cannot be used; the message is one line.
@@ -37,7 +39,9 @@ def parse_arguments(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ..
         parser = HfArgumentParser(types, allow_abbrev=False, exit_on_error=False)  # type: ignore[arg-type]
         if has_trainer:
             parser.set_defaults(use_cpu=launch_request().use_cpu or not torch.accelerator.is_available())
-            parser.add_argument("--osdp", type=string_to_bool, help="False: the stock Trainer. Default: set by the accelerate file.")
+            parser.add_argument(
+                "--osdp", type=string_to_bool, help="False: the stock Trainer. Default: set by the accelerate file."
+            )
         for option in fields(OSDPConfig):
             if option.name not in script_options:
                 parser.add_argument(f"--{option.name}", type=yaml.safe_load, help="An option of hf_osdp.OSDPConfig.")

@@ -1,8 +1,8 @@
 """Accelerate's checkpoints: complete or invisible, under Hugging Face names, from any plan and any number of ranks.
 
-Accelerate steps a prepared scheduler once for each process in every optimizer step, so one scheduler step counts G/W samples (G samples
-of an optimizer step, W processes). If a checkpoint with G and W is at position p, an uninterrupted run with G' and W' would be at
-p · (G/W) / (G'/W'), with its own lengths (`T_max`, milestones).
+Accelerate steps a prepared scheduler once for each process in every optimizer step, so one scheduler step counts G/W
+samples (G samples of an optimizer step, W processes). If a checkpoint with G and W is at position p, an uninterrupted
+run with G' and W' would be at p · (G/W) / (G'/W'), with its own lengths (`T_max`, milestones).
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class AcceleratorCheckpoints(Accelerator):
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Save as `Accelerator.save_state`; the folder appears when it is complete. Other files in it stay.
 
-        With `async_save` and a sharded layout it is written while training continues; `end_training` waits for the last.
+        With `async_save` and a sharded layout it is written while training continues; `end_training` waits for the
+        last.
 
         Raises:
             CheckpointError: it cannot be written; on every rank.
@@ -68,7 +69,9 @@ class AcceleratorCheckpoints(Accelerator):
         keep_whole_positions(self._models, self._optimizers)
         with self._writer.new(folder, **self._settings()) as staging:
             sharded = self._optimizers if self.is_fsdp2 else []
-            hidden: dict[str, Any] = {"_optimizers": []} if sharded else {}  # stock expects as many models as optimizers
+            hidden: dict[str, Any] = (
+                {"_optimizers": []} if sharded else {}
+            )  # stock expects as many models as optimizers
             naming = patched(self.project_configuration, automatic_checkpoint_naming=False)
             with naming, our_state_functions(staging.file_system), patched(self, **hidden):
                 super().save_state(str(staging.path), safe_serialization, **kwargs)
@@ -79,15 +82,20 @@ class AcceleratorCheckpoints(Accelerator):
                 )  # fmt: skip
         limit = self.project_configuration.total_limit
         if self.project_configuration.automatic_checkpoint_naming and limit is not None and self.is_main_process:
-            for path in numbered_checkpoints(self._naming_folder())[max(limit, 1) :]:  # with async_save, one more than the limit stays
+            for path in numbered_checkpoints(self._naming_folder())[
+                max(limit, 1) :
+            ]:  # with async_save, one more than the limit stays
                 remove_checkpoint(path)
         return str(folder)
 
-    def load_state(self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Load as `Accelerator.load_state`, from any plan, any number of ranks, a plain Accelerate FSDP2 run, or one process.
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Load as `Accelerator.load_state`, from any plan, any number of ranks, a plain Accelerate FSDP2 run, or one
+        process.
 
-        Ranks that did not exist when it was saved get random states of their own. Checkpoints are saved between optimizer steps, so the
-        count of micro-steps starts at zero.
+        Ranks that did not exist when it was saved get random states of their own. Checkpoints are saved between
+        optimizer steps, so the count of micro-steps starts at zero.
 
         Raises:
             CheckpointError: it is damaged, or of another model; on every rank.
@@ -119,11 +127,16 @@ class AcceleratorCheckpoints(Accelerator):
     def _rescale_schedules(self, saved: Manifest, folder: Path) -> None:
         """Set prepared schedulers to the position that they would have with this number of processes."""
         samples = None if self.planned_run is None else self.planned_run.plan.global_batch_size
-        factor = position_factor(ranks=(saved.world_size, self.num_processes), samples=(saved.global_batch_size, samples))
-        left = rescale_schedules([self._schedules[scheduler] for scheduler in self._schedulers if scheduler in self._schedules], factor)
+        factor = position_factor(
+            ranks=(saved.world_size, self.num_processes), samples=(saved.global_batch_size, samples)
+        )
+        left = rescale_schedules(
+            [self._schedules[scheduler] for scheduler in self._schedulers if scheduler in self._schedules], factor
+        )
         if left and self.is_main_process:
             _log.warning(
-                "%s was written by %d processes, this run has %d, but the learning rate of %s continues from the old count; leave it out of"
+                "%s was written by %d processes, this run has %d, but the learning rate of %s continues from the old"
+                " count; leave it out of"
                 " prepare, pass it to register_for_checkpointing, and step it once per optimizer step.",
                 folder, saved.world_size, self.num_processes, ", ".join(left),
             )  # fmt: skip
@@ -144,7 +157,9 @@ class AcceleratorCheckpoints(Accelerator):
     def _new_folder(self, output_dir: str | None) -> Path:
         if not self.project_configuration.automatic_checkpoint_naming:
             if output_dir is None:
-                raise ValueError("save_state needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True).")
+                raise ValueError(
+                    "save_state needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True)."
+                )
             return Path(os.path.expanduser(output_dir))
         found = numbered_checkpoints(self._naming_folder())
         following = int(found[0].name.rpartition("_")[2]) + 1 if found else 0
@@ -154,7 +169,9 @@ class AcceleratorCheckpoints(Accelerator):
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError("load_state needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True).")
         if (folder := last_checkpoint(self._naming_folder())) is None:
-            raise ValueError(f"There is no complete checkpoint in {self._naming_folder()}; give load_state the folder of one.")
+            raise ValueError(
+                f"There is no complete checkpoint in {self._naming_folder()}; give load_state the folder of one."
+            )
         return folder
 
     def _naming_folder(self) -> Path:
@@ -162,13 +179,17 @@ class AcceleratorCheckpoints(Accelerator):
 
 
 def _refuse_unused(function: str, names: Iterable[str]) -> None:
-    """Refuse arguments that Accelerate would silently drop, since it uses them only for other backends or for one process."""
+    """Refuse arguments that Accelerate would silently drop, since it uses them only for other backends or for one
+    process.
+    """
     if unused := ", ".join(sorted(names)):
         raise ValueError(f"{function} would ignore {unused} with this run or this checkpoint; leave it out.")
 
 
 def dataset_text(dataset: Any) -> str:  # noqa: ANN401  # anything that a DataLoader accepts
-    """Return a text that identifies a dataset: its size, and a checksum of three rows if reading them has no side effect."""
+    """Return a text that identifies a dataset: its size, and a checksum of three rows if reading them has no side
+    effect.
+    """
     try:
         size = len(dataset)
     except TypeError:
@@ -177,19 +198,39 @@ def dataset_text(dataset: Any) -> str:  # noqa: ANN401  # anything that a DataLo
     rows = arrow if arrow is not None else dataset if isinstance(dataset, (list, tuple)) else None
     if rows is None or not size:
         return f"of {size} rows"
-    texts = [str(row.to_pydict() if arrow is not None else row) for row in (rows[index] for index in (0, size // 2, size - 1))]
+    texts = [
+        str(row.to_pydict() if arrow is not None else row)
+        for row in (rows[index] for index in (0, size // 2, size - 1))
+    ]
     return f"of {size} rows ({zlib.crc32(repr(texts).encode()):08x})"
 
 
 @contextmanager
 def our_state_functions(files: FileSystem | None = None) -> Iterator[None]:
-    """Make Accelerate and the Trainer, which have no argument for it, save and load states by our functions instead of their own."""
+    """Make Accelerate and the Trainer, which have no argument for it, save and load states by our functions instead
+    of their own.
+    """
 
-    def save_weights(plugin: Any, _: object, model: nn.Module, folder: str, index: int = 0, *, adapter_only: bool = False) -> None:  # noqa: ANN401
+    def save_weights(
+        plugin: Any,  # noqa: ANN401
+        _: object,
+        model: nn.Module,
+        folder: str,
+        index: int = 0,
+        *,
+        adapter_only: bool = False,
+    ) -> None:
         only = adapter_only and is_adapted(model)
         save_model(Path(folder), model, sharded=writes_shards(plugin), index=index, trainable_only=only, files=files)
 
-    def save_states(plugin: Any, _: object, optimizer: torch.optim.Optimizer, model: nn.Module, folder: str, index: int = 0) -> None:  # noqa: ANN401
+    def save_states(
+        plugin: Any,  # noqa: ANN401
+        _: object,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        folder: str,
+        index: int = 0,
+    ) -> None:
         save_optimizer(Path(folder), model, optimizer, sharded=writes_shards(plugin), index=index, files=files)
 
     ours = {"save_fsdp_model": save_weights, "save_fsdp_optimizer": save_states}
@@ -222,7 +263,8 @@ def _save_custom_state(obj: Stateful, path: str, index: int = 0, save_on_each_no
             load_file(file, numpy=True)
         except CheckpointError:
             raise CheckpointError(
-                f"The state of {type(obj).__name__}, registered for checkpointing, holds more than tensors and plain values, and could not"
+                f"The state of {type(obj).__name__}, registered for checkpointing, holds more than tensors and plain"
+                " values, and could not"
                 " be read again; let its state_dict return numbers, text, lists, dicts and tensors."
             ) from None
 
@@ -243,7 +285,9 @@ def keep_whole_positions(models: Sequence[nn.Module], optimizers: Sequence[torch
 def model_of(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> nn.Module:
     """Return the model whose parameters an optimizer holds, possibly only a part of them."""
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return next((model for model in models if any(id(parameter) in own for parameter in model.parameters())), models[-1])
+    return next(
+        (model for model in models if any(id(parameter) in own for parameter in model.parameters())), models[-1]
+    )
 
 
 def is_adapted(model: nn.Module) -> bool:
@@ -262,7 +306,10 @@ class Schedule:
 
 
 def position_factor(*, ranks: tuple[int, int], samples: tuple[int | None, int | None]) -> Fraction | None:
-    """Return the factor for positions of a checkpoint; None if it is not known. Each pair is (when it was saved, now)."""
+    """Return the factor for positions of a checkpoint; None if it is not known.
+
+    Each pair is (when it was saved, now).
+    """
     if samples[0] is not None and samples[1] is not None:
         return Fraction(samples[0] * ranks[1], ranks[0] * samples[1])
     return Fraction(1) if ranks[0] == ranks[1] else None
@@ -273,12 +320,18 @@ def process_schedule(prepared: object) -> Schedule | None:
     if not isinstance(prepared, AcceleratedScheduler) or not prepared.step_with_optimizer or prepared.split_batches:
         return None
     scheduler = prepared.scheduler
-    rates = tuple({key: deepcopy(group[key]) for key in _RATE_KEYS if key in group} for group in scheduler.optimizer.param_groups)
-    return Schedule(scheduler=scheduler, state=deepcopy(scheduler.state_dict()), rates=rates, position=_position(scheduler))
+    rates = tuple(
+        {key: deepcopy(group[key]) for key in _RATE_KEYS if key in group} for group in scheduler.optimizer.param_groups
+    )
+    return Schedule(
+        scheduler=scheduler, state=deepcopy(scheduler.state_dict()), rates=rates, position=_position(scheduler)
+    )
 
 
 def rescale_schedules(schedules: Sequence[Schedule], factor: Fraction | None) -> list[str]:
-    """Move loaded schedulers, and their optimizers' rates, to the position of this run; return the names of those left as saved."""
+    """Move loaded schedulers, and their optimizers' rates, to the position of this run; return the names of those
+    left as saved.
+    """
     if factor == 1:
         return []
     found = [(schedule, _target(schedule, factor)) for schedule in schedules]
@@ -296,7 +349,9 @@ def rescale_schedules(schedules: Sequence[Schedule], factor: Fraction | None) ->
 
 
 def _target(schedule: Schedule, factor: Fraction | None) -> int | None:
-    """Return a scheduler's position in this run; None if it depends on metrics, the factor is unknown, or it would have to step back."""
+    """Return a scheduler's position in this run; None if it depends on metrics, the factor is unknown, or it would
+    have to step back.
+    """
     saved = _position(schedule.scheduler)
     if factor is None or saved < 0 or isinstance(schedule.scheduler, ReduceLROnPlateau):
         return None

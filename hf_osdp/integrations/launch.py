@@ -1,4 +1,5 @@
-"""Read OSDP's options from the environment that `accelerate launch` sets; end scripts with bad input in a one-line error.
+"""Read OSDP's options from the environment that `accelerate launch` sets; end scripts with bad input in a one-line
+error.
 
 `accelerate launch` exports a fixed list of variables. One of them, the sharding strategy, is exported unchanged and
 not used by FSDP2, so it carries the options of OSDP:
@@ -49,7 +50,8 @@ class LaunchRequest:
 
 
 def launch_request(environment: Mapping[str, str] | None = None) -> LaunchRequest:
-    """Return the request given to `accelerate launch`, from the environment variables that it set (default: this process's).
+    """Return the request given to `accelerate launch`, from the environment variables that it set (default: this
+    process's).
 
     Raises:
         ValueError: the options of OSDP cannot be read, or the file also sets something that the plan decides.
@@ -60,11 +62,16 @@ def launch_request(environment: Mapping[str, str] | None = None) -> LaunchReques
     if environment.get("ACCELERATE_USE_FSDP", "false").lower() != "true" or not requested:
         return LaunchRequest()
     if environment.get("FSDP_VERSION", "1") != "2":
-        raise ValueError(f"The options of OSDP were given with fsdp_version {environment.get('FSDP_VERSION', '1')}; {_REMEDY}.")
+        raise ValueError(
+            f"The options of OSDP were given with fsdp_version {environment.get('FSDP_VERSION', '1')}; {_REMEDY}."
+        )
     options = _parse_options(raw)
     osdp, use_cpu = (_pop_bool(options, name) for name in ("osdp", "use_cpu"))
     if osdp and environment.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "false":
-        raise ValueError("fsdp_reshard_after_forward: false is decided by the plan; leave it out, or write strategy: zero2 next to osdp.")
+        raise ValueError(
+            "fsdp_reshard_after_forward: false is decided by the plan; leave it out, or write strategy: zero2 next to"
+            " osdp."
+        )
     if classes := environment.get("FSDP_TRANSFORMER_CLS_TO_WRAP", ""):
         options.setdefault("block_classes", classes)
     return LaunchRequest(osdp=osdp, options=options, use_cpu=use_cpu)
@@ -73,8 +80,16 @@ def launch_request(environment: Mapping[str, str] | None = None) -> LaunchReques
 def _parse_options(raw: str) -> dict[str, object]:
     """Parse the exported text, which is the YAML mapping printed as a Python dict."""
     try:
-        options = ast.literal_eval(raw) if len(raw) <= _MAX_CHARACTERS else None  # evaluates literals only, without calls
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # the last two for deeply nested brackets
+        options = (
+            ast.literal_eval(raw) if len(raw) <= _MAX_CHARACTERS else None
+        )  # evaluates literals only, without calls
+    except (
+        ValueError,
+        SyntaxError,
+        TypeError,
+        RecursionError,
+        MemoryError,
+    ):  # the last two for deeply nested brackets
         options = None
     if not isinstance(options, dict) or "osdp" not in options or not all(isinstance(name, str) for name in options):
         shown = raw if len(raw) <= 80 else f"{raw[:77]}... ({len(raw)} characters, the limit is {_MAX_CHARACTERS})"
@@ -91,10 +106,11 @@ def _pop_bool(options: dict[str, object], name: str) -> bool:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script once all launched ranks have started; on bad input rank 0 prints `error: ...` in one line, with exit code 2.
+    """Run a script once all launched ranks have started; on bad input rank 0 prints `error: ...` in one line, with
+    exit code 2.
 
-    An error counts as bad input if hf_osdp or a file in the script's own folder raised it. Errors of other libraries are bugs or
-    broken machines, and keep their traceback.
+    An error counts as bad input if hf_osdp or a file in the script's own folder raised it. Errors of other libraries
+    are bugs or broken machines, and keep their traceback.
     """
     try:
         check_ranks()

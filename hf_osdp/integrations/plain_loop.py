@@ -43,7 +43,8 @@ _log = logging.getLogger(__name__)
 
 
 class OptimalShardedDataParallel(nn.Module):
-    """A model sharded by the fastest plan that fits, with the interface of the model. Every rank makes it, from the same model.
+    """A model sharded by the fastest plan that fits, with the interface of the model. Every rank makes it, from the
+    same model.
 
     ```python
     config = OSDPConfig(memory_limit="8GiB", sequence_length=512, global_batch_size=64)
@@ -61,20 +62,21 @@ class OptimalShardedDataParallel(nn.Module):
     ```
 
     fp16 needs loss scaling, with `scaler = model.grad_scaler()`: `scaler.scale(loss / len(batches)).backward()`, then
-    `scaler.unscale_(optimizer)` before clipping, `scaler.step(optimizer)` and `scaler.update()`. It is an `OSDPGradScaler`;
-    torch's own GradScaler checks one mesh only, so with units on several meshes some ranks would step and others skip.
+    `scaler.unscale_(optimizer)` before clipping, `scaler.step(optimizer)` and `scaler.update()`. It is an
+    `OSDPGradScaler`; torch's own GradScaler checks one mesh only, so with units on several meshes some ranks would
+    step and others skip.
 
-    Under torchrun it forms the process group if there is none: NCCL with CUDA, else gloo. Make the optimizer afterwards, from
-    `model.parameters()`. Parameters and state dicts have the model's own names.
+    Under torchrun it forms the process group if there is none: NCCL with CUDA, else gloo. Make the optimizer
+    afterwards, from `model.parameters()`. Parameters and state dicts have the model's own names.
 
     Attributes:
         module: the model, sharded in place.
         plan: the plan that runs; the same on every rank.
         report: the plan's estimates, on rank 0; None on other ranks and for a given plan.
         rounds: plans tried under `recalibrate`, with estimate and measurement.
-        measured: peak, step time and collectives of the first 8 optimizer steps, the same on every rank; None until they
-            have ended. Rank 0 logs them with the estimate.
-    """
+        measured: peak, step time and collectives of the first 8 optimizer steps, the same on every rank; None until
+            they have ended. Rank 0 logs them with the estimate.
+    """  # noqa: E501
 
     def __init__(
         self,
@@ -88,16 +90,16 @@ class OptimalShardedDataParallel(nn.Module):
 
         Args:
             model: unsharded, with the same structure on every rank; rank 0's weights are used.
-            config: options of the plan; planning needs `sequence_length` and `global_batch_size`. A given `plan` runs unchanged; the
-                sizes and `memory_limit`, if set, must agree with it.
+            config: options of the plan; planning needs `sequence_length` and `global_batch_size`. A given `plan` runs
+                unchanged; the sizes and `memory_limit`, if set, must agree with it.
             mixed_precision: `"no"`, `"bf16"` or `"fp16"`.
             optimizer: the `OptimizerSpec` of the optimizer, or its name as in `TrainingArguments.optim`; None means
                 `torch.optim.AdamW(model.parameters())`.
 
         Raises:
             InfeasibleError: no plan meets the limit.
-            PlanError: the given plan cannot be read, is for another model, number of processes or batch, or does not fit.
-            HardwareError, ProfileError: the hardware is not known, or the profile is of another model.
+            PlanError: the given plan cannot be read, is for another model, number of processes or batch, or does not
+            fit. HardwareError, ProfileError: the hardware is not known, or the profile is of another model.
             PreflightError: the run would fail, or train something other than intended.
             ValueError: an option is missing, out of range, or has no effect here.
         """
@@ -130,7 +132,9 @@ class OptimalShardedDataParallel(nn.Module):
         apply_plan(model, run.plan, run.units, meshes=run.meshes, mp_policy=mp_policy(precision))
         verify_applied(model, run.plan, run.units)
         self.module = move_to_device(model, device)
-        self._out_of_memory = OutOfMemoryHandler(model, run.plan, run.units, problem=run.problem, on_oom=config.on_oom, device=device)
+        self._out_of_memory = OutOfMemoryHandler(
+            model, run.plan, run.units, problem=run.problem, on_oom=config.on_oom, device=device
+        )
         plan, units = run.plan, run.units  # so that `bind` does not keep the run alive
         prepare_new_optimizers(self.module, lambda module, optimizer: bind_optimizer(module, plan, units, [optimizer]))
         self._scales = precision.compute is DType.FLOAT16
@@ -139,17 +143,22 @@ class OptimalShardedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  what the model returns
         """Run the model's forward pass.
 
-        The estimate assumes that only the loss is kept until backward: write `loss = model(**batch).loss`, which frees the logits.
+        The estimate assumes that only the loss is kept until backward: write `loss = model(**batch).loss`, which frees
+        the logits.
         """
         with self._out_of_memory.explained():
             return self.module(*args, **kwargs)
 
     def micro_step(self, *, is_last: bool = True) -> AbstractContextManager[None]:
-        """Return the context for forward and backward of one micro-batch; `is_last` if the optimizer steps after it."""
+        """Return the context for forward and backward of one micro-batch; `is_last` if the optimizer steps after
+        it.
+        """
         return micro_step(self.module, is_last=is_last, plan=self.plan)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool = True) -> None:
-        """Run `loss.backward()` of one micro-batch within `micro_step`; divide the loss by the number of micro-steps yourself."""
+        """Run `loss.backward()` of one micro-batch within `micro_step`; divide the loss by the number of
+        micro-steps yourself.
+        """
         with self._out_of_memory.explained(), self.micro_step(is_last=is_last):
             loss.backward()
 
@@ -158,7 +167,9 @@ class OptimalShardedDataParallel(nn.Module):
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def grad_scaler(self, **kwargs: Any) -> OSDPGradScaler:
-        """Return the loss scaler, with the keywords of `torch.amp.GradScaler`; without fp16 it is disabled, so the same loop works."""
+        """Return the loss scaler, with the keywords of `torch.amp.GradScaler`; without fp16 it is disabled, so the
+        same loop works.
+        """
         return OSDPGradScaler(**{"device": training_device().type, "enabled": self._scales, **kwargs})
 
     def _log_measured(self, measured: Observation) -> None:
@@ -166,14 +177,26 @@ class OptimalShardedDataParallel(nn.Module):
         self.measured = measured
         if rank():
             return
-        peak, step_s = (None, None) if self.report is None else (self.report.memory.peak_bytes, self.report.time.step_s)
-        texts = [_pair_text(peak, measured.peak_bytes, format_bytes), _pair_text(step_s, measured.median_step_s, format_seconds)]
+        peak, step_s = (
+            (None, None) if self.report is None else (self.report.memory.peak_bytes, self.report.time.step_s)
+        )
+        texts = [
+            _pair_text(peak, measured.peak_bytes, format_bytes),
+            _pair_text(step_s, measured.median_step_s, format_seconds),
+        ]
         texts[-1] += "" if measured.first_step_s is None else f" (the first {format_seconds(measured.first_step_s)})"
-        kinds = [f"{t.collective.value.replace('_', '-')} over {t.group_size}: {format_seconds(t.seconds)}" for t in measured.collectives]
-        _log.info("Plan %s: peak %s, step %s%s.", self.plan.fingerprint, *texts, "; " + ", ".join(kinds) if kinds else "")
+        kinds = [
+            f"{t.collective.value.replace('_', '-')} over {t.group_size}: {format_seconds(t.seconds)}"
+            for t in measured.collectives
+        ]
+        _log.info(
+            "Plan %s: peak %s, step %s%s.", self.plan.fingerprint, *texts, "; " + ", ".join(kinds) if kinds else ""
+        )
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the model's parameters under its own names: this rank's shards, as DTensors, even right after an evaluation."""
+        """Yield the model's parameters under its own names: this rank's shards, as DTensors, even right after an
+        evaluation.
+        """
         free_gathered(self.module)
         return self.module.named_parameters(*args, **kwargs)
 
@@ -208,12 +231,15 @@ class OptimalShardedDataParallel(nn.Module):
             OSDPError: rank 0 could not write; on every rank.
         """
         if not hasattr(self.module, "save_pretrained"):
-            raise ValueError(f"{type(self.module).__name__} has no save_pretrained; save full_state_dict() with torch.save.")
+            raise ValueError(
+                f"{type(self.module).__name__} has no save_pretrained; save full_state_dict() with torch.save."
+            )
         state = self.full_state_dict()
         on_rank_zero(lambda: self.module.save_pretrained(path, state_dict=state, **kwargs))  # type: ignore[operator]
 
     def save_checkpoint(
-        self, path: str | Path, optimizer: torch.optim.Optimizer, *, scheduler: Stateful | None = None, scaler: Stateful | None = None,
+        self, path: str | Path, optimizer: torch.optim.Optimizer, *, scheduler: Stateful | None = None,
+        scaler: Stateful | None = None,
         progress: Mapping[str, Any] | None = None, sharded: bool = True, in_background: bool = False,
     ) -> None:  # fmt: skip
         """Write everything that the loop needs to resume; the folder appears when it is complete. Collective.
@@ -225,7 +251,8 @@ class OptimalShardedDataParallel(nn.Module):
             scaler: the loss scaler, if there is one.
             progress: the loop's own numbers, text and tensors, such as the step; rank 0's are saved.
             sharded: whether each rank writes its shards, without gathering; else rank 0 writes full tensors.
-            in_background: copy shards to host memory and write them while training continues; call `wait_for_checkpoint` at the end.
+            in_background: copy shards to host memory and write them while training continues; call
+                `wait_for_checkpoint` at the end.
 
         Raises:
             CheckpointError: it, or the previous one in the background, cannot be written; on every rank.
@@ -233,7 +260,8 @@ class OptimalShardedDataParallel(nn.Module):
         """
         if in_background and not sharded:
             raise ValueError(
-                "in_background=True writes shards while training continues, but sharded=False asks for full tensors; leave one out."
+                "in_background=True writes shards while training continues, but sharded=False asks for full tensors;"
+                " leave one out."
             )
         self._writer.in_background = in_background
         others = _stateful(scheduler, scaler)
@@ -241,13 +269,18 @@ class OptimalShardedDataParallel(nn.Module):
             stage_loop(staging, self.module, optimizer, others=others, progress=progress or {}, sharded=sharded)
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the checkpoint in the background is complete; raise on all ranks if it could not be written. Collective."""
+        """Wait until the checkpoint in the background is complete; raise on all ranks if it could not be written.
+
+        Collective.
+        """
         self._writer.wait()
 
     def load_checkpoint(
-        self, path: str | Path, optimizer: torch.optim.Optimizer, *, scheduler: Stateful | None = None, scaler: Stateful | None = None
+        self, path: str | Path, optimizer: torch.optim.Optimizer, *, scheduler: Stateful | None = None,
+        scaler: Stateful | None = None
     ) -> dict[str, Any]:  # fmt: skip
-        """Load a checkpoint of any plan and number of ranks, and return its progress; pass the same arguments as when saving. Collective.
+        """Load a checkpoint of any plan and number of ranks, and return its progress; pass the same arguments as when
+        saving. Collective.
 
         Raises:
             CheckpointError: it is damaged, incomplete, or of another model; on every rank.
@@ -264,17 +297,30 @@ class OptimalShardedDataParallel(nn.Module):
 
 
 def _check(config: OSDPConfig, optimizer: OptimizerSpec | str | None) -> None:
-    """Raise ValueError if planning lacks an option, or an option has no effect in a plain loop, before anything is changed."""
+    """Raise ValueError if planning lacks an option, or an option has no effect in a plain loop, before anything is
+    changed.
+    """
     if optimizer is not None and not isinstance(optimizer, (OptimizerSpec, str)):
         kind = type(optimizer).__name__
-        raise ValueError(f"optimizer is of type {kind}; give an OptimizerSpec, and make the optimizer from the sharded model's parameters.")
+        raise ValueError(
+            f"optimizer is of type {kind}; give an OptimizerSpec, and make the optimizer from the sharded model's"
+            " parameters."
+        )
     if config.async_save:
-        raise ValueError("async_save=True has no effect in a plain loop; leave it out, and use save_checkpoint(in_background=True).")
+        raise ValueError(
+            "async_save=True has no effect in a plain loop; leave it out, and use save_checkpoint(in_background=True)."
+        )
     if config.plan is None:
         if missing := [name for name in ("sequence_length", "global_batch_size") if getattr(config, name) is None]:
-            raise ValueError(f"Planning needs {' and '.join(missing)}; set {'them' if len(missing) > 1 else 'it'} in OSDPConfig.")
-    elif unused := next((name for name, given in (("optimizer", optimizer), ("inputs", config.inputs)) if given is not None), None):
-        raise ValueError(f"plan runs a given plan as it is, so {unused} would have no effect; leave one of the two out.")
+            raise ValueError(
+                f"Planning needs {' and '.join(missing)}; set {'them' if len(missing) > 1 else 'it'} in OSDPConfig."
+            )
+    elif unused := next(
+        (name for name, given in (("optimizer", optimizer), ("inputs", config.inputs)) if given is not None), None
+    ):
+        raise ValueError(
+            f"plan runs a given plan as it is, so {unused} would have no effect; leave one of the two out."
+        )
 
 
 def _log_findings(run: PlannedRun) -> None:

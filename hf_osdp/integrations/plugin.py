@@ -1,4 +1,6 @@
-"""`OSDPPlugin`: Accelerate's FSDP plugin with a plan instead of one strategy, and the FSDP options that it accepts or refuses."""
+"""`OSDPPlugin`: Accelerate's FSDP plugin with a plan instead of one strategy, and the FSDP options that it accepts
+or refuses.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from ..planning.config import OSDPConfig, merged_config, stated_options
 from .launch import launch_request
 
 _COMPUTE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_NOT_IN_FSDP2 = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "use_orig_params", "sync_module_states", "param_init_fn")
+_NOT_IN_FSDP2 = (
+    "backward_prefetch",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "use_orig_params",
+    "sync_module_states",
+    "param_init_fn",
+)
 DECIDED = {
     **dict.fromkeys(("reshard_after_forward", "sharding_strategy"), "use OSDPConfig(strategy=...)"),
     **dict.fromkeys(("auto_wrap_policy", "min_num_params", "ignored_modules"), "use OSDPConfig(block_classes=...)"),
@@ -28,7 +37,8 @@ DECIDED = {
 
 @dataclass
 class OSDPPlugin(FullyShardedDataParallelPlugin):
-    """FSDP2 under a plan, which decides over how many ranks each unit is sharded and when its gathered parameters are freed.
+    """FSDP2 under a plan, which decides over how many ranks each unit is sharded and when its gathered parameters are
+    freed.
 
     All other fields are those of `FullyShardedDataParallelPlugin` (`state_dict_type`, `activation_checkpointing`,
     `cpu_offload`, `cpu_ram_efficient_loading`, `mixed_precision_policy`); `transformer_cls_names_to_wrap` counts as
@@ -43,7 +53,9 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
 
     def __post_init__(self: Any) -> None:
         refuse_decided({name: getattr(self, name) for name in DECIDED})
-        requested = with_block_classes(self.osdp, self.transformer_cls_names_to_wrap, option="transformer_cls_names_to_wrap")
+        requested = with_block_classes(
+            self.osdp, self.transformer_cls_names_to_wrap, option="transformer_cls_names_to_wrap"
+        )
         self.osdp = merged_config(requested, launch_request().options)
         if self.fsdp_version not in (None, 2):
             raise ValueError(f"fsdp_version={self.fsdp_version} cannot run a plan; leave it out or use 2.")
@@ -56,31 +68,44 @@ class OSDPPlugin(FullyShardedDataParallelPlugin):
         super().__post_init__()
         if getattr(self, "activation_checkpointing_offload", False):
             raise ValueError(
-                "activation_checkpointing_offload=True is not counted in a plan; leave it out, or use OSDPConfig(offload_activations=True)."
+                "activation_checkpointing_offload=True is not counted in a plan; leave it out, or use"
+                " OSDPConfig(offload_activations=True)."
             )
         if self.osdp.async_save and not writes_shards(self):
             raise ValueError(
-                "async_save=True writes shards while training continues, but state_dict_type is FULL_STATE_DICT; use SHARDED_STATE_DICT, or"
+                "async_save=True writes shards while training continues, but state_dict_type is FULL_STATE_DICT; use"
+                " SHARDED_STATE_DICT, or"
                 " leave async_save out."
             )
 
-    def set_mixed_precision(self: Any, mixed_precision: str | None, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Compute in `mixed_precision` and reduce gradients in float32; activations keep the dtype that the model gives them."""
+    def set_mixed_precision(
+        self: Any, mixed_precision: str | None, buffer_autocast: bool = False, override: bool = False
+    ) -> None:
+        """Compute in `mixed_precision` and reduce gradients in float32; activations keep the dtype that the model
+        gives them.
+        """
         if isinstance(mixed_precision, str) and mixed_precision in _COMPUTE_DTYPES:
             if override or self.mixed_precision_policy is None:
-                self.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=_COMPUTE_DTYPES[mixed_precision], reduce_dtype=torch.float32)
+                self.mixed_precision_policy = MixedPrecisionPolicy(
+                    param_dtype=_COMPUTE_DTYPES[mixed_precision], reduce_dtype=torch.float32
+                )
             return
         super().set_mixed_precision(mixed_precision, buffer_autocast=buffer_autocast, override=override)
 
 
 def plugin_for(osdp: OSDPConfig | Mapping[str, object] | None, osdp_plugin: object, fsdp_plugin: object) -> OSDPPlugin:
-    """Return the plugin passed under either name, else one for the `osdp` configuration or for the launcher's options."""
+    """Return the plugin passed under either name, else one for the `osdp` configuration or for the launcher's
+    options.
+    """
     if osdp_plugin is not None and fsdp_plugin is not None:
         raise ValueError("Both osdp_plugin and fsdp_plugin were given, which mean the same; give osdp_plugin only.")
     name, plugin = ("fsdp_plugin", fsdp_plugin) if osdp_plugin is None else ("osdp_plugin", osdp_plugin)
     if plugin is None:
         if osdp is None and launch_request().osdp is False:
-            raise ValueError("The launcher's file has osdp: false, but OSDPAccelerator always plans; use accelerate's Accelerator instead.")
+            raise ValueError(
+                "The launcher's file has osdp: false, but OSDPAccelerator always plans; use accelerate's Accelerator"
+                " instead."
+            )
         return OSDPPlugin(osdp={} if osdp is None else osdp)
     if not isinstance(plugin, OSDPPlugin):
         raise ValueError(f"{name} is a {type(plugin).__name__}; OSDPAccelerator needs an OSDPPlugin.")
@@ -101,12 +126,16 @@ def precision_of(mixed_precision: str, policy: MixedPrecisionPolicy | None, *, s
     """Return the precision of the user's policy if there is one, else of FSDP2, or of autocast if `single_process`."""
     if policy is None:
         return Precision.named(mixed_precision, autocast=single_process)
-    compute, reduce = (None if dtype is None else dtype_of(dtype) for dtype in (policy.param_dtype, policy.reduce_dtype))
+    compute, reduce = (
+        None if dtype is None else dtype_of(dtype) for dtype in (policy.param_dtype, policy.reduce_dtype)
+    )
     return Precision(compute=compute, reduce=reduce)
 
 
 def refuse_decided(options: Mapping[str, Any]) -> None:
-    """Refuse options, by their FSDP names, that would otherwise be ignored; wrapping by class is accepted, since OSDP does it too."""
+    """Refuse options, by their FSDP names, that would otherwise be ignored; wrapping by class is accepted, since
+    OSDP does it too.
+    """
     for name, remedy in DECIDED.items():
         value = options.get(name)
         by_class = name == "auto_wrap_policy" and str(value).lower() == "transformer_based_wrap"
@@ -118,12 +147,15 @@ def refuse_decided(options: Mapping[str, Any]) -> None:
 def with_block_classes(
     requested: OSDPConfig | Mapping[str, object] | None, names: str | Sequence[str] | None, *, option: str
 ) -> dict[str, object]:
-    """Return the requested options with the class names of FSDP's `option` as `block_classes`; raise ValueError if both are set."""
+    """Return the requested options with the class names of FSDP's `option` as `block_classes`; raise ValueError if
+    both are set.
+    """
     stated = stated_options(requested)
     if not names:
         return stated
     if stated.get("block_classes") is not None:
         raise ValueError(
-            f"{option}={names!r} and block_classes={stated['block_classes']!r} were both given; use OSDPConfig(block_classes=...) only."
+            f"{option}={names!r} and block_classes={stated['block_classes']!r} were both given; use"
+            " OSDPConfig(block_classes=...) only."
         )
     return {**stated, "block_classes": names if isinstance(names, str) else tuple(names)}

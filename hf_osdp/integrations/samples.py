@@ -65,29 +65,37 @@ class Batches:
 
 
 def row_tokens(found: int | None, sequence_length: int | None) -> int | None:
-    """Return the tokens of a row: `sequence_length`, else the most that any rank found; None if no rank found a row. Collective."""
+    """Return the tokens of a row: `sequence_length`, else the most that any rank found; None if no rank found a row.
+
+    Collective.
+    """
     return sequence_length or max(all_gather_objects(found or 0)) or None
 
 
 def find_batches(dataset: Any, collate: Collate) -> Batches | None:  # noqa: ANN401  of any library
-    """Find the largest batch that a dataset gives to a DataLoader, without consuming a stream or advancing random number generators.
+    """Find the largest batch that a dataset gives to a DataLoader, without consuming a stream or advancing random
+    number generators.
 
-    Return None if there is no dataset, if it is empty, or if it is a stream that cannot be copied, since reading would consume it.
+    Return None if there is no dataset, if it is empty, or if it is a stream that cannot be copied, since reading would
+    consume it.
     """
     collate = _copy_collator(collate)
     with _preserve_random_states(), _preserve_generators(dataset):
         samples, seen, is_whole = ([], 0, False) if dataset is None else _longest_samples(dataset)
         if not samples:
             return None
-        sample, batch = max(((sample, _collate(collate, [sample])) for sample in samples), key=lambda pair: _numel(pair[1]))
+        sample, batch = max(
+            ((sample, _collate(collate, [sample])) for sample in samples), key=lambda pair: _numel(pair[1])
+        )
     return Batches(sample=sample, collate=collate, tokens=tokens_of(batch), seen=seen, is_whole=is_whole)
 
 
 def _longest_samples(dataset: Any) -> tuple[list[Any], int, bool]:  # noqa: ANN401  of any library
-    """Return the samples that are longest, by each field and in total, the number of samples read, and whether all were read.
+    """Return the samples that are longest, by each field and in total, the number of samples read, and whether all
+    were read.
 
-    From a `datasets.Dataset` only lengths are read, for all rows. Other datasets with a length are read sample by sample, evenly spread,
-    for at most two seconds. From a stream the first samples of a copy are read.
+    From a `datasets.Dataset` only lengths are read, for all rows. Other datasets with a length are read sample by
+    sample, evenly spread, for at most two seconds. From a stream the first samples of a copy are read.
     """
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         total = len(dataset)
@@ -105,12 +113,18 @@ def _longest_samples(dataset: Any) -> tuple[list[Any], int, bool]:  # noqa: ANN4
 def tokens_of(batch: object) -> int | None:
     """Return the tokens of a row of a batch, the last dimension of its ids; None if it has no ids."""
     if isinstance(batch, Mapping):
-        named = [batch[name] for name in _TOKEN_FIELDS if name in batch] or [v for k, v in batch.items() if str(k).endswith("input_ids")]
+        named = [batch[name] for name in _TOKEN_FIELDS if name in batch] or [
+            v for k, v in batch.items() if str(k).endswith("input_ids")
+        ]
         tensors = [tensor for tensor in named if isinstance(tensor, torch.Tensor) and tensor.dim() > 1]
         return max((int(t.shape[-1 if not t.is_floating_point() else 1]) for t in tensors), default=None)
     if isinstance(batch, (tuple, list)) and batch:
         batch = batch[0]
-    return int(batch.shape[1]) if isinstance(batch, torch.Tensor) and batch.dim() == 2 and not batch.is_floating_point() else None
+    return (
+        int(batch.shape[1])
+        if isinstance(batch, torch.Tensor) and batch.dim() == 2 and not batch.is_floating_point()
+        else None
+    )
 
 
 def accepts_as_keywords(model: nn.Module, batch: object) -> bool:
@@ -120,8 +134,13 @@ def accepts_as_keywords(model: nn.Module, batch: object) -> bool:
     return isinstance(batch, Mapping) and (takes_any or set(batch) <= set(parameters))
 
 
-def batches_of_loader(loader: DataLoader[Any], model: nn.Module, sequence_length: int | None) -> tuple[Batches | None, int | None]:
-    """Find the batches for `model(**batch)`, or None, and the tokens of a row, or None if they are not known. Collective."""
+def batches_of_loader(
+    loader: DataLoader[Any], model: nn.Module, sequence_length: int | None
+) -> tuple[Batches | None, int | None]:
+    """Find the batches for `model(**batch)`, or None, and the tokens of a row, or None if they are not known.
+
+    Collective.
+    """
     found = None if loader.collate_fn is None else find_batches(loader.dataset, loader.collate_fn)
     used = found if found is not None and accepts_as_keywords(model, found(1)) else None
     tokens = None if found is None else found.tokens or (None if used is None else 1)
@@ -175,7 +194,9 @@ def _collate(collate: Collate, samples: Sequence[Any]) -> Any:  # noqa: ANN401
 
 
 def _longest_rows(dataset: Any) -> tuple[int, ...] | None:  # noqa: ANN401  of any library
-    """Return the rows of a `datasets.Dataset` with the longest lists or texts, by column and in total; None for other datasets."""
+    """Return the rows of a `datasets.Dataset` with the longest lists or texts, by column and in total; None for
+    other datasets.
+    """
     table = getattr(dataset, "_data", None)
     if table is None or not hasattr(dataset, "features") or getattr(dataset, "_format_type", None) == "custom":
         return None
@@ -212,7 +233,11 @@ def _longest(samples: Iterable[Any]) -> tuple[list[Any], int]:
     best: dict[Any, tuple[int, int, Any]] = {}
     seen, started = 0, time.monotonic()
     for sample in samples:
-        fields = sample if isinstance(sample, Mapping) else dict(enumerate(sample if isinstance(sample, (tuple, list)) else [sample]))
+        fields = (
+            sample
+            if isinstance(sample, Mapping)
+            else dict(enumerate(sample if isinstance(sample, (tuple, list)) else [sample]))
+        )
         lengths = {name: _length(value) for name, value in fields.items()}
         for name, length in ((None, sum(lengths.values())), *lengths.items()):
             if name not in best or length > best[name][0]:

@@ -13,15 +13,29 @@ from ..planning.plan_run import PlannedRun
 from ..sharding.apply import apply_plan, refuse_hooks, verify_applied
 from ..sharding.environment import apply_tied, move_to_device
 from ..sharding.optimizer import needs_whole, unwrapped
-from ..sharding.optimizer_steps import parameter_names, rebind_parameters, release_parameters, step_by_device, step_on_shards, steps_shards
+from ..sharding.optimizer_steps import (
+    parameter_names,
+    rebind_parameters,
+    release_parameters,
+    step_by_device,
+    step_on_shards,
+    steps_shards,
+)
 from ..sharding.state import free_gathered, load_full_state_dict
 from .plugin import OSDPPlugin, offloads
 
 
 def shard_model(
-    model: nn.Module, run: PlannedRun, plugin: OSDPPlugin, optimizers: Sequence[torch.optim.Optimizer], *, device: torch.device
+    model: nn.Module,
+    run: PlannedRun,
+    plugin: OSDPPlugin,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    device: torch.device,
 ) -> None:
-    """Apply the plan to the model with rank 0's weights, and give the optimizers its sharded parameters, or refuse them. Collective."""
+    """Apply the plan to the model with rank 0's weights, and give the optimizers its sharded parameters, or refuse
+    them. Collective.
+    """
     for optimizer in optimizers:
         needs_whole(unwrapped(optimizer))
     refuse_hooks(model)
@@ -31,7 +45,8 @@ def shard_model(
     weights = _detach_weights(model) if plugin.cpu_ram_efficient_loading and world_size() > 1 else None
     apply_plan(
         model, run.plan, run.units, meshes=run.meshes,
-        mp_policy=plugin.mixed_precision_policy, pin_memory=plugin.cpu_offload.pin_memory if offloads(plugin) else None,
+        mp_policy=plugin.mixed_precision_policy,
+        pin_memory=plugin.cpu_offload.pin_memory if offloads(plugin) else None,
     )  # fmt: skip
     if weights is not None:
         _load_from_rank_zero(model, weights, device)
@@ -43,7 +58,9 @@ def shard_model(
 
 
 def apply_plan_unsharded(model: nn.Module, run: PlannedRun, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Apply the parts of a plan that need no FSDP2 to the model of a single process: recomputed blocks, operators in slices."""
+    """Apply the parts of a plan that need no FSDP2 to the model of a single process: recomputed blocks, operators
+    in slices.
+    """
     names = parameter_names(model)
     apply_plan(model, run.plan, run.units)
     verify_applied(model, run.plan, run.units)
@@ -55,12 +72,17 @@ def apply_plan_unsharded(model: nn.Module, run: PlannedRun, optimizers: Sequence
 
 
 def prepare_late_optimizers(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> None:
-    """Prepare optimizers made after the plan was applied to their model, for example after an evaluation, or refuse them."""
+    """Prepare optimizers made after the plan was applied to their model, for example after an evaluation, or refuse
+    them.
+    """
     free_gathered(model)
     known = {id(parameter) for parameter in model.parameters()}
-    if unknown := sum(id(p) not in known for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
+    if unknown := sum(
+        id(p) not in known for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+    ):
         raise ValueError(
-            f"The optimizer holds {unknown} parameters that are not the sharded model's; make it before the first forward,"
+            f"The optimizer holds {unknown} parameters that are not the sharded model's; make it before the first"
+            " forward,"
             " or prepare model and optimizer together."
         )
     for optimizer in optimizers:
@@ -68,7 +90,9 @@ def prepare_late_optimizers(optimizers: Sequence[torch.optim.Optimizer], model: 
 
 
 def _detach_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Move the model to the meta device, so that ranks allocate only shards; return its weights, non-persistent buffers included."""
+    """Move the model to the meta device, so that ranks allocate only shards; return its weights, non-persistent
+    buffers included.
+    """
     persistent = set(model.state_dict())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name not in persistent}
     weights = {name: value.detach() for name, value in (*model.state_dict().items(), *buffers.items())}

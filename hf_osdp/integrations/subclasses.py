@@ -1,4 +1,6 @@
-"""Support other subclasses of `transformers.Trainer`, such as TRL's: plan after their `__init__`, save full weights, trace their loss."""
+"""Support other subclasses of `transformers.Trainer`, such as TRL's: plan after their `__init__`, save full
+weights, trace their loss.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def plan_after_init(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_full_weights(save: Callable[..., None]) -> Callable[..., None]:
-    """Return a `_save` that sees full weights in the model, since it may write these instead of the state dict that it receives."""
+    """Return a `_save` that sees full weights in the model, since it may write these instead of the state dict that
+    it receives.
+    """
 
     @functools.wraps(save)
     def saving(self: Any, output_dir: str | None = None, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:  # noqa: ANN401
@@ -75,7 +79,9 @@ def with_full_weights(save: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def full_weights(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Replace a sharded model's parameters in this context by the full tensors of `state`, on this process only and between steps."""
+    """Replace a sharded model's parameters in this context by the full tensors of `state`, on this process only and
+    between steps.
+    """
     hidden: list[tuple[nn.Module, str, nn.Parameter]] = []
     for name, module in model.named_modules():
         for leaf, parameter in list(module._parameters.items()):
@@ -94,7 +100,9 @@ def full_weights(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterato
 
 
 def traced_loss(trainer: StockTrainer) -> Loss:
-    """Return the trainer's `compute_loss` as a function of a fake model and a batch, for as many items as the batch has labels."""
+    """Return the trainer's `compute_loss` as a function of a fake model and a batch, for as many items as the batch
+    has labels.
+    """
 
     def loss(fake_model: nn.Module, batch: Mapping[str, Any]) -> object:
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
@@ -110,10 +118,11 @@ def counts_items(trainer: StockTrainer) -> bool:
 
 
 def loss_of_items(trainer: StockTrainer, fake_model: nn.Module, batch: Any, items: Any) -> object:  # noqa: ANN401
-    """Return what the trainer's `compute_loss` returns for a fake model, a batch and the number of items of the step, or None.
+    """Return what the trainer's `compute_loss` returns for a fake model, a batch and the number of items of the step,
+    or None.
 
-    Each call runs on a copy of the trainer: its metrics stay in the copy, it sends nothing to other ranks, and its modules are fake.
-    A sharded module, such as a reference model, returns the output of the trained model.
+    Each call runs on a copy of the trainer: its metrics stay in the copy, it sends nothing to other ranks, and its
+    modules are fake. A sharded module, such as a reference model, returns the output of the trained model.
     """
     last: list[Any] = []
     copied = _copy_with_fake_model(trainer, fake_model, last)
@@ -126,10 +135,15 @@ def loss_of_items(trainer: StockTrainer, fake_model: nn.Module, batch: Any, item
 
 
 def bytes_of_other_models(trainer: StockTrainer) -> dict[str, int]:
-    """Return the bytes of other models on this device, by the trainer's attribute; sharded models count with their shards."""
+    """Return the bytes of other models on this device, by the trainer's attribute; sharded models count with their
+    shards.
+    """
     assert isinstance(trainer.model, nn.Module)
     seen = {id(tensor) for tensor in _tensors(trainer.model)}
-    found = {name: sum(_bytes_on_device(module, seen) for module in _modules_in(value)) for name, value in vars(trainer).items()}
+    found = {
+        name: sum(_bytes_on_device(module, seen) for module in _modules_in(value))
+        for name, value in vars(trainer).items()
+    }
     return {name: nbytes for name, nbytes in found.items() if nbytes}
 
 
@@ -171,18 +185,28 @@ def _copy_with_fake_model(trainer: StockTrainer, fake_model: nn.Module, last: li
 
 
 def _fake_copy(module: nn.Module, model: nn.Module, fake_model: nn.Module) -> nn.Module:
-    """Copy a module with fake parameters; if it holds the trained model, as loss modules may, the copy holds the fake model."""
+    """Copy a module with fake parameters; if it holds the trained model, as loss modules may, the copy holds the
+    fake model.
+    """
     mode = next(torch._guards.detect_fake_mode([p]) for p in fake_model.parameters())
     assert mode is not None
     memo: dict[int, Any] = {id(model): fake_model}
     for tensor in _tensors(module):
         fake = fake_like(tensor, mode)
-        memo[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        memo[id(tensor)] = (
+            nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        )
     return copy.deepcopy(module, memo)
 
 
 def _modules_in(value: object) -> Iterator[nn.Module]:
-    leaves = [value] if isinstance(value, nn.Module) else tree_leaves(value) if isinstance(value, (*_CONTAINERS, tuple)) else []
+    leaves = (
+        [value]
+        if isinstance(value, nn.Module)
+        else tree_leaves(value)
+        if isinstance(value, (*_CONTAINERS, tuple))
+        else []
+    )
     return (leaf for leaf in leaves if isinstance(leaf, nn.Module))
 
 
@@ -191,12 +215,18 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _bytes_on_device(module: nn.Module, seen: set[int]) -> int:
-    """Return the bytes of tensors not seen yet, and of the gathered parameters of an FSDP2 root that stays gathered after forward."""
+    """Return the bytes of tensors not seen yet, and of the gathered parameters of an FSDP2 root that stays gathered
+    after forward.
+    """
     new = [tensor for tensor in _tensors(module) if id(tensor) not in seen]
     seen.update(id(tensor) for tensor in new)
     local = [getattr(tensor, "_local_tensor", tensor) for tensor in new]
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in local)
-    if new and isinstance(module, FSDPModule) and getattr(module._get_fsdp_state(), "_auto_reshard_after_forward", None) is not False:
+    if (
+        new
+        and isinstance(module, FSDPModule)
+        and getattr(module._get_fsdp_state(), "_auto_reshard_after_forward", None) is not False
+    ):
         for parameter in (parameter for group in parameter_groups(module) for parameter in group.fsdp_params):
             dtype = getattr(parameter, "param_dtype", None) or parameter.sharded_param.dtype
             nbytes += parameter.sharded_param.shape.numel() * dtype.itemsize

@@ -30,7 +30,14 @@ from .announce import announce_result, plan_and_announce
 from .checkpoints import patched
 from .plugin import OSDPPlugin
 from .subclasses import check_order, plan_after_init, with_full_weights
-from .trainer_arguments import copied_arguments, copy_changes, plugin_options, refuse_unsupported, requested_config, set_batch
+from .trainer_arguments import (
+    copied_arguments,
+    copy_changes,
+    plugin_options,
+    refuse_unsupported,
+    requested_config,
+    set_batch,
+)
 from .trainer_checkpoints import StopCallback, TrainerCheckpoints
 from .trainer_facts import facts_of_trainer, refuse_changes
 from .trainer_loss import scale_loss
@@ -39,14 +46,15 @@ from .trainer_loss import scale_loss
 class Trainer(TrainerCheckpoints):
     """`transformers.Trainer` that shards each unit of the model by a plan.
 
-    The constructor makes the plan. The samples of one optimizer step stay as the arguments set them (`per_device_train_batch_size` ×
-    `gradient_accumulation_steps` × processes); the planner chooses how many run at once, and writes this into a copy of the arguments.
+    The constructor makes the plan. The samples of one optimizer step stay as the arguments set them
+    (`per_device_train_batch_size` × `gradient_accumulation_steps` × processes); the planner chooses how many run at
+    once, and writes this into a copy of the arguments.
 
     Args:
         *args: as for `transformers.Trainer`.
-        osdp: True turns OSDP on; an `OSDPConfig` or a mapping of its fields turns it on with these options; False is the stock Trainer;
-            None turns it on if the launcher or `TrainingArguments(fsdp_config={"osdp": {...}})` asks for it. Options not set here come
-            from `fsdp_config`, then from the launcher.
+        osdp: True turns OSDP on; an `OSDPConfig` or a mapping of its fields turns it on with these options; False is
+            the stock Trainer; None turns it on if the launcher or `TrainingArguments(fsdp_config={"osdp": {...}})`
+            asks for it. Options not set here come from `fsdp_config`, then from the launcher.
         **kwargs: as for `transformers.Trainer`.
 
     Raises:
@@ -64,7 +72,9 @@ class Trainer(TrainerCheckpoints):
         if any("_save" in vars(other) for other in cls.__mro__[: cls.__mro__.index(Trainer)]):
             cls._save = with_full_weights(cls._save)  # type: ignore[method-assign]
 
-    def __init__(self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | bool | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | bool | None = None, **kwargs: Any
+    ) -> None:
         call = inspect.signature(StockTrainer.__init__).bind(self, *args, **kwargs)
         given = call.arguments
         self._run: PlannedRun | None = None
@@ -92,7 +102,9 @@ class Trainer(TrainerCheckpoints):
         args = self.args
         copy_changes(args, *self._given_args)
         assert isinstance(self.accelerator.plugin.osdp, OSDPConfig)
-        self._osdp = replace(self._osdp, compile=self._osdp.compile or self.accelerator.plugin.osdp.compile)  # the launcher's dynamo
+        self._osdp = replace(
+            self._osdp, compile=self._osdp.compile or self.accelerator.plugin.osdp.compile
+        )  # the launcher's dynamo
         try:
             config, facts, rule = facts_of_trainer(self, self._osdp)
             hold_master_weights(self.model, facts.precision)
@@ -106,7 +118,9 @@ class Trainer(TrainerCheckpoints):
         set_batch(args, self._run.plan)
         self._train_batch_size = args.train_batch_size
         self.accelerator.use_plan(self._run)
-        self.is_fsdp_enabled = self.is_fsdp_enabled or self.accelerator.is_fsdp2  # also a single process with host offload
+        self.is_fsdp_enabled = (
+            self.is_fsdp_enabled or self.accelerator.is_fsdp2
+        )  # also a single process with host offload
         if self.place_model_on_device and not self.is_fsdp_enabled:
             super()._move_model_to_device(self.model, args.device)
         if (factor := rule.factor(self._run.plan)) != 1:
@@ -118,7 +132,9 @@ class Trainer(TrainerCheckpoints):
             self.add_callback(StopCallback(self._stop))
 
     def _validate_args(self) -> None:
-        """Validate as the stock Trainer, but accept an optimizer under FSDP: it receives the shards of its parameters."""
+        """Validate as the stock Trainer, but accept an optimizer under FSDP: it receives the shards of its
+        parameters.
+        """
         with patched(self, is_fsdp_enabled=self.is_fsdp_enabled and self._osdp is None):
             super()._validate_args()
 
@@ -132,7 +148,9 @@ class Trainer(TrainerCheckpoints):
         if self._osdp is None:
             super().create_accelerator_and_postprocess()
             return
-        with patched(transformers.trainer, Accelerator=OSDPAccelerator):  # the stock Trainer has no argument for the class
+        with patched(
+            transformers.trainer, Accelerator=OSDPAccelerator
+        ):  # the stock Trainer has no argument for the class
             super().create_accelerator_and_postprocess()
         self.accelerator.measures_loop = False  # the callback below measures the steps
 
@@ -145,17 +163,23 @@ class Trainer(TrainerCheckpoints):
         return options
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """Create as the stock Trainer, after freeing parameters that an evaluation left gathered, so that it holds shards."""
+        """Create as the stock Trainer, after freeing parameters that an evaluation left gathered, so that it holds
+        shards.
+        """
         if self._osdp is not None:
             free_gathered(self.model if model is None else model)
         return super().create_optimizer(model)
 
     def _has_mixed_mesh_grads(self, model: torch.nn.Module) -> bool:
-        """Return False under a plan: the stock code for several meshes does not unscale fp16 gradients, the accelerator does."""
+        """Return False under a plan: the stock code for several meshes does not unscale fp16 gradients, the
+        accelerator does.
+        """
         return False if self._osdp is not None else super()._has_mixed_mesh_grads(model)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save as the stock Trainer; a user's call writes a loadable model even if checkpoints are sharded, unlike stock."""
+        """Save as the stock Trainer; a user's call writes a loadable model even if checkpoints are sharded, unlike
+        stock.
+        """
         sharded = self._osdp is not None and self._writes_shards()
         if not sharded or _internal_call:
             super().save_model(output_dir, _internal_call)
@@ -167,7 +191,9 @@ class Trainer(TrainerCheckpoints):
             host_barrier()  # stock continues with collectives while rank 0 still writes
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run forward and backward as the stock Trainer, and explain an error of a loss that mixes shards with whole tensors."""
+        """Run forward and backward as the stock Trainer, and explain an error of a loss that mixes shards with
+        whole tensors.
+        """
         with self._loss_explained():
             return super().training_step(*args, **kwargs)
 
@@ -182,12 +208,13 @@ class Trainer(TrainerCheckpoints):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """Train as the stock Trainer; then print estimate and measurement, and write `osdp_report.json`.
 
-        A restart by `torchrun --max-restarts` or a SLURM requeue continues from the last complete checkpoint. SIGTERM on any rank
-        saves a checkpoint and exits with code 143.
+        A restart by `torchrun --max-restarts` or a SLURM requeue continues from the last complete checkpoint. SIGTERM
+        on any rank saves a checkpoint and exits with code 143.
 
         Raises:
             CheckpointError: the requested checkpoint is damaged, or of another model.
-            torch.OutOfMemoryError: names the unit, the sizes and the next plan; not raised if `on_oom="replan"` restarts all ranks.
+            torch.OutOfMemoryError: names the unit, the sizes and the next plan; not raised if `on_oom="replan"`
+            restarts all ranks.
         """
         if self._osdp is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
@@ -213,7 +240,8 @@ def with_osdp(trainer_class: type[StockTrainer]) -> type[StockTrainer]:
     """Return a Trainer class that shards by a plan, made from any subclass of `transformers.Trainer`.
 
     ```python
-    trainer = with_osdp(SFTTrainer)(model=model, args=args, train_dataset=dataset, osdp=OSDPConfig(memory_limit="8GiB"))
+    trainer = with_osdp(SFTTrainer)(model=model, args=args, train_dataset=dataset,
+                                    osdp=OSDPConfig(memory_limit="8GiB"))
     ```
 
     Args:
@@ -228,12 +256,17 @@ def with_osdp(trainer_class: type[StockTrainer]) -> type[StockTrainer]:
         return trainer_class
     if issubclass(Trainer, trainer_class):
         return Trainer
-    members = {"__module__": trainer_class.__module__, "__doc__": trainer_class.__doc__, "__qualname__": trainer_class.__qualname__}
+    members = {
+        "__module__": trainer_class.__module__,
+        "__doc__": trainer_class.__doc__,
+        "__qualname__": trainer_class.__qualname__,
+    }
     return type(trainer_class.__name__, (trainer_class, Trainer), members)
 
 
 class _Events:
-    """Call an event's callbacks so that their element-wise work on weights, such as averages, runs on shards of any layout.
+    """Call an event's callbacks so that their element-wise work on weights, such as averages, runs on shards of any
+    layout.
 
     Measure each optimizer step, without the callbacks, evaluations and checkpoints between steps.
     """

@@ -31,16 +31,24 @@ def warn(args: TrainingArguments, line: str, *values: object) -> None:
 
 
 def requested_config(
-    osdp: OSDPConfig | Mapping[str, object] | bool | None, args: TrainingArguments | None, *, on_by_default: bool = False
+    osdp: OSDPConfig | Mapping[str, object] | bool | None,
+    args: TrainingArguments | None,
+    *,
+    on_by_default: bool = False,
 ) -> OSDPConfig | None:
-    """Return the configuration merged from the Trainer's `osdp`, `fsdp_config` and the launcher; None for the stock Trainer.
+    """Return the configuration merged from the Trainer's `osdp`, `fsdp_config` and the launcher; None for the stock
+    Trainer.
 
-    The first of these that sets it turns OSDP on or off, else `on_by_default` does; each option comes from the first that sets it.
+    The first of these that sets it turns OSDP on or off, else `on_by_default` does; each option comes from the first
+    that sets it.
     """
     if osdp is False:
         return None
     if osdp not in (None, True) and not isinstance(osdp, (OSDPConfig, Mapping)):
-        raise ValueError(f"osdp={osdp!r} is of type {type(osdp).__name__}; use True, False, an OSDPConfig or a mapping of its fields.")
+        raise ValueError(
+            f"osdp={osdp!r} is of type {type(osdp).__name__}; use True, False, an OSDPConfig or a mapping of its"
+            " fields."
+        )
     fsdp_config = _fsdp_config(args)
     here, request = fsdp_config.get("osdp"), launch_request()
     if here is not None and not isinstance(here, (bool, Mapping)):
@@ -50,7 +58,11 @@ def requested_config(
         return None
     _refuse_ignored(fsdp_config)
     compiles = {"compile": True} if args is not None and args.torch_compile else {}
-    options = {**compiles, **stated_options(here if isinstance(here, Mapping) else None), **stated_options(None if osdp is True else osdp)}
+    options = {
+        **compiles,
+        **stated_options(here if isinstance(here, Mapping) else None),
+        **stated_options(None if osdp is True else osdp),
+    }
     if compiles and options.get("compile") is False:
         raise ValueError("torch_compile=True contradicts compile=False in OSDP's options; leave one of the two out.")
     classes = fsdp_config.get("transformer_layer_cls_to_wrap")
@@ -58,16 +70,25 @@ def requested_config(
 
 
 def _refuse_ignored(fsdp_config: Mapping[str, Any]) -> None:
-    """Refuse entries of `fsdp_config` that would have no effect; accept those that transformers adds itself, if they are off."""
+    """Refuse entries of `fsdp_config` that would have no effect; accept those that transformers adds itself, if
+    they are off.
+    """
     if fsdp_config.get("version", 2) not in (2, "2"):
-        raise ValueError(f"fsdp_config has version={fsdp_config['version']!r}, which cannot run a plan; leave it out or use 2.")
-    set_here = {name: value for name, value in fsdp_config.items() if name not in _ADDED_BY_TRANSFORMERS or value not in (0, None)}
+        raise ValueError(
+            f"fsdp_config has version={fsdp_config['version']!r}, which cannot run a plan; leave it out or use 2."
+        )
+    set_here = {
+        name: value
+        for name, value in fsdp_config.items()
+        if name not in _ADDED_BY_TRANSFORMERS or value not in (0, None)
+    }
     refuse_decided(set_here)
     known = ("osdp", "version", "transformer_layer_cls_to_wrap", "auto_wrap_policy", *_PLUGIN_OPTIONS)
     for name, value in set_here.items():
         if name not in known and value is not None:
             raise ValueError(
-                f"fsdp_config has {name}={value!r}, which has no effect under a plan; leave it out (allowed: {', '.join(known)}; options"
+                f"fsdp_config has {name}={value!r}, which has no effect under a plan; leave it out (allowed:"
+                f" {', '.join(known)}; options"
                 " of OSDPConfig go into osdp)."
             )
 
@@ -78,13 +99,16 @@ def plugin_options(args: TrainingArguments) -> dict[str, Any]:
 
 
 def copied_arguments(args: TrainingArguments) -> TrainingArguments:
-    """Return a copy of the training arguments that the planner may change, with accelerator_config's `num_steps` merged in."""
+    """Return a copy of the training arguments that the planner may change, with accelerator_config's `num_steps`
+    merged in.
+    """
     own = copy.copy(args)
     own.accelerator_config = copy.deepcopy(args.accelerator_config)
     steps = (accelerator_config_of(own).gradient_accumulation_kwargs or {}).pop("num_steps", None)
     if steps is not None and args.gradient_accumulation_steps not in (1, steps):
         raise ValueError(
-            f"gradient_accumulation_steps={args.gradient_accumulation_steps} and num_steps={steps} of accelerator_config disagree;"
+            f"gradient_accumulation_steps={args.gradient_accumulation_steps} and num_steps={steps} of"
+            " accelerator_config disagree;"
             " leave one of the two out."
         )
     own.gradient_accumulation_steps = steps or args.gradient_accumulation_steps
@@ -97,7 +121,8 @@ def samples_of_step(args: TrainingArguments) -> int:
     batch, splits = args.per_device_train_batch_size, accelerator_config_of(args).split_batches
     if splits and batch % args.world_size:
         raise ValueError(
-            f"split_batches=True cannot split batches of {batch} over {args.world_size} processes; use a per_device_train_batch_size"
+            f"split_batches=True cannot split batches of {batch} over {args.world_size} processes; use a"
+            " per_device_train_batch_size"
             f" that is a multiple of {args.world_size}."
         )
     return batch * args.gradient_accumulation_steps * (1 if splits else args.world_size)
@@ -110,7 +135,7 @@ def set_batch(args: TrainingArguments, plan: Plan) -> None:
     args.gradient_accumulation_steps = plan.accumulation_steps
     if args.auto_find_batch_size:
         warn(
-            args, "auto_find_batch_size=True was switched off: the plan sets %d samples at once on each process, which fit"
+            args, "auto_find_batch_size=True was switched off: the plan sets %d samples at once on each process, which fit"  # noqa: E501
             " by its estimate.", plan.micro_batch_size,
         )  # fmt: skip
     args.auto_find_batch_size = False
@@ -125,7 +150,9 @@ def refuse_unsupported(given: Mapping[str, Any]) -> None:
         return
     if args.deepspeed:
         raise ValueError("deepspeed and OSDP both decide how the model is sharded; leave one of them out.")
-    if (full := next((name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(args, name)), None)) and args.world_size > 1:
+    if (
+        full := next((name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(args, name)), None)
+    ) and args.world_size > 1:
         raise ValueError(
             f"{full}=True converts the weights for evaluation, which FSDP2's shards do not allow; leave it out:"
             f" {full.partition('_')[0]}=True computes evaluations in that precision too."
@@ -147,10 +174,14 @@ def accelerator_config_of(args: TrainingArguments) -> AcceleratorConfig:
 
 
 def _fsdp_config(args: TrainingArguments | None) -> dict[str, Any]:
-    """Return `TrainingArguments.fsdp_config` as a dict; transformers does not read it from a file unless `fsdp` is set."""
+    """Return `TrainingArguments.fsdp_config` as a dict; transformers does not read it from a file unless `fsdp` is
+    set.
+    """
     config = None if args is None else args.fsdp_config
     if isinstance(config, str):
         path, config = config, read_json(config, "fsdp_config")
         if not isinstance(config, dict):
-            raise ValueError(f"fsdp_config={path!r} holds a {type(config).__name__}; it must map option names to values.")
+            raise ValueError(
+                f"fsdp_config={path!r} holds a {type(config).__name__}; it must map option names to values."
+            )
     return {str(name).removeprefix("fsdp_"): value for name, value in (config or {}).items()}

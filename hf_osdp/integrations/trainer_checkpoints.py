@@ -1,4 +1,6 @@
-"""The Trainer's checkpoints: complete or invisible, under Hugging Face names, from any plan and any number of ranks; also on SIGTERM."""
+"""The Trainer's checkpoints: complete or invisible, under Hugging Face names, from any plan and any number of
+ranks; also on SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +53,25 @@ class TrainerCheckpoints(transformers.Trainer):
             return
         run_dir = Path(self._get_output_dir(trial))
         folder = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self.accelerator._writer.new(folder, **self._settings()) as staging, our_state_functions(staging.file_system):
-            parent, push_later = str(staging.path.parent), lambda folder: None  # push only after the folder has been renamed
+        with (
+            self.accelerator._writer.new(folder, **self._settings()) as staging,
+            our_state_functions(staging.file_system),
+        ):
+            parent, push_later = (
+                str(staging.path.parent),
+                lambda folder: None,
+            )  # push only after the folder has been renamed
             with patched(self, _get_output_dir=lambda trial: parent, _push_from_checkpoint=push_later):
                 super()._save_checkpoint(model, trial)
             self._record_best_name(staging.path, folder)
             if self.args.save_only_model and self._writes_shards():  # stock then writes no weights
-                save_model(staging.path, self.model, sharded=True, trainable_only=is_adapted(self.model), files=staging.file_system)
+                save_model(
+                    staging.path,
+                    self.model,
+                    sharded=True,
+                    trainable_only=is_adapted(self.model),
+                    files=staging.file_system,
+                )
         self._remove_old_checkpoints(run_dir, folder)
         if self.args.push_to_hub:
             self.accelerator._writer.wait()
@@ -73,7 +87,9 @@ class TrainerCheckpoints(transformers.Trainer):
                     self.state.save_to_json(str(staged / TRAINER_STATE))
 
     def _remove_old_checkpoints(self, run_dir: Path, new: Path | None = None) -> None:
-        """Remove checkpoints over the limit: those of earlier trainings first, then the oldest, never the last complete one or the best."""
+        """Remove checkpoints over the limit: those of earlier trainings first, then the oldest, never the last
+        complete one or the best.
+        """
         limit, best = self.args.save_total_limit or 0, self.state.best_model_checkpoint
         found = numbered_checkpoints(run_dir) if self.is_world_process_zero() and limit > 0 else []
         if found:
@@ -113,7 +129,9 @@ class TrainerCheckpoints(transformers.Trainer):
             self._load_from_checkpoint(best)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
-        """Finalize as the stock Trainer; after SIGTERM only seconds are left, so keep the last checkpoint and do not load the best."""
+        """Finalize as the stock Trainer; after SIGTERM only seconds are left, so keep the last checkpoint and do
+        not load the best.
+        """
         if self._osdp is not None:
             self.accelerator._writer.wait()  # stock loads the best one, which may be the last
         if self._osdp is None or not self._stop.stopped:
@@ -122,7 +140,9 @@ class TrainerCheckpoints(transformers.Trainer):
             return super()._finalize_training(*args, **kwargs)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  # as its base class
-        """Start as the stock Trainer, which compares arguments with the checkpoint's: show it the user's batch size, not the plan's."""
+        """Start as the stock Trainer, which compares arguments with the checkpoint's: show it the user's batch
+        size, not the plan's.
+        """
         if self._osdp is None:
             return super()._init_training_state(*args, **kwargs)
         with patched(self.args, per_device_train_batch_size=self._requested_batch_size):
@@ -140,10 +160,14 @@ class TrainerCheckpoints(transformers.Trainer):
     def _checkpoint_to_resume(self, requested: str | bool | None) -> str | None:
         """Return the complete, undamaged checkpoint to resume from; the same on every rank."""
         folder, after_restart = str(self.args.output_dir), self._osdp is None or self._osdp.resume_after_restart
-        found = checkpoint_to_resume(folder, None if requested == "" else requested, marker=TRAINER_STATE, after_restart=after_restart)
+        found = checkpoint_to_resume(
+            folder, None if requested == "" else requested, marker=TRAINER_STATE, after_restart=after_restart
+        )
         if found is None:
             if requested is True:
-                raise ValueError(f"There is no complete checkpoint in {folder}; leave resume_from_checkpoint out to begin.")
+                raise ValueError(
+                    f"There is no complete checkpoint in {folder}; leave resume_from_checkpoint out to begin."
+                )
             return None
         warn_of_changes(found, self._settings(), self.plan)
         return str(found)
@@ -151,7 +175,12 @@ class TrainerCheckpoints(transformers.Trainer):
     def _settings(self) -> dict[str, str]:
         seed = str(self.args.seed) if self.args.data_seed is None else f"{self.args.seed} (data {self.args.data_seed})"
         optimizer = "" if self.optimizer is None else optimizer_name(self.optimizer)
-        texts = {"seed": seed, "precision": self.args.mixed_precision, "dataset": dataset_text(self.train_dataset), "optimizer": optimizer}
+        texts = {
+            "seed": seed,
+            "precision": self.args.mixed_precision,
+            "dataset": dataset_text(self.train_dataset),
+            "optimizer": optimizer,
+        }
         return {name: text for name, text in texts.items() if text}
 
     def _finish_checkpoints(self) -> None:
@@ -167,14 +196,20 @@ class StopCallback(TrainerCallback):
     def __init__(self, stop: StopSignal) -> None:
         self._stop = stop
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._stop.start()
         self._stop.is_between_steps = True
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._stop.is_between_steps = False
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
         self._stop.is_between_steps = True
         if self._stop.agreed():
             control.should_save = control.should_training_stop = True
@@ -183,11 +218,15 @@ class StopCallback(TrainerCallback):
                 _log.warning("SIGTERM: training saves checkpoint-%d and ends.", state.global_step)
         return control
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
         """Skip saving and evaluation: the checkpoint after the step is enough."""
         if self._stop.stopped:
             control.should_save = control.should_evaluate = False
         return control
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._stop.finish()

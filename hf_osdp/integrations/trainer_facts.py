@@ -1,4 +1,6 @@
-"""Read the facts that planning needs from a Trainer's arguments, data and loss; refuse options that a plan cannot follow."""
+"""Read the facts that planning needs from a Trainer's arguments, data and loss; refuse options that a plan cannot
+follow.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,18 @@ _STOCK_PACKAGES = ("transformers", "hf_osdp")
 
 
 def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> tuple[OSDPConfig, RunFacts, MicroBatchRule]:
-    """Return the configuration with the run's sizes filled in, and the facts of a Trainer whose `__init__` has returned. Collective."""
+    """Return the configuration with the run's sizes filled in, and the facts of a Trainer whose `__init__` has
+    returned. Collective.
+    """
     args, plugin = trainer.args, trainer.accelerator.plugin
     batches, sequence_length = _batches(trainer, config)
     stock_loss = type(trainer).compute_loss is Trainer.compute_loss
     model_makes_loss = stock_loss and trainer.compute_loss_func is None and trainer.label_smoother is None
     trains = trainer.train_dataset is not None
     manifest = recorded_manifest(str(args.output_dir)) if trains and config.resume_after_restart else None
-    samples = config.global_batch_size or _global_batch_size(args, None if manifest is None else manifest.global_batch_size)
+    samples = config.global_batch_size or _global_batch_size(
+        args, None if manifest is None else manifest.global_batch_size
+    )
     rule = micro_batch_rule(trainer, config, batches, sequence_length)
     sized = replace(config, sequence_length=sequence_length, global_batch_size=samples, micro_batch_size=rule.chosen)
     facts = RunFacts(
@@ -89,36 +95,53 @@ def _steps(trainer: Trainer, samples_of_step: int) -> int | None:
 
 
 def _global_batch_size(args: TrainingArguments, started_with: int | None) -> int:
-    """Return the samples of a step by the arguments; a restart, which may have fewer processes, keeps those of the first start."""
+    """Return the samples of a step by the arguments; a restart, which may have fewer processes, keeps those of the
+    first start.
+    """
     given = samples_of_step(args)
     if started_with is None or started_with == given or started_with % args.world_size:
         return given
-    warn(args, "This restart keeps the global batch of %d samples that training began with; the arguments make %d.", started_with, given)
+    warn(
+        args,
+        "This restart keeps the global batch of %d samples that training began with; the arguments make %d.",
+        started_with,
+        given,
+    )
     return started_with
 
 
 def _batches(trainer: Trainer, config: OSDPConfig) -> tuple[Inputs | None, int]:
-    """Return the batches that the data gives (None if they cannot be read from it), and the tokens of a row. Collective."""
+    """Return the batches that the data gives (None if they cannot be read from it), and the tokens of a row.
+
+    Collective.
+    """
     if config.inputs is not None:
         return config.inputs, config.sequence_length or tokens_of(config.inputs(1)) or 1
     evaluated = trainer.eval_dataset
     evaluated = next(iter(evaluated.values()), None) if isinstance(evaluated, dict) else evaluated
-    found = find_batches(*_rows_and_collator(trainer, trainer.train_dataset)) or find_batches(*_rows_and_collator(trainer, evaluated))
+    found = find_batches(*_rows_and_collator(trainer, trainer.train_dataset)) or find_batches(
+        *_rows_and_collator(trainer, evaluated)
+    )
     made_in_step = found is not None and not isinstance(found(1), Mapping)
-    tokens = None if found is None else _tokens_to_generate(trainer, found.sample) if made_in_step else found.tokens or 1
+    tokens = (
+        None if found is None else _tokens_to_generate(trainer, found.sample) if made_in_step else found.tokens or 1
+    )
     length = row_tokens(tokens, config.sequence_length)
     if length is None:
         raise ValueError("The sequence length cannot be read from the dataset; set OSDPConfig(sequence_length=...).")
     if found is not None and not made_in_step:
         if config.sequence_length is None and not found.is_whole and found.tokens:
             warn(
-                trainer.args, "Planned for %d tokens, the longest of the %d samples that were read; if the data has longer ones, set"
+                trainer.args,
+                "Planned for %d tokens, the longest of the %d samples that were read; if the data has longer ones, set"
                 " OSDPConfig(sequence_length=...).", length, found.seen,
             )  # fmt: skip
         return found.with_rows(length), length
     if found is not None:
         warn(
-            trainer.args, "%s makes its batches inside the step, for example by generation; the estimate covers the model's own loss, not"
+            trainer.args,
+            "%s makes its batches inside the step, for example by generation; the estimate covers the model's own"
+            " loss, not"
             " the memory and time to make them. Lower memory_limit to leave room.", type(trainer).__name__,
         )  # fmt: skip
     return None, length
@@ -144,21 +167,31 @@ def _tokens_to_generate(trainer: Trainer, sample: object) -> int | None:
 
 
 def _optimizer_spec(trainer: Trainer) -> OptimizerSpec:
-    device_type, name, optimizer = trainer.args.device.type, OptimizerNames(trainer.args.optim).value, trainer.optimizer
+    device_type, name, optimizer = (
+        trainer.args.device.type,
+        OptimizerNames(trainer.args.optim).value,
+        trainer.optimizer,
+    )
     if optimizer is None and trainer.optimizer_cls_and_kwargs is None and knows_trainer_name(name):
         return spec_of_trainer_name(name, device_type=device_type)
     spec = spec_of_optimizer(optimizer or _tiny_optimizer(trainer, name), device_type=device_type)
     given = {} if trainer.optimizer_cls_and_kwargs is None else trainer.optimizer_cls_and_kwargs[1]
-    registers = optimizer is None and given.get("optim_bits") == 8  # as transformers' `create_optimizer` does for bitsandbytes
+    registers = (
+        optimizer is None and given.get("optim_bits") == 8
+    )  # as transformers' `create_optimizer` does for bitsandbytes
     return replace(spec, keeps_embeddings=True) if registers else spec
 
 
 def _tiny_optimizer(trainer: Trainer, name: str) -> torch.optim.Optimizer:
-    """Return the Trainer's optimizer, from its `optimizer_cls_and_kwargs` or else from this `optim` name, over one element."""
+    """Return the Trainer's optimizer, from its `optimizer_cls_and_kwargs` or else from this `optim` name, over one
+    element.
+    """
     args = copy.copy(trainer.args)
     args.optim = name
     try:
-        cls, options = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(args, cast("Any", trainer.model))
+        cls, options = trainer.optimizer_cls_and_kwargs or trainer.get_optimizer_cls_and_kwargs(
+            args, cast("Any", trainer.model)
+        )
     except (ImportError, ValueError) as error:
         why = " ".join(str(error).split()).rstrip(".")
         raise ValueError(f"optim={name!r} cannot be made: {why}; do so, or use adamw_torch.") from None
@@ -178,6 +211,7 @@ def refuse_changes(trainer: Trainer, plan: Plan) -> None:
     """Refuse a number of samples other than the plan's."""
     if (samples := samples_of_step(trainer.args)) != plan.global_batch_size:
         raise ValueError(
-            f"The Trainer's arguments now make {samples} samples per step, but the plan has {plan.global_batch_size}; set batch sizes"
+            f"The Trainer's arguments now make {samples} samples per step, but the plan has {plan.global_batch_size};"
+            " set batch sizes"
             " before the Trainer is made."
         )

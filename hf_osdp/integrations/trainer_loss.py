@@ -43,13 +43,15 @@ class MicroBatchRule:
     kept: str | None = None
     """Why the micro-batch stays at the arguments' size, with the remedy; None if it need not stay."""
     averages: bool = False
-    """Each micro-batch's loss counts with its share of the arguments' micro-batch, since the loss does not do so itself."""
+    """Each micro-batch's loss counts with its share of the arguments' micro-batch, since the loss does not do so
+    itself.
+    """
 
     def factor(self, plan: Plan) -> float:
         """Return the factor of each micro-batch's loss where the stock Trainer sums losses over micro-steps.
 
-        The stock Trainer adds a·b samples' means over micro-batches of b as Σ_a mean_b. With micro-batches of b′ the sum has a·b/b′ terms,
-        so each gets b′/b.
+        The stock Trainer adds a·b samples' means over micro-batches of b as Σ_a mean_b. With micro-batches of b′ the
+        sum has a·b/b′ terms, so each gets b′/b.
         """
         return plan.micro_batch_size / self.size if self.averages else 1.0
 
@@ -64,8 +66,11 @@ class MicroBatchRule:
             raise
 
 
-def micro_batch_rule(trainer: Trainer, config: OSDPConfig, inputs: Inputs | None, sequence_length: int) -> MicroBatchRule:
-    """Return the rule for a Trainer whose `__init__` has returned; `inputs` are its batches, None if these are not known. Collective.
+def micro_batch_rule(
+    trainer: Trainer, config: OSDPConfig, inputs: Inputs | None, sequence_length: int
+) -> MicroBatchRule:
+    """Return the rule for a Trainer whose `__init__` has returned; `inputs` are its batches, None if these are not
+    known. Collective.
 
     Raises:
         ValueError: a micro-batch size was requested with which this loss cannot train as with the arguments' own.
@@ -83,32 +88,52 @@ def micro_batch_rule(trainer: Trainer, config: OSDPConfig, inputs: Inputs | None
     if reason is None:
         return MicroBatchRule(size=size, chosen=requested)
     if requested is None and config.plan is not None and may_change:
-        warn(args, "%s: a plan of other micro-batches than the %d samples of the arguments may train differently.", reason, size)
+        warn(
+            args,
+            "%s: a plan of other micro-batches than the %d samples of the arguments may train differently.",
+            reason,
+            size,
+        )
         return MicroBatchRule(size=size, chosen=None, averages=averages)
     if requested in (None, size):
-        remedy = "OSDPConfig(micro_batch_size=...)" if may_change else "per_device_train_batch_size and gradient_accumulation_steps"
+        remedy = (
+            "OSDPConfig(micro_batch_size=...)"
+            if may_change
+            else "per_device_train_batch_size and gradient_accumulation_steps"
+        )
         kept = f"{reason}, so micro-batches stay at {size} samples; set {remedy} for another size."
         if requested is None:
             warn(args, kept)
         return MicroBatchRule(size=size, chosen=size, kept=kept)
     if not may_change:
         raise ValueError(
-            f"{reason}, so micro_batch_size={requested} would train something else than the {size} samples of the arguments; leave it"
+            f"{reason}, so micro_batch_size={requested} would train something else than the {size} samples of the"
+            " arguments; leave it"
             f" out, or set per_device_train_batch_size={requested} and gradient_accumulation_steps."
         )
-    warn(args, "%s: micro_batch_size=%d may train differently than the %d samples of the arguments.", reason, requested, size)
+    warn(
+        args,
+        "%s: micro_batch_size=%d may train differently than the %d samples of the arguments.",
+        reason,
+        requested,
+        size,
+    )
     return MicroBatchRule(size=size, chosen=requested, averages=averages)
 
 
 def scale_loss(trainer: Trainer, factor: float) -> None:
-    """Multiply the losses of training wherever the stock Trainer adds them up over micro-steps, instead of averaging them."""
+    """Multiply the losses of training wherever the stock Trainer adds them up over micro-steps, instead of
+    averaging them.
+    """
     compute_loss = trainer.compute_loss
 
     @functools.wraps(compute_loss)
     def scaled(model: nn.Module, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:  # noqa: ANN401
         result = compute_loss(model, inputs, *args, **{**kwargs, "num_items_in_batch": num_items_in_batch})
         is_counted = trainer.model_accepts_loss_kwargs and num_items_in_batch is not None
-        sums = getattr(trainer, "loss_is_scaled_for_ga", None) is None and (is_counted or trainer.compute_loss_func is not None)
+        sums = getattr(trainer, "loss_is_scaled_for_ga", None) is None and (
+            is_counted or trainer.compute_loss_func is not None
+        )
         if not (model.training and sums):
             return result
         return (result[0] * factor, *result[1:]) if isinstance(result, tuple) else result * factor
@@ -124,7 +149,9 @@ def _loss_kind(trainer: Trainer, inputs: Inputs | None, sequence_length: int) ->
         return LossKind.WHOLE
 
     def loss(fake_model: nn.Module, batch: dict[str, Any], items: torch.Tensor) -> object:
-        return loss_of_items(trainer, fake_model, batch, items if isinstance(batch.get("labels"), torch.Tensor) else None)
+        return loss_of_items(
+            trainer, fake_model, batch, items if isinstance(batch.get("labels"), torch.Tensor) else None
+        )
 
     short = min(_TOKENS, sequence_length)
     if isinstance(inputs, Batches):

@@ -1,4 +1,6 @@
-"""Measure the time of each kind of segment: a shortened copy of the real model trains without FSDP2 on all ranks at once."""
+"""Measure the time of each kind of segment: a shortened copy of the real model trains without FSDP2 on all ranks at
+once.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,17 @@ from ..planner.description import DType, ModelDescription, UnitDescription
 from ..planner.profile import SegmentTimes, SegmentWork, TimePoint
 from ..tracing.describe import describe
 from .model_copies import materialised, shortened
-from .timing import Moment, barrier, cores_are_shared, now, over_ranks, rounds, seconds_between, synchronize, trimmed_mean
+from .timing import (
+    Moment,
+    barrier,
+    cores_are_shared,
+    now,
+    over_ranks,
+    rounds,
+    seconds_between,
+    synchronize,
+    trimmed_mean,
+)
 
 _COPIES = 3
 """Number of blocks of each kind that run one after the other."""
@@ -60,15 +72,17 @@ class TimedModel:
 def measure_block_times(timed: TimedModel, *, device: torch.device, seconds: float = 5.0) -> tuple[SegmentTimes, ...]:
     """Time every distinct segment of a model: each kind of block, embedding, head with loss. Collective.
 
-    Return times of the slowest rank, the same on every rank; in each pass equal blocks count with their mean. Raise ProfileError if the
-    model does not fit, or runs other units than its trace.
+    Return times of the slowest rank, the same on every rank; in each pass equal blocks count with their mean. Raise
+    ProfileError if the model does not fit, or runs other units than its trace.
     """
     source = timed.model_or_config
     whole = source if isinstance(source, nn.Module) else build_on_meta(source, timed.auto_class)
     model = shortened(whole, find_units(whole, timed.block_classes), _COPIES)
     description = describe(
-        model, sequence_length=timed.sequence_length, block_classes=timed.block_classes, compute_dtype=timed.compute_dtype,
-        device_type=device.type, inputs=timed.inputs, activation_checkpointing=timed.activation_checkpointing, compile=timed.compile,
+        model, sequence_length=timed.sequence_length, block_classes=timed.block_classes,
+        compute_dtype=timed.compute_dtype,
+        device_type=device.type, inputs=timed.inputs, activation_checkpointing=timed.activation_checkpointing,
+        compile=timed.compile,
         recomputation=False,
     )  # fmt: skip
     dtype = None if timed.compute_dtype is None else getattr(torch, timed.compute_dtype.value)
@@ -82,10 +96,14 @@ def measure_block_times(timed: TimedModel, *, device: torch.device, seconds: flo
     batches = {size: _on_device(make(size), device, dtype) for size in sorted(set(timed.micro_batch_sizes))}
     shared = cores_are_shared(device)
     stopwatch = Stopwatch(model, description.units, device, dtype, barriers=device.type == "cpu" and not shared)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):  # dropout must not change the training's random state
+    with torch.random.fork_rng(
+        devices=[device] if device.type == "cuda" else []
+    ):  # dropout must not change the training's random state
         sections = _measure_sections(model, stopwatch, batches, seconds)
     passes = {size: torch.stack([_by_segment(description, *one) for one in taken]) for size, taken in sections.items()}
-    return _segment_times(description, {size: _of_slowest_rank(one, cores_shared=shared) for size, one in passes.items()})
+    return _segment_times(
+        description, {size: _of_slowest_rank(one, cores_shared=shared) for size, one in passes.items()}
+    )
 
 
 Sections = tuple[list[int], list[list[float]]]
@@ -95,7 +113,10 @@ Sections = tuple[list[int], list[list[float]]]
 def _measure_sections(
     model: nn.Module, stopwatch: Stopwatch, batches: Mapping[int, dict[str, Any]], seconds: float
 ) -> dict[int, list[Sections]]:
-    """Return the sections of all passes of each size. All ranks raise ProfileError if one ran out of memory during warm-up."""
+    """Return the sections of all passes of each size.
+
+    All ranks raise ProfileError if one ran out of memory during warm-up.
+    """
     taken: dict[int, list[Sections]] = {size: [] for size in batches}
     with stopwatch.attached():
         for size, batch in batches.items():
@@ -106,15 +127,22 @@ def _measure_sections(
                 fits = False
             if not over_ranks([fits], dist.ReduceOp.MIN)[0]:
                 name = class_of(model).__name__
-                raise ProfileError(f"{_COPIES} blocks of {name} do not fit the device with micro_batch_size={size}; use smaller sizes.")
+                raise ProfileError(
+                    f"{_COPIES} blocks of {name} do not fit the device with micro_batch_size={size}; use smaller"
+                    " sizes."
+                )
         for _ in rounds(seconds, least=_MIN_ROUNDS, most=_MAX_ROUNDS):
             for size, batch in batches.items():
                 taken[size].append(stopwatch.measure(lambda: loss_of(model(**batch))))  # noqa: B023
     return taken
 
 
-def _by_segment(description: ModelDescription, units: Sequence[int], seconds: Sequence[Sequence[float]]) -> torch.Tensor:
-    """Return seconds by segment from those by section; a section of the root that costs nothing in the trace counts to the one before."""
+def _by_segment(
+    description: ModelDescription, units: Sequence[int], seconds: Sequence[Sequence[float]]
+) -> torch.Tensor:
+    """Return seconds by segment from those by section; a section of the root that costs nothing in the trace counts
+    to the one before.
+    """
     segments, name = description.segments, description.model_class
     by_segment = torch.zeros(len(segments), 2, dtype=torch.float64)
     at = -1
@@ -132,8 +160,8 @@ def _by_segment(description: ModelDescription, units: Sequence[int], seconds: Se
 def _of_slowest_rank(passes: torch.Tensor, *, cores_shared: bool) -> torch.Tensor:
     """Return passes, by segment and phase, with the seconds of the slowest rank. Collective.
 
-    If ranks share cores, ranks are slow in turns: then the whole pass takes the slowest rank's time, divided in proportion to the sums over
-    all ranks.
+    If ranks share cores, ranks are slow in turns: then the whole pass takes the slowest rank's time, divided in
+    proportion to the sums over all ranks.
     """
 
     def reduced(values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
@@ -149,7 +177,9 @@ def _segment_times(description: ModelDescription, passes: Mapping[int, torch.Ten
     kinds: dict[tuple[str, tuple[tuple[int, ...], ...], SegmentWork], list[int]] = {}
     for index, segment in enumerate(description.segments):
         unit = description.units[segment.unit]
-        kinds.setdefault((unit.class_name, tuple(p.shape for p in unit.parameters), SegmentWork.of(segment)), []).append(index)
+        kinds.setdefault(
+            (unit.class_name, tuple(p.shape for p in unit.parameters), SegmentWork.of(segment)), []
+        ).append(index)
 
     def point(size: int, members: list[int]) -> TimePoint:
         forward_s, backward_s = (trimmed_mean(phase.tolist()) for phase in passes[size][:, members].mean(1).unbind(1))
@@ -178,17 +208,27 @@ def _on_device(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtyp
 class Stopwatch:
     """Time the sections of a pass while `attached`: one for each call of a unit, and those of the root between them.
 
-    In backward a section begins when the gradient of its output is complete: a hook on that tensor runs just before autograd continues.
+    In backward a section begins when the gradient of its output is complete: a hook on that tensor runs just before
+    autograd continues.
 
-    On the CPU all ranks synchronize where a unit begins and at the end, as in the collectives of training, and the barrier's own time is
-    subtracted. If ranks share cores there are no barriers: a waiting rank leaves its core to another one, and a barrier would take longer
-    than the section.
+    On the CPU all ranks synchronize where a unit begins and at the end, as in the collectives of training, and the
+    barrier's own time is subtracted. If ranks share cores there are no barriers: a waiting rank leaves its core to
+    another one, and a barrier would take longer than the section.
     """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[UnitDescription], device: torch.device, compute_dtype: torch.dtype | None, *, barriers: bool
+        self,
+        model: nn.Module,
+        units: Sequence[UnitDescription],
+        device: torch.device,
+        compute_dtype: torch.dtype | None,
+        *,
+        barriers: bool,
     ) -> None:
-        """Prepare to time a model on a device; with `barriers`, ranks wait for each other between sections. The root is the first unit."""
+        """Prepare to time a model on a device; with `barriers`, ranks wait for each other between sections.
+
+        The root is the first unit.
+        """
         self._barriers = barriers
         self._model, self._device, self._compute_dtype = model, device, compute_dtype
         self._modules = segment_modules(modules_by_name(model), units)
@@ -199,18 +239,25 @@ class Stopwatch:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Time the units' calls, and free each gradient as soon as it is complete, so that passes start without gradients."""
+        """Time the units' calls, and free each gradient as soon as it is complete, so that passes start without
+        gradients.
+        """
         with ExitStack() as stack:
             for unit, module in self._modules:
                 stack.enter_context(forward_replaced(module, self._timed(unit, module.forward)))
             for parameter in self._model.parameters():
                 if parameter.requires_grad:
-                    handle = parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+                    handle = parameter.register_post_accumulate_grad_hook(
+                        lambda parameter: setattr(parameter, "grad", None)
+                    )
                     stack.callback(handle.remove)
             yield
 
     def measure(self, forward: Callable[[], torch.Tensor]) -> Sections:
-        """Run `forward`, which returns the loss, and backward. Return the sections in forward order; root and other units alternate."""
+        """Run `forward`, which returns the loss, and backward.
+
+        Return the sections in forward order; root and other units alternate.
+        """
         self._sections, self._marks, self._in_backward = [], [], False
         barrier(self._device)
         barrier_s = 0.0
@@ -226,7 +273,9 @@ class Stopwatch:
         self._mark()
         synchronize(self._device)
         seconds = [[0.0, 0.0] for _ in self._sections]
-        for number, ((section, began, _), (_, ended, with_barrier)) in enumerate(zip(self._marks, self._marks[1:], strict=False)):
+        for number, ((section, began, _), (_, ended, with_barrier)) in enumerate(
+            zip(self._marks, self._marks[1:], strict=False)
+        ):
             in_backward = number >= len(self._sections)  # forward has one mark per section
             seconds[section][in_backward] += max(0.0, seconds_between(began, ended) - with_barrier * barrier_s)
         return self._sections, seconds

@@ -18,20 +18,28 @@ from ..planner.job import divisors
 from .timing import barrier, call_seconds, cores_are_shared, over_ranks, rounds, synchronize, trimmed_mean
 
 _SMALL_BYTES = (2**12, 2**14)
-"""Bytes of the whole tensor: of the first message, which predicts the time of larger ones, and of the second message on a slow link."""
+"""Bytes of the whole tensor: of the first message, which predicts the time of larger ones, and of the second
+message on a slow link.
+"""
 _SIZES_BYTES = {"cpu": (2**16, 2**19, 2**21, 2**23, 2**25), "cuda": (2**20, 2**23, 2**26, 2**28)}
 """Bytes of the whole tensor: from sizes dominated by latency to sizes dominated by bandwidth."""
 _MIN_SIZES = 3
-"""Sizes that are timed even in a short measurement: the largest separates bandwidth from delays that a busy machine adds to each call."""
+"""Sizes that are timed even in a short measurement: the largest separates bandwidth from delays that a busy machine
+adds to each call.
+"""
 _MIN_ROUNDS, _MAX_ROUNDS = 3, 25
 _CALLS = 2 + _MIN_ROUNDS
 """Least calls of each size: two choose the sizes."""
 _LIMIT_S, _LIMIT_FACTOR = 10.0, 4.0
-"""The whole measurement takes at most this many seconds or, if longer, this many times the requested time; slow links omit sizes."""
+"""The whole measurement takes at most this many seconds or, if longer, this many times the requested time; slow
+links omit sizes.
+"""
 _CALLS_AT_ONCE = 2
 """Calls timed together if ranks share cores, because such ranks leave a barrier one after the other."""
 _WORK_S, _MIN_PRODUCT_S = 0.02, 2e-5
-"""Computation of each rank before a collective, several time slices of the scheduler; and the least time assumed for one product."""
+"""Computation of each rank before a collective, several time slices of the scheduler; and the least time assumed
+for one product.
+"""
 _MAX_RANKS_FOR_ALL_SIZES = 8
 """Most ranks for which every group size is measured, in 12 groups."""
 
@@ -39,32 +47,37 @@ _MAX_RANKS_FOR_ALL_SIZES = 8
 def group_sizes(world: int, local: int, requested: Sequence[int] | None = None) -> tuple[list[int], list[int]]:
     """Return the sizes of the groups to measure: of those that gather and scatter, and of those that reduce replicas.
 
-    These are the `requested` sizes and the world's. None means every divisor of up to 8 ranks; with more ranks, only the world, a node of
-    `local` ranks, and the ranks at one position in all nodes, from which links and other sizes follow (`planner/cost/collectives.py`): each
-    group needs a barrier of all ranks in the store and a communicator, so the 250 groups of 128 ranks would delay each start.
+    These are the `requested` sizes and the world's. None means every divisor of up to 8 ranks; with more ranks, only
+    the world, a node of `local` ranks, and the ranks at one position in all nodes, from which links and other sizes
+    follow (`planner/cost/collectives.py`): each group needs a barrier of all ranks in the store and a communicator, so
+    the 250 groups of 128 ranks would delay each start.
     """
     shards = replicas = divisors(world) if requested is None else [*requested, world]
     if requested is None and world > _MAX_RANKS_FOR_ALL_SIZES:
         shards, replicas = [local, world], [world // local, world]
     for size in shards:
         if size < 1 or world % size:
-            raise ValueError(f"group_sizes has {size}, which does not divide the {world} processes; use divisors of {world}.")
+            raise ValueError(
+                f"group_sizes has {size}, which does not divide the {world} processes; use divisors of {world}."
+            )
     return [size for size in sorted(set(shards)) if size > 1], [size for size in sorted(set(replicas)) if size > 1]
 
 
 def measure_collectives(
     device: torch.device, seconds: float, *, local: int, sizes: Sequence[int] | None = None
 ) -> tuple[CollectiveTiming, ...]:
-    """Time all-gather, reduce-scatter and all-reduce, as FSDP2 issues them; return the slowest rank's timings. Collective.
+    """Time all-gather, reduce-scatter and all-reduce, as FSDP2 issues them; return the slowest rank's timings.
+    Collective.
 
-    All groups of a size run at once, as they do in training. Shard groups (all-gather, reduce-scatter) are contiguous ranks;
-    ranks of a group that reduces replicas (all-reduce) of an r x s mesh are `world / r` apart. Groups of several whole nodes are
-    also timed in two stages. As in FSDP2, each call has new buffers, and its input has just been written.
+    All groups of a size run at once, as they do in training. Shard groups (all-gather, reduce-scatter) are contiguous
+    ranks; ranks of a group that reduces replicas (all-reduce) of an r x s mesh are `world / r` apart. Groups of
+    several whole nodes are also timed in two stages. As in FSDP2, each call has new buffers, and its input has just
+    been written.
 
     Args:
         device: where the tensors are.
-        seconds: about how long to measure in total. Three sizes are always timed, unless that takes more than 10 seconds and more
-            than four times as long: on a slow link messages are small and few.
+        seconds: about how long to measure in total. Three sizes are always timed, unless that takes more than 10
+            seconds and more than four times as long: on a slow link messages are small and few.
         local: ranks on each node.
         sizes: group sizes to measure, the same on every rank; None as in `group_sizes`.
     """
@@ -113,7 +126,8 @@ class _CollectiveTest:
         return max(time.perf_counter() - start, 1e-9) / self.calls
 
     def choose_sizes(self, device: torch.device, *, target_s: float, limit_s: float) -> float:
-        """Warm up, omit messages that take too long, and return the seconds of this and of the least number of rounds. Collective.
+        """Warm up, omit messages that take too long, and return the seconds of this and of the least number of rounds.
+        Collective.
 
         A round should take about `target_s`, all rounds at most `limit_s`; two small sizes are always measured.
         """
@@ -140,13 +154,17 @@ class _CollectiveTest:
 
     def timing(self, local: int) -> CollectiveTiming:
         seconds = over_ranks([trimmed_mean(taken) for taken in self.taken.values()])
-        latency_s, seconds_per_byte = linear_fit([(4 * self._numel(n), s) for n, s in zip(self.taken, seconds, strict=True)])
+        latency_s, seconds_per_byte = linear_fit(
+            [(4 * self._numel(n), s) for n, s in zip(self.taken, seconds, strict=True)]
+        )
         return CollectiveTiming(
             collective=self.collective,
             group_size=self.size,
             latency_s=latency_s,
             seconds_per_byte=seconds_per_byte,
-            crosses_nodes=any(ranks[0] // local != ranks[-1] // local for ranks in _members(self.collective, self.size)),
+            crosses_nodes=any(
+                ranks[0] // local != ranks[-1] // local for ranks in _members(self.collective, self.size)
+            ),
         )
 
     def _buffers(self, nbytes: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,8 +182,12 @@ class _CollectiveTest:
         return -(-nbytes // 4 // self.size) * self.size
 
 
-def _tests(shards: list[int], replicas: list[int], local: int, device: torch.device, stack: ExitStack) -> list[_CollectiveTest]:
-    """Make the tests, whose groups are destroyed when the stack closes; gathers and reductions of one size share a group. Collective."""
+def _tests(
+    shards: list[int], replicas: list[int], local: int, device: torch.device, stack: ExitStack
+) -> list[_CollectiveTest]:
+    """Make the tests, whose groups are destroyed when the stack closes; gathers and reductions of one size share a
+    group. Collective.
+    """
     formed: dict[str, dist.ProcessGroup] = {}
 
     def group_of(members: list[list[int]]) -> dist.ProcessGroup:
@@ -198,14 +220,25 @@ def _tests(shards: list[int], replicas: list[int], local: int, device: torch.dev
         if 1 < local < size and size % local == 0:
             starts = range(0, dist.get_world_size(), size)
             between = [list(range(start + place, start + size, local)) for start in starts for place in range(local)]
-            tests += shard_tests(size, stages=Stages(between=group_of(between), within=group_of(_members(Collective.ALL_GATHER, local))))
+            tests += shard_tests(
+                size, stages=Stages(between=group_of(between), within=group_of(_members(Collective.ALL_GATHER, local)))
+            )
     return tests
 
 
 def _wait_seconds(device: torch.device) -> float:
-    """Return the extra time of a collective after computation of ranks that share cores: all wait for the last one. Collective."""
-    left, product, scalar = torch.ones(256, 256, device=device), torch.empty(256, 256, device=device), torch.zeros(1, device=device)
-    times = math.ceil(_WORK_S / max(min(call_seconds(lambda: torch.mm(left, left, out=product), device, 0.02)), _MIN_PRODUCT_S))
+    """Return the extra time of a collective after computation of ranks that share cores: all wait for the last one.
+
+    Collective.
+    """
+    left, product, scalar = (
+        torch.ones(256, 256, device=device),
+        torch.empty(256, 256, device=device),
+        torch.zeros(1, device=device),
+    )
+    times = math.ceil(
+        _WORK_S / max(min(call_seconds(lambda: torch.mm(left, left, out=product), device, 0.02)), _MIN_PRODUCT_S)
+    )
 
     def taken(products: int, calls: int) -> float:
         barrier(device)
@@ -236,7 +269,12 @@ def links_of(spec: DeviceSpec, timings: Sequence[CollectiveTiming], *, local: in
     """
     gathers = {timing.group_size: timing for timing in timings if timing.collective is Collective.ALL_GATHER}
     if not gathers:
-        memory = Link(latency_s=0.0, bytes_per_s=spec.memory_bytes_per_s, source="one process: no link, the speed of memory", assumed=True)
+        memory = Link(
+            latency_s=0.0,
+            bytes_per_s=spec.memory_bytes_per_s,
+            source="one process: no link, the speed of memory",
+            assumed=True,
+        )
         return memory, memory
     within = [size for size in gathers if size <= local]
     inside = _ring_link(gathers[max(within)]) if within else None
@@ -247,7 +285,9 @@ def links_of(spec: DeviceSpec, timings: Sequence[CollectiveTiming], *, local: in
 
 
 def _ring_link(timing: CollectiveTiming, *, crossings: int | None = None, inside: Link | None = None) -> Link:
-    """Return the link of a ring's hops: of all hops, or of the `crossings` that leave a node; `inside` is the link of the others."""
+    """Return the link of a ring's hops: of all hops, or of the `crossings` that leave a node; `inside` is the link
+    of the others.
+    """
     hops = timing.group_size - 1
     measured_hops = hops if crossings is None else min(hops, crossings)
     others_s = 0.0 if inside is None else (hops - measured_hops) * inside.latency_s

@@ -23,11 +23,21 @@ from ..planner.profile import Profile, SegmentTimes
 from .block_times import TimedModel, measure_block_times
 from .links import links_of, measure_collectives
 from .memory_limits import memory_of_rank
-from .rates import copy_rate, matmul_rates, measure_codecs, measure_fsdp_overhead, measure_hooks, measure_host, operator_seconds
+from .rates import (
+    copy_rate,
+    matmul_rates,
+    measure_codecs,
+    measure_fsdp_overhead,
+    measure_hooks,
+    measure_host,
+    operator_seconds,
+)
 from .timing import barrier, over_ranks
 
 SECONDS_AT_START = 0.7
-"""Short, so that a run with a plan starts at most five seconds later than one without; `hf-osdp profile` measures more accurately."""
+"""Short, so that a run with a plan starts at most five seconds later than one without; `hf-osdp profile` measures
+more accurately.
+"""
 
 
 def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Sequence[int] | None = None) -> Hardware:
@@ -35,14 +45,15 @@ def measure_hardware(*, device_type: str, seconds: float = 1.0, group_sizes: Seq
 
     Args:
         device_type: `"cpu"` or `"cuda"`.
-        seconds: about how long to measure compute, and again the collectives; FSDP2's overhead takes a third of it, and on CUDA
-            the host a fifth. Setting up groups takes additional time. On a slow link the collectives take at most 10 seconds.
-        group_sizes: sizes of the groups whose collectives are measured; None means every divisor of up to 8 ranks, and with
-            more ranks the few sizes from which the links follow.
+        seconds: about how long to measure compute, and again the collectives; FSDP2's overhead takes a third of it,
+            and on CUDA the host a fifth. Setting up groups takes additional time. On a slow link the collectives take
+            at most 10 seconds.
+        group_sizes: sizes of the groups whose collectives are measured; None means every divisor of up to 8 ranks, and
+            with more ranks the few sizes from which the links follow.
 
     Returns:
-        Figures of the slowest rank, the same on every rank. With one process there are no timings of collectives, and the
-        links have the speed of memory. On the CPU there is no separate host.
+        Figures of the slowest rank, the same on every rank. With one process there are no timings of collectives, and
+        the links have the speed of memory. On the CPU there is no separate host.
 
     Raises:
         ValueError: the device type is not known, or a group size does not divide the world size.
@@ -92,7 +103,9 @@ def measure_profile(*, device_type: str, seconds: float = 10.0, model: TimedMode
         segments = measure_block_times(model, device=device, seconds=seconds / 2)
         config = getattr(model.model_or_config, "config", model.model_or_config)
         name = getattr(config, "_name_or_path", "") or type(model.model_or_config).__name__
-    versions = {name: version for name, version in own_versions().items() if name in ("hf_osdp", "torch", "transformers")}
+    versions = {
+        name: version for name, version in own_versions().items() if name in ("hf_osdp", "torch", "transformers")
+    }
     profile = Profile(
         hardware=hardware,
         segments=segments,
@@ -105,12 +118,17 @@ def measure_profile(*, device_type: str, seconds: float = 10.0, model: TimedMode
 
 
 def hardware_of_run(
-    requested: Hardware | str | None, *, device_type: str, nodes: int | None = None, measure: Callable[..., Hardware] = measure_hardware
+    requested: Hardware | str | None,
+    *,
+    device_type: str,
+    nodes: int | None = None,
+    measure: Callable[..., Hardware] = measure_hardware,
 ) -> Hardware:
-    """Return the hardware to plan a run for, with as many devices as ranks. Collective if torch.distributed is initialized.
+    """Return the hardware to plan a run for, with as many devices as ranks. Collective if torch.distributed is
+    initialized.
 
-    It is the requested hardware, such as a profile's; the preset of this name, on the launcher's nodes or `nodes`; or for None this
-    machine, measured by `measure`.
+    It is the requested hardware, such as a profile's; the preset of this name, on the launcher's nodes or `nodes`; or
+    for None this machine, measured by `measure`.
     """
     ranks, topology = world_size(), find_topology()
     if isinstance(requested, Hardware):
@@ -121,7 +139,8 @@ def hardware_of_run(
             )
         if requested.nodes != (nodes or topology.nodes):
             raise ValueError(
-                f"The hardware has {requested.nodes} x {requested.devices_per_node} devices (nodes x devices), but the processes are on"
+                f"The hardware has {requested.nodes} x {requested.devices_per_node} devices (nodes x devices), but the"
+                " processes are on"
                 f" {topology.nodes} x {topology.ranks_per_node}; describe or profile these, or leave hardware out."
             )
         return requested
@@ -136,12 +155,19 @@ def hardware_of_run(
 
 
 def with_memory_of_now(hardware: Hardware, device: torch.device) -> Hardware:
-    """Return earlier measured hardware with the current memory; reserved memory is the larger of then and now. Collective."""
+    """Return earlier measured hardware with the current memory; reserved memory is the larger of then and now.
+
+    Collective.
+    """
     available, reserved, _ = _memory_bytes(device, torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
     smallest, least, host = over_ranks([available, -reserved, memory_of_rank()[0]], dist.ReduceOp.MIN)
     return replace(
         hardware,
-        device=replace(hardware.device, memory_bytes=int(smallest), reserved_bytes=max(int(-least), hardware.device.reserved_bytes)),
+        device=replace(
+            hardware.device,
+            memory_bytes=int(smallest),
+            reserved_bytes=max(int(-least), hardware.device.reserved_bytes),
+        ),
         host=hardware.host and replace(hardware.host, memory_bytes=int(host)),
     )
 
@@ -151,13 +177,19 @@ def measuring_device(device_type: str) -> torch.device:
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device_type={device_type!r} is not known; use cpu or cuda.")
     if device_type == "cuda" and not torch.cuda.is_available():
-        raise HardwareError("device_type=cuda, but torch sees no CUDA device here; use cpu, or a preset of the hardware to plan for.")
+        raise HardwareError(
+            "device_type=cuda, but torch sees no CUDA device here; use cpu, or a preset of the hardware to plan for."
+        )
     return torch.device("cpu") if device_type == "cpu" else own_gpu()
 
 
 def device_name(device: torch.device) -> str:
     threads = torch.get_num_threads()
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({threads} thread{'s' if threads > 1 else ''})"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu ({threads} thread{'s' if threads > 1 else ''})"
+    )
 
 
 def _measure_device(device: torch.device, seconds: float, allocated_before: int) -> DeviceSpec:
@@ -190,14 +222,20 @@ def _measure_device(device: torch.device, seconds: float, allocated_before: int)
 
 
 def _hooks_s(device: torch.device, seconds: float) -> float:
-    """Measure the CPU time of FSDP2's hooks on CUDA; one process takes the presets' figure. 0 on the CPU (see `measure_fsdp_overhead`)."""
+    """Measure the CPU time of FSDP2's hooks on CUDA; one process takes the presets' figure.
+
+    0 on the CPU (see `measure_fsdp_overhead`).
+    """
     if device.type == "cpu" or world_size() == 1:
         return 0.0 if device.type == "cpu" else UNIT_S
     return measure_hooks(device, seconds)
 
 
 def _communicator_bytes(device: torch.device) -> int:
-    """Return the bytes that NCCL allocates for one group of all ranks; with a single process, the presets' figure. Collective."""
+    """Return the bytes that NCCL allocates for one group of all ranks; with a single process, the presets' figure.
+
+    Collective.
+    """
     world = world_size()
     if device.type == "cpu" or world == 1:
         return 0 if device.type == "cpu" else COMMUNICATOR_BYTES
@@ -214,9 +252,11 @@ def _communicator_bytes(device: torch.device) -> int:
 
 
 def _memory_bytes(device: torch.device, allocated_before: int) -> tuple[int, int, str]:
-    """Return a rank's memory, the bytes of it that tensors cannot use, and on the CPU the source of the figure. Collective.
+    """Return a rank's memory, the bytes of it that tensors cannot use, and on the CPU the source of the figure.
+    Collective.
 
-    Tensors cannot use memory outside torch's allocator, nor the workspaces of matrix products inside it, which stay allocated.
+    Tensors cannot use memory outside torch's allocator, nor the workspaces of matrix products inside it, which stay
+    allocated.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

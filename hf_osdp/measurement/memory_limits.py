@@ -1,8 +1,8 @@
 """Find the memory that this process may use: control groups (cgroups) may allow less than the machine has.
 
-A limit applies to a group and all groups in it, so every limit from the process's own group up to the root counts: in version 2
-`memory.max` and `memory.high`, above which a group is throttled; in version 1 `memory.limit_in_bytes`. File pages that the kernel can drop
-(`inactive_file`) count as free.
+A limit applies to a group and all groups in it, so every limit from the process's own group up to the root counts: in
+version 2 `memory.max` and `memory.high`, above which a group is throttled; in version 1 `memory.limit_in_bytes`. File
+pages that the kernel can drop (`inactive_file`) count as free.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from ..distributed.process_group import all_gather_objects
 from ..quantities import format_bytes
 
 _STEPS = 16
-"""Memory of other processes is rounded to this many steps of a limit, so that small changes of it do not change the plan."""
+"""Memory of other processes is rounded to this many steps of a limit, so that small changes of it do not change the
+plan.
+"""
 
 _FILES = {
     "": (("memory.max", "memory.high"), "memory.current", "inactive_file"),
     "memory": (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""By controller (none in version 2): files of the limits, file of the used bytes, and the key of droppable bytes in `memory.stat`."""
+"""By controller (none in version 2): files of the limits, file of the used bytes, and the key of droppable bytes in
+`memory.stat`.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +47,9 @@ class MemoryLimit:
 
 
 def memory_limits(root: Path = Path("/")) -> tuple[MemoryLimit, ...]:
-    """Return the machine's memory first, then each control group below `root` that allows less, the innermost first."""
+    """Return the machine's memory first, then each control group below `root` that allows less, the innermost
+    first.
+    """
     memory = psutil.virtual_memory()
     machine = MemoryLimit(name="this machine", total_bytes=memory.total, free_bytes=memory.available)
     return (machine, *(limit for limit in _group_limits(root) if 0 < limit.total_bytes < machine.total_bytes))
@@ -69,7 +75,12 @@ def rank_share(limits: Sequence[MemoryLimit], node: Sequence[Sequence[str]]) -> 
     for limit in limits:
         ranks = sum(limit.name in names for names in node)
         among = f", among {ranks} ranks" if ranks > 1 else ""
-        shares.append((limit.share_bytes(ranks), f"{format_bytes(limit.total_bytes)} of {limit.name} less what others hold{among}"))
+        shares.append(
+            (
+                limit.share_bytes(ranks),
+                f"{format_bytes(limit.total_bytes)} of {limit.name} less what others hold{among}",
+            )
+        )
     return min(shares)
 
 
@@ -82,7 +93,9 @@ def _group_limits(root: Path) -> Iterator[MemoryLimit]:
                 mount = root / "sys/fs/cgroup" / controllers
                 # a container may see its own group as the mount, or no part of the path
                 parts = () if "/../" in path else Path(path).parts[1:]
-                own = next((parts[start:] for start in range(len(parts)) if mount.joinpath(*parts[start:]).is_dir()), ())
+                own = next(
+                    (parts[start:] for start in range(len(parts)) if mount.joinpath(*parts[start:]).is_dir()), ()
+                )
                 for depth in range(len(own), -1, -1):
                     yield from _limits(mount.joinpath(*own[:depth]), root, _FILES[controllers])
 
@@ -95,5 +108,13 @@ def _limits(folder: Path, root: Path, files: tuple[tuple[str, ...], str, str]) -
             total = int((folder / name).read_text())
             used = int((folder / used_file).read_text())
             with suppress(OSError, ValueError, KeyError):
-                used -= int(dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())[droppable_key])
-            yield MemoryLimit(name=f"{folder.relative_to(root) / name}", total_bytes=total, free_bytes=max(0, min(total, total - used)))
+                used -= int(
+                    dict(line.split(maxsplit=1) for line in (folder / "memory.stat").read_text().splitlines())[
+                        droppable_key
+                    ]
+                )
+            yield MemoryLimit(
+                name=f"{folder.relative_to(root) / name}",
+                total_bytes=total,
+                free_bytes=max(0, min(total, total - used)),
+            )

@@ -20,7 +20,9 @@ _SPREAD = 0.02
 
 
 def empty_copy(model: nn.Module, device: torch.device, *, keeps_buffers: bool = False) -> nn.Module:
-    """Return a copy on a device with uninitialised parameters and buffers, or with the model's buffers; shared ones stay shared."""
+    """Return a copy on a device with uninitialised parameters and buffers, or with the model's buffers; shared ones
+    stay shared.
+    """
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device=device, requires_grad=False), requires_grad=p.requires_grad)
         for p in model.parameters()
@@ -32,7 +34,9 @@ def empty_copy(model: nn.Module, device: torch.device, *, keeps_buffers: bool = 
 
 @torch.no_grad()
 def fill(model: nn.Module, source: nn.Module) -> None:
-    """Fill a copy's weights from a separate generator; copy buffers, or zero those that are on the meta device in the source."""
+    """Fill a copy's weights from a separate generator; copy buffers, or zero those that are on the meta device in
+    the source.
+    """
     generators: dict[torch.device, torch.Generator] = {}
     for parameter in model.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -51,8 +55,8 @@ def fill(model: nn.Module, source: nn.Module) -> None:
 def materialised(model: nn.Module, device: torch.device, compute_dtype: torch.dtype | None) -> nn.Module:
     """Return a copy of a meta-device model on `device`, with random weights.
 
-    Parameters get `compute_dtype` as in FSDP2's mixed precision, except those of batch norms; None keeps their dtypes. transformers models
-    initialise their buffers again; other models must have real ones.
+    Parameters get `compute_dtype` as in FSDP2's mixed precision, except those of batch norms; None keeps their dtypes.
+    transformers models initialise their buffers again; other models must have real ones.
     """
     real = empty_copy(model, device)
     fill(real, model)

@@ -1,7 +1,9 @@
-"""Measure the rates of a device and its host (computation, copies, operators), and the overhead of FSDP2 and the optimizer.
+"""Measure the rates of a device and its host (computation, copies, operators), and the overhead of FSDP2 and the
+optimizer.
 
-FSDP2's overhead is measured with FSDP2 itself: a few units without computation run under `fully_shard` with collectives that send nothing.
-Three kinds of units, with few or many tensors and few or many bytes, separate the costs per call, per tensor and per byte.
+FSDP2's overhead is measured with FSDP2 itself: a few units without computation run under `fully_shard` with
+collectives that send nothing. Three kinds of units, with few or many tensors and few or many bytes, separate the costs
+per call, per tensor and per byte.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ _STEPS = (OptimizerStep.FOR_LOOP, OptimizerStep.FOREACH, OptimizerStep.FUSED)
 
 
 def matmul_rates(device: torch.device, seconds: float) -> dict[DType, float]:
-    """Return FLOP/s of dense matrix products by dtype, the median over a few sizes; unsupported dtypes are left out."""
+    """Return FLOP/s of dense matrix products by dtype, the median over a few sizes; unsupported dtypes are left
+    out.
+    """
     budget_s = seconds / len(_DTYPES)
     rates = {dtype: _matmul_rate(device, getattr(torch, dtype.value), budget_s) for dtype in _DTYPES}
     return {dtype: rate for dtype, rate in rates.items() if rate is not None}
@@ -86,7 +90,11 @@ def operator_seconds(device: torch.device, seconds: float) -> float:
     run = _tiny_step(device)
     with _Counter() as counter:
         run()
-    taken_s = min(call_seconds(run, device, seconds, waits=False)) if device.type == "cuda" else median_seconds(run, device, seconds)
+    taken_s = (
+        min(call_seconds(run, device, seconds, waits=False))
+        if device.type == "cuda"
+        else median_seconds(run, device, seconds)
+    )
     return taken_s / counter.operators
 
 
@@ -102,13 +110,20 @@ def _tiny_step(device: torch.device) -> Callable[[], None]:
 class _Counter(TorchDispatchMode):
     operators = 0
 
-    def __torch_dispatch__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> object:  # noqa: ANN401
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Any = (),  # noqa: ANN401
+        kwargs: Any = None,  # noqa: ANN401
+    ) -> object:
         self.operators += 1
         return func(*args, **(kwargs or {}))
 
 
 def measure_host(device: torch.device, seconds: float) -> HostSpec | None:
-    """Measure the slowest host and the least share of a machine's memory, on all ranks at once; return None on the CPU. Collective.
+    """Measure the slowest host and the least share of a machine's memory, on all ranks at once; return None on the
+    CPU. Collective.
 
     Copies go from pinned memory to the device and back.
     """
@@ -119,9 +134,13 @@ def measure_host(device: torch.device, seconds: float) -> HostSpec | None:
     rates = []
     for target, source in ((on_device, host), (host, on_device)):
         barrier(device)
-        rates.append(host.nbytes / median_seconds(lambda: target.copy_(source, non_blocking=True), device, seconds / 4))  # noqa: B023
+        rates.append(
+            host.nbytes / median_seconds(lambda: target.copy_(source, non_blocking=True), device, seconds / 4)  # noqa: B023
+        )
     share, memory_source = memory_of_rank()
-    to_device, to_host, memory, update = over_ranks([*rates, share, update_rate(device, seconds / 2)], dist.ReduceOp.MIN)
+    to_device, to_host, memory, update = over_ranks(
+        [*rates, share, update_rate(device, seconds / 2)], dist.ReduceOp.MIN
+    )
     return HostSpec(
         memory_bytes=int(memory),
         to_device_bytes_per_s=to_device,
@@ -132,7 +151,9 @@ def measure_host(device: torch.device, seconds: float) -> HostSpec | None:
 
 
 def update_rate(device: torch.device, seconds: float, *, elements: int = _UPDATE_ELEMENTS) -> float:
-    """Return the bytes per second that a fused AdamW step on the CPU reads and writes, with torch's number of threads."""
+    """Return the bytes per second that a fused AdamW step on the CPU reads and writes, with torch's number of
+    threads.
+    """
     parameter = torch.nn.Parameter(torch.zeros(elements))
     parameter.grad = torch.zeros(elements)
     optimizer = torch.optim.AdamW([parameter], fused=True)
@@ -145,7 +166,8 @@ def update_rate(device: torch.device, seconds: float, *, elements: int = _UPDATE
 def measure_fsdp_overhead(device: torch.device, seconds: float) -> FsdpOverhead | None:
     """Measure FSDP2's own work on the CPU, on all ranks at once, and return the times of the slowest. Collective.
 
-    Return None for a single process, which is not sharded, and on CUDA, where the CPU queues kernels ahead and copies run at memory speed.
+    Return None for a single process, which is not sharded, and on CUDA, where the CPU queues kernels ahead and copies
+    run at memory speed.
     """
     if device.type != "cpu" or world_size() == 1:
         return None
@@ -153,7 +175,10 @@ def measure_fsdp_overhead(device: torch.device, seconds: float) -> FsdpOverhead 
     models = [_EmptyModel(tensors, numel, device, clock) for tensors, numel in _KINDS]
     taken: dict[str, list[list[float]]] = {}
     """Seconds of one unit, for each kind of units."""
-    for measure in (_EmptyModel.gather, _EmptyModel.reduce_and_update):  # not interleaved, so that each reuses its own freed memory
+    for measure in (
+        _EmptyModel.gather,
+        _EmptyModel.reduce_and_update,
+    ):  # not interleaved, so that each reuses its own freed memory
         for number in rounds(seconds / 2, least=_MIN_ROUNDS, most=_MAX_ROUNDS):
             for kind, model in enumerate(models):
                 for name, whole_s in measure(model).items():
@@ -165,18 +190,25 @@ def measure_fsdp_overhead(device: torch.device, seconds: float) -> FsdpOverhead 
     return FsdpOverhead(
         gather=replace(gather, seconds_per_byte=gather.seconds_per_byte / (1 + 1 / world)),
         reduce=reduce,
-        updates={step: replace(work, call_s=0.0, seconds_per_byte=work.seconds_per_byte * world) for step, work in updates.items()},
+        updates={
+            step: replace(work, call_s=0.0, seconds_per_byte=work.seconds_per_byte * world)
+            for step, work in updates.items()
+        },
     )
 
 
 def measure_codecs(device: torch.device, seconds: float) -> tuple[CodecTime, ...]:
-    """Measure encoding an element, and decoding and adding it, in each wire format, on all ranks at once; the slowest counts. Collective.
+    """Measure encoding an element, and decoding and adding it, in each wire format, on all ranks at once; the slowest
+    counts. Collective.
 
     Return nothing for a single process, which sends nothing.
     """
     if world_size() == 1:
         return ()
-    values, codes = torch.ones(_CODEC_ELEMENTS, device=device), torch.empty(2 * _CODEC_ELEMENTS, dtype=torch.uint8, device=device)
+    values, codes = (
+        torch.ones(_CODEC_ELEMENTS, device=device),
+        torch.empty(2 * _CODEC_ELEMENTS, dtype=torch.uint8, device=device),
+    )
     times = []
     for wire in WireFormat:
         barrier(device)
@@ -188,7 +220,10 @@ def measure_codecs(device: torch.device, seconds: float) -> tuple[CodecTime, ...
 
 
 def measure_hooks(device: torch.device, seconds: float) -> float:
-    """Return the CPU seconds of FSDP2's hooks around a unit in forward: the quickest round of the slowest rank. Collective."""
+    """Return the CPU seconds of FSDP2's hooks around a unit in forward: the quickest round of the slowest rank.
+
+    Collective.
+    """
     model = _EmptyModel(*_KINDS[0], device, time.perf_counter)
     taken = [model.gather()["gather"] for _ in rounds(seconds, least=_MIN_ROUNDS, most=_MAX_ROUNDS)]
     return over_ranks([min(taken) / _UNITS])[0]
@@ -199,7 +234,9 @@ def _fit(taken: list[list[float]]) -> WorkTime:
     one, many, large = over_ranks([trimmed_mean(seconds) for seconds in taken])
     tensor_s = max(0.0, (many - one) / (_KINDS[1][0] - _KINDS[0][0]))
     nbytes = 4 * _KINDS[2][0] * (_KINDS[2][1] - _KINDS[1][1])
-    return WorkTime(call_s=max(0.0, one - tensor_s), tensor_s=tensor_s, seconds_per_byte=max(0.0, (large - many) / nbytes))
+    return WorkTime(
+        call_s=max(0.0, one - tensor_s), tensor_s=tensor_s, seconds_per_byte=max(0.0, (large - many) / nbytes)
+    )
 
 
 class _EmptyModel:
@@ -217,7 +254,9 @@ class _EmptyModel:
         fully_shard(self._model, mesh=mesh)
         options: dict[OptimizerStep, dict[str, Any]] = {step: dict(step.options) for step in _STEPS}
         parameters = list(self._model.parameters())
-        self._optimizers = {step: torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0, **options[step]) for step in _STEPS}
+        self._optimizers = {
+            step: torch.optim.AdamW(parameters, lr=0.0, weight_decay=0.0, **options[step]) for step in _STEPS
+        }
         self._input = torch.zeros(1, requires_grad=True, device=device)
 
     def gather(self) -> dict[str, float]:
@@ -227,7 +266,9 @@ class _EmptyModel:
         return {"gather": seconds}
 
     def reduce_and_update(self) -> dict[str, float]:
-        """Run a step that keeps parameters, so that backward only reduces, then each optimizer; return their seconds."""
+        """Run a step that keeps parameters, so that backward only reduces, then each optimizer; return their
+        seconds.
+        """
         times = {"reduce": self._step(free=False)[1]}
         for step, optimizer in self._optimizers.items():
             started = self._clock()
@@ -283,5 +324,7 @@ class _SilentAllGather(DefaultAllGather):
 
 
 class _SilentReduceScatter(DefaultReduceScatter):
-    def __call__(self, output_tensor: object, input_tensor: object, group: object, op: object, async_op: bool = False) -> Any:  # noqa: ANN401
+    def __call__(
+        self, output_tensor: object, input_tensor: object, group: object, op: object, async_op: bool = False
+    ) -> Any:  # noqa: ANN401
         """Send nothing."""

@@ -19,7 +19,17 @@ from ..modeling.step_hooks import after_step
 from ..planner.hardware import CollectiveTiming
 from ..planner.plan import Plan
 from ..tracing.memory_tracker import MemoryTracker
-from .timing import CollectiveClock, CollectiveTotal, Moment, now, of_last_rank, over_ranks, seconds_between, timings_of, totals_of
+from .timing import (
+    CollectiveClock,
+    CollectiveTotal,
+    Moment,
+    now,
+    of_last_rank,
+    over_ranks,
+    seconds_between,
+    timings_of,
+    totals_of,
+)
 
 _KEPT_STEPS = 1000
 _LOOP_STEPS = 8
@@ -50,9 +60,9 @@ class Observation:
 class StepMeter:
     """Measure optimizer steps between `step_begins` and `step_ends`; time between steps does not count.
 
-    The first step warms up and is not timed. On CUDA the peak is the allocator's largest peak of all steps. On the CPU it is the peak of
-    live tensor bytes (`MemoryTracker`) in the second step, which is not timed. With several ranks, the next `clocked_steps` time only their
-    collectives (`CollectiveClock`).
+    The first step warms up and is not timed. On CUDA the peak is the allocator's largest peak of all steps. On the CPU
+    it is the peak of live tensor bytes (`MemoryTracker`) in the second step, which is not timed. With several ranks,
+    the next `clocked_steps` time only their collectives (`CollectiveClock`).
     """
 
     def __init__(
@@ -68,9 +78,11 @@ class StepMeter:
         Args:
             device: where the model runs, for example `"cuda"` or `"cpu"`.
             held: on the CPU, returns the tensors that count in addition to those that the second step makes, such as
-                `training_tensors`. None counts every tensor, including a data set in memory, as the allocator does on CUDA.
+                `training_tensors`. None counts every tensor, including a data set in memory, as the allocator does on
+                CUDA.
             clocked_steps: number of steps whose collectives are timed.
-            compiled: blocks are compiled. On the CPU the peak is then not measured, because no operator shows their allocations.
+            compiled: blocks are compiled. On the CPU the peak is then not measured, because no operator shows their
+                allocations.
         """
         self._clocked_steps, self._compiled = clocked_steps, compiled
         self._held = held or existing_tensors
@@ -90,7 +102,9 @@ class StepMeter:
     @property
     def median_step_s(self) -> float | None:
         """Median over this rank's timed steps (the last 1,000), in seconds; None before any was timed."""
-        return statistics.median(seconds_between(*duration) for duration in self._durations) if self._durations else None
+        return (
+            statistics.median(seconds_between(*duration) for duration in self._durations) if self._durations else None
+        )
 
     @property
     def untimed(self) -> int:
@@ -158,7 +172,10 @@ class StepMeter:
             self._entered = self._mode
 
     def _leave(self) -> None:
-        """Stop counting. Modes are a stack: if another mode was entered later, ours stays entered but unused until that one exits."""
+        """Stop counting.
+
+        Modes are a stack: if another mode was entered later, ours stays entered but unused until that one exits.
+        """
         self._mode = None
         if self._entered is not None and _get_current_dispatch_mode() is self._entered:
             self._entered.__exit__(None, None, None)
@@ -191,7 +208,8 @@ def existing_tensors() -> Iterator[torch.Tensor]:
 
 
 class LoopMeter:
-    """Measure the first optimizer steps of any loop with hooks: from the first training forward to the end of the optimizer's step.
+    """Measure the first optimizer steps of any loop with hooks: from the first training forward to the end of the
+    optimizer's step.
 
     Time between steps does not count. The hooks are removed once the steps have been measured.
     """
@@ -208,8 +226,9 @@ class LoopMeter:
     ) -> None:
         """Register hooks on the model and on all optimizers; `report` is called once, on every rank, with the summary.
 
-        If a loss scaler `may_skip` the optimizer's step, a new step begins after the plan's number of micro-steps; otherwise all passes
-        up to the optimizer's step are one step. On the CPU the peak includes the model, the optimizer and the batch.
+        If a loss scaler `may_skip` the optimizer's step, a new step begins after the plan's number of micro-steps;
+        otherwise all passes up to the optimizer's step are one step. On the CPU the peak includes the model, the
+        optimizer and the batch.
         """
         self._meter = StepMeter(device, self._held, compiled=bool(plan.compiled_classes))
         self._report = report
@@ -224,7 +243,8 @@ class LoopMeter:
             if (meter := self_reference()) is not None:
                 meter._optimizer_stepped(optimizer)
 
-        # The optimizers' hook must not keep this model alive; the model's hook runs before FSDP2's, which gathers the root.
+        # The optimizers' hook must not keep this model alive; the model's hook runs before FSDP2's, which gathers the
+        # root.
         remove_optimizer_hook = after_step.add(stepped)
         weakref.finalize(self, remove_optimizer_hook)
         model_hook = model.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True)

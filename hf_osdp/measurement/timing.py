@@ -59,7 +59,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def call_seconds(run: Callable[[], object], device: torch.device, seconds: float, *, waits: bool = True) -> list[float]:
+def call_seconds(
+    run: Callable[[], object], device: torch.device, seconds: float, *, waits: bool = True
+) -> list[float]:
     """Return the times of three to twenty calls, within about `seconds`, after one warm-up call.
 
     With `waits` they include the device's work; otherwise they end when the CPU has issued it.
@@ -98,7 +100,10 @@ def over_ranks(values: Sequence[float], op: dist.ReduceOp.RedOpType = dist.Reduc
 
 
 def trimmed_mean(values: Sequence[float]) -> float:
-    """Return the mean without the highest and lowest tenth. Medians of ranks that wait for each other would sum to less than a step."""
+    """Return the mean without the highest and lowest tenth.
+
+    Medians of ranks that wait for each other would sum to less than a step.
+    """
     trimmed = len(values) // 10
     return statistics.fmean(sorted(values)[trimmed : len(values) - trimmed])
 
@@ -106,8 +111,9 @@ def trimmed_mean(values: Sequence[float]) -> float:
 def rounds(seconds: float, *, least: int, most: int, limit_s: float = float("inf")) -> Iterator[int]:
     """Count rounds until the time is up on some rank; every rank counts the same. Collective.
 
-    Measuring every quantity in each round, instead of one after the other, spreads disturbances of the machine over all of them.
-    After the first, no round begins that would end after `limit_s`, even if fewer than `least` rounds have run.
+    Measuring every quantity in each round, instead of one after the other, spreads disturbances of the machine over
+    all of them. After the first, no round begins that would end after `limit_s`, even if fewer than `least` rounds
+    have run.
     """
     began = time.perf_counter()
     for number in range(most):
@@ -119,7 +125,10 @@ def rounds(seconds: float, *, least: int, most: int, limit_s: float = float("inf
 
 
 def cores_are_shared(device: torch.device) -> bool:
-    """Return whether ranks on some node compute on the CPU with more threads than cores; the same on every rank. Collective."""
+    """Return whether ranks on some node compute on the CPU with more threads than cores; the same on every rank.
+
+    Collective.
+    """
     oversubscribed = device.type == "cpu" and find_topology().ranks_per_node * torch.get_num_threads() > usable_cores()
     return bool(over_ranks([oversubscribed])[0])
 
@@ -127,8 +136,8 @@ def cores_are_shared(device: torch.device) -> bool:
 def work_clock(device: torch.device) -> Callable[[], float]:
     """Return a clock for CPU work of a few milliseconds that all ranks do at once. Collective.
 
-    If ranks share cores, a rank's short work may run undisturbed, but the next collective waits for the work of every rank. Then the
-    clock returns the CPU seconds of this process, times ranks over cores.
+    If ranks share cores, a rank's short work may run undisturbed, but the next collective waits for the work of every
+    rank. Then the clock returns the CPU seconds of this process, times ranks over cores.
     """
     if not cores_are_shared(device):
         return time.perf_counter
@@ -156,10 +165,12 @@ class CollectiveTotal:
 
 
 class CollectiveClock(TorchDispatchMode):
-    """Time all-gathers, reduce-scatters and all-reduces issued inside the context; several announced as one count as one.
+    """Time all-gathers, reduce-scatters and all-reduces issued inside the context; several announced as one count as
+    one.
 
-    On the CPU each one is waited for when it is issued, as FSDP2 does with gloo anyway. On CUDA events are recorded on the waiting stream,
-    and nothing blocks. A profiler would need device memory there, which a run near its limit does not have.
+    On the CPU each one is waited for when it is issued, as FSDP2 does with gloo anyway. On CUDA events are recorded on
+    the waiting stream, and nothing blocks. A profiler would need device memory there, which a run near its limit does
+    not have.
     """
 
     leaves_compiled_code = True
@@ -218,7 +229,9 @@ class CollectiveClock(TorchDispatchMode):
 
     def _call(self, collective: Collective, group: dist.ProcessGroup, nbytes: int) -> CollectiveTotal:
         nodes = {rank // self._ranks_per_node for rank in dist.get_process_group_ranks(group)}
-        return CollectiveTotal(collective=collective, group_size=group.size(), crosses_nodes=len(nodes) > 1, nbytes=nbytes, seconds=0.0)
+        return CollectiveTotal(
+            collective=collective, group_size=group.size(), crosses_nodes=len(nodes) > 1, nbytes=nbytes, seconds=0.0
+        )
 
 
 def of_last_rank(calls: Sequence[CollectiveTotal]) -> tuple[CollectiveTotal, ...]:
@@ -251,13 +264,17 @@ def timings_of(calls: Sequence[CollectiveTotal]) -> tuple[CollectiveTiming, ...]
     groups = _grouped(calls, lambda call: (call.collective, call.group_size, call.crosses_nodes))
     for (collective, size, crosses), members in sorted(groups.items()):
         by_bytes = _grouped(members, lambda call: call.nbytes)
-        points = [(nbytes, statistics.median(max(call.seconds, 1e-9) for call in same)) for nbytes, same in by_bytes.items()]
+        points = [
+            (nbytes, statistics.median(max(call.seconds, 1e-9) for call in same)) for nbytes, same in by_bytes.items()
+        ]
         fit = dict(zip(("latency_s", "seconds_per_byte"), linear_fit(points), strict=True))
         timings.append(CollectiveTiming(collective=collective, group_size=size, crosses_nodes=crosses, **fit))
     return tuple(timings)
 
 
-def _grouped(calls: Sequence[CollectiveTotal], key: Callable[[CollectiveTotal], _Key]) -> dict[_Key, list[CollectiveTotal]]:
+def _grouped(
+    calls: Sequence[CollectiveTotal], key: Callable[[CollectiveTotal], _Key]
+) -> dict[_Key, list[CollectiveTotal]]:
     groups: dict[_Key, list[CollectiveTotal]] = defaultdict(list)
     for call in calls:
         groups[key(call)].append(call)
@@ -267,7 +284,8 @@ def _grouped(calls: Sequence[CollectiveTotal], key: Callable[[CollectiveTotal], 
 def _wait_for(result: object) -> object:
     """Wait for a collective (on CUDA: on the current stream) and return its result.
 
-    NCCL's work is null if none was requested (torch 2.8 and later): `unbox` then returns None, and a method call would end the process.
+    NCCL's work is null if none was requested (torch 2.8 and later): `unbox` then returns None, and a method call would
+    end the process.
     """
     for boxed in result if isinstance(result, (tuple, list)) else (result,):
         if isinstance(boxed, torch.ScriptObject) and (work := dist.Work.unbox(boxed)) is not None:

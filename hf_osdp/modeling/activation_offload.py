@@ -1,4 +1,6 @@
-"""Offload activations: copy tensors that a module's forward saves to the host on a separate stream, and back for backward."""
+"""Offload activations: copy tensors that a module's forward saves to the host on a separate stream, and back for
+backward.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class OwnTensors:
         first = next((tensor for tensor in inputs if tensor.requires_grad), None)
         held = [*module.parameters(), *module.buffers(), *inputs]
         self._device = next((tensor.device for tensor in (first, *held) if tensor is not None), None)
-        self._others = {_key(tensor) for tensor in held if not hasattr(tensor, "placements")}  # a nested unit is still sharded
+        self._others = {
+            _key(tensor) for tensor in held if not hasattr(tensor, "placements")
+        }  # a nested unit is still sharded
         if first is not None:
             self._others.discard(_key(first))
 
@@ -42,7 +46,10 @@ class OwnTensors:
 
 
 def offload(module: nn.Module) -> None:
-    """Offload in place the tensors that a module saves for backward; only its input if it is recomputed. Names do not change."""
+    """Offload in place the tensors that a module saves for backward; only its input if it is recomputed.
+
+    Names do not change.
+    """
     if not is_offloaded(module):
         module.forward = _Offloaded(module, module.forward)
 
@@ -65,7 +72,8 @@ class _Offloaded:
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         if torch._C._current_graph_task_id() == -1:  # not in backward, which runs a recomputed module again
-            # Wait for the last backward's copies to the device, because the page-locked memory that they read is reused now.
+            # Wait for the last backward's copies to the device, because the page-locked memory that they read is
+            # reused now.
             while self._fetches:
                 self._fetches.pop().synchronize()
         call = _Call(OwnTensors(self._module, args, kwargs), self._fetches)
@@ -96,7 +104,9 @@ class _OffloadedStorage:
     @property
     def changed(self) -> bool:
         """Whether it was changed in place since its copy to the host began."""
-        return self._changed_before_free or (self.device is not None and not self.fetched and self.device._version != self._version)
+        return self._changed_before_free or (
+            self.device is not None and not self.fetched and self.device._version != self._version
+        )
 
     def free(self) -> None:
         self._changed_before_free = self.changed
@@ -171,13 +181,18 @@ class _Call:
         return sent
 
     def unpack(self, packed: torch.Tensor | _SavedView) -> torch.Tensor:
-        """Return the saved tensor; the first call fetches all storages. Raise RuntimeError if it was changed in place since."""
+        """Return the saved tensor; the first call fetches all storages.
+
+        Raise RuntimeError if it was changed in place since.
+        """
         if isinstance(packed, torch.Tensor):
             return packed
         if packed.storage.changed:
             raise RuntimeError(
-                "One of the variables needed for gradient computation has been modified by an inplace operation: a tensor of shape"
-                f" {tuple(packed.size)} that is offloaded to the host. Change a copy of it, or keep this block's activations on the device."
+                "One of the variables needed for gradient computation has been modified by an inplace operation: a"
+                " tensor of shape"
+                f" {tuple(packed.size)} that is offloaded to the host. Change a copy of it, or keep this block's"
+                " activations on the device."
             )
         for storage in (reference() for reference in reversed(self._freed)):
             if storage is not None:
@@ -193,12 +208,16 @@ def _page_locked(like: torch.Tensor) -> torch.Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type != "cpu")
 
 
-_HOST_MEMORY: ContextVar[Callable[[torch.Tensor], torch.Tensor | None]] = ContextVar("host memory", default=_page_locked)
+_HOST_MEMORY: ContextVar[Callable[[torch.Tensor], torch.Tensor | None]] = ContextVar(
+    "host memory", default=_page_locked
+)
 
 
 @contextmanager
 def host_memory(allocate: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
-    """Allocate host memory for flat device tensors with `allocate` inside the context; if it returns None, nothing is copied."""
+    """Allocate host memory for flat device tensors with `allocate` inside the context; if it returns None, nothing
+    is copied.
+    """
     token = _HOST_MEMORY.set(allocate)
     try:
         yield
@@ -215,7 +234,9 @@ def host_tensor(like: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache
 def copy_stream(device: torch.device, *, out: bool = False) -> torch.cuda.Stream | None:
-    """Return the stream for copies to and from a device, or another one for copies `out`; None for the CPU, which needs no stream."""
+    """Return the stream for copies to and from a device, or another one for copies `out`; None for the CPU, which
+    needs no stream.
+    """
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 

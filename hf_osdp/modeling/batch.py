@@ -23,7 +23,14 @@ Loss = Callable[[nn.Module, dict[str, Any]], Any]
 """Function from a model and a batch to the loss, or to an output that holds it. It may change the batch."""
 
 _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
-_TOKEN_LABELS = ("CausalLM", "LMHeadModel", "MaskedLM", "ConditionalGeneration", "TokenClassification", "ForPreTraining")
+_TOKEN_LABELS = (
+    "CausalLM",
+    "LMHeadModel",
+    "MaskedLM",
+    "ConditionalGeneration",
+    "TokenClassification",
+    "ForPreTraining",
+)
 _SAMPLE_LABELS = (
     "SequenceClassification", "ImageClassification", "AudioClassification", "VideoClassification", "MultipleChoice",
     "NextSentencePrediction", "XVector",
@@ -33,11 +40,12 @@ _FRAMES_PER_LETTER = 3
 
 
 def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
-    """Return a function that makes a batch of any number of samples for a transformers model, with labels, on the current device.
+    """Return a function that makes a batch of any number of samples for a transformers model, with labels, on the
+    current device.
 
-    Causal language models get packed batches without an attention mask, other text models get a mask. `sequence_length` is the number of
-    tokens per sample, in both source and target, or of values of a waveform; images and spectrograms have the configuration's size. Raise
-    DescriptionError if the model's kind of input is not known.
+    Causal language models get packed batches without an attention mask, other text models get a mask.
+    `sequence_length` is the number of tokens per sample, in both source and target, or of values of a waveform; images
+    and spectrograms have the configuration's size. Raise DescriptionError if the model's kind of input is not known.
     """
     model = without_adapters(model)
     config: Any = model.config
@@ -45,7 +53,9 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
     arguments = frozenset(inspect.signature(model.forward).parameters)
     main = getattr(model, "main_input_name", "input_ids")
     if main not in ("input_ids", "pixel_values", "input_features", "input_values"):
-        raise DescriptionError(f"The inputs of {kind} ({main}) are not known; pass inputs, a function from samples to keyword arguments.")
+        raise DescriptionError(
+            f"The inputs of {kind} ({main}) are not known; pass inputs, a function from samples to keyword arguments."
+        )
     dtype = torch.float64 if getattr(model, "dtype", None) is torch.float64 else torch.float32
 
     def make(samples: int) -> dict[str, Any]:
@@ -53,11 +63,16 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
         if kind.endswith("MultipleChoice"):
             batch[main] = batch[main][:, None].repeat(1, 2, 1)
         if "return_loss" in arguments:  # two towers, as CLIP has
-            batch |= {"pixel_values": _main_input(config.vision_config, "pixel_values", samples, 0, dtype), "return_loss": True}
+            batch |= {
+                "pixel_values": _main_input(config.vision_config, "pixel_values", samples, 0, dtype),
+                "return_loss": True,
+            }
         if main == "input_ids" and not kind.endswith(("CausalLM", "LMHeadModel")):
             batch["attention_mask"] = torch.ones(batch[main].shape, dtype=torch.long)
         if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in arguments:
-            batch["decoder_input_ids"] = torch.zeros((samples, sequence_length), dtype=torch.long)  # as DataCollatorForSeq2Seq adds them
+            batch["decoder_input_ids"] = torch.zeros(
+                (samples, sequence_length), dtype=torch.long
+            )  # as DataCollatorForSeq2Seq adds them
         batch |= _labels(model, kind, main, samples, sequence_length)
         if kind.endswith(_TOKEN_LABELS) and "next_sentence_label" in arguments:
             batch["next_sentence_label"] = torch.zeros(samples, dtype=torch.long)
@@ -72,12 +87,16 @@ def _labels(model: Any, kind: str, main: str, samples: int, sequence_length: int
     if kind.endswith("QuestionAnswering"):
         return {name: torch.zeros(samples, dtype=torch.long) for name in ("start_positions", "end_positions")}
     if kind.endswith("CTC"):
-        frames = int(model._get_feat_extract_output_lengths(sequence_length)) if main == "input_values" else sequence_length
+        frames = (
+            int(model._get_feat_extract_output_lengths(sequence_length)) if main == "input_values" else sequence_length
+        )
         return {"labels": torch.full((samples, max(1, frames // _FRAMES_PER_LETTER)), _plain_token(model.config))}
     if kind.endswith(_SAMPLE_LABELS):
         regression = getattr(model.config, "num_labels", 2) == 1
         return {"labels": torch.zeros(samples, dtype=torch.float32 if regression else torch.long)}
-    return {"labels": torch.zeros((samples, sequence_length), dtype=torch.long)} if kind.endswith(_TOKEN_LABELS) else {}
+    return (
+        {"labels": torch.zeros((samples, sequence_length), dtype=torch.long)} if kind.endswith(_TOKEN_LABELS) else {}
+    )
 
 
 def plain_batch(batch: Any) -> Any:  # noqa: ANN401
@@ -92,9 +111,17 @@ def output_of(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None = No
 
 
 def loss_of(output: object) -> torch.Tensor:
-    """Return the loss in an output: `.loss`, `["loss"]`, a scalar, or the first of a tuple; else the sum of differentiable means."""
+    """Return the loss in an output: `.loss`, `["loss"]`, a scalar, or the first of a tuple; else the sum of
+    differentiable means.
+    """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss is None and isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor) and output[0].dim() == 0:
+    if (
+        loss is None
+        and isinstance(output, tuple)
+        and output
+        and isinstance(output[0], torch.Tensor)
+        and output[0].dim() == 0
+    ):
         loss = output[0]
     if loss is None and isinstance(output, torch.Tensor):
         loss = output if output.dim() == 0 else output.mean()
@@ -102,28 +129,37 @@ def loss_of(output: object) -> torch.Tensor:
         leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
         parts = [leaf.mean() for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if not parts:
-            raise DescriptionError("The model's output has no loss and no differentiable tensor; pass inputs that include labels.")
+            raise DescriptionError(
+                "The model's output has no loss and no differentiable tensor; pass inputs that include labels."
+            )
         loss = sum(parts[1:], parts[0])
     return loss
 
 
 def check_inputs(inputs: Inputs, model: nn.Module) -> None:
-    """Raise ValueError if a user's function returns no mapping, or names that forward does not take; random states are restored."""
+    """Raise ValueError if a user's function returns no mapping, or names that forward does not take; random states
+    are restored.
+    """
     with random_states_kept():
         batch = inputs(1)
     if not isinstance(batch, Mapping):
-        raise ValueError(f"inputs(1) returned a {type(batch).__name__}; it must return a mapping of forward's keyword arguments.")
+        raise ValueError(
+            f"inputs(1) returned a {type(batch).__name__}; it must return a mapping of forward's keyword arguments."
+        )
     parameters = inspect.signature(model.forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     if not takes_any and (unknown := [name for name in batch if name not in parameters]):
         raise ValueError(
-            f"inputs(1) has {unknown[0]!r}, which {type(model).__name__}.forward does not take; its names are {', '.join(parameters)}."
+            f"inputs(1) has {unknown[0]!r}, which {type(model).__name__}.forward does not take; its names are"
+            f" {', '.join(parameters)}."
         )
 
 
 @contextmanager
 def without_packing() -> Iterator[None]:
-    """Prevent transformers from building T x T masks for packed sequences, which it does if it cannot read the positions."""
+    """Prevent transformers from building T x T masks for packed sequences, which it does if it cannot read the
+    positions.
+    """
     masking: Any = sys.modules.get("transformers.masking_utils")
     original = getattr(masking, "find_packed_sequence_indices", None)
     if original is None:
@@ -138,7 +174,9 @@ def without_packing() -> Iterator[None]:
 
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
-    """Seed all generators with 0 inside the context, so that all ranks draw the same numbers; restore them afterwards."""
+    """Seed all generators with 0 inside the context, so that all ranks draw the same numbers; restore them
+    afterwards.
+    """
     with random_states_kept():
         random.seed(0)
         np.random.seed(0)
@@ -164,8 +202,13 @@ def check_sequence_length(model: nn.Module, sequence_length: int) -> None:
         raise ValueError(f"sequence_length={sequence_length} must be at least 1.")
     config = getattr(model, "config", None)
     name = next((name for name in _POSITION_LIMITS if isinstance(getattr(config, name, None), int)), None)
-    embeddings = ((path.rpartition(".")[2], module) for path, module in model.named_modules() if isinstance(module, nn.Embedding))
-    table = next((module for leaf, module in embeddings if leaf == "wpe" or ("position" in leaf and "relative" not in leaf)), None)
+    embeddings = (
+        (path.rpartition(".")[2], module) for path, module in model.named_modules() if isinstance(module, nn.Embedding)
+    )
+    table = next(
+        (module for leaf, module in embeddings if leaf == "wpe" or ("position" in leaf and "relative" not in leaf)),
+        None,
+    )
     if name is None or table is None:
         return
     # RoBERTa numbers positions from after the padding index
@@ -196,7 +239,9 @@ def _token_rows(config: object, samples: int, length: int) -> torch.Tensor:
     row: list[Any] = [_plain_token(text)] * length
     sep, end = getattr(text, "sep_token_id", None), getattr(text, "eos_token_id", None)
     end = end[0] if isinstance(end, (list, tuple)) and end else end
-    known = range(getattr(text, "vocab_size", None) or 0)  # a configuration with a smaller vocabulary may have a default token outside it
+    known = range(
+        getattr(text, "vocab_size", None) or 0
+    )  # a configuration with a smaller vocabulary may have a default token outside it
     ends = [token for token in dict.fromkeys((sep, end)) if token in known]
     if length > 4:
         row[1:3] = [sep] * 2 if sep in known else row[1:3]
@@ -214,6 +259,8 @@ def _plain_token(config: object) -> int:
 
 
 def without_adapters(model: nn.Module) -> nn.Module:
-    """Return the base model of a peft model, whose class determines inputs and loss; return any other model unchanged."""
+    """Return the base model of a peft model, whose class determines inputs and loss; return any other model
+    unchanged.
+    """
     base = getattr(model, "get_base_model", None)
     return model if base is None else base()

@@ -1,4 +1,6 @@
-"""Build the model of a transformers configuration on the meta device, add adapters, and enable activation checkpointing."""
+"""Build the model of a transformers configuration on the meta device, add adapters, and enable activation
+checkpointing.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from .units import class_of
 
 _SEQ_TO_SEQ = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
 _BY_PREFERENCE = (
-    "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification", "AutoModelForAudioClassification",
+    "AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification",
+    "AutoModelForAudioClassification",
     "AutoModelForImageTextToText", "AutoModelForSequenceClassification", "AutoModel",
 )  # fmt: skip
 
@@ -24,8 +27,9 @@ _BY_PREFERENCE = (
 def build_on_meta(config: object, auto_class: object = None) -> nn.Module:
     """Build a configuration's model on the meta device; tied weights stay tied.
 
-    `auto_class` is an auto class, a model class, or the name of either; None uses the first of `config.architectures`, else the language
-    model, classifier or bare model that the configuration supports. Raise DescriptionError if there is none, or building it fails.
+    `auto_class` is an auto class, a model class, or the name of either; None uses the first of `config.architectures`,
+    else the language model, classifier or bare model that the configuration supports. Raise DescriptionError if there
+    is none, or building it fails.
     """
     from transformers.initialization import no_init_weights
 
@@ -38,15 +42,17 @@ def build_on_meta(config: object, auto_class: object = None) -> nn.Module:
         return model
     except (ImportError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         raise DescriptionError(
-            f"{cls.__name__} cannot be built from {type(config).__name__}: {_first_line(error)}. Pass auto_class, or the model itself."
+            f"{cls.__name__} cannot be built from {type(config).__name__}: {_first_line(error)}. Pass auto_class, or"
+            " the model itself."
         ) from error
 
 
 def with_lora(model: nn.Module, rank: int, target_modules: Sequence[str] = ()) -> nn.Module:
     """Add LoRA adapters to a model on the meta device with `peft`, and freeze the rest. Needs the extra `peft`.
 
-    An adapter's two matrices are `[rank, in]` and `[out, rank]`. `target_modules` are endings of names of the projections that get an
-    adapter; if empty, all linear ones except the head. Change the model, and return peft's wrapper around it.
+    An adapter's two matrices are `[rank, in]` and `[out, rank]`. `target_modules` are endings of names of the
+    projections that get an adapter; if empty, all linear ones except the head. Change the model, and return peft's
+    wrapper around it.
     """
     if rank < 1:
         raise ValueError(f"A LoRA rank of {rank} leaves nothing to train; use at least 1.")
@@ -58,16 +64,21 @@ def with_lora(model: nn.Module, rank: int, target_modules: Sequence[str] = ()) -
     try:
         return get_peft_model(model, options, low_cpu_mem_usage=True)
     except ValueError as error:
-        raise DescriptionError(f"LoRA adapters cannot be added to {type(model).__name__}: {_first_line(error)}.") from None
+        raise DescriptionError(
+            f"LoRA adapters cannot be added to {type(model).__name__}: {_first_line(error)}."
+        ) from None
 
 
 def checkpoint_blocks(model: nn.Module, block_classes: Sequence[str], *, trains: bool = False) -> None:
-    """Enable non-reentrant activation checkpointing of a model's blocks, in place; raise CheckpointingError if that is impossible.
+    """Enable non-reentrant activation checkpointing of a model's blocks, in place; raise CheckpointingError if that is
+    impossible.
 
-    A transformers model does it itself; in other models, blocks of these classes run under `torch.utils.checkpoint`, which replays
-    random numbers, as dropout needs, if the model really `trains`.
+    A transformers model does it itself; in other models, blocks of these classes run under `torch.utils.checkpoint`,
+    which replays random numbers, as dropout needs, if the model really `trains`.
     """
-    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, "gradient_checkpointing_enable", None)
+    enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
+        model, "gradient_checkpointing_enable", None
+    )
     if enable is not None:
         try:
             enable({"use_reentrant": False})
@@ -119,7 +130,9 @@ def _model_class(config: object, auto_class: object) -> object:
         cls = getattr(transformers, name, None)
         if cls is not None and type(config) in cls._model_mapping:
             return cls
-    raise DescriptionError(f"No model class is known for {type(config).__name__}; pass auto_class or the model itself.")
+    raise DescriptionError(
+        f"No model class is known for {type(config).__name__}; pass auto_class or the model itself."
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -48,7 +48,9 @@ class Shape:
 def catalogue() -> Mapping[str, Shape]:
     """Return all shapes by their hub ids."""
     rows = json.loads(Path(__file__).with_name("catalogue.json").read_text(encoding="utf-8"))
-    return MappingProxyType({row["name"]: Shape(fields=row.pop("config"), same=tuple(row.pop("same", ())), **row) for row in rows})
+    return MappingProxyType(
+        {row["name"]: Shape(fields=row.pop("config"), same=tuple(row.pop("same", ())), **row) for row in rows}
+    )
 
 
 @cache

@@ -1,4 +1,6 @@
-"""Compute the cross-entropy of a vocabulary projection in pieces of the tokens, without the logits of all tokens at once."""
+"""Compute the cross-entropy of a vocabulary projection in pieces of the tokens, without the logits of all tokens at
+once.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,18 @@ class SumOfLosses(nn.Module):
     """Loss of a piece, as a module so that it can be compiled like a block."""
 
     def forward(
-        self, logits: torch.Tensor, targets: torch.Tensor, changes: tuple[Change, ...], ignore_index: int, label_smoothing: float
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        changes: tuple[Change, ...],
+        ignore_index: int,
+        label_smoothing: float,
     ) -> torch.Tensor:
         """Return the sum of losses over tokens, from logits `[n, vocabulary]` and targets `[n]`."""
         logits = changed(logits, changes)
-        return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing)
+        return F.cross_entropy(
+            logits, targets, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+        )
 
 
 class HeadInPieces(DefersLogits, nn.Linear):
@@ -34,7 +43,9 @@ class HeadInPieces(DefersLogits, nn.Linear):
     loss: SumOfLosses
 
     def forward(self, hidden: torch.Tensor, *losses: Any) -> torch.Tensor:
-        """Return logits of hidden states `[..., in]`; with further arguments of `SumOfLosses`, the sum of the losses of `[N, in]`."""
+        """Return logits of hidden states `[..., in]`; with further arguments of `SumOfLosses`, the sum of the
+        losses of `[N, in]`.
+        """
         if not losses:
             return super().forward(hidden)
         inputs: tuple[torch.Tensor | None, ...] = (hidden, self.weight, self.bias)
@@ -43,18 +54,27 @@ class HeadInPieces(DefersLogits, nn.Linear):
         return cast(torch.Tensor, _SumOfPieces.apply(*inputs, self.pieces, self.loss, *losses))
 
     def sum_of(
-        self, hidden: torch.Tensor, targets: torch.Tensor, changes: tuple[Change, ...], ignore_index: int, label_smoothing: float
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        changes: tuple[Change, ...],
+        ignore_index: int,
+        label_smoothing: float,
     ) -> torch.Tensor:
-        """Return the sum of the tokens' losses; refuse float16, whose gradients underflow because the loss scale is not known yet."""
+        """Return the sum of the tokens' losses; refuse float16, whose gradients underflow because the loss scale is
+        not known yet.
+        """
         if _compute_dtype(hidden) is torch.float16:
             raise OSDPError(
-                "The loss in pieces computes gradients before the loss is scaled, so they underflow in fp16; use bf16, or plan again."
+                "The loss in pieces computes gradients before the loss is scaled, so they underflow in fp16; use bf16,"
+                " or plan again."
             )
         return self.project(hidden, targets, changes, ignore_index, label_smoothing)
 
 
 class _SumOfPieces(torch.autograd.Function):
-    """Σ_n ℓ(W h_n + c) piece by piece; forward also computes each piece's gradients, so that its logits are computed once.
+    """Σ_n ℓ(W h_n + c) piece by piece; forward also computes each piece's gradients, so that its logits are computed
+    once.
 
     With δ = ∂ℓ/∂logits, ∂h = δ W, ∂W = Σ δᵀ h, ∂c = Σ δ. Sums over pieces are in float32 or higher precision.
     """
@@ -102,18 +122,25 @@ class _SumOfPieces(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         if ctx.gradients is None:
-            raise OSDPError("The loss in pieces keeps its gradients for one backward, but is differentiated twice; plan without it.")
+            raise OSDPError(
+                "The loss in pieces keeps its gradients for one backward, but is differentiated twice; plan without"
+                " it."
+            )
         gradients = tuple(None if gradient is None else gradient.mul_(grad) for gradient in ctx.gradients)
         ctx.gradients = None
         return *gradients, *[None] * 6
 
 
 def _add_product(total: torch.Tensor, gradient: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add δᵀ h to a sum `[vocabulary, in]`; in parts if the sum has higher precision, so that the temporary product is small."""
+    """Add δᵀ h to a sum `[vocabulary, in]`; in parts if the sum has higher precision, so that the temporary product
+    is small.
+    """
     if total.dtype is gradient.dtype:
         total.addmm_(gradient.t(), hidden)
         return
-    for into, of_part in zip(total.tensor_split(_SUMMED_AT_ONCE), gradient.tensor_split(_SUMMED_AT_ONCE, dim=1), strict=True):
+    for into, of_part in zip(
+        total.tensor_split(_SUMMED_AT_ONCE), gradient.tensor_split(_SUMMED_AT_ONCE, dim=1), strict=True
+    ):
         into += of_part.t() @ hidden
 
 
@@ -132,18 +159,22 @@ def loss_in_pieces(model: nn.Module, pieces: int) -> None:
         OSDPError: the model takes no labels, or its vocabulary projection is not a plain `nn.Linear`.
     """
     head = embedding_and_head(model)[1]
-    owner = next((one for one in model.modules() if "labels" in arguments_of(one) and embedding_and_head(one)[1] is head), None)
+    owner = next(
+        (one for one in model.modules() if "labels" in arguments_of(one) and embedding_and_head(one)[1] is head), None
+    )
     if isinstance(head, HeadInPieces) and head.pieces == pieces:
         return
     problem = (
         "it has no vocabulary projection with labels" if head is None or owner is None
         else f"it is already in {head.pieces} pieces" if isinstance(head, HeadInPieces)
-        else f"its vocabulary projection is a {type(head).__name__}, not a plain nn.Linear" if type(head) is not nn.Linear
-        else "its vocabulary projection has hooks, which would see no logits" if head._forward_hooks or head._forward_pre_hooks
+        else f"its vocabulary projection is a {type(head).__name__}, not a plain nn.Linear" if type(head) is not nn.Linear  # noqa: E501
+        else "its vocabulary projection has hooks, which would see no logits" if head._forward_hooks or head._forward_pre_hooks  # noqa: E501
         else ""
     )  # fmt: skip
     if problem or head is None or owner is None:
-        raise OSDPError(f"The loss of {type(model).__name__} cannot be computed in {pieces} pieces: {problem}; leave it whole.")
+        raise OSDPError(
+            f"The loss of {type(model).__name__} cannot be computed in {pieces} pieces: {problem}; leave it whole."
+        )
     head.__class__ = HeadInPieces
     in_pieces = cast(HeadInPieces, head)
     in_pieces.pieces, in_pieces.loss = pieces, SumOfLosses().train(head.training)

@@ -1,7 +1,8 @@
 """Recompute a module's forward in backward, except for chosen operators, whose outputs are saved.
 
-Torch's own `create_selective_checkpoint_contexts` looks up every operator of the second run, which fails if FSDP2 gathers a nested unit in
-only one of the two runs, and it ignores random numbers: after a saved dropout, later dropouts would draw other masks.
+Torch's own `create_selective_checkpoint_contexts` looks up every operator of the second run, which fails if FSDP2
+gathers a nested unit in only one of the two runs, and it ignores random numbers: after a saved dropout, later dropouts
+would draw other masks.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 _log = logging.getLogger(__name__)
 _NEVER_COUNTED = frozenset({"detach", "_to_copy"})
-"""Operators that may run more often in one of the two runs: for saved tensors, and for casts that autocast or FSDP2 cache."""
+"""Operators that may run more often in one of the two runs: for saved tensors, and for casts that autocast or FSDP2
+cache.
+"""
 
 
 class CallCounter:
     """Name the calls of operators, such as `addmm#0` for the first `addmm`, and keep the history of a run.
 
-    Calls without gradients or inside `record_function`, such as FSDP2's gathers, are not counted: the second run of a forward may make
-    them at another place, or not at all.
+    Calls without gradients or inside `record_function`, such as FSDP2's gathers, are not counted: the second run of a
+    forward may make them at another place, or not at all.
     """
 
     def __init__(self) -> None:
@@ -103,7 +106,8 @@ class _Save(_Calls):
 class _Replay(_Calls):
     """Return the saved outputs of the chosen calls, as long as this run makes the same calls as the first.
 
-    A run may make other calls, for example if a block filled a cache in the first run. From there on all calls run again, which is correct.
+    A run may make other calls, for example if a block filled a cache in the first run. From there on all calls run
+    again, which is correct.
     """
 
     def _run(self, call: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -125,15 +129,23 @@ class _Output:
         self._generator = None
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         # operators of other packages may draw random numbers without the tag
-        if device is not None and (torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "hf_osdp")):
+        if device is not None and (
+            torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "hf_osdp")
+        ):
             self._generator = _generator(device)
             self._state = self._generator.get_state()
 
     def take(self, call: str) -> object:
-        """Return the saved output and restore the random state after the call; raise RuntimeError if the output was changed in place."""
-        if any(isinstance(leaf, torch.Tensor) and leaf._version != v for leaf, v in zip(self._leaves, self._versions, strict=True)):
+        """Return the saved output and restore the random state after the call; raise RuntimeError if the output was
+        changed in place.
+        """
+        if any(
+            isinstance(leaf, torch.Tensor) and leaf._version != v
+            for leaf, v in zip(self._leaves, self._versions, strict=True)
+        ):
             raise RuntimeError(
-                f"The output of {call}, which the plan saves for backward, was changed in place; change a copy of it, or plan with"
+                f"The output of {call}, which the plan saves for backward, was changed in place; change a copy of it,"
+                " or plan with"
                 " recompute=True or False."
             )
         if self._generator is not None:
@@ -172,10 +184,15 @@ def _generator(device: torch.device) -> torch.Generator:
 
 @functools.cache
 def _warn_of_missing(operators: str) -> None:
-    _log.warning("The plan saves outputs of %s that this step did not compute, or changed in place; they are recomputed.", operators)
+    _log.warning(
+        "The plan saves outputs of %s that this step did not compute, or changed in place; they are recomputed.",
+        operators,
+    )
 
 
 def selective_contexts(saved: Collection[str]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of forward and of its second run, for `checkpoint(context_fn=...)`; all calls except `saved` run again."""
+    """Return the contexts of forward and of its second run, for `checkpoint(context_fn=...)`; all calls except
+    `saved` run again.
+    """
     outputs: dict[str, _Output] = {}
     return _Save(saved, outputs), _Replay(saved, outputs)

@@ -30,7 +30,9 @@ MOST_SLICES = 64
 
 
 def apply_split(model: nn.Module, split: ModelSplit) -> None:
-    """Split a model in place, before it is sharded, unless it is split already; raise as `split_operators` and `loss_in_pieces`."""
+    """Split a model in place, before it is sharded, unless it is split already; raise as `split_operators` and
+    `loss_in_pieces`.
+    """
     if split.sliced and not is_split(model):
         split_operators(model, split.sliced)
     if split.loss_pieces > 1:
@@ -39,7 +41,9 @@ def apply_split(model: nn.Module, split: ModelSplit) -> None:
 
 def split_copy(model: nn.Module, split: ModelSplit) -> nn.Module:
     """Return a split copy on the meta device; the model is unchanged. Raise as `apply_split`."""
-    memo: dict[int, object] = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()}
+    memo: dict[int, object] = {
+        id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()
+    }
     memo |= {id(b): b.detach().to("meta") for b in model.buffers()}
     copied = copy.deepcopy(model, memo)
     apply_split(copied, split)
@@ -51,20 +55,28 @@ def split_units(
 ) -> tuple[UnitDescription, ...]:
     """Return the units of the model after a split (see `find_units`); the model is unchanged."""
     return find_units(
-        split_copy(model, split) if split.sliced else model, block_classes, operators=split.operators, low_precision=low_precision
+        split_copy(model, split) if split.sliced else model,
+        block_classes,
+        operators=split.operators,
+        low_precision=low_precision,
     )
 
 
 def possible_splits(
-    model: nn.Module, description: ModelDescription, *, vocabulary: bool = True, operators: bool = True, slices: bool = True
+    model: nn.Module,
+    description: ModelDescription,
+    *,
+    vocabulary: bool = True,
+    operators: bool = True,
+    slices: bool = True,
 ) -> tuple[ModelSplit, ...]:
     """Return the splits that may be faster, with the smallest changes first; the unsplit model is left out.
 
-    These are the loss in pieces, or the vocabulary projection and its loss in slices, if the model allows it; in shallow models also
-    operator units, alone or with one of these, and operators in slices.
+    These are the loss in pieces, or the vocabulary projection and its loss in slices, if the model allows it; in
+    shallow models also operator units, alone or with one of these, and operators in slices.
 
-    The description is of the unsplit model. `vocabulary` requires that training passes labels to forward and reads no logits. Without
-    `operators`, only the loss in pieces is possible; without `slices`, no operator is sliced.
+    The description is of the unsplit model. `vocabulary` requires that training passes labels to forward and reads no
+    logits. Without `operators`, only the loss in pieces is possible; without `slices`, no operator is sliced.
     """
     heads = _heads(model) if vocabulary else []
     if description.compute_dtype is DType.FLOAT16:  # gradients that forward computes are without loss scale
@@ -93,9 +105,17 @@ def _operator_splits(model: nn.Module, description: ModelDescription) -> list[Mo
     largest = max(sizes.values(), default=0)
     found = [ModelSplit(operators=True)]
     for fraction in _FRACTIONS:
-        slices = {name: 2 ** math.ceil(math.log2(size * fraction / largest)) for name, size in sizes.items() if size * fraction > largest}
+        slices = {
+            name: 2 ** math.ceil(math.log2(size * fraction / largest))
+            for name, size in sizes.items()
+            if size * fraction > largest
+        }
         if slices and sum(slices.values()) <= MOST_SLICES:
-            found.append(ModelSplit(operators=True, sliced=tuple(OperatorSplit(fqn=name, slices=n) for name, n in slices.items())))
+            found.append(
+                ModelSplit(
+                    operators=True, sliced=tuple(OperatorSplit(fqn=name, slices=n) for name, n in slices.items())
+                )
+            )
     return found
 
 
@@ -106,7 +126,10 @@ def _heads(model: nn.Module) -> list[ModelSplit]:
     if name is None:
         return []
     found = []
-    for split in (ModelSplit(loss_pieces=_LOSS_PIECES), ModelSplit(sliced=(OperatorSplit(fqn=name, slices=_HEAD_SLICES),))):
+    for split in (
+        ModelSplit(loss_pieces=_LOSS_PIECES),
+        ModelSplit(sliced=(OperatorSplit(fqn=name, slices=_HEAD_SLICES),)),
+    ):
         with suppress(OSDPError, ValueError):
             split_copy(model, split)
             found.append(split)

@@ -1,4 +1,6 @@
-"""Hooks of every optimizer's step that may be removed at any time; in torch, a step fails if a global hook is removed during it."""
+"""Hooks of every optimizer's step that may be removed at any time; in torch, a step fails if a global hook is
+removed during it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ Hook = Callable[[torch.optim.Optimizer], None]
 
 
 class StepHooks(dict[object, Hook]):
-    """Hooks that torch runs as one global hook, which `register` adds with the first of them and which is never removed."""
+    """Hooks that torch runs as one global hook, which `register` adds with the first of them and which is never
+    removed.
+    """
 
     def __init__(self, register: Callable[[Any], object]) -> None:
         self._register: Callable[[Any], object] | None = register

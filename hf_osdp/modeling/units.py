@@ -17,7 +17,9 @@ from .split.names import CHECKPOINT_WRAPPER, slice_names
 from .split.names import canonical_name as canonical_name
 
 LEAST_SHARE = 0.02
-"""Least share of a block's parameters for a child to be a unit; smaller ones, such as norms, go to the root, gathered once per step."""
+"""Least share of a block's parameters for a child to be a unit; smaller ones, such as norms, go to the root,
+gathered once per step.
+"""
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
@@ -26,14 +28,18 @@ def dtype_of(dtype: torch.dtype) -> DType:
         return DType(str(dtype).removeprefix("torch."))
     except ValueError:
         known = ", ".join(d.value for d in DType)
-        raise DescriptionError(f"Parameters of {dtype} cannot be planned (known: {known}); convert them first.") from None
+        raise DescriptionError(
+            f"Parameters of {dtype} cannot be planned (known: {known}); convert them first."
+        ) from None
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
     """Return the module's original class, without the checkpoint wrapper and FSDP2's subclass."""
     module = unwrapped(module)
     cls = type(module)
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # planning does not import it; without the import nothing is sharded
+    fsdp = sys.modules.get(
+        "torch.distributed.fsdp"
+    )  # planning does not import it; without the import nothing is sharded
     return cls.__mro__[2] if fsdp is not None and isinstance(module, fsdp.FSDPModule) else cls
 
 
@@ -56,25 +62,38 @@ def modules_by_name(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def segment_modules(modules: dict[str, nn.Module], units: Sequence[UnitDescription]) -> list[tuple[int, nn.Module]]:
-    """Return the modules whose calls are segments, with their units' indices; the root and batch norms that are units are left out."""
-    return [(i, modules[name]) for i, unit in enumerate(units) if unit.fqn and not unit.keeps_dtype for name in unit.module_names]
+    """Return the modules whose calls are segments, with their units' indices; the root and batch norms that are
+    units are left out.
+    """
+    return [
+        (i, modules[name])
+        for i, unit in enumerate(units)
+        if unit.fqn and not unit.keeps_dtype
+        for name in unit.module_names
+    ]
 
 
 def find_units(
-    model: nn.Module, block_classes: Sequence[str] | None = None, *, operators: bool = False, low_precision: bool = False
+    model: nn.Module,
+    block_classes: Sequence[str] | None = None,
+    *,
+    operators: bool = False,
+    low_precision: bool = False,
 ) -> tuple[UnitDescription, ...]:
     """Find the units of a model, real or on the meta device, plain or with `checkpoint_wrapper` around blocks.
 
-    Return the root first (fqn `""`, with all remaining parameters, if any), then units in the order of their modules. Each parameter is in
-    exactly one unit, under the first of its names.
+    Return the root first (fqn `""`, with all remaining parameters, if any), then units in the order of their modules.
+    Each parameter is in exactly one unit, under the first of its names.
 
     Args:
         model: any module.
-        block_classes: class names of the blocks; outermost ones count, and absent names are ignored if one matches. None uses
-            `_no_split_modules`, else the elements of homogeneous `nn.ModuleList`s; without repeated blocks, everything except embedding
-            and head is one unit.
-        operators: split every block into operator units (attention, MLP); blocks with operators in slices are always split.
-        low_precision: training computes in less than the parameters' precision, so that batch norms become separate units.
+        block_classes: class names of the blocks; outermost ones count, and absent names are ignored if one matches.
+            None uses `_no_split_modules`, else the elements of homogeneous `nn.ModuleList`s; without repeated blocks,
+            everything except embedding and head is one unit.
+        operators: split every block into operator units (attention, MLP); blocks with operators in slices are always
+            split.
+        low_precision: training computes in less than the parameters' precision, so that batch norms become separate
+            units.
     """
     modules = modules_by_name(model)
     parameters: dict[nn.Parameter, tuple[str, ...]] = {}
@@ -105,7 +124,9 @@ def find_units(
     keeping = _batch_norm_groups(modules, parts, {name for tie in ties for name in tie}) if low_precision else ()
     groups |= dict.fromkeys(keeping, GatherSpan.STEP)
     order = {name: index for index, name in enumerate(modules)}
-    spans = {("",): GatherSpan.STEP} | {names: groups[names] for names in sorted(groups, key=lambda names: order[names[0]])}
+    spans = {("",): GatherSpan.STEP} | {
+        names: groups[names] for names in sorted(groups, key=lambda names: order[names[0]])
+    }
     return _describe_groups(modules, parameters, spans, keeping)
 
 
@@ -125,7 +146,8 @@ def embedding_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | 
 def _operator_names(block: str, modules: dict[str, nn.Module], slices: Sequence[str]) -> list[str]:
     """Return the units of a split block, in the model's order; the root holds the block's other parameters.
 
-    A child with at least `LEAST_SHARE` of the block's parameters is a unit. Lists, and modules that contain slices, are searched further.
+    A child with at least `LEAST_SHARE` of the block's parameters is a unit. Lists, and modules that contain slices,
+    are searched further.
     """
     least = LEAST_SHARE * _numel(modules[block])
     found: list[str] = []
@@ -146,8 +168,12 @@ def _operator_names(block: str, modules: dict[str, nn.Module], slices: Sequence[
     return found or [block]
 
 
-def _batch_norm_groups(modules: dict[str, nn.Module], blocks: Iterable[str], tied: Container[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the names of batch norms that are gathered together: those of each block, and each other one alone; tied ones are left out."""
+def _batch_norm_groups(
+    modules: dict[str, nn.Module], blocks: Iterable[str], tied: Container[str]
+) -> tuple[tuple[str, ...], ...]:
+    """Return the names of batch norms that are gathered together: those of each block, and each other one alone;
+    tied ones are left out.
+    """
     groups: dict[str, list[str]] = {}
     for name, module in modules.items():
         if isinstance(module, _BatchNorm) and module.affine and name not in tied:
@@ -173,7 +199,9 @@ def _describe_groups(
             module_names=names,
             class_name="+".join(class_of(modules[name]).__name__ for name in names),
             span=span,
-            parameters=tuple(_specification(own, parameter, modules, names in keeping) for own, parameter in held[names].items()),
+            parameters=tuple(
+                _specification(own, parameter, modules, names in keeping) for own, parameter in held[names].items()
+            ),
             shared=tuple(own for own in held[names] if len(own) > 1),
         )
         for names, span in spans.items()
@@ -181,7 +209,9 @@ def _describe_groups(
     )
 
 
-def _specification(names: tuple[str, ...], parameter: nn.Parameter, modules: Mapping[str, nn.Module], keeps_dtype: bool) -> ParameterSpec:
+def _specification(
+    names: tuple[str, ...], parameter: nn.Parameter, modules: Mapping[str, nn.Module], keeps_dtype: bool
+) -> ParameterSpec:
     return ParameterSpec(
         name=names[0],
         shape=tuple(parameter.shape),
@@ -193,7 +223,9 @@ def _specification(names: tuple[str, ...], parameter: nn.Parameter, modules: Map
 
 
 def _find_ties(model: nn.Module, parameters: dict[nn.Parameter, tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return the names of modules that share parameters, each group once; `_tied_weights_keys` is not used: it may name untied weights."""
+    """Return the names of modules that share parameters, each group once; `_tied_weights_keys` is not used: it may
+    name untied weights.
+    """
     first_name: dict[int, str] = {}
     canonical: dict[str, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -220,7 +252,10 @@ def _outermost_owners(owners: tuple[str, ...], blocks: Iterable[str]) -> tuple[s
 
 
 def _find_blocks(
-    model: nn.Module, modules: dict[str, nn.Module], ties: Sequence[tuple[str, ...]], block_classes: Sequence[str] | None
+    model: nn.Module,
+    modules: dict[str, nn.Module],
+    ties: Sequence[tuple[str, ...]],
+    block_classes: Sequence[str] | None,
 ) -> tuple[str, ...]:
     """Return the names of the outermost blocks that hold parameters and do not own tied ones themselves."""
     if block_classes is not None:
@@ -234,10 +269,13 @@ def _find_blocks(
         blocks = [name for name in blocks if not any(_is_within(owner, name) for owner in owners)]
     elif not blocks:
         likely = [module for names in _lists(modules) for module in map(modules.__getitem__, names)]
-        known = dict.fromkeys(class_of(module).__name__ for module in [*likely, *modules.values()] if module is not modules[""])
+        known = dict.fromkeys(
+            class_of(module).__name__ for module in [*likely, *modules.values()] if module is not modules[""]
+        )
         reason = "only modules that share their parameters with others" if found and owners else "nothing"
         raise DescriptionError(
-            f"block_classes ({', '.join(block_classes) or 'no class'}) match {reason} in {class_of(model).__name__}; use one of its"
+            f"block_classes ({', '.join(block_classes) or 'no class'}) match {reason} in {class_of(model).__name__};"
+            " use one of its"
             f" classes: {', '.join(list(known)[:20]) or 'no submodules'}."
         )
     return tuple(name for name in blocks if not any(ancestor in blocks for ancestor in _ancestors(name)))
@@ -249,7 +287,9 @@ def _of_classes(modules: dict[str, nn.Module], class_names: Container[str]) -> l
 
 def _hinted(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
     """Return the modules of repeated classes in `_no_split_modules`, which also lists embeddings."""
-    found = _of_classes(modules, {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()})
+    found = _of_classes(
+        modules, {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    )
     elements = {name for names in _lists(modules) for name in names}
     classes = {name: class_of(modules[name]) for name in found}
     counts, in_lists = Counter(classes.values()), {cls for name, cls in classes.items() if name in elements}
@@ -261,14 +301,22 @@ def _hinted(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
 
 
 def _each_has_one(outer: Sequence[str], inner: Sequence[str]) -> bool:
-    """Whether each outer module contains exactly one inner module: Longformer's hint names its attention, without the MLP."""
+    """Whether each outer module contains exactly one inner module: Longformer's hint names its attention, without
+    the MLP.
+    """
     around = [[name for name in outer if _is_within(part, name) and part != name] for part in inner]
-    return all(len(names) == 1 for names in around) and sorted(name for names in around for name in names) == sorted(outer)
+    return all(len(names) == 1 for names in around) and sorted(name for names in around for name in names) == sorted(
+        outer
+    )
 
 
 def _listed(modules: dict[str, nn.Module]) -> list[str]:
-    """Return the elements of lists of at least two modules of one class; lists of single layers count only if there are no others."""
-    homogeneous = [names for names in _lists(modules) if len(names) > 1 and len({class_of(modules[name]) for name in names}) == 1]
+    """Return the elements of lists of at least two modules of one class; lists of single layers count only if there
+    are no others.
+    """
+    homogeneous = [
+        names for names in _lists(modules) if len(names) > 1 and len({class_of(modules[name]) for name in names}) == 1
+    ]
     composite = [names for names in homogeneous if modules[names[0]]._modules]
     return [name for names in composite or homogeneous for name in names]
 

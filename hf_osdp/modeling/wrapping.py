@@ -23,8 +23,8 @@ from ..planner.description import Recomputation
 from .selective import selective_contexts
 
 _MOST_VARIANTS = 64
-"""Compiled variants of one class of blocks: each budget, training or evaluation, static or varying lengths. Dynamo's own limit is 8,
-beyond which blocks run without compilation."""
+"""Compiled variants of one class of blocks: each budget, training or evaluation, static or varying lengths. Dynamo's
+own limit is 8, beyond which blocks run without compilation."""
 Compiler = Callable[[Callable[..., Any], Recomputation | None], Callable[..., Any]]
 """Function from a forward and its recomputation to the compiled forward."""
 _COMPILER: ContextVar[Compiler | None] = ContextVar("_COMPILER", default=None)
@@ -32,7 +32,9 @@ _log = logging.getLogger(__name__)
 
 
 class CompiledForward:
-    """Forward that torch compiles with Inductor on its first call; hooks of its module, such as FSDP2's, are not compiled."""
+    """Forward that torch compiles with Inductor on its first call; hooks of its module, such as FSDP2's, are not
+    compiled.
+    """
 
     def __init__(self, forward: Callable[..., Any], recomputation: Recomputation | None) -> None:
         update_wrapper(self, forward)
@@ -46,7 +48,9 @@ class CompiledForward:
             self._compiled = torch.compile(self._forward, backend=_inductor(budget_of(self.recomputation)))
         modes = [_get_dispatch_stack_at(place) for place in range(_len_torch_dispatch_stack())]
         ours = bool(modes) and all(getattr(mode, "leaves_compiled_code", False) for mode in modes)
-        with _disable_current_modes() if ours else nullcontext():  # torch does not compile under a foreign mode, which sees all operators
+        with (
+            _disable_current_modes() if ours else nullcontext()
+        ):  # torch does not compile under a foreign mode, which sees all operators
             return self._compiled(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -59,13 +63,17 @@ def compile_forward(module: nn.Module, recomputation: Recomputation | None = Non
     `recomputation` limits what is saved for backward; None saves what torch's partitioner considers fastest.
     """
     compiler = _COMPILER.get()
-    module.forward = CompiledForward(module.forward, recomputation) if compiler is None else compiler(module.forward, recomputation)
+    module.forward = (
+        CompiledForward(module.forward, recomputation) if compiler is None else compiler(module.forward, recomputation)
+    )
 
 
 def without_wrappers(model: nn.Module) -> tuple[nn.Module, bool]:
-    """Return a model without the wrappers of `torch.compile(module)`, around itself or its modules, and whether there were any.
+    """Return a model without the wrappers of `torch.compile(module)`, around itself or its modules, and whether there
+    were any.
 
-    Names of parameters below a wrapper begin with `_orig_mod.`, also in saved files, which `from_pretrained` would not find.
+    Names of parameters below a wrapper begin with `_orig_mod.`, also in saved files, which `from_pretrained` would not
+    find.
 
     Raises:
         ValueError: a wrapper has another backend than Inductor.
@@ -73,7 +81,9 @@ def without_wrappers(model: nn.Module) -> tuple[nn.Module, bool]:
     dynamo = sys.modules.get("torch._dynamo")  # without it nothing is wrapped
     wrappers = {m for m in model.modules() if isinstance(m, dynamo.OptimizedModule)} if dynamo is not None else set()
     if any(wrapper.get_compiler_config() is None for wrapper in wrappers):
-        raise ValueError("torch.compile(model) with a backend other than inductor cannot be planned; use inductor, or leave it out.")
+        raise ValueError(
+            "torch.compile(model) with a backend other than inductor cannot be planned; use inductor, or leave it out."
+        )
     for module in list(model.modules()) if wrappers else ():
         for name, child in module._modules.items():
             if child in wrappers:
@@ -81,7 +91,8 @@ def without_wrappers(model: nn.Module) -> tuple[nn.Module, bool]:
     unwrapped: nn.Module = model._orig_mod if model in wrappers else model  # type: ignore[assignment]
     if wrappers:
         _log.warning(
-            "torch.compile(model) was taken off, and the plan compiles the blocks with Inductor's defaults; its mode, fullgraph, dynamic"
+            "torch.compile(model) was taken off, and the plan compiles the blocks with Inductor's defaults; its mode,"
+            " fullgraph, dynamic"
             " and options are not used. Leave torch.compile out and set OSDPConfig(compile=True) instead."
         )
     return unwrapped, bool(wrappers)
@@ -108,7 +119,9 @@ def budget_of(recomputation: Recomputation | None) -> float:
 
 @functools.cache
 def _inductor(budget: float) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
-    """Return dynamo's backend for a budget: one object per budget, because dynamo distinguishes compiled code by backend, not by budget."""
+    """Return dynamo's backend for a budget: one object per budget, because dynamo distinguishes compiled code by
+    backend, not by budget.
+    """
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> object:
         from torch._inductor.compile_fx import compile_fx
@@ -133,7 +146,11 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:  # noqa: ANN401
     """Cast floating-point tensors to the compute dtype, as FSDP2 casts each unit's inputs; None changes nothing."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value) if dtype else value
+    return (
+        tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+        if dtype
+        else value
+    )
 
 
 def under_autocast(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
@@ -160,23 +177,29 @@ class _Recomputed:
         # Autograd saves positional tensors through saved-tensor hooks; keyword arguments would be kept without hooks.
         saved = self.recomputation.saved_calls
         contexts = functools.partial(selective_contexts, saved) if saved else noop_context_fn
-        return checkpoint(self._run, len(args), tuple(kwargs), *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
+        return checkpoint(
+            self._run, len(args), tuple(kwargs), *args, *kwargs.values(), use_reentrant=False, context_fn=contexts
+        )
 
     def _run(self, positional: int, names: tuple[str, ...], *values: Any) -> object:
         return self._forward(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
 
 
 def recompute(module: nn.Module, recomputation: Recomputation | None = None) -> None:
-    """Recompute a module's activations in backward, all of them for None; names of parameters and modules are unchanged.
+    """Recompute a module's activations in backward, all of them for None; names of parameters and modules are
+    unchanged.
 
-    FSDP2's hooks run outside, so that a unit's parameters are gathered once for both the recomputation and the backward.
+    FSDP2's hooks run outside, so that a unit's parameters are gathered once for both the recomputation and the
+    backward.
     """
     if recomputation_of(module) is None:
         module.forward = _Recomputed(module.forward, recomputation or Recomputation())
 
 
 def recomputation_of(module: nn.Module) -> Recomputation | None:
-    """Return the recomputation that `recompute` or `compile_forward` set on the module, also under `offload`; None if there is none."""
+    """Return the recomputation that `recompute` or `compile_forward` set on the module, also under `offload`; None
+    if there is none.
+    """
     forward = module.__dict__.get("forward")
     kinds = (_Recomputed, CompiledForward)
     found = next((one for one in (forward, getattr(forward, "inner", None)) if isinstance(one, kinds)), None)
@@ -184,7 +207,9 @@ def recomputation_of(module: nn.Module) -> Recomputation | None:
 
 
 def has_running_statistics(module: nn.Module, *, itself: bool = False) -> bool:
-    """Whether a module cannot be recomputed: a second forward would update running statistics twice; `itself` skips submodules."""
+    """Whether a module cannot be recomputed: a second forward would update running statistics twice; `itself` skips
+    submodules.
+    """
     parts = [module] if itself else module.modules()
     return any(isinstance(part, _NormBase) and part.track_running_stats for part in parts)
 

@@ -1,1 +1,4 @@
-"""Describe, cost, search: pure functions over values. Reading order: description, hardware, job, costs, memory, timing, search, plan."""
+"""Describe, cost, search: pure functions over values.
+
+Reading order: description, hardware, job, costs, memory, timing, search, plan.
+"""

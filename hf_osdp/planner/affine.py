@@ -57,7 +57,10 @@ class Envelope:
         """Return the upper envelope of many moments for b >= 1; moments that are never the highest are left out."""
         hull: list[Affine] = []
         for moment in sorted(moments, key=lambda moment: (moment.per_sample, moment.constant)):
-            while hull and (_meet(hull[-1], moment) <= 1 or (len(hull) > 1 and _meet(hull[-1], moment) <= _meet(hull[-2], hull[-1]))):
+            while hull and (
+                _meet(hull[-1], moment) <= 1
+                or (len(hull) > 1 and _meet(hull[-1], moment) <= _meet(hull[-2], hull[-1]))
+            ):
                 hull.pop()
             hull.append(moment)
         return cls(pieces=tuple(hull) or (Affine(),), single=single)

@@ -13,17 +13,21 @@ from .wire import WireFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitLayout:
-    """All decisions for one unit, which is sharded over `shard_size` ranks and replicated over the rest of the world."""
+    """All decisions for one unit, which is sharded over `shard_size` ranks and replicated over the rest of the
+    world.
+    """
 
     shard_size: int
     """Ranks that share one copy: 1 replicates, the world size shards over all ranks, a size between is HSDP."""
     reshard_after_forward: bool
     """Free the gathered parameters after forward and gather them again in backward (ZeRO-3), or keep them (ZeRO-2)."""
     stage_size: int = 1
-    """Ranks per node if all-gathers and reduce-scatters run in two stages, between and inside nodes; 1 is a single stage."""
+    """Ranks per node if all-gathers and reduce-scatters run in two stages, between and inside nodes; 1 is a single
+    stage.
+    """
     reduce_every_micro_step: bool = True
-    """Reduce-scatter gradients in each micro-step and hold shards, or hold whole gradients and reduce their sum in the last micro-step. The
-    all-reduce between replicas always runs in the last micro-step."""
+    """Reduce-scatter gradients in each micro-step and hold shards, or hold whole gradients and reduce their sum in the
+    last micro-step. The all-reduce between replicas always runs in the last micro-step."""
     activations: Activations = Activations.SAVE
     on_host: bool = False
     """Parameters, gradients and optimizer states are in host memory, and the host runs the optimizer step."""
@@ -41,10 +45,16 @@ class UnitLayout:
             raise ValueError(f"shard_size={self.shard_size} must be at least 1.")
         if self.on_host and self.states_on_host:
             raise ValueError("A unit can have only one of on_host and states_on_host.")
-        if self.stage_size != 1 and not (1 < self.stage_size < self.shard_size and self.shard_size % self.stage_size == 0):
-            raise ValueError(f"stage_size={self.stage_size} must be 1, or divide shard_size={self.shard_size} and be less.")
+        if self.stage_size != 1 and not (
+            1 < self.stage_size < self.shard_size and self.shard_size % self.stage_size == 0
+        ):
+            raise ValueError(
+                f"stage_size={self.stage_size} must be 1, or divide shard_size={self.shard_size} and be less."
+            )
         if self.shard_size == 1 and (self.gather_wire or self.reduce_wire):
-            raise ValueError("gather_wire and reduce_wire need a sharded unit; with shard_size=1 nothing is gathered or scattered.")
+            raise ValueError(
+                "gather_wire and reduce_wire need a sharded unit; with shard_size=1 nothing is gathered or scattered."
+            )
         if self.gather_wire is not None and not self.gather_wire.for_parameters:
             raise ValueError(f"gather_wire={self.gather_wire.value} is only for gradients; use int8 or bf16.")
 
@@ -132,13 +142,29 @@ class Batch:
 
 
 def layouts_for(
-    span: GatherSpan, shard_sizes: Sequence[int], *, reshard_after_forward: bool | None = None, stage_sizes: Sequence[int] = (1,)
+    span: GatherSpan,
+    shard_sizes: Sequence[int],
+    *,
+    reshard_after_forward: bool | None = None,
+    stage_sizes: Sequence[int] = (1,),
 ) -> tuple[UnitLayout, ...]:
-    """Return the possible layouts of a unit. `reshard_after_forward=None` allows both values; two stages need several whole nodes."""
+    """Return the possible layouts of a unit.
+
+    `reshard_after_forward=None` allows both values; two stages need several whole nodes.
+    """
     fixed = {GatherSpan.STEP: False, GatherSpan.CALLS: True}.get(span, reshard_after_forward)
     reshards = (True, False) if fixed is None else (fixed,)
-    sizes = [(size, stage) for size in shard_sizes for stage in stage_sizes if stage == 1 or (size > stage and size % stage == 0)]
-    return tuple(UnitLayout(shard_size=size, reshard_after_forward=free, stage_size=stage) for size, stage in sizes for free in reshards)
+    sizes = [
+        (size, stage)
+        for size in shard_sizes
+        for stage in stage_sizes
+        if stage == 1 or (size > stage and size % stage == 0)
+    ]
+    return tuple(
+        UnitLayout(shard_size=size, reshard_after_forward=free, stage_size=stage)
+        for size, stage in sizes
+        for free in reshards
+    )
 
 
 Mesh = tuple[int, int]
@@ -149,7 +175,8 @@ Mesh = tuple[int, int]
 def meshes_of(shard_size: int, stage_size: int, world_size: int) -> frozenset[Mesh]:
     """Return the meshes of a layout that need their own process groups.
 
-    `Meshes.prepare` (distributed/mesh.py) forms a mesh for each shard size g of W ranks, and for stages of s ranks within g:
+    `Meshes.prepare` (distributed/mesh.py) forms a mesh for each shard size g of W ranks, and for stages of s ranks
+    within g:
 
         g = 1 or g = W          none: the axis over all ranks is the default process group, one rank alone needs none
         1 < g < W               2 groups: one axis over the g ranks that share a copy, one over the W / g replicas
@@ -166,6 +193,8 @@ def groups_in(meshes: Iterable[Mesh]) -> int:
 
 
 def communicators_of(layouts: Iterable[UnitLayout], world_size: int) -> int:
-    """Return the number of NCCL communicators on each rank, the one of all ranks included; groups of one rank have none."""
+    """Return the number of NCCL communicators on each rank, the one of all ranks included; groups of one rank have
+    none.
+    """
     meshes = {mesh for layout in layouts for mesh in meshes_of(layout.shard_size, layout.stage_size, world_size)}
     return 0 if world_size == 1 else 1 + groups_in(meshes)

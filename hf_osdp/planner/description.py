@@ -55,34 +55,47 @@ class GatherSpan(str, Enum):
     USE = "use"
     """While the unit runs: a transformer block, an embedding, a head."""
     CALLS = "calls"
-    """While each of several calls in a micro-step runs, freed between calls: slices of a projection that shares the embedding's weight.
-    Autograd sums the gradients of all calls before FSDP2 sees them, so that they are whole until the first call's backward."""
+    """While each of several calls in a micro-step runs, freed between calls: slices of a projection that shares the
+    embedding's weight. Autograd sums the gradients of all calls before FSDP2 sees them, so that they are whole until
+    the first call's backward."""
     STEP = "step"
     """From the first use in forward to the end of backward: the root, and weights that embedding and head share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """A way to recompute a unit's forward in backward: only its input and the outputs of the named operators are saved."""
+    """A way to recompute a unit's forward in backward: only its input and the outputs of the named operators are
+    saved.
+    """
 
     saved_calls: tuple[str, ...] = ()
-    """Operators of the unit's forward whose outputs are saved: name and index among calls of that name, such as `addmm#0`."""
+    """Operators of the unit's forward whose outputs are saved: name and index among calls of that name, such as
+    `addmm#0`.
+    """
     share: float = 1.0
     """Work relative to a full recomputation, by a rough rate of FLOPs and bytes; for tables."""
     names: tuple[str, ...] = ()
     """Names of the saved calls for tables: modules of products (`c_attn`), else operators."""
     budget: float | None = None
-    """torch's `activation_memory_budget` of a compiled unit: the share of its saved bytes that it may keep; None saves only its input."""
+    """torch's `activation_memory_budget` of a compiled unit: the share of its saved bytes that it may keep; None
+    saves only its input.
+    """
 
     def __post_init__(self) -> None:
         if self.budget is not None and (self.saved_calls or not 0 < self.budget < 1):
             raise ValueError(f"budget={self.budget} of a recomputation must lie between 0 and 1, without saved_calls.")
         if not 0 <= self.share <= 1:
             raise ValueError(f"share={self.share} of a recomputation must be from 0 to 1.")
-        if len(set(self.saved_calls)) < len(self.saved_calls) or not all(_CALL.fullmatch(call) for call in self.saved_calls):
-            raise ValueError(f"saved_calls={self.saved_calls!r} must be different calls of operators, such as 'addmm#0'.")
+        if len(set(self.saved_calls)) < len(self.saved_calls) or not all(
+            _CALL.fullmatch(call) for call in self.saved_calls
+        ):
+            raise ValueError(
+                f"saved_calls={self.saved_calls!r} must be different calls of operators, such as 'addmm#0'."
+            )
         if unsafe := next((call for call in self.saved_calls if call.startswith("_to_copy#") or "_#" in call), None):
-            raise ValueError(f"saved_calls has {unsafe!r}, but outputs of casts and in-place operators cannot be saved.")
+            raise ValueError(
+                f"saved_calls has {unsafe!r}, but outputs of casts and in-place operators cannot be saved."
+            )
         if problem := next(filter(None, map(problem_of_text, self.names)), None):
             raise ValueError(f"A name of a recomputation's saved calls {problem}.")
 
@@ -92,7 +105,9 @@ class Recomputation:
             return f"recompute {self.share:.2g}: budget {self.budget:g}"
         if not self.saved_calls:
             return "recompute"
-        shown = ", ".join(self.names[:_MOST_NAMES]) + (f" and {more} more" if (more := len(self.names) - _MOST_NAMES) > 0 else "")
+        shown = ", ".join(self.names[:_MOST_NAMES]) + (
+            f" and {more} more" if (more := len(self.names) - _MOST_NAMES) > 0 else ""
+        )
         return f"recompute {self.share:.2g}: saves {shown or f'{len(self.saved_calls)} operators'}"
 
 
@@ -123,7 +138,9 @@ class Activations:
         return (*again, "offload activations") if self.offloads else again
 
 
-Activations.BASIC = tuple(Activations(recomputation=way, offloads=away) for away in (False, True) for way in (None, Recomputation()))
+Activations.BASIC = tuple(
+    Activations(recomputation=way, offloads=away) for away in (False, True) for way in (None, Recomputation())
+)
 Activations.SAVE, Activations.RECOMPUTE, Activations.OFFLOAD, Activations.RECOMPUTE_OFFLOAD = Activations.BASIC
 
 
@@ -145,7 +162,9 @@ class ParameterSpec:
         if any(size < 0 for size in self.shape):
             raise ValueError(f"Parameter {self.name} has a negative size: {self.shape}.")
         if self.numel > _MOST_ELEMENTS:
-            raise ValueError(f"Parameter {self.name} has {self.numel:.3g} elements; it must have at most {_MOST_ELEMENTS}.")
+            raise ValueError(
+                f"Parameter {self.name} has {self.numel:.3g} elements; it must have at most {_MOST_ELEMENTS}."
+            )
 
     @property
     def numel(self) -> int:
@@ -160,7 +179,9 @@ class ParameterSpec:
         return -(-self.shape[0] // shard_size) * math.prod(self.shape[1:]) if self.shape else 1
 
     def shard_numels(self, shard_size: int) -> tuple[int, ...]:
-        """Return the distinct numbers of elements on the ranks, rank 0's first: full chunks of rows, and a last partial chunk."""
+        """Return the distinct numbers of elements on the ranks, rank 0's first: full chunks of rows, and a last
+        partial chunk.
+        """
         full = self.sharded_numel(shard_size)
         return (full, rest) if full and (rest := math.prod(self.shape) % full) else (full,)
 
@@ -202,7 +223,9 @@ class UnitDescription:
 
     @property
     def keeps_dtype(self) -> bool:
-        """Whether mixed precision keeps the dtype of all parameters; a unit never mixes such parameters with others."""
+        """Whether mixed precision keeps the dtype of all parameters; a unit never mixes such parameters with
+        others.
+        """
         return bool(self.parameters) and all(p.keeps_dtype for p in self.parameters)
 
 
@@ -211,8 +234,9 @@ class PhaseCost:
     """Forward or backward of one segment on one device, without communication."""
 
     peak_bytes: Envelope = Envelope()
-    """Highest live bytes above the phase's start, without gathered parameters. Forward includes the saved activations. Backward is relative
-    to the end of the segment's forward; it includes the incoming gradient and the unsharded gradients of the segment's parameters."""
+    """Highest live bytes above the phase's start, without gathered parameters. Forward includes the saved activations.
+    Backward is relative to the end of the segment's forward; it includes the incoming gradient and the unsharded
+    gradients of the segment's parameters."""
     matmul_flops: Affine = Affine()
     """Floating-point operations in matrix products and attention."""
     traffic_bytes: Affine = Affine()
@@ -232,7 +256,9 @@ class Segment:
     saved_bytes: Affine = Affine()
     """Live bytes that forward adds and backward removes: saved activations with the segment's output."""
     held_bytes: Affine = Affine()
-    """Bytes of a segment between blocks that forward frees, unless recomputed blocks hold them to run again (T5's position bias)."""
+    """Bytes of a segment between blocks that forward frees, unless recomputed blocks hold them to run again (T5's
+    position bias).
+    """
     own_saved_bytes: Affine = Affine()
     """The part of the saved bytes that offloading frees on the device, because no other segment holds them."""
     sent_bytes: Affine = Affine()
@@ -244,17 +270,27 @@ class Segment:
     forward: PhaseCost = PhaseCost()
     backward: PhaseCost = PhaseCost()
     recomputed: tuple[RecomputedSegment, ...] = ()
-    """The segment under each way to recompute it, from the way that saves only the input to the way that saves most."""
+    """The segment under each way to recompute it, from the way that saves only the input to the way that saves
+    most.
+    """
 
     def under(self, activations: Activations) -> Segment:
-        """Return the costs under a choice of activations. An unknown way to recompute has the costs of the first way, if there is one."""
+        """Return the costs under a choice of activations.
+
+        An unknown way to recompute has the costs of the first way, if there is one.
+        """
         if activations.recomputation is None or not self.recomputed:
             return self
-        return next((way.costs for way in self.recomputed if way.recomputation == activations.recomputation), self.recomputed[0].costs)
+        return next(
+            (way.costs for way in self.recomputed if way.recomputation == activations.recomputation),
+            self.recomputed[0].costs,
+        )
 
     def each(self, change: Callable[[Segment], Segment]) -> Segment:
         """Return the segment with `change` applied to its costs under every way to recompute."""
-        return replace(change(self), recomputed=tuple(replace(way, costs=change(way.costs)) for way in self.recomputed))
+        return replace(
+            change(self), recomputed=tuple(replace(way, costs=change(way.costs)) for way in self.recomputed)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,7 +330,9 @@ class ModelDescription:
     recomputed_by_others: bool = False
     """Whether the model or its script recomputes blocks, and not the plan."""
     compiled_classes: tuple[str, ...] = ()
-    """Classes of the blocks whose forward is compiled (`Plan.compiled_classes`); their costs are those of compiled code."""
+    """Classes of the blocks whose forward is compiled (`Plan.compiled_classes`); their costs are those of compiled
+    code.
+    """
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
@@ -304,7 +342,9 @@ class ModelDescription:
             raise ValueError(f"Unit {twice[0]!r} is listed twice.")
         for segment in self.segments:  # a damaged file may have other indices
             if not 0 <= segment.unit < len(self.units):
-                raise ValueError(f"A segment belongs to unit {segment.unit}, but the model has {len(self.units)} units.")
+                raise ValueError(
+                    f"A segment belongs to unit {segment.unit}, but the model has {len(self.units)} units."
+                )
 
     @property
     def numel(self) -> int:
@@ -318,7 +358,9 @@ class ModelDescription:
     @property
     def recomputations(self) -> tuple[tuple[Recomputation, ...], ...]:
         """Ways to recompute each unit, taken from its first segment."""
-        first = {segment.unit: tuple(way.recomputation for way in segment.recomputed) for segment in reversed(self.segments)}
+        first = {
+            segment.unit: tuple(way.recomputation for way in segment.recomputed) for segment in reversed(self.segments)
+        }
         return tuple(first.get(index, ()) for index in range(len(self.units)))
 
     @property
@@ -334,6 +376,11 @@ class ModelDescription:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the units and their parameters (names, shapes, dtypes); models with equal fingerprints can share a plan."""
-        content = [(u.fqn, u.module_names, [(p.name, p.shape, p.dtype, p.requires_grad) for p in u.parameters]) for u in self.units]
+        """Hash of the units and their parameters (names, shapes, dtypes); models with equal fingerprints can share
+        a plan.
+        """
+        content = [
+            (u.fqn, u.module_names, [(p.name, p.shape, p.dtype, p.requires_grad) for p in u.parameters])
+            for u in self.units
+        ]
         return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:16]

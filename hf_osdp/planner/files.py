@@ -1,4 +1,6 @@
-"""Dataclasses as JSON files: written whole or not at all, read with every field checked (`hf_osdp/reading.py` reads the JSON)."""
+"""Dataclasses as JSON files: written whole or not at all, read with every field checked (`hf_osdp/reading.py` reads
+the JSON).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _SHOWN = 60
 
 
 def plain(value: object) -> Any:  # noqa: ANN401 - any JSON
-    """Return a value as JSON types: dataclasses and mappings as dictionaries, sequences as lists, enums as their values."""
+    """Return a value as JSON types: dataclasses and mappings as dictionaries, sequences as lists, enums as their
+    values.
+    """
     if isinstance(value, Enum):
         return value.value
     if is_dataclass(value) and not isinstance(value, type):
@@ -35,7 +39,10 @@ def plain(value: object) -> Any:  # noqa: ANN401 - any JSON
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """Write a file whole or not at all; an older file stays until the new one is complete. OSError if writing fails."""
+    """Write a file whole or not at all; an older file stays until the new one is complete.
+
+    OSError if writing fails.
+    """
     path = Path(path)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # several ranks may write the same file
     partial.write_text(text, encoding="utf-8")
@@ -46,7 +53,8 @@ def validated(cls: type[T], content: object, error: Callable[[str], Exception]) 
     """Return a dataclass made from a JSON value, strictly: no unknown fields, no conversions.
 
     Raises:
-        Exception: made by `error` from place and problem, such as `units.0.shard_size: Input should be a valid integer`.
+        Exception: made by `error` from place and problem, such as `units.0.shard_size: Input should be a valid
+            integer`.
     """
     from pydantic import ValidationError
 

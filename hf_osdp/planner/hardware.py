@@ -22,7 +22,8 @@ _MOST_MEMORY_BYTES = 2**50
 CACHING_MARGIN = 0.06
 """Share of the limit that stays free for gaps between tensors in torch's caching allocator.
 
-The largest share that plans needed in a model of the allocator's rules (cases: docs/estimates.md); not yet measured on GPUs."""
+The largest share that plans needed in a model of the allocator's rules (cases: docs/estimates.md); not yet measured on
+GPUs."""
 
 
 class Backend(str, Enum):
@@ -77,11 +78,15 @@ class DeviceSpec:
     memory_bytes_per_s: float
     source: str
     operator_s: float = 0.0
-    """Seconds of CPU time to launch an operator, views included; a GPU waits for the CPU only if it runs out of work."""
+    """Seconds of CPU time to launch an operator, views included; a GPU waits for the CPU only if it runs out of
+    work.
+    """
     unit_s: float = 0.0
     """Seconds of CPU time for FSDP2's hooks of a unit in forward, and again in backward, beside a GPU."""
     reserved_bytes: int = 0
-    """Device memory that is not available to tensors under any plan: driver, CUDA context, workspaces of matrix products."""
+    """Device memory that is not available to tensors under any plan: driver, CUDA context, workspaces of matrix
+    products.
+    """
     capability: tuple[int, int] | None = None
     """CUDA compute capability, which selects the attention kernel; None if unknown, or for a CPU."""
     communicator_bytes: int = 0
@@ -100,7 +105,9 @@ class DeviceSpec:
         """Return the matrix-product rate in FLOP/s; HardwareError if it is not known."""
         if dtype not in self.flops_per_s:
             known = ", ".join(d.value for d in self.flops_per_s)
-            raise HardwareError(f"The {dtype.value} rate of {self.name} is not known (known: {known}); use one of those or measure it.")
+            raise HardwareError(
+                f"The {dtype.value} rate of {self.name} is not known (known: {known}); use one of those or measure it."
+            )
         return self.flops_per_s[dtype]
 
 
@@ -116,22 +123,26 @@ class HostSpec:
     source: str
 
     def __post_init__(self) -> None:
-        check_numbers(self, "memory_bytes", "to_device_bytes_per_s", "to_host_bytes_per_s", "update_bytes_per_s", above_zero=True)
+        check_numbers(
+            self, "memory_bytes", "to_device_bytes_per_s", "to_host_bytes_per_s", "update_bytes_per_s", above_zero=True
+        )
         if self.memory_bytes > _MOST_MEMORY_BYTES:
             raise ValueError(f"A host of {self.memory_bytes} bytes; the most are {_MOST_MEMORY_BYTES}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveTiming:
-    """A measured collective: `seconds = latency_s + bytes * seconds_per_byte`, with the bytes of the whole (unsharded) tensor."""
+    """A measured collective: `seconds = latency_s + bytes * seconds_per_byte`, with the bytes of the whole
+    (unsharded) tensor.
+    """
 
     collective: Collective
     group_size: int
     latency_s: float
     seconds_per_byte: float
     crosses_nodes: bool = False
-    """Whether the group has ranks on several nodes. Groups of one size differ: neighbours for all-gather and reduce-scatter, ranks with the
-    same shard for all-reduce."""
+    """Whether the group has ranks on several nodes. Groups of one size differ: neighbours for all-gather and
+    reduce-scatter, ranks with the same shard for all-reduce."""
 
     def __post_init__(self) -> None:
         if self.group_size < 2:
@@ -169,11 +180,11 @@ class FsdpOverhead:
     """Measured work of FSDP2 and the optimizer beside compute and links."""
 
     gather: WorkTime
-    """Gathering a unit without the collective: hooks, views, copies into the buffer and out of it. Bytes are the copied ones: all
-    parameters out of the buffer, and for g > 1 the rank's 1/g of them into it."""
+    """Gathering a unit without the collective: hooks, views, copies into the buffer and out of it. Bytes are the
+    copied ones: all parameters out of the buffer, and for g > 1 the rank's 1/g of them into it."""
     reduce: WorkTime
-    """Reducing a unit's gradients without the collective. Bytes are those of all gradients, twice for g = 1, where FSDP2 copies the buffer
-    again."""
+    """Reducing a unit's gradients without the collective. Bytes are those of all gradients, twice for g = 1, where
+    FSDP2 copies the buffer again."""
     updates: Mapping[OptimizerStep, WorkTime] = field(hash=False)
     """AdamW on sharded parameters, by kind of step. Bytes are those of the rank's parameters."""
 
@@ -222,7 +233,10 @@ class Hardware:
         if self.nodes < 1 or self.devices_per_node < 1:
             raise ValueError(f"nodes={self.nodes} and devices_per_node={self.devices_per_node} must be at least 1.")
         if self.world_size > MOST_RANKS:
-            raise ValueError(f"nodes={self.nodes} of {self.devices_per_node} devices are {self.world_size}; the most are {MOST_RANKS}.")
+            raise ValueError(
+                f"nodes={self.nodes} of {self.devices_per_node} devices are {self.world_size}; the most are"
+                f" {MOST_RANKS}."
+            )
         if self.margin is not None:
             check_margin(self.margin, name="margin")
 
@@ -243,7 +257,9 @@ class Hardware:
         return default if self.margin is None else self.margin
 
     def room_bytes(self, limit_bytes: int) -> int:
-        """Return the bytes that a plan may use under a limit, ⌊limit · (1 - margin)⌋, memory reserved by the device included."""
+        """Return the bytes that a plan may use under a limit, ⌊limit · (1 - margin)⌋, memory reserved by the device
+        included.
+        """
         return math.floor(limit_bytes * (1 - Fraction(repr(self.free_share))))
 
     def limit_for(self, needed_bytes: int) -> int:
@@ -268,17 +284,22 @@ class Hardware:
         return self if margin is None else replace(self, margin=margin)
 
     def scaled(self, *, nodes: int | None = None, devices_per_node: int | None = None) -> Hardware:
-        """Return the hardware with another number of nodes or devices, without measured collectives, which hold for one size only.
+        """Return the hardware with another number of nodes or devices, without measured collectives, which hold for
+        one size only.
 
         Raises:
             HardwareError: the new size uses a link that was not measured.
         """
         nodes = self.nodes if nodes is None else nodes
         devices = self.devices_per_node if devices_per_node is None else devices_per_node
-        for link, used, between in (self.intra_node, devices > 1, "devices of a node"), (self.inter_node, nodes > 1, "nodes"):
+        for link, used, between in (
+            (self.intra_node, devices > 1, "devices of a node"),
+            (self.inter_node, nodes > 1, "nodes"),
+        ):
             if used and link.assumed:
                 raise HardwareError(
-                    f"The link between {between} is not known: {self.summary} has no such link. Measure more devices, or name a preset"
+                    f"The link between {between} is not known: {self.summary} has no such link. Measure more devices,"
+                    " or name a preset"
                     " instead."
                 )
         host, before = self.host, self.devices_per_node
@@ -287,21 +308,31 @@ class Hardware:
             host = replace(host, memory_bytes=host.memory_bytes * before // devices, update_bytes_per_s=cores)
         return replace(self, nodes=nodes, devices_per_node=devices, timings=(), host=host)
 
-    def timing(self, collective: Collective, group_size: int, *, crosses_nodes: bool = False) -> CollectiveTiming | None:
-        """Return the measured timing of a collective in groups of `group_size`, inside a node or across nodes; None if not measured."""
+    def timing(
+        self, collective: Collective, group_size: int, *, crosses_nodes: bool = False
+    ) -> CollectiveTiming | None:
+        """Return the measured timing of a collective in groups of `group_size`, inside a node or across nodes; None
+        if not measured.
+        """
         return next((timing for timing in self.timings if timing.key == (collective, group_size, crosses_nodes)), None)
 
     def codec(self, wire: WireFormat) -> CodecTime:
         """Return the time of an element in a wire format: as measured, else estimated from bytes read and written."""
         measured = next((codec for codec in self.codecs if codec.wire is wire), None)
         rate = self.device.memory_bytes_per_s
-        return measured or CodecTime(wire=wire, encode_s=wire.encode_traffic / rate, decode_s=wire.decode_traffic / rate)
+        return measured or CodecTime(
+            wire=wire, encode_s=wire.encode_traffic / rate, decode_s=wire.decode_traffic / rate
+        )
 
 
 def check_margin(value: object, *, name: str = "memory_margin") -> float:
-    """Return a share of the memory limit as a float; ValueError, with its `name`, unless it is a number of at least 0 and below 1."""
+    """Return a share of the memory limit as a float; ValueError, with its `name`, unless it is a number of at least
+    0 and below 1.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise ValueError(f"{name}={value!r} must be the share of the limit that stays free, at least 0 and below 1, such as 0.06.")
+        raise ValueError(
+            f"{name}={value!r} must be the share of the limit that stays free, at least 0 and below 1, such as 0.06."
+        )
     return float(value)
 
 

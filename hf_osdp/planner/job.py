@@ -21,7 +21,10 @@ class Precision:
     reduce: DType | None = None
     """Dtype of the gradient reduction; None takes the compute dtype."""
     autocast: bool = False
-    """One process computes in `compute` under `torch.autocast`. Parameters and gradients keep their dtype; cast copies are activations."""
+    """One process computes in `compute` under `torch.autocast`.
+
+    Parameters and gradients keep their dtype; cast copies are activations.
+    """
 
     def gathered_dtype(self, parameter: ParameterSpec) -> DType:
         """Return the dtype of the unsharded parameter and of its unreduced gradient."""
@@ -29,7 +32,11 @@ class Precision:
 
     def reduced_dtype(self, parameter: ParameterSpec) -> DType:
         """Return the dtype in which the gradient is reduced."""
-        return parameter.dtype if parameter.keeps_dtype or self.autocast else self.reduce or self.gathered_dtype(parameter)
+        return (
+            parameter.dtype
+            if parameter.keeps_dtype or self.autocast
+            else self.reduce or self.gathered_dtype(parameter)
+        )
 
     def on(self, world_size: int) -> Precision:
         """Return the precision on `world_size` ranks: only a single rank uses autocast; on several, FSDP2 casts."""
@@ -37,7 +44,8 @@ class Precision:
 
     @classmethod
     def named(cls, name: str, *, autocast: bool = False) -> Precision:
-        """Return a precision by Accelerate's name: `no` keeps dtypes; `bf16` and `fp16` compute in that dtype and reduce in float32.
+        """Return a precision by Accelerate's name: `no` keeps dtypes; `bf16` and `fp16` compute in that dtype and
+        reduce in float32.
 
         With `autocast`, one process casts by `torch.autocast`.
 
@@ -72,20 +80,27 @@ class StateFormat:
     bytes_per_element: float
     """Bytes of one element, scales of quantized blocks included."""
     is_least: bool = False
-    """Whether elements have at least the size of the parameter's dtype: float32 for a parameter in bf16, float64 for one in float64."""
+    """Whether elements have at least the size of the parameter's dtype: float32 for a parameter in bf16, float64
+    for one in float64.
+    """
     factored: bool = False
     """Whether a matrix has one vector for its rows and one for its columns instead of a whole state."""
     table_bytes: int = 0
     """Bytes of the code table of each tensor."""
     block_size: int = 1
-    """Elements of a quantized block. A shard without whole blocks, or below `least_elements`, is in the parameter's dtype."""
+    """Elements of a quantized block.
+
+    A shard without whole blocks, or below `least_elements`, is in the parameter's dtype.
+    """
     least_elements: int = 0
     short_blocks: bool = False
     """Whether the last block of a shard may be shorter."""
 
     def __post_init__(self) -> None:
         if not 0 < self.bytes_per_element <= 16:
-            raise ValueError(f"StateFormat.bytes_per_element={self.bytes_per_element} must lie above 0, and at most at 16.")
+            raise ValueError(
+                f"StateFormat.bytes_per_element={self.bytes_per_element} must lie above 0, and at most at 16."
+            )
         if self.block_size < 1:
             raise ValueError(f"StateFormat.block_size={self.block_size} must be at least 1.")
 
@@ -152,27 +167,44 @@ class OptimizerSpec:
     def with_block_size(self, elements: int) -> OptimizerSpec:
         """Return the optimizer with quantized blocks of `elements`, each with a float32 scale."""
         formats = (
-            replace(form, block_size=elements, bytes_per_element=form.bytes_per_element - 4 / form.block_size + 4 / elements)
+            replace(
+                form,
+                block_size=elements,
+                bytes_per_element=form.bytes_per_element - 4 / form.block_size + 4 / elements,
+            )
             for form in self.formats
         )
         return replace(self, formats=tuple(formats))
 
     def state_bytes(self, parameter: ParameterSpec, shard_size: int) -> int:
-        """Return the bytes of a parameter's states on the fullest rank: the last one, if its rows do not fill whole quantized blocks."""
+        """Return the bytes of a parameter's states on the fullest rank: the last one, if its rows do not fill whole
+        quantized blocks.
+        """
         return sum(self.state_tensors(parameter, shard_size))
 
     def state_tensors(self, parameter: ParameterSpec, shard_size: int) -> tuple[int, ...]:
         """Return the bytes of each state tensor of a parameter on the fullest rank."""
         plain = [parameter.sharded_bytes(shard_size)] * self.states
         sizes = ((form, form.numels(parameter, shard_size)) for form in self.formats_of(parameter))
-        return (*plain, *(max(form.nbytes(elements, parameter.dtype) for elements in shards) for form, shards in sizes))
+        return (
+            *plain,
+            *(max(form.nbytes(elements, parameter.dtype) for elements in shards) for form, shards in sizes),
+        )
 
     def gathered_bytes(self, parameter: ParameterSpec, shard_size: int) -> int:
-        """Return the bytes of a parameter's update that a shard group gathers in a step; 0 if the update needs only the rank's own rows."""
-        return 2 * shard_size * parameter.sharded_numel(shard_size) if shard_size > 1 and parameter.shape in self.matrices else 0
+        """Return the bytes of a parameter's update that a shard group gathers in a step; 0 if the update needs only
+        the rank's own rows.
+        """
+        return (
+            2 * shard_size * parameter.sharded_numel(shard_size)
+            if shard_size > 1 and parameter.shape in self.matrices
+            else 0
+        )
 
     def matrix_scratch(self, parameter: ParameterSpec, shard_size: int) -> int:
-        """Return the temporaries of Newton-Schulz in bytes: the update, and in bf16 two r x c and two r x r matrices, r ≤ c."""
+        """Return the temporaries of Newton-Schulz in bytes: the update, and in bf16 two r x c and two r x r
+        matrices, r ≤ c.
+        """
         if parameter.shape not in self.matrices:
             return 0
         update = self.gathered_bytes(parameter, shard_size) or parameter.numel * parameter.dtype.itemsize
@@ -180,12 +212,21 @@ class OptimizerSpec:
 
     def saved_bytes(self, parameter: ParameterSpec) -> int:
         """Return the bytes of a parameter's states in a checkpoint, which has quantized states in float32."""
-        whole = (parameter.numel * 4 if f.block_size > 1 else f.nbytes(sum(f.numels(parameter, 1)), parameter.dtype) for f in self.formats)
+        whole = (
+            parameter.numel * 4 if f.block_size > 1 else f.nbytes(sum(f.numels(parameter, 1)), parameter.dtype)
+            for f in self.formats
+        )
         return parameter.numel * self.states * parameter.dtype.itemsize + sum(whole)
 
     def traffic_per_element(self, itemsize: int = 4) -> float:
-        """Return the reads and writes per element of a step, `2 (1 + s) + 1`: parameter and s states both ways, the gradient once."""
-        return 2 * (1 + self.states + sum(form.bytes_per_element for form in self.formats if not form.factored) / itemsize) + 1
+        """Return the reads and writes per element of a step, `2 (1 + s) + 1`: parameter and s states both ways, the
+        gradient once.
+        """
+        return (
+            2
+            * (1 + self.states + sum(form.bytes_per_element for form in self.formats if not form.factored) / itemsize)
+            + 1
+        )
 
 
 _FLOAT32 = StateFormat(bytes_per_element=4)
@@ -195,19 +236,26 @@ LOW_BIT = {
     "adamw8bit": OptimizerSpec(
         name="adamw8bit", states=0, formats=(replace(_EIGHT_BITS, table_bytes=1024),) * 2, step=OptimizerStep.FOR_LOOP
     ),
-    "adamwfp8": OptimizerSpec(name="adamwfp8", states=0, formats=(_EIGHT_BITS,) * 2, step=OptimizerStep.FOR_LOOP, loop_scratch=0.0),
-    "adamw4bit": OptimizerSpec(name="adamw4bit", states=0, formats=(_FOUR_BITS,) * 2, step=OptimizerStep.FOR_LOOP, loop_scratch=6.5),
+    "adamwfp8": OptimizerSpec(
+        name="adamwfp8", states=0, formats=(_EIGHT_BITS,) * 2, step=OptimizerStep.FOR_LOOP, loop_scratch=0.0
+    ),
+    "adamw4bit": OptimizerSpec(
+        name="adamw4bit", states=0, formats=(_FOUR_BITS,) * 2, step=OptimizerStep.FOR_LOOP, loop_scratch=6.5
+    ),
 }
-"""torchao's optimizers: codes, a float32 scale per block, and the code table. `loop_scratch` is what their steps allocate, compiled for
-the CPU (torch 2.13)."""
+"""torchao's optimizers: codes, a float32 scale per block, and the code table. `loop_scratch` is what their steps
+allocate, compiled for the CPU (torch 2.13)."""
 _OF_BITSANDBYTES = {
-    "adam": (2, 3.0, 5.0), "ademamix": (3, 4.0, 9.3), "momentum": (1, 2.0, 2.3), "lion": (1, 3.0, 5.0), "rmsprop": (1, 4.0, 3.0),
+    "adam": (2, 3.0, 5.0), "ademamix": (3, 4.0, 9.3), "momentum": (1, 2.0, 2.3), "lion": (1, 3.0, 5.0),
+    "rmsprop": (1, 4.0, 3.0),
     "adagrad": (1, 4.0, 3.0),
 }  # fmt: skip
 """bitsandbytes' algorithms (0.50.2): state tensors, and `loop_scratch` of a step on the CPU in 32 and in 8 bits."""
 
 
-def bitsandbytes_spec(algorithm: str, bits: int, *, device_type: str = "cuda", least_quantized: int = 4096) -> OptimizerSpec:
+def bitsandbytes_spec(
+    algorithm: str, bits: int, *, device_type: str = "cuda", least_quantized: int = 4096
+) -> OptimizerSpec:
     """Return one of bitsandbytes' optimizers: states in float32, or codes of 8 bits with a float32 scale per block.
 
     Its GPU kernels need no temporaries. All parameters share two tables of 1 KiB.
@@ -239,7 +287,8 @@ BITSANDBYTES = {
 }  # fmt: skip
 """Algorithm and bits of bitsandbytes' optimizers by their names in `TrainingArguments.optim`."""
 ADAFACTOR = OptimizerSpec(
-    name="adafactor", states=0, formats=(StateFormat(bytes_per_element=4, is_least=True, factored=True),), step=OptimizerStep.FOR_LOOP,
+    name="adafactor", states=0, formats=(StateFormat(bytes_per_element=4, is_least=True, factored=True),),
+    step=OptimizerStep.FOR_LOOP,
     needs_whole=True,
 )  # fmt: skip
 """transformers' Adafactor without a first moment, as its Trainer makes it."""
@@ -256,49 +305,75 @@ class TrainingJob:
     micro_batch_size: int | None = None
     """Micro-batch size; None lets the planner choose it."""
     reduce_every_micro_step: bool | None = None
-    """Whether all gradients are reduced in every micro-step; None lets the planner choose per unit (`GatherSpan.CALLS`: always)."""
+    """Whether all gradients are reduced in every micro-step; None lets the planner choose per unit
+    (`GatherSpan.CALLS`: always).
+    """
     recompute: bool | None = None
     """Whether the activations of all blocks are recomputed in backward; None lets the planner choose per block."""
     host_offload: bool | None = None
-    """Whether parameters, gradients and states of all units are on the host; None lets the planner choose per unit, if a host is known."""
+    """Whether parameters, gradients and states of all units are on the host; None lets the planner choose per unit,
+    if a host is known.
+    """
     offload_optimizer: bool | None = None
-    """Whether optimizer states of all units are on the host, but not parameters; None lets the planner choose per unit."""
+    """Whether optimizer states of all units are on the host, but not parameters; None lets the planner choose per
+    unit.
+    """
     offload_activations: bool | None = None
-    """Whether saved activations of all blocks are offloaded to the host until backward; None lets the planner choose per block."""
+    """Whether saved activations of all blocks are offloaded to the host until backward; None lets the planner
+    choose per block.
+    """
     holds_outputs: bool = False
-    """Whether the loop keeps the model's outputs from forward through backward (`out = model(...); out.loss.backward()`)."""
+    """Whether the loop keeps the model's outputs from forward through backward (`out = model(...);
+    out.loss.backward()`).
+    """
     clips_gradients: bool = False
     """Whether gradients are clipped by their norm before each optimizer step."""
     communication: WireFormat | None = None
-    """The coarsest format in which parameters and gradients may be sent, used where it is faster; None sends exact values."""
+    """The coarsest format in which parameters and gradients may be sent, used where it is faster; None sends exact
+    values.
+    """
     correction_bytes: int = 0
     """Bytes added to every moment: the error of an earlier plan's estimate, see `planner/cost/correction.py`."""
 
     def __post_init__(self) -> None:
-        for name in ("reduce_every_micro_step", "recompute", "host_offload", "offload_optimizer", "offload_activations"):
+        for name in (
+            "reduce_every_micro_step",
+            "recompute",
+            "host_offload",
+            "offload_optimizer",
+            "offload_activations",
+        ):
             if (value := getattr(self, name)) is not None and not isinstance(value, bool):
                 raise ValueError(f"{name}={value!r} must be True, False, or None to leave it to the planner.")
         if self.host_offload and self.offload_optimizer:
-            raise ValueError("offload_optimizer=True has no effect: host_offload=True moves all states to the host; leave one out.")
+            raise ValueError(
+                "offload_optimizer=True has no effect: host_offload=True moves all states to the host; leave one out."
+            )
         if not 1 <= self.global_batch_size <= _MOST_SAMPLES:
-            raise ValueError(f"global_batch_size={self.global_batch_size} must be at least 1 and at most {_MOST_SAMPLES}.")
+            raise ValueError(
+                f"global_batch_size={self.global_batch_size} must be at least 1 and at most {_MOST_SAMPLES}."
+            )
         if self.micro_batch_size is not None and self.micro_batch_size < 1:
             raise ValueError(f"micro_batch_size={self.micro_batch_size} must be at least 1.")
 
     def micro_batch_sizes(self, world_size: int) -> tuple[int, ...]:
-        """Return the micro-batch sizes that give the global batch on `world_size` ranks, largest first; ValueError if there is none."""
+        """Return the micro-batch sizes that give the global batch on `world_size` ranks, largest first; ValueError
+        if there is none.
+        """
         per_rank, rest = divmod(self.global_batch_size, world_size)
         if rest:
             nearest = [str(count * world_size) for count in (per_rank, per_rank + 1) if count]
             raise ValueError(
-                f"global_batch_size={self.global_batch_size} does not divide by {world_size} processes; use {' or '.join(nearest)}."
+                f"global_batch_size={self.global_batch_size} does not divide by {world_size} processes; use"
+                f" {' or '.join(nearest)}."
             )
         if self.micro_batch_size is None:
             return divisors(per_rank)[::-1]
         if per_rank % self.micro_batch_size:
             raise ValueError(
                 f"micro_batch_size={self.micro_batch_size} does not divide the {per_rank} samples of each rank"
-                f" (global_batch_size={self.global_batch_size} over {world_size} processes); use a divisor of {per_rank}, or None."
+                f" (global_batch_size={self.global_batch_size} over {world_size} processes); use a divisor of"
+                f" {per_rank}, or None."
             )
         return (self.micro_batch_size,)
 

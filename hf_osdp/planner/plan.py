@@ -29,7 +29,10 @@ _NAMES = {"model_name": "", "hardware": "", "devices_per_node": None}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The sharding plan of one model on one set of devices. All ranks run the same plan, and compare `fingerprint` to check this."""
+    """The sharding plan of one model on one set of devices.
+
+    All ranks run the same plan, and compare `fingerprint` to check this.
+    """
 
     world_size: int
     strategy: str
@@ -53,8 +56,9 @@ class Plan:
     step_s: float | None = None
     """Estimated time of one optimizer step."""
     proven_optimal: bool = False
-    """Whether the search proved that no plan of its space is faster under the limit. The space has every layout of every unit in rows of up
-    to 8 equal units, and in longer rows the layouts that follow the rule of `planner/search/options.py`."""
+    """Whether the search proved that no plan of its space is faster under the limit. The space has every layout of
+    every unit in rows of up to 8 equal units, and in longer rows the layouts that follow the rule of
+    `planner/search/options.py`."""
     hardware: str = ""
     devices_per_node: int | None = None
     """Ranks per node; the plan's groups follow the nodes."""
@@ -85,16 +89,21 @@ class Plan:
                     f" plan again for {world} processes."
                 )
             if unit.replica_wire is not None and g == world:
-                raise PlanError(f"Unit {unit.label!r} has a replica_wire, but is sharded over all ranks, without replicas; plan again.")
+                raise PlanError(
+                    f"Unit {unit.label!r} has a replica_wire, but is sharded over all ranks, without replicas; plan"
+                    " again."
+                )
             if unit.fqn in seen:
                 raise PlanError(f"Unit {unit.label!r} is listed twice in the plan.")
             seen.add(unit.fqn)
 
     def to_fsdp_plan(self) -> dict[str, str]:
-        """Return the plan as the `fsdp_plan` of transformers' `DistributedConfig`: module names → styles, with `*` for a layer's number.
+        """Return the plan as the `fsdp_plan` of transformers' `DistributedConfig`: module names → styles, with `*` for
+        a layer's number.
 
-        Transformers (5.23) shards modules without an entry with the root, such as modules that share weights, and keeps a model's own rules
-        beside these. Set `fsdp_size` to the shard size, and `dp_replicate_size` to the world size divided by it.
+        Transformers (5.23) shards modules without an entry with the root, such as modules that share weights, and
+        keeps a model's own rules beside these. Set `fsdp_size` to the shard size, and `dp_replicate_size` to the world
+        size divided by it.
 
         Raises:
             PlanError: an `fsdp_plan` cannot express the plan; the message names the first reason.
@@ -116,17 +125,35 @@ class Plan:
         styles: dict[str, str] = {}
         for unit in self.units:
             if unit.fqn and len(unit.module_names) == 1:
-                layers, style = _LAYER.sub(".*", unit.fqn), "free_full_weight" if unit.reshard_after_forward else "keep_full_weight"
+                layers, style = (
+                    _LAYER.sub(".*", unit.fqn),
+                    "free_full_weight" if unit.reshard_after_forward else "keep_full_weight",
+                )
                 differs = styles.setdefault(layers, style) != style
-                beyond.append((differs, f"of {layers} some are kept gathered and some are not", "one style for all of them"))
+                beyond.append(
+                    (differs, f"of {layers} some are kept gathered and some are not", "one style for all of them")
+                )
         for refused, reason, words in beyond:
             if refused:
-                raise PlanError(f"An fsdp_plan cannot express this plan: {reason}, but it states only {words}; run the plan with hf_osdp.")
+                raise PlanError(
+                    f"An fsdp_plan cannot express this plan: {reason}, but it states only {words}; run the plan with"
+                    " hf_osdp."
+                )
         return styles
 
     @classmethod
-    def of(cls, description: ModelDescription, layouts: Sequence[UnitLayout], batch: Batch, *, world_size: int, **stated: Any) -> Plan:
-        """Return the plan of these layouts, one per unit in the description's order; `stated` are further fields, such as estimates."""
+    def of(
+        cls,
+        description: ModelDescription,
+        layouts: Sequence[UnitLayout],
+        batch: Batch,
+        *,
+        world_size: int,
+        **stated: Any,
+    ) -> Plan:
+        """Return the plan of these layouts, one per unit in the description's order; `stated` are further fields,
+        such as estimates.
+        """
         units = (UnitDecision.of(unit.fqn, layout) for unit, layout in zip(description.units, layouts, strict=True))
         return cls(
             world_size=world_size,
@@ -173,7 +200,9 @@ class Plan:
         return Batch(micro_batch_size=self.micro_batch_size, accumulation_steps=self.accumulation_steps)
 
     def layouts(self, description: ModelDescription) -> tuple[UnitLayout, ...]:
-        """Return each unit's layout as it runs, in the description's order: spans can fix resharding, and one micro-step always reduces."""
+        """Return each unit's layout as it runs, in the description's order: spans can fix resharding, and one
+        micro-step always reduces.
+        """
         decisions = {decision.fqn: decision.layout for decision in self.units}
         layouts = []
         for unit in description.units:
@@ -198,7 +227,10 @@ class Plan:
         if self.split != other.split:
             lines.append(f"split: {self.split.describe()} -> {other.split.describe()}")
         mine, theirs = ({unit.label: unit.describe(plan.world_size) for unit in plan.units} for plan in (self, other))
-        pairs = [(label, mine.get(label, "absent"), theirs.get(label, "absent")) for label in dict.fromkeys([*mine, *theirs])]
+        pairs = [
+            (label, mine.get(label, "absent"), theirs.get(label, "absent"))
+            for label in dict.fromkeys([*mine, *theirs])
+        ]
         return (*lines, *(f"{label}: {before} -> {after}" for label, before, after in pairs if before != after))
 
     def check(self, description: ModelDescription, world_size: int) -> None:
@@ -214,9 +246,14 @@ class Plan:
             )
         have, want = {u.fqn for u in description.units}, {u.fqn for u in self.units}
         if unknown := sorted(want - have):
-            raise PlanError(f"The plan names {_some(unknown)}, which the model does not have; its units are {_some(sorted(have))}.")
+            raise PlanError(
+                f"The plan names {_some(unknown)}, which the model does not have; its units are {_some(sorted(have))}."
+            )
         if missing := sorted(have - want):
-            raise PlanError(f"The plan has no unit {_some(u or '(root)' for u in missing)}, but the model has. Plan again for this model.")
+            raise PlanError(
+                f"The plan has no unit {_some(u or '(root)' for u in missing)}, but the model has. Plan again for this"
+                " model."
+            )
         if self.model_fingerprint != description.fingerprint:
             raise PlanError(
                 f"The plan is for a model with fingerprint {self.model_fingerprint}, but this one has"
@@ -234,7 +271,8 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str | bytes, *, source: str = "the plan") -> Plan:
-        """Read a plan from JSON as `to_json` writes it, or a report that holds it under `plan`; errors call it `source`.
+        """Read a plan from JSON as `to_json` writes it, or a report that holds it under `plan`; errors call it
+        `source`.
 
         Raises:
             PlanError: the text is not JSON, lacks or misnames a field, has a wrong type or range, or was changed.
@@ -253,7 +291,8 @@ class Plan:
         plan = validated(cls, data, lambda problem: PlanError(f"{source} is not a valid plan: {problem}."))
         if stated is not None and stated != plan.fingerprint:
             raise PlanError(
-                f"{source} was changed or damaged: it states fingerprint {stated!r:.40}, its content has {plan.fingerprint}. Plan again, or"
+                f"{source} was changed or damaged: it states fingerprint {stated!r:.40}, its content has"
+                f" {plan.fingerprint}. Plan again, or"
                 " leave the fingerprint out where the change was meant."
             )
         return plan

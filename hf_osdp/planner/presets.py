@@ -1,4 +1,7 @@
-"""Hardware from data sheets, listed with sources in `presets.json`. Other hardware is measured or described by hand, never guessed."""
+"""Hardware from data sheets, listed with sources in `presets.json`.
+
+Other hardware is measured or described by hand, never guessed.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +17,35 @@ from .hardware import GB, GIB, Backend, DeviceSpec, Hardware, HostSpec, Link
 TERA, MIB = 10**12, 2**20
 
 CONTEXT_BYTES = 426 * MIB
-"""CUDA context of one process with lazily loaded kernels, the default of torch: torch 2.10 with CUDA 13.0 on an RTX 6000 Ada,
-unslothai/unsloth-zoo#1053; an engineer of NVIDIA gives about 400 MB from CUDA 11.7 on (pytorch/pytorch#109888)."""
+"""CUDA context of one process with lazily loaded kernels, the default of torch: torch 2.10 with CUDA 13.0 on an RTX
+6000 Ada, unslothai/unsloth-zoo#1053; an engineer of NVIDIA gives about 400 MB from CUDA 11.7 on
+(pytorch/pytorch#109888)."""
 COMMUNICATOR_BYTES = 688 * MIB
-"""One NCCL communicator of more than two ranks: measured on 4 A100 with NVLink (NVIDIA/nccl#964). Eight H100 need less: 1.06 GB outside
-torch, context included (NVIDIA/nccl#1685). Links slower than NVLink have fewer channels and need less too (NVIDIA/nccl#986)."""
+"""One NCCL communicator of more than two ranks: measured on 4 A100 with NVLink (NVIDIA/nccl#964). Eight H100 need
+less: 1.06 GB outside torch, context included (NVIDIA/nccl#1685). Links slower than NVLink have fewer channels and need
+less too (NVIDIA/nccl#986)."""
 CUBLAS_BYTES, HOPPER_CUBLAS_BYTES = 8_519_680 + 4 * MIB, 2 * 32 * MIB
-"""Workspaces that torch keeps in its allocator for cuBLAS (`:4096:2:16:8`; discuss.pytorch.org/t/178671 shows the bytes) and for
-cuBLASLt; NVIDIA recommends 4 MiB, on Hopper 32 MiB (cuBLAS documentation of cublasSetWorkspace; pytorch/pytorch#120925)."""
+"""Workspaces that torch keeps in its allocator for cuBLAS (`:4096:2:16:8`; discuss.pytorch.org/t/178671 shows the
+bytes) and for cuBLASLt; NVIDIA recommends 4 MiB, on Hopper 32 MiB (cuBLAS documentation of cublasSetWorkspace;
+pytorch/pytorch#120925)."""
 
 OPERATOR_S, UNIT_S = 5e-6, 1e-3
-"""CPU time beside a GPU, until `hf-osdp profile` measures it: 2 to 7 microseconds for an operator of eager torch (pytorch/pytorch#41383),
-about a millisecond for FSDP2's hooks before each unit's forward (torch 2.10, Xeon: pytorch/pytorch#173680)."""
+"""CPU time beside a GPU, until `hf-osdp profile` measures it: 2 to 7 microseconds for an operator of eager torch
+(pytorch/pytorch#41383), about a millisecond for FSDP2's hooks before each unit's forward (torch 2.10, Xeon:
+pytorch/pytorch#173680)."""
 
 
 @functools.cache
 def _presets() -> dict[str, dict[str, dict[str, Any]]]:
     """Return the sections `links`, `hosts` and `devices` of `presets.json`.
 
-    A device has the dense rates of its data sheet. `usable_gib` is the lowest total that torch states in out-of-memory messages of such
-    devices in public issues; without it, all memory is usable. A host is the server into which most devices of a kind are built.
+    A device has the dense rates of its data sheet. `usable_gib` is the lowest total that torch states in out-of-memory
+    messages of such devices in public issues; without it, all memory is usable. A host is the server into which most
+    devices of a kind are built.
     """
-    sections: dict[str, dict[str, dict[str, Any]]] = json.loads(Path(__file__).with_name("presets.json").read_text(encoding="utf-8"))
+    sections: dict[str, dict[str, dict[str, Any]]] = json.loads(
+        Path(__file__).with_name("presets.json").read_text(encoding="utf-8")
+    )
     return sections
 
 
@@ -45,7 +55,10 @@ def _link(name: str) -> Link:
 
 
 def _host(name: str) -> HostSpec:
-    """Return the host of a server with one device; `Hardware.scaled` divides its memory and cores among more. It steps at memory speed."""
+    """Return the host of a server with one device; `Hardware.scaled` divides its memory and cores among more.
+
+    It steps at memory speed.
+    """
     row = _presets()["hosts"][name]
     link = _link(row["link"])
     return HostSpec(
@@ -58,7 +71,9 @@ def _host(name: str) -> HostSpec:
 
 
 def _device(row: dict[str, Any], backend: Backend) -> DeviceSpec:
-    """Return the device of a row; under NCCL, driver, CUDA context and cuBLAS reserve memory, and the CPU takes time to launch kernels."""
+    """Return the device of a row; under NCCL, driver, CUDA context and cuBLAS reserve memory, and the CPU takes
+    time to launch kernels.
+    """
     memory = row["memory_gib"] * GIB if "memory_gib" in row else row["memory_gb"] * GB
     on_gpu: dict[str, Any] = {}
     if backend is Backend.NCCL:
@@ -88,15 +103,17 @@ def preset_names() -> tuple[str, ...]:
 
 
 def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
-    """Return nodes of a known device, with links at their line rates; measurements by `hf-osdp profile` are more accurate.
+    """Return nodes of a known device, with links at their line rates; measurements by `hf-osdp profile` are more
+    accurate.
 
     ```python
     preset("a100-80", nodes=2, devices_per_node=8)       # NVLink, 4 x 100 Gb/s between nodes
     preset("rtx-4090", nodes=2, devices_per_node=2)      # workstations: PCIe 4.0, 10 GbE
     ```
 
-    Under NCCL the device reserves memory for the driver, a CUDA context and cuBLAS, and each communicator of a plan takes
-    `COMMUNICATOR_BYTES`. The host is that of NVIDIA's own servers; it is None for devices that are sold without one.
+    Under NCCL the device reserves memory for the driver, a CUDA context and cuBLAS, and each communicator of a plan
+    takes `COMMUNICATOR_BYTES`. The host is that of NVIDIA's own servers; it is None for devices that are sold without
+    one.
 
     Args:
         name: one of `preset_names()`; upper case and `_` are accepted.

@@ -25,8 +25,8 @@ class Strategy(str, Enum):
     HSDP = "hsdp"
     """Every unit sharded over groups of one size and freed after forward; the size is the best possible one."""
     TWO_STAGE = "two_stage"
-    """Every unit sharded over all ranks of several nodes and freed after forward, with collectives in two stages (the paper's
-    communication with groups)."""
+    """Every unit sharded over all ranks of several nodes and freed after forward, with collectives in two stages (the
+    paper's communication with groups)."""
 
     @classmethod
     def parse(cls, name: str | Strategy) -> Strategy:
@@ -34,7 +34,9 @@ class Strategy(str, Enum):
         try:
             return cls(name)
         except ValueError:
-            raise ValueError(f"strategy={name!r} is not known; use one of {', '.join(s.value for s in cls)}.") from None
+            raise ValueError(
+                f"strategy={name!r} is not known; use one of {', '.join(s.value for s in cls)}."
+            ) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,4 +67,8 @@ class PlanningProblem:
     @property
     def shards_whole(self) -> bool:
         """Whether the strategy shards parameters that the optimizer needs whole."""
-        return self.job.optimizer.needs_whole and self.hardware.world_size > 1 and self.strategy not in (Strategy.OSDP, Strategy.DDP)
+        return (
+            self.job.optimizer.needs_whole
+            and self.hardware.world_size > 1
+            and self.strategy not in (Strategy.OSDP, Strategy.DDP)
+        )

@@ -20,12 +20,17 @@ PROFILE_VERSION = 5
 _WORK_SAMPLES = 2
 """Samples for which the work of segments is compared."""
 _SAME_WORK = 0.02
-"""Relative difference of work up to which segments count as equal: traces of a short and a long model may differ by a mask."""
+"""Relative difference of work up to which segments count as equal: traces of a short and a long model may differ by
+a mask.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentWork:
-    """Traced work for two samples. Attention, dropout or checkpointing change the work of segments with equal parameters."""
+    """Traced work for two samples.
+
+    Attention, dropout or checkpointing change the work of segments with equal parameters.
+    """
 
     forward_flops: float
     forward_bytes: float
@@ -43,7 +48,9 @@ class SegmentWork:
         )
 
     def difference(self, other: SegmentWork) -> float:
-        """Return the largest difference of the four numbers, FLOPs relative to all FLOPs, bytes relative to all bytes."""
+        """Return the largest difference of the four numbers, FLOPs relative to all FLOPs, bytes relative to all
+        bytes.
+        """
         highest = 0.0
         for names in (("forward_flops", "backward_flops"), ("forward_bytes", "backward_bytes")):
             mine, theirs = ([getattr(work, name) for name in names] for work in (self, other))
@@ -85,7 +92,12 @@ class SegmentTimes:
         """Return whether the segment is of this kind."""
         unit = description.units[segment.unit]
         mine = (self.class_name, self.parameter_shapes, self.sequence_length, self.compute_dtype)
-        theirs = (unit.class_name, tuple(p.shape for p in unit.parameters), description.sequence_length, description.compute_dtype)
+        theirs = (
+            unit.class_name,
+            tuple(p.shape for p in unit.parameters),
+            description.sequence_length,
+            description.compute_dtype,
+        )
         return mine == theirs and self.work.difference(SegmentWork.of(segment)) <= _SAME_WORK
 
     def linear(self, phase: str) -> Affine:
@@ -141,9 +153,13 @@ class Profile:
         def invalid(problem: str) -> ProfileError:
             return ProfileError(f"{source} is not a valid profile: {problem}.")
 
-        data = parse_json(text, lambda problem: ProfileError(f"{source} {problem}. Profile again, or name another file."))
+        data = parse_json(
+            text, lambda problem: ProfileError(f"{source} {problem}. Profile again, or name another file.")
+        )
         if isinstance(data, dict) and isinstance(version := data.get("version"), int) and version != PROFILE_VERSION:
-            raise ProfileError(f"{source} has version {version}; this hf_osdp reads version {PROFILE_VERSION}. Profile again.")
+            raise ProfileError(
+                f"{source} has version {version}; this hf_osdp reads version {PROFILE_VERSION}. Profile again."
+            )
         return validated(cls, data, invalid)
 
     @classmethod
@@ -155,15 +171,18 @@ class Profile:
 def with_block_times(description: ModelDescription, profile: Profile) -> ModelDescription:
     """Return the description with measured times instead of the roofline; unchanged if the profile has no blocks.
 
-    A segment takes the times of the measured segment with the same class, parameter shapes, sequence length and compute dtype, and the
-    nearest work, at most 2 % apart. All segments must be measured, because measured and roofline times have different scales.
+    A segment takes the times of the measured segment with the same class, parameter shapes, sequence length and
+    compute dtype, and the nearest work, at most 2 % apart. All segments must be measured, because measured and
+    roofline times have different scales.
 
     Raises:
         ProfileError: the profile has blocks, but not all blocks of this model.
     """
     if not profile.segments:
         return description
-    return replace(description, segments=tuple(_timed(segment, description, profile) for segment in description.segments))
+    return replace(
+        description, segments=tuple(_timed(segment, description, profile) for segment in description.segments)
+    )
 
 
 def _timed(segment: Segment, description: ModelDescription, profile: Profile) -> Segment:
@@ -178,14 +197,20 @@ def _timed(segment: Segment, description: ModelDescription, profile: Profile) ->
         return replace(phase, seconds=seconds, operators=Affine())  # measured seconds include dispatch
 
     def again(costs: Segment) -> Segment:
-        """Return the costs of a recomputed segment: backward adds the share of forward's time that runs again, by its work."""
+        """Return the costs of a recomputed segment: backward adds the share of forward's time that runs again, by
+        its work.
+        """
         phases = (costs.backward, segment.backward, segment.recomputed[0].costs.backward)
         partly, none, whole = (phase_affine(phase, description, profile.hardware)(samples) for phase in phases)
         share = max(0.0, (partly - none) / (whole - none)) if whole > none else 1.0
         backward_s = backward.plus(forward.scaled(share, constants=True))
         issued = costs.forward.operators(1) - segment.forward.operators(1)  # operators that save and replay outputs
-        modes = Affine(constant=0.0 if profile.hardware.backend.overlaps else issued * profile.hardware.device.operator_s)
-        return replace(costs, forward=measured(costs.forward, forward.plus(modes)), backward=measured(costs.backward, backward_s))
+        modes = Affine(
+            constant=0.0 if profile.hardware.backend.overlaps else issued * profile.hardware.device.operator_s
+        )
+        return replace(
+            costs, forward=measured(costs.forward, forward.plus(modes)), backward=measured(costs.backward, backward_s)
+        )
 
     return replace(
         segment,
@@ -198,10 +223,13 @@ def _timed(segment: Segment, description: ModelDescription, profile: Profile) ->
 def _mismatch(segment: Segment, description: ModelDescription, profile: Profile) -> str:
     unit, length, dtype = description.units[segment.unit], description.sequence_length, description.compute_dtype
     had = {(times.class_name, times.sequence_length, times.compute_dtype) for times in profile.segments}
-    there = "it has times for " + ", ".join(f"{name} at {tokens} tokens in {of.value}" for name, tokens, of in sorted(had))
+    there = "it has times for " + ", ".join(
+        f"{name} at {tokens} tokens in {of.value}" for name, tokens, of in sorted(had)
+    )
     if (unit.class_name, length, dtype) in had:
         there = "its segments of that class have other parameter shapes, attention, dropout or checkpointing"
     return (
-        f"The profile has no times for {unit.class_name} {unit.label!r} at {length} tokens in {dtype.value}; {there}. Profile this model,"
+        f"The profile has no times for {unit.class_name} {unit.label!r} at {length} tokens in {dtype.value}; {there}."
+        " Profile this model,"
         " or plan with the profile's hardware alone."
     )

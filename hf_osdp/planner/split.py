@@ -1,4 +1,6 @@
-"""Splits of a model before its units are found: operator units inside blocks, operators in slices, the loss in pieces."""
+"""Splits of a model before its units are found: operator units inside blocks, operators in slices, the loss in
+pieces.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,25 @@ class OperatorSplit:
     """One operator in slices, which are gathered and used one after the other."""
 
     fqn: str
-    """Name of the module in `named_modules`, such as `transformer.h.0.mlp.c_fc`. The vocabulary projection has its head's name, `lm_head`,
-    also if it shares the embedding's weight."""
+    """Name of the module in `named_modules`, such as `transformer.h.0.mlp.c_fc`. The vocabulary projection has its
+    head's name, `lm_head`, also if it shares the embedding's weight."""
     slices: int
     """Number of slices; it need not divide the output features."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fqn, str) or not self.fqn or any(not part or part != part.strip() for part in self.fqn.split(".")):
-            raise ValueError(f"fqn={self.fqn!r} is not a module's name; use a name of named_modules(), such as 'lm_head'.")
+        if (
+            not isinstance(self.fqn, str)
+            or not self.fqn
+            or any(not part or part != part.strip() for part in self.fqn.split("."))
+        ):
+            raise ValueError(
+                f"fqn={self.fqn!r} is not a module's name; use a name of named_modules(), such as 'lm_head'."
+            )
         if type(self.slices) is not int or self.slices < 2:
-            raise ValueError(f"slices={self.slices!r} for {self.fqn!r} must be at least 2; leave the split out to keep the operator whole.")
+            raise ValueError(
+                f"slices={self.slices!r} for {self.fqn!r} must be at least 2; leave the split out to keep the operator"
+                " whole."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +45,9 @@ class ModelSplit:
     sliced: tuple[OperatorSplit, ...] = ()
     """Operators in slices, in any order; each slice becomes a unit."""
     loss_pieces: int = 1
-    """Number of pieces of the tokens in which vocabulary projection and loss are computed; 1 computes all tokens at once."""
+    """Number of pieces of the tokens in which vocabulary projection and loss are computed; 1 computes all tokens at
+    once.
+    """
 
     def __post_init__(self) -> None:
         if not isinstance(self.operators, bool):
@@ -42,7 +55,9 @@ class ModelSplit:
         if not isinstance(self.sliced, tuple) or not all(isinstance(split, OperatorSplit) for split in self.sliced):
             raise ValueError(f"sliced={self.sliced!r} must be a tuple of OperatorSplit.")
         if type(self.loss_pieces) is not int or not 1 <= self.loss_pieces <= _MOST_PIECES:
-            raise ValueError(f"loss_pieces={self.loss_pieces!r} must be from 1 to {_MOST_PIECES}; 1 leaves the loss whole.")
+            raise ValueError(
+                f"loss_pieces={self.loss_pieces!r} must be from 1 to {_MOST_PIECES}; 1 leaves the loss whole."
+            )
         names = [split.fqn for split in self.sliced]
         if len(set(names)) < len(names):
             name, times = Counter(names).most_common(1)[0]

@@ -2,8 +2,9 @@
 
     bf16    rounded to bfloat16
     int8    codes of 8 bits, with a float32 scale for each block of 256 (ZeRO++, arXiv 2306.10209)
-    int4    codes of 4 bits with a scale for each block of 128; a Hadamard matrix rotates each 32 values before they are rounded, so that
-            one large value does not reduce the precision of the others (SDP4Bit, arXiv 2410.15526); only for gradients
+    int4    codes of 4 bits with a scale for each block of 128; a Hadamard matrix rotates each 32 values before they
+            are rounded, so that one large value does not reduce the precision of the others (SDP4Bit, arXiv
+            2410.15526); only for gradients
 
 Rounding is to the nearest, without random numbers, so that a resumed run sends the same values.
 """
@@ -39,7 +40,9 @@ class WireFormat(str, Enum):
 
     @property
     def for_parameters(self) -> bool:
-        """Whether parameters may be sent in this format: errors of parameters do not average out over steps, those of gradients do."""
+        """Whether parameters may be sent in this format: errors of parameters do not average out over steps, those
+        of gradients do.
+        """
         return self is not WireFormat.INT4
 
     @property

@@ -54,14 +54,20 @@ class _CachedDescription:
 
 
 def describe_once(model: nn.Module, **options: Any) -> ModelDescription:
-    """Describe a transformers model, or return the cached description of the same model, made by the same code and versions.
+    """Describe a transformers model, or return the cached description of the same model, made by the same code and
+    versions.
 
-    Files are stored in `OSDP_CACHE` (else in `hf_osdp` under `HF_HOME`, else under `~/.cache/huggingface`); the oldest are deleted first.
-    `OSDP_CACHE=0` switches the cache off. Descriptions with `inputs`, `loss` or modules of other packages are not cached.
+    Files are stored in `OSDP_CACHE` (else in `hf_osdp` under `HF_HOME`, else under `~/.cache/huggingface`); the oldest
+    are deleted first. `OSDP_CACHE=0` switches the cache off. Descriptions with `inputs`, `loss` or modules of other
+    packages are not cached.
     """
     folder = cache_folder()
     own_code = options.get("inputs") is not None or options.get("loss") is not None or not hasattr(model, "config")
-    if folder is None or own_code or any(type(module).__module__.partition(".")[0] not in _KNOWN_PACKAGES for module in model.modules()):
+    if (
+        folder is None
+        or own_code
+        or any(type(module).__module__.partition(".")[0] not in _KNOWN_PACKAGES for module in model.modules())
+    ):
         return describe(model, **options)
     path = folder / f"{_key(model, options)}.json"
     if (cached := _read(path, _CachedDescription)) is not None:
@@ -102,11 +108,14 @@ def cache_folder() -> Path | None:
 
 def _key(model: Any, options: Mapping[str, Any]) -> str:  # noqa: ANN401  (a module with a configuration)
     content = (
-        code_hash(), sorted((name, repr(value)) for name, value in options.items()), model.config.to_json_string(use_diff=False),
-        getattr(model.config, "_attn_implementation", None), getattr(model.config, "_experts_implementation", None), model.training,
+        code_hash(), sorted((name, repr(value)) for name, value in options.items()),
+        model.config.to_json_string(use_diff=False),
+        getattr(model.config, "_attn_implementation", None), getattr(model.config, "_experts_implementation", None),
+        model.training,
         capability_here(), variable("TORCHDYNAMO_DISABLE"),
         [(name, type(module).__qualname__) for name, module in model.named_modules()],
-        [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)],
+        [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name,
+         p in model.named_parameters(remove_duplicate=False)],
     )  # fmt: skip
     return hashlib.sha256(repr(content).encode()).hexdigest()[:32]
 
@@ -115,16 +124,20 @@ def _key(model: Any, options: Mapping[str, Any]) -> str:  # noqa: ANN401  (a mod
 def code_hash() -> str:
     """Return a hash of this package's code and of the versions on which cached results depend."""
     peft = version("peft") if find_spec("peft") else ""
-    digest = hashlib.sha256(f"{platform.python_version()} {torch.__version__} {transformers.__version__} {peft}".encode())
+    digest = hashlib.sha256(
+        f"{platform.python_version()} {torch.__version__} {transformers.__version__} {peft}".encode()
+    )
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
 def measured_once(*, device_type: str, seconds: float) -> Hardware:
-    """Measure the machine by `measure_hardware`, or return what was measured on the same machine within the last day. Collective.
+    """Measure the machine by `measure_hardware`, or return what was measured on the same machine within the last day.
+    Collective.
 
-    Memory sizes are always read anew. Rank 0 has the file. A measurement on a machine with a load above its cores is not cached.
+    Memory sizes are always read anew. Rank 0 has the file. A measurement on a machine with a load above its cores is
+    not cached.
     """
     device = measuring_device(device_type)
     ranks = all_gather_objects((platform.node(), device_name(device), usable_cores()))

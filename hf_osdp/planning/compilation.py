@@ -11,8 +11,9 @@ from ..quantities import format_seconds
 from .problem import FoundPlan
 
 _COMPILE_S = {"cuda": 6.0, "cpu": 45.0}
-"""Seconds to compile forward and backward of a block class with one kind of recomputation, nothing cached. CUDA: 2 to 3 s for forward of
-Llama with 1B to 13B parameters (Accelerate's benchmarks/torch.compile), the same assumed for backward. CPU: measured (docs/compiled.md)."""
+"""Seconds to compile forward and backward of a block class with one kind of recomputation, nothing cached. CUDA: 2 to
+3 s for forward of Llama with 1B to 13B parameters (Accelerate's benchmarks/torch.compile), the same assumed for
+backward. CPU: measured (docs/compiled.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +38,19 @@ class Compilation:
 
     def line(self, *, compiles: bool) -> str:
         """Return one line for the user, with advice if the plan compiles without a gain."""
-        text = f"By the estimate, compiled blocks make a step {self.eager_step_s / self.step_s:.2f} times as fast as eager blocks"
+        text = f"By the estimate, compiled blocks make a step {self.eager_step_s / self.step_s:.2f} times as fast as eager blocks"  # noqa: E501
         if self.too_short and self.step_s < self.eager_step_s:
             saved = (self.steps or 0) * (self.eager_step_s - self.step_s)
-            text += f", which saves {format_seconds(saved)} in {self.steps:,} steps; compiling takes about {format_seconds(self.compile_s)}"
+            text += f", which saves {format_seconds(saved)} in {self.steps:,} steps; compiling takes about {format_seconds(self.compile_s)}"  # noqa: E501
         if compiles:
             return f"{text}." if self.pays else f"{text}. Leave compilation out."
         return f"{text}. Blocks run eager; compile=True compiles them anyway."
 
 
 def weigh(found: FoundPlan, steps: int | None) -> Compilation | None:
-    """Compare a plan with compiled blocks with the best plan without; return None if no eager plan fits or can be estimated."""
+    """Compare a plan with compiled blocks with the best plan without; return None if no eager plan fits or can be
+    estimated.
+    """
     plan, problem = found.plan, found.problem
     if found.eager is None:
         return None
@@ -56,7 +59,11 @@ def weigh(found: FoundPlan, steps: int | None) -> Compilation | None:
     except InfeasibleError:
         return None
     pairs = zip(problem.description.units, plan.units, strict=True)
-    kinds = {(unit.class_name, decision.activations.recomputation) for unit, decision in pairs if unit.class_name in plan.compiled_classes}
+    kinds = {
+        (unit.class_name, decision.activations.recomputation)
+        for unit, decision in pairs
+        if unit.class_name in plan.compiled_classes
+    }
     compile_s = len(kinds) * _COMPILE_S["cpu" if problem.hardware.backend is Backend.GLOO else "cuda"]
     assert plan.step_s is not None
     return Compilation(eager_step_s=eager_step_s, step_s=plan.step_s, compile_s=compile_s, steps=steps)

@@ -62,7 +62,9 @@ class RunFacts:
     reads_loss_alone: bool = False
     """In training, the loop gives labels to forward and reads only the loss from its outputs."""
     cpu_offload: bool = False
-    """Keep every unit's parameters, gradients and optimizer states in the host's memory; False leaves that to the plan."""
+    """Keep every unit's parameters, gradients and optimizer states in the host's memory; False leaves that to the
+    plan.
+    """
     steps: int | None = None
     """Optimizer steps of the run; None if unknown."""
     trains: bool = True
@@ -88,17 +90,23 @@ class RunFacts:
 
 def check_whole(plan: Plan, description: ModelDescription, optimizer: OptimizerSpec) -> None:
     """Refuse a given plan that shards, slices or offloads parameters or operators that the optimizer needs whole."""
-    decisions = [plan.decision(unit.fqn) for unit in description.units if unit.trainable_numel and optimizer.looks_at_whole]
+    decisions = [
+        plan.decision(unit.fqn) for unit in description.units if unit.trainable_numel and optimizer.looks_at_whole
+    ]
     sharded = (d.label for d in decisions if d.on_host or (d.shard_size > 1 and optimizer.needs_whole))
     problem = next((f"has {label} sharded or on the host" for label in sharded), None)
     if problem or (plan.split.sliced and not optimizer.takes_slices):
         problem = problem or "cuts operators in slices"
         needed = "parameters" if optimizer.looks_at_whole else "operators"
-        raise PlanError(f"{optimizer.name} needs whole {needed}, and the plan {problem}; plan again for it, or use AdamW.")
+        raise PlanError(
+            f"{optimizer.name} needs whole {needed}, and the plan {problem}; plan again for it, or use AdamW."
+        )
 
 
 def check_communication(plan: Plan, allowed: WireFormat | None) -> None:
-    """Refuse a given plan that sends a coarser format than the user allows, since that changes the rounding of training."""
+    """Refuse a given plan that sends a coarser format than the user allows, since that changes the rounding of
+    training.
+    """
     sent = plan.communication
     if sent not in (EXACT, *formats_up_to(allowed)):
         option = EXACT if allowed is None else allowed.value
@@ -109,18 +117,22 @@ def check_communication(plan: Plan, allowed: WireFormat | None) -> None:
 
 
 def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
-    """Return the job to search for, with the decisions that the user made; raise ValueError if options or sizes contradict each other."""
+    """Return the job to search for, with the decisions that the user made; raise ValueError if options or sizes
+    contradict each other.
+    """
     assert config.global_batch_size is not None
     host_offload, offload_optimizer = facts.offloads_all or config.host_offload, config.offload_optimizer
     problem = None
     if facts.optimizer.is_quantized and (host_offload or offload_optimizer):
-        problem = f"States on the host are plain tensors, and {facts.optimizer.name}'s are quantized; leave the offload out, or use AdamW."
+        problem = f"States on the host are plain tensors, and {facts.optimizer.name}'s are quantized; leave the offload out, or use AdamW."  # noqa: E501
     elif facts.optimizer.looks_at_whole and host_offload:
         name = facts.optimizer.name
-        problem = f"{name} needs whole parameters at once, which host and device do not have; leave host_offload out, or use AdamW."
+        problem = f"{name} needs whole parameters at once, which host and device do not have; leave host_offload out, or use AdamW."  # noqa: E501
     elif facts.against_unit_steps and offload_optimizer:
         problem = f"offload_optimizer=True, but {facts.against_unit_steps}; leave it out, or use AdamW."
-    useless = next((f"{name}={value}" for name, value in _IGNORED_WITH_CHECKPOINTING if getattr(config, name) is value), None)
+    useless = next(
+        (f"{name}={value}" for name, value in _IGNORED_WITH_CHECKPOINTING if getattr(config, name) is value), None
+    )
     if facts.activation_checkpointing and useless:
         problem = f"{useless} has no effect with activation checkpointing of all blocks; leave one of the two out."
     if problem is not None:
@@ -144,10 +156,13 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
 
 
 def check_limit(limit_bytes: int, device: DeviceSpec, *, given: str) -> int:
-    """Return the limit if the device has as much memory; else raise ValueError with the limit as it was `given`: `memory_limit='8GiB'`."""
+    """Return the limit if the device has as much memory; else raise ValueError with the limit as it was `given`:
+    `memory_limit='8GiB'`.
+    """
     if limit_bytes <= (total := device.memory_bytes):
         return limit_bytes
     raise ValueError(
-        f"{given} is more than the {format_bytes(total)} of {device.name}; use at most {total // 2**20}MiB, or leave it out for all of"
+        f"{given} is more than the {format_bytes(total)} of {device.name}; use at most {total // 2**20}MiB, or leave"
+        " it out for all of"
         " them."
     )

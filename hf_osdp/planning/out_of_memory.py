@@ -1,4 +1,6 @@
-"""Out of memory in spite of the plan: report where, by how much, and a safer plan; with `on_oom="replan"`, restart with that plan."""
+"""Out of memory in spite of the plan: report where, by how much, and a safer plan; with `on_oom="replan"`, restart
+with that plan.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,18 @@ from ..sharding.environment import parameter_groups
 from .recalibrate import estimated
 
 _MIN_REDUCTION = 0.05
-"""The limit is lowered by at least this share: with fragmentation, or other processes on the device, the observed peak is too low."""
-_HOST_SIGNS = ("defaultcpuallocator: can't allocate memory", "error code 12 (cannot allocate memory)")  # c10/core/impl/alloc_cpu.cpp
+"""The limit is lowered by at least this share: with fragmentation, or other processes on the device, the observed
+peak is too low.
+"""
+_HOST_SIGNS = (
+    "defaultcpuallocator: can't allocate memory",
+    "error code 12 (cannot allocate memory)",
+)  # c10/core/impl/alloc_cpu.cpp
 _DEVICE_SIGNS = (
-    "cuda out of memory",  # c10/cuda/CUDACachingAllocator.cpp; DataParallel raises it again as a RuntimeError (torch/_utils.py)
-    "cuda error: out of memory",  # cudaErrorMemoryAllocation, c10/cuda/CUDAException.cpp: AcceleratorError since 2.8, RuntimeError before
+    # c10/cuda/CUDACachingAllocator.cpp; DataParallel raises it again as a RuntimeError (torch/_utils.py)
+    "cuda out of memory",
+    # cudaErrorMemoryAllocation, c10/cuda/CUDAException.cpp: AcceleratorError since 2.8, RuntimeError before
+    "cuda error: out of memory",
     "_status_alloc_failed",  # of cuBLAS, cuSOLVER, cuSPARSE and cuDNN: aten/src/ATen/cuda/Exceptions.h
     "cudnn_status_internal_error_device_allocation_failed",  # cuDNN 9
     "failed to cuda calloc",  # NCCL src/include/alloc.h, under "unhandled cuda error"
@@ -76,7 +85,9 @@ def place_of(error: BaseException, model: nn.Module, units: Sequence[UnitDescrip
     by_name = modules_by_name(model)
     by_fqn = {name: unit.label for unit in units for name in (unit.fqn, *unit.module_names)}
     labels = {id(by_name[name]): unit.label for unit in units for name in unit.module_names}
-    frames = [(frame, frame.f_code.co_filename.replace("\\", "/")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    frames = [
+        (frame, frame.f_code.co_filename.replace("\\", "/")) for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
     in_backward = any(_AUTOGRAD_FILE in file for _, file in frames)
     for frame, file in reversed(frames):
         owner = frame.f_locals.get("self")
@@ -90,7 +101,9 @@ def place_of(error: BaseException, model: nn.Module, units: Sequence[UnitDescrip
             return "the optimizer's step"
     if not in_backward:
         return "code between model and optimizer"
-    begun = [m for m in model.modules() if any(g._training_state is TrainingState.PRE_BACKWARD for g in parameter_groups(m))]
+    begun = [
+        m for m in model.modules() if any(g._training_state is TrainingState.PRE_BACKWARD for g in parameter_groups(m))
+    ]
     blocks = {id(by_name[name]) for unit in units if unit.span is GatherSpan.USE for name in unit.module_names}
     running = [labels[id(m)] for m in begun if id(m) in blocks]  # other units are in backward until the step ends
     return f"backward of {running[-1]}" if running else "backward"
@@ -99,8 +112,9 @@ def place_of(error: BaseException, model: nn.Module, units: Sequence[UnitDescrip
 def safer_limit(problem: PlanningProblem, plan: Plan, needed_bytes: int | None) -> int:
     """Return the limit to plan under after a plan that needed more than its estimate.
 
-    Lower the limit by what the plan needed above its estimate, by at least a twentieth, and so far that the plan itself no longer fits:
-    limit' = min(limit - max(needed - estimate, limit / 20), estimate - estimate / 20). `needed_bytes` is None if it is unknown.
+    Lower the limit by what the plan needed above its estimate, by at least a twentieth, and so far that the plan
+    itself no longer fits: limit' = min(limit - max(needed - estimate, limit / 20), estimate - estimate / 20).
+    `needed_bytes` is None if it is unknown.
     """
     limit, estimate = problem.memory_limit_bytes, plan.peak_bytes or problem.memory_limit_bytes
     over = max((needed_bytes or 0) - estimate, int(limit * _MIN_REDUCTION))
@@ -114,7 +128,9 @@ class OutOfMemoryHandler:
         self, model: nn.Module, plan: Plan, units: Sequence[UnitDescription],
         *, problem: PlanningProblem | None, on_oom: str, device: torch.device,
     ) -> None:  # fmt: skip
-        """Take the model under its plan, and the planning problem that the plan solves; None for a plan that the user gave."""
+        """Take the model under its plan, and the planning problem that the plan solves; None for a plan that the
+        user gave.
+        """
         self._model, self._plan, self._units = model, plan, tuple(units)
         self._problem, self._replans, self._device = problem, on_oom == "replan", device
 
@@ -128,7 +144,9 @@ class OutOfMemoryHandler:
             raise
 
     def handle(self, error: BaseException) -> None:
-        """Put an explanation into an out-of-memory error's message, once; record the next plan's limit if a launcher restarts all ranks."""
+        """Put an explanation into an out-of-memory error's message, once; record the next plan's limit if a
+        launcher restarts all ranks.
+        """
         if not is_out_of_memory(error) or hasattr(error, "explained_by_osdp"):
             return
         original = " ".join(str(error).split())
@@ -158,7 +176,9 @@ class OutOfMemoryHandler:
                 " offload_activations=False, or a machine or container with more memory."
             ), None
         requested, allocated = _bytes_in(_REQUESTED, str(error)), self._allocated(str(error))
-        seen = "the allocated bytes are not known" + (f", {format_bytes(requested)} were requested" if requested else "")
+        seen = "the allocated bytes are not known" + (
+            f", {format_bytes(requested)} were requested" if requested else ""
+        )
         if allocated is not None:
             seen = f"{format_bytes(allocated)} were allocated and {format_bytes(requested or 0)} more requested"
         peak = "an unknown amount" if self._plan.peak_bytes is None else format_bytes(self._plan.peak_bytes)
@@ -170,10 +190,17 @@ class OutOfMemoryHandler:
         try:
             safer = search(replace(problem, memory_limit_bytes=limit_bytes)).plan
         except InfeasibleError as infeasible:
-            return f"{text} No plan needs as little as {format_bytes(limit_bytes)}; use {'; or '.join(infeasible.remedies)}.", None
+            return (
+                (
+                    f"{text} No plan needs as little as {format_bytes(limit_bytes)}; use"
+                    f" {'; or '.join(infeasible.remedies)}."
+                ),
+                None,
+            )
         return (
             f"{text} The next plan, for memory_limit={limit_bytes}, needs {format_bytes(safer.peak_bytes or 0)} and"
-            f" {format_seconds(safer.step_s or 0.0)} a step instead of {format_seconds(estimated(problem, self._plan).time.step_s)}."
+            f" {format_seconds(safer.step_s or 0.0)} a step instead of"
+            f" {format_seconds(estimated(problem, self._plan).time.step_s)}."
         ), limit_bytes
 
     def _allocated(self, text: str) -> int | None:

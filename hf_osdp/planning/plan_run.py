@@ -55,7 +55,9 @@ class PlannedRun:
     planning_s: float = 0.0
     """Seconds for describing, measuring, searching and trying."""
     open_step_s: float | None = None
-    """Estimated seconds of a step if the planner decided about recomputation; None if it does, or without an estimate."""
+    """Estimated seconds of a step if the planner decided about recomputation; None if it does, or without an
+    estimate.
+    """
     compilation: Compilation | None = None
     """Estimated gain of compiled blocks, if requested; None if it was not or cannot be estimated."""
     rounds: tuple[Round, ...] = ()
@@ -80,7 +82,8 @@ class PlannedRun:
 
 
 def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
-    """Describe the model, measure the hardware, search on rank 0, and return the same plan, checked, on every process. Collective.
+    """Describe the model, measure the hardware, search on rank 0, and return the same plan, checked, on every process.
+    Collective.
 
     The model must not be sharded; its parameters may be on the meta device.
 
@@ -132,18 +135,27 @@ def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedR
     if rank() != 0:
         return run
     comparison = found.compared() if config.compare else None
-    return replace(run, search=estimated(problem, plan), comparison=comparison, open_step_s=None if rounds else _open_step_s(found))
+    return replace(
+        run,
+        search=estimated(problem, plan),
+        comparison=comparison,
+        open_step_s=None if rounds else _open_step_s(found),
+    )
 
 
 def _open_step_s(found: FoundPlan) -> float | None:
-    """Return the estimated seconds of a step if the planner decided what is recomputed; None if it does, or without an estimate."""
+    """Return the estimated seconds of a step if the planner decided what is recomputed; None if it does, or without
+    an estimate.
+    """
     config, facts, model = found.builder.config, found.builder.facts, found.builder.model
     if not (facts.trains and found.problem.description.recomputed_by_others) or config.profile is not None:
         return None  # the profile's block times include recomputation
     open_facts = replace(facts, activation_checkpointing=False)
     try:
         with without_checkpointing(model):
-            builder = ProblemBuilder(model, replace(config, recompute=None), open_facts, hardware=found.problem.hardware)
+            builder = ProblemBuilder(
+                model, replace(config, recompute=None), open_facts, hardware=found.problem.hardware
+            )
             return search(replace(builder.build(), memory_limit_bytes=found.problem.memory_limit_bytes)).time.step_s
     except (OSDPError, ValueError):  # the estimate is only advice
         return None
@@ -168,11 +180,13 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
     plan = plan_from_rank_zero(lambda: given if isinstance(given, Plan) else Plan.load(Path(given)))
     if facts.offloads_all and (on_device := sum(not unit.on_host for unit in plan.units)):
         raise PlanError(
-            f"cpu_offload moves every unit to the host, but the plan keeps {on_device} on the device; leave it out, or plan again."
+            f"cpu_offload moves every unit to the host, but the plan keeps {on_device} on the device; leave it out, or"
+            " plan again."
         )
     if facts.activation_checkpointing and any(unit.activations != Activations.SAVE for unit in plan.units):
         raise PlanError(
-            "The plan recomputes or offloads blocks, and activation checkpointing would recompute them too; switch it off, or plan again."
+            "The plan recomputes or offloads blocks, and activation checkpointing would recompute them too; switch it"
+            " off, or plan again."
         )
     check_communication(plan, config.wire)
     inputs = peak_bytes = None
@@ -189,28 +203,40 @@ def _given(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
     check_given_plan(plan, config, peak_bytes)
     here = find_topology().ranks_per_node
     if plan.devices_per_node not in (None, here) and rank() == 0:
-        _log.warning("The plan was made for %d devices per node, but this run has %d; plan again.", plan.devices_per_node, here)
+        _log.warning(
+            "The plan was made for %d devices per node, but this run has %d; plan again.", plan.devices_per_node, here
+        )
     if inputs is not None:
         return PlannedRun(plan=plan, units=inputs.description.units, inputs=inputs)
     low_precision = facts.precision.compute is not None
-    return PlannedRun(plan=plan, units=split_units(model, plan.split, config.block_classes, low_precision=low_precision))
+    return PlannedRun(
+        plan=plan, units=split_units(model, plan.split, config.block_classes, low_precision=low_precision)
+    )
 
 
 def check_given_plan(plan: Plan, config: OSDPConfig, peak_bytes: int | None = None) -> None:
-    """Raise PlanError if a plan contradicts the configuration or does not fit; `peak_bytes=None` uses the peak that the plan states."""
+    """Raise PlanError if a plan contradicts the configuration or does not fit; `peak_bytes=None` uses the peak that
+    the plan states.
+    """
     problem, reduces, limit = None, config.reduce_every_micro_step, config.memory_limit_bytes
     if config.global_batch_size not in (None, plan.global_batch_size):
-        problem = f"The plan takes {plan.global_batch_size} samples a step, but {config.global_batch_size} are asked for."
+        problem = (
+            f"The plan takes {plan.global_batch_size} samples a step, but {config.global_batch_size} are asked for."
+        )
     elif config.micro_batch_size not in (None, plan.micro_batch_size):
         problem = f"The plan runs {plan.micro_batch_size} samples at once, but batches hold {config.micro_batch_size}."
     elif reduces is not None and any(unit.reduce_every_micro_step is not reduces for unit in plan.units):
-        problem = f"The plan has units with reduce_every_micro_step={not reduces}, but the configuration says the opposite."
+        problem = (
+            f"The plan has units with reduce_every_micro_step={not reduces}, but the configuration says the opposite."
+        )
     elif (config.sequence_length or 0) > plan.sequence_length:
         problem = f"The plan is for {plan.sequence_length} tokens a sample, but samples have {config.sequence_length}."
     elif limit is not None:
         peak, shown = plan.peak_bytes if peak_bytes is None else peak_bytes, format_bytes(limit)
         if peak is None:
-            raise PlanError(f"The plan states no peak to compare with memory_limit={shown}. Plan again, or leave memory_limit out.")
+            raise PlanError(
+                f"The plan states no peak to compare with memory_limit={shown}. Plan again, or leave memory_limit out."
+            )
         if peak > limit:
             problem = f"The plan needs {format_bytes(peak)}, more than memory_limit={shown}."
     if problem is not None:
@@ -218,13 +244,19 @@ def check_given_plan(plan: Plan, config: OSDPConfig, peak_bytes: int | None = No
 
 
 def _check_options(config: OSDPConfig, facts: RunFacts) -> None:
-    """Refuse a precision that cannot run, options without effect in this run, and trials that would differ from the training."""
+    """Refuse a precision that cannot run, options without effect in this run, and trials that would differ from the
+    training.
+    """
     if facts.precision.compute is DType.FLOAT16 and facts.device_type == "cpu" and facts.world_size == 1:
-        raise ValueError("fp16 in a single process on the CPU is not supported; use bf16, or start two processes or more.")
+        raise ValueError(
+            "fp16 in a single process on the CPU is not supported; use bf16, or start two processes or more."
+        )
     if facts.cpu_offload and config.host_offload is False:
         raise ValueError("host_offload=False, but cpu_offload moves all states to the host; leave one of the two out.")
     if config.recalibrate and facts.loss is not None:
-        raise ValueError("recalibrate=True tries the model's own loss, but this trainer computes its own; leave recalibrate out.")
+        raise ValueError(
+            "recalibrate=True tries the model's own loss, but this trainer computes its own; leave recalibrate out."
+        )
     if config.recalibrate and not dist.is_initialized() and facts.precision.compute is not None:
         raise ValueError(
             f"recalibrate=True in one process without a process group cannot try {facts.precision.compute.value};"

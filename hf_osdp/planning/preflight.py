@@ -1,4 +1,6 @@
-"""Preflight checks of the model, the devices and the output folder, one function each, and the merged findings of all ranks."""
+"""Preflight checks of the model, the devices and the output folder, one function each, and the merged findings of
+all ranks.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ _MIN_SPEEDUP = 1.1
 _NATIVE_SHARE = 0.8
 """bf16 is native if its rate is at least this share of fp16's."""
 _FIXED_SEGMENTS_MARGIN = 0.2
-"""Largest share of a limit that is lost in gaps between tensors with segments that do not expand (docs/estimates.md)."""
+"""Largest share of a limit that is lost in gaps between tensors with segments that do not expand
+(docs/estimates.md).
+"""
 _SLACK_BYTES = 2**30
 """Bytes that driver, context and communicators may take in addition to the known amounts."""
 
@@ -86,7 +90,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Memory of a device now, as this process sees it. For the CPU it is the node's memory, which all ranks of the node share."""
+    """Memory of a device now, as this process sees it.
+
+    For the CPU it is the node's memory, which all ranks of the node share.
+    """
 
     name: str
     total_bytes: int
@@ -99,7 +106,9 @@ class DeviceMemory:
 
 def refuse_errors(findings: Iterable[Finding | None]) -> None:
     """Raise a PreflightError with all errors in one line, if there are any."""
-    if errors := [finding.message for finding in findings if finding is not None and finding.severity is Severity.ERROR]:
+    if errors := [
+        finding.message for finding in findings if finding is not None and finding.severity is Severity.ERROR
+    ]:
         raise PreflightError(" ".join(errors))
 
 
@@ -114,7 +123,8 @@ def whole_in_one_unit(units: Sequence[UnitDescription]) -> Finding | None:
     if 2 * largest.numel <= total or len(repeated) < 2:
         return None
     message = (
-        f"Unit {largest.label} ({largest.class_name}) holds {format_count(largest.numel)} of {format_count(total)} parameters, all"
+        f"Unit {largest.label} ({largest.class_name}) holds {format_count(largest.numel)} of {format_count(total)}"
+        " parameters, all"
         f" {len(repeated)} of {name} among them, and gathers them at once; set block_classes to the class of those."
     )
     return Finding(Check.BLOCKS, Severity.WARNING, message)
@@ -132,7 +142,9 @@ def unused_block_classes(requested: Sequence[str] | None, found: Sequence[str]) 
 
 
 def split_ties(model: nn.Module) -> Finding | None:
-    """Find weights that the configuration ties but the model holds twice: they would train separately, and loading keeps only one."""
+    """Find weights that the configuration ties but the model holds twice: they would train separately, and loading
+    keeps only one.
+    """
     base = without_adapters(model)
     try:
         ties = base.get_expanded_tied_weights_keys(all_submodels=True)  # type: ignore[operator]
@@ -142,7 +154,8 @@ def split_ties(model: nn.Module) -> Finding | None:
     for copy, source in ties.items():
         if copy in parameters and source in parameters and parameters[copy] is not parameters[source]:
             message = (
-                f"The configuration ties {copy} to {source}, but the model has two parameters: they would train separately, and a saved"
+                f"The configuration ties {copy} to {source}, but the model has two parameters: they would train"
+                " separately, and a saved"
                 " model is loaded with one of them. Call model.tie_weights(), or set config.tie_word_embeddings=False."
             )
             return Finding(Check.TIES, Severity.ERROR, message)
@@ -150,14 +163,18 @@ def split_ties(model: nn.Module) -> Finding | None:
 
 
 def no_masters(units: Sequence[UnitDescription], precision: Precision) -> Finding | None:
-    """Find trainable parameters in half precision without float32 masters: rounding then discards the optimizer's small updates."""
+    """Find trainable parameters in half precision without float32 masters: rounding then discards the optimizer's
+    small updates.
+    """
     names = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
     half = [p for unit in units for p in unit.parameters if p.requires_grad and p.dtype in names]
     if precision.compute is not None or not half:
         return None
     message = (
-        f"{format_count(sum(p.numel for p in half))} trainable parameters are in {half[0].dtype.value}, and with mixed_precision=no the"
-        f" optimizer loses small updates by rounding; use mixed_precision={names[half[0].dtype]}, or load the model in float32."
+        f"{format_count(sum(p.numel for p in half))} trainable parameters are in {half[0].dtype.value}, and with"
+        " mixed_precision=no the"
+        f" optimizer loses small updates by rounding; use mixed_precision={names[half[0].dtype]}, or load the model in"
+        " float32."
     )
     return Finding(Check.MASTERS, Severity.WARNING, message)
 
@@ -166,7 +183,7 @@ def nothing_to_train(model: nn.Module) -> Finding | None:
     parameters = list(model.parameters())
     if any(p.requires_grad for p in parameters):
         return None
-    message = f"All {len(parameters)} parameters are frozen: there is nothing to train; set requires_grad=True on some of them."
+    message = f"All {len(parameters)} parameters are frozen: there is nothing to train; set requires_grad=True on some of them."  # noqa: E501
     return Finding(Check.FROZEN, Severity.ERROR, message)
 
 
@@ -177,25 +194,32 @@ def frozen(units: Sequence[UnitDescription], *, in_optimizer: int = 0) -> Findin
     if not without_grad or len(without_grad) == len(parameters):
         return None
     count, total = (format_count(sum(p.numel for p in some)) for some in (without_grad, parameters))
-    message = f"{count} of {total} parameters are frozen, without gradients and optimizer states; to unfreeze any, plan again."
+    message = f"{count} of {total} parameters are frozen, without gradients and optimizer states; to unfreeze any, plan again."  # noqa: E501
     if in_optimizer:
         message += f" The optimizer received {in_optimizer} of them, which it does not update."
     return Finding(Check.FROZEN, Severity.NOTE, message)
 
 
 def fp16_for_bf16(precision: Precision, native_on: str | None) -> Finding | None:
-    """Find float16, which needs loss scaling, although bfloat16 is as fast; `native_on` is the name of a device with native bfloat16."""
+    """Find float16, which needs loss scaling, although bfloat16 is as fast; `native_on` is the name of a device
+    with native bfloat16.
+    """
     if native_on is None or precision.compute is not DType.FLOAT16:
         return None
     message = (
-        f"mixed_precision=fp16 scales the loss and skips steps that overflow, and {native_on} computes bf16 as fast; use"
+        f"mixed_precision=fp16 scales the loss and skips steps that overflow, and {native_on} computes bf16 as fast;"
+        " use"
         " mixed_precision=bf16, which needs neither."
     )
     return Finding(Check.FP16, Severity.WARNING, message)
 
 
-def slow_link(plan: Plan, hardware: Hardware | None, time: TimeEstimate | None, others: Sequence[StrategyResult] = ()) -> Finding | None:
-    """Find units whose gathers cross a link between nodes that makes every step wait; arguments are as in `KnownRun`."""
+def slow_link(
+    plan: Plan, hardware: Hardware | None, time: TimeEstimate | None, others: Sequence[StrategyResult] = ()
+) -> Finding | None:
+    """Find units whose gathers cross a link between nodes that makes every step wait; arguments are as in
+    `KnownRun`.
+    """
     if hardware is None or time is None or hardware.nodes == 1 or not time.step_s:
         return None
     crossing = sum(unit.shard_size > hardware.devices_per_node and not unit.two_stage for unit in plan.units)
@@ -211,7 +235,8 @@ def slow_link(plan: Plan, hardware: Hardware | None, time: TimeEstimate | None, 
         remedy = f"strategy={best.strategy} is estimated to be {gain:.1f} times as fast under the same limit"
     message = (
         f"{crossing} of {len(plan.units)} units are sharded across {hardware.nodes} nodes over"
-        f" {format_bytes(hardware.inter_node.bytes_per_s)}/s, and {100 * waiting:.0f} % of a step of {format_seconds(time.step_s)} waits"
+        f" {format_bytes(hardware.inter_node.bytes_per_s)}/s, and {100 * waiting:.0f} % of a step of"
+        f" {format_seconds(time.step_s)} waits"
         f" for communication; {remedy}."
     )
     return Finding(Check.LINKS, Severity.WARNING, message)
@@ -223,7 +248,8 @@ def fixed_segments(free_share: float) -> Finding | None:
         return None
     message = (
         "Torch's CUDA allocator has segments that do not expand, so gaps between tensors may take more than the free"
-        f" {free_share:.0%} of the limit; set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts, or"
+        f" {free_share:.0%} of the limit; set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts,"
+        " or"
         f" memory_margin={_FIXED_SEGMENTS_MARGIN}."
     )
     return Finding(Check.ALLOCATOR, Severity.WARNING, message)
@@ -235,7 +261,8 @@ def memory_now(memory: DeviceMemory, needed_bytes: int, communicators: int) -> F
     if needed > available:
         whose = f"The plan's {memory.sharing} ranks here need" if memory.sharing > 1 else "The plan needs"
         message = (
-            f"{whose} {format_bytes(needed)} on {memory.name}, but {format_bytes(available)} of {format_bytes(memory.total_bytes)} are"
+            f"{whose} {format_bytes(needed)} on {memory.name}, but {format_bytes(available)} of"
+            f" {format_bytes(memory.total_bytes)} are"
             " available now; end the processes that hold the rest, or plan again with a lower memory limit."
         )
         return Finding(Check.PROCESSES, Severity.WARNING if memory.name == "cpu" else Severity.ERROR, message)
@@ -244,18 +271,23 @@ def memory_now(memory: DeviceMemory, needed_bytes: int, communicators: int) -> F
     if memory.name == "cpu" or outside <= ours + _SLACK_BYTES:
         return None
     message = (
-        f"{format_bytes(outside)} of {memory.name} are held outside of this process's tensors, but CUDA and NCCL take only about"
-        f" {format_bytes(ours)}: other processes use it (nvidia-smi lists them) and may take more. End them, or choose another device"
+        f"{format_bytes(outside)} of {memory.name} are held outside of this process's tensors, but CUDA and NCCL take"
+        " only about"
+        f" {format_bytes(ours)}: other processes use it (nvidia-smi lists them) and may take more. End them, or choose"
+        " another device"
         " with CUDA_VISIBLE_DEVICES."
     )
     return Finding(Check.PROCESSES, Severity.WARNING, message)
 
 
-def checkpoint_bytes(units: Sequence[UnitDescription], optimizer: OptimizerSpec | None, *, adapters: bool = False) -> int:
-    """Return the bytes of one checkpoint, which do not depend on the plan: all parameters, and the states of the trained ones.
+def checkpoint_bytes(
+    units: Sequence[UnitDescription], optimizer: OptimizerSpec | None, *, adapters: bool = False
+) -> int:
+    """Return the bytes of one checkpoint, which do not depend on the plan: all parameters, and the states of the
+    trained ones.
 
-    `optimizer=None` counts weights only, `adapters` trained parameters only. Quantized states are saved in float32. Schedulers,
-    random states and the Trainer's state take only kilobytes and are not counted.
+    `optimizer=None` counts weights only, `adapters` trained parameters only. Quantized states are saved in float32.
+    Schedulers, random states and the Trainer's state take only kilobytes and are not counted.
     """
     parameters = [parameter for unit in units for parameter in unit.parameters]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -277,7 +309,10 @@ def not_writable(folder: RunFolder) -> Finding | None:
 
 
 def too_small(folder: RunFolder, units: Sequence[UnitDescription], optimizer: OptimizerSpec) -> Finding | None:
-    """Find that checkpoints do not fit on the disk, which needs room for one more than are kept. Quotas are not checked."""
+    """Find that checkpoints do not fit on the disk, which needs room for one more than are kept.
+
+    Quotas are not checked.
+    """
     size = checkpoint_bytes(units, optimizer if folder.saves and folder.states else None, adapters=folder.adapters)
     free = shutil.disk_usage(_nearest(folder)).free
     kept = 1 if folder.limit is None else folder.limit
@@ -292,7 +327,8 @@ def too_small(folder: RunFolder, units: Sequence[UnitDescription], optimizer: Op
         message = f"A checkpoint takes {format_bytes(size)}, but {has}; free some space, or give another folder."
     else:
         message = (
-            f"A checkpoint takes {format_bytes(size)}, and {has}: room for {free // size} of the {wanted} that will be stored at once; free"
+            f"A checkpoint takes {format_bytes(size)}, and {has}: room for {free // size} of the {wanted} that will be"
+            " stored at once; free"
             " some space, give another folder, or keep fewer with save_total_limit."
         )
     return Finding(Check.FOLDER, Severity.ERROR if folder.saves and free < size else Severity.WARNING, message)
@@ -329,7 +365,9 @@ class KnownRun:
 
 
 def check_run(known: KnownRun, model: nn.Module) -> tuple[Finding, ...]:
-    """Look up device memory and bfloat16 support, and return the findings of all ranks; raise PreflightError for errors. Collective."""
+    """Look up device memory and bfloat16 support, and return the findings of all ranks; raise PreflightError for
+    errors. Collective.
+    """
     device, device_type = None if known.hardware is None else known.hardware.device, known.facts.device_type
     return merged_findings(
         findings_of(
@@ -365,7 +403,10 @@ def findings_of(known: KnownRun) -> tuple[Finding, ...]:
 
 
 def merged_findings(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Return each finding of all ranks once, from the lowest rank that has it; every rank raises if one is an error. Collective."""
+    """Return each finding of all ranks once, from the lowest rank that has it; every rank raises if one is an error.
+
+    Collective.
+    """
     first: dict[tuple[Check, Severity], Finding] = {}
     for rank, found in enumerate(all_gather_objects(tuple(findings))):
         for finding in found:
@@ -381,7 +422,8 @@ def check_model(model: nn.Module, *, trains: bool = True) -> None:
 
 
 def device_memory(device_type: str, model: nn.Module | None = None) -> DeviceMemory | None:
-    """Return the memory of this rank's device now; None if the plan is for a device that this machine does not have. Collective.
+    """Return the memory of this rank's device now; None if the plan is for a device that this machine does not have.
+    Collective.
 
     On the CPU, each rank of the node is assumed to hold as many bytes of parameters as this process.
     """
@@ -391,14 +433,20 @@ def device_memory(device_type: str, model: nn.Module | None = None) -> DeviceMem
         device = own_gpu()
         free, total = torch.cuda.mem_get_info(device)
         name = f"{torch.cuda.get_device_name(device)} {device.index}"
-        return DeviceMemory(name=name, total_bytes=total, free_bytes=free, own_bytes=torch.cuda.memory_reserved(device))
+        return DeviceMemory(
+            name=name, total_bytes=total, free_bytes=free, own_bytes=torch.cuda.memory_reserved(device)
+        )
     memory, ranks = tightest(memory_limits()), find_topology().ranks_per_node
     held = sum(p.nbytes for p in (model.parameters() if model else ()) if p.device.type == "cpu")
-    return DeviceMemory(name="cpu", total_bytes=memory.total_bytes, free_bytes=memory.free_bytes, own_bytes=ranks * held, sharing=ranks)
+    return DeviceMemory(
+        name="cpu", total_bytes=memory.total_bytes, free_bytes=memory.free_bytes, own_bytes=ranks * held, sharing=ranks
+    )
 
 
 def bf16_on(device: DeviceSpec | None, device_type: str) -> str | None:
-    """Return the device's name if it computes bfloat16 as fast as float16, or has no float16; without rates, ask torch."""
+    """Return the device's name if it computes bfloat16 as fast as float16, or has no float16; without rates, ask
+    torch.
+    """
     if device is not None:
         bf16, fp16 = (device.flops_per_s.get(dtype) for dtype in (DType.BFLOAT16, DType.FLOAT16))
         is_native = bf16 is not None and (fp16 is None or bf16 >= _NATIVE_SHARE * fp16)

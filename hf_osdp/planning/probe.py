@@ -1,7 +1,8 @@
-"""Run a few real steps of a plan on a temporary copy of the model, to measure its memory and time before training starts.
+"""Run a few real steps of a plan on a temporary copy of the model, to measure its memory and time before training
+starts.
 
-No rank holds a second whole model: the copy is made and sharded on the meta device, and only then allocated. Weights are
-small random numbers; peak and time do not depend on them.
+No rank holds a second whole model: the copy is made and sharded on the meta device, and only then allocated. Weights
+are small random numbers; peak and time do not depend on them.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ class Trial:
 def probe(plan: Plan, trial: Trial, meshes: Meshes | None, *, timed_steps: int = TIMED_STEPS) -> Observation:
     """Run a plan for a few steps and return only the observation; the copy is freed. Collective.
 
-    Random number generators keep their states. On CUDA each rank first takes steps alone, with collectives that send nothing but
-    allocate the same memory, so that no other rank waits for a rank that runs out of memory. `timed_steps` (at least 1) steps are timed,
-    and as many more for their collectives. `meshes` is None without a process group.
+    Random number generators keep their states. On CUDA each rank first takes steps alone, with collectives that send
+    nothing but allocate the same memory, so that no other rank waits for a rank that runs out of memory. `timed_steps`
+    (at least 1) steps are timed, and as many more for their collectives. `meshes` is None without a process group.
     """
     find_topology()  # collective and cached; call it before ranks may fail one by one
     with random_states_kept([trial.device] if trial.device.type == "cuda" else []):
@@ -82,11 +83,17 @@ def _on_cuda(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int) 
     if over_ranks([failed])[0]:
         return Observation(steps=0, median_step_s=None, out_of_memory=True)
     seen = _observe(plan, trial, meshes, timed_steps)
-    return seen if seen.peak_bytes is None else replace(seen, peak_bytes=seen.peak_bytes - int(before), reserved_bytes=None)
+    return (
+        seen
+        if seen.peak_bytes is None
+        else replace(seen, peak_bytes=seen.peak_bytes - int(before), reserved_bytes=None)
+    )
 
 
 def _observe(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int, *, summed: bool = True) -> Observation:
-    """Measure steps on a copy that is freed on return; with `summed=False` return no figures, and communicate with no other rank."""
+    """Measure steps on a copy that is freed on return; with `summed=False` return no figures, and communicate with
+    no other rank.
+    """
     model = sharded_copy(plan, trial, meshes)
     optimizer = make_optimizer(model, trial.job.optimizer, plan, trial.units)
     batch = batch_on(trial.inputs, plan.micro_batch_size, trial.device)
@@ -119,7 +126,9 @@ def sharded_copy(plan: Plan, trial: Trial, meshes: Meshes | None) -> nn.Module:
 
 
 class SilentMeshes(Meshes):
-    """Meshes of the same shapes whose collectives send nothing: a rank can run alone, with the same allocations as among all ranks."""
+    """Meshes of the same shapes whose collectives send nothing: a rank can run alone, with the same allocations as
+    among all ranks.
+    """
 
     is_silent = True
 
@@ -130,7 +139,9 @@ class SilentMeshes(Meshes):
 
     def form(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """Make a mesh with the backend `fake`."""
-        return init_device_mesh(self.device_type, shape, mesh_dim_names=names, backend_override=dict.fromkeys(names, "fake"))
+        return init_device_mesh(
+            self.device_type, shape, mesh_dim_names=names, backend_override=dict.fromkeys(names, "fake")
+        )
 
     def close(self) -> None:
         """Destroy the process groups. Collective."""

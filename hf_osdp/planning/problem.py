@@ -1,4 +1,7 @@
-"""Build a planning problem from a model, a configuration and the run's facts, and search it. All plans of runs are found here."""
+"""Build a planning problem from a model, a configuration and the run's facts, and search it.
+
+All plans of runs are found here.
+"""
 
 from __future__ import annotations
 
@@ -61,27 +64,38 @@ class FoundPlan:
         return self.builder.eager if self.whole.compiled_classes and not self.builder.is_timed else None
 
     def compared(self, *, compiles: bool = False) -> tuple[StrategyResult, ...]:
-        """Return every strategy at its own best batch, OSDP first; `compiles` also compares with compiled blocks, which takes seconds."""
+        """Return every strategy at its own best batch, OSDP first; `compiles` also compares with compiled blocks,
+        which takes seconds.
+        """
         other = self._compiled() if compiles and not self.whole.compiled_classes else self.eager
-        return compare_strategies(replace(self.problem, description=self.whole), split=self.problem.description, other=other)
+        return compare_strategies(
+            replace(self.problem, description=self.whole), split=self.problem.description, other=other
+        )
 
     def _compiled(self) -> ModelDescription | None:
-        """Return the whole model with compiled blocks, at its best plan's batch; None if no block compiles, or times were measured."""
+        """Return the whole model with compiled blocks, at its best plan's batch; None if no block compiles, or
+        times were measured.
+        """
         builder = self.builder
         if builder.is_timed:
             return None
         config = replace(builder.config, compile=True, operator_splitting=False)
-        whole = ProblemBuilder(builder.model, config, builder.facts, hardware=builder.hardware, trace=builder.trace).find().whole
+        whole = (
+            ProblemBuilder(builder.model, config, builder.facts, hardware=builder.hardware, trace=builder.trace)
+            .find()
+            .whole
+        )
         return whole if whole.compiled_classes else None
 
 
 def find_plan(
     model: nn.Module, config: OSDPConfig, facts: RunFacts, *, hardware: Hardware | None = None, trace: Trace = describe
 ) -> FoundPlan:
-    """Search on rank 0 for the run's fastest plan that fits. Collective; arguments and errors are those of `ProblemBuilder`.
+    """Search on rank 0 for the run's fastest plan that fits. Collective; arguments and errors are those of
+    `ProblemBuilder`.
 
-    A single process can run under autocast without FSDP2 if all units stay on the device; that is tried first. Units on the host need
-    FSDP2 and its mixed precision.
+    A single process can run under autocast without FSDP2 if all units stay on the device; that is tried first. Units
+    on the host need FSDP2 and its mixed precision.
     """
     builder = partial(ProblemBuilder, model, hardware=hardware, trace=trace)
     if facts.precision.autocast and not (facts.offloads_all or config.host_offload):
@@ -92,15 +106,25 @@ def find_plan(
 
 
 class ProblemBuilder:
-    """Build planning problems of one model: hardware, job and limit once, a description for each way to split the model."""
+    """Build planning problems of one model: hardware, job and limit once, a description for each way to split the
+    model.
+    """
 
     def __init__(
-        self, model: nn.Module, config: OSDPConfig, facts: RunFacts, *, hardware: Hardware | None = None, trace: Trace = describe
+        self,
+        model: nn.Module,
+        config: OSDPConfig,
+        facts: RunFacts,
+        *,
+        hardware: Hardware | None = None,
+        trace: Trace = describe,
     ) -> None:
-        """Find out job, limit and hardware; for `hardware=None` use the configuration's, or measure this machine. Collective if None.
+        """Find out job, limit and hardware; for `hardware=None` use the configuration's, or measure this machine.
+        Collective if None.
 
-        `trace` is `describe`, or a cache of it. Raise HardwareError if offload needs a host that the hardware does not describe,
-        ProfileError if the profile cannot be read, ValueError if sizes, limit and hardware contradict each other.
+        `trace` is `describe`, or a cache of it. Raise HardwareError if offload needs a host that the hardware does not
+        describe, ProfileError if the profile cannot be read, ValueError if sizes, limit and hardware contradict each
+        other.
         """
         self.model, self.config, self.facts, self.trace = model, config, facts, trace
         self._describe = cache(Describer(model, config, facts, trace).describe)
@@ -118,8 +142,12 @@ class ProblemBuilder:
         limit = check_limit(limit, hardware.device, given=f"memory_limit={config.memory_limit!r}")
         self.limit_bytes = limit_after_oom(limit) if after_oom else limit
 
-    def build(self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int = TRACED_MICRO_BATCH) -> PlanningProblem:
-        """Return the problem of the model with a split, compiled at this micro-batch size; raise DescriptionError or ProfileError."""
+    def build(
+        self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int = TRACED_MICRO_BATCH
+    ) -> PlanningProblem:
+        """Return the problem of the model with a split, compiled at this micro-batch size; raise DescriptionError
+        or ProfileError.
+        """
         description = self._describe(split, micro_batch_size=micro_batch_size)
         if self._profile is not None and split.is_none:
             description = with_block_times(description, self._profile)
@@ -152,12 +180,16 @@ class ProblemBuilder:
             return found(outcome=error)
 
     def _best_split(self, whole: PlanningProblem, micro_batch_size: int) -> ModelSplit:
-        """Return the split with which the model trains fastest, or none; a model with block times from a profile is not split."""
+        """Return the split with which the model trains fastest, or none; a model with block times from a profile is
+        not split.
+        """
         config, facts = self.config, self.facts
         if not config.operator_splitting or self.is_timed:
             return whole.description.split
         vocabulary = facts.reads_loss_alone if config.split_vocabulary is None else config.split_vocabulary
-        operators = not (facts.activation_checkpointing or whole.description.compiled_classes)  # such blocks cannot be cut into units
+        operators = not (
+            facts.activation_checkpointing or whole.description.compiled_classes
+        )  # such blocks cannot be cut into units
         splits = partial(
             possible_splits, self.model, whole.description, vocabulary=vocabulary, operators=operators,
             slices=facts.optimizer.takes_slices,
@@ -176,7 +208,9 @@ def plan_from_rank_zero(make: Callable[[], Plan]) -> Plan:
 
 
 class Describer:
-    """Describe the model with the loop's own batches and loss if these can be traced, else with the model's usual batch."""
+    """Describe the model with the loop's own batches and loss if these can be traced, else with the model's usual
+    batch.
+    """
 
     def __init__(self, model: nn.Module, config: OSDPConfig, facts: RunFacts, trace: Trace = describe) -> None:
         self._model, self._config, self._facts, self._trace = model, config, facts, trace
@@ -184,9 +218,15 @@ class Describer:
         self._may_fall_back = config.inputs is None and facts.inputs is not None and _has_usual_batch(model)
 
     def describe(
-        self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int = TRACED_MICRO_BATCH, least_memory: bool = False
+        self,
+        split: ModelSplit = WHOLE_BLOCKS,
+        *,
+        micro_batch_size: int = TRACED_MICRO_BATCH,
+        least_memory: bool = False,
     ) -> ModelDescription:
-        """Describe the model with a split, or raise DescriptionError; `least_memory` omits options that never lower the least peak."""
+        """Describe the model with a split, or raise DescriptionError; `least_memory` omits options that never lower
+        the least peak.
+        """
         sizes = {
             "micro_batch_size": micro_batch_size if self._config.compile else TRACED_MICRO_BATCH,
             "partial_recomputation": not least_memory,
@@ -199,7 +239,8 @@ class Describer:
             _log.warning(
                 "%s cannot be traced with its batches (%s): the estimate uses the model's own loss on %d tokens;"
                 " set a lower memory_limit to leave room for what is missing.",
-                "The loop's own loss" if self._loss else "The model", str(error).rstrip("."), self._config.sequence_length,
+                "The loop's own loss" if self._loss else "The model", str(error).rstrip("."),
+                self._config.sequence_length,
             )  # fmt: skip
         self._inputs, self._loss, self._may_fall_back = None, None, False
         return self._describe(split, **sizes)
@@ -244,7 +285,9 @@ def _profile(config: OSDPConfig) -> Profile | None:
 
 def _check_host(hardware: Hardware, config: OSDPConfig, facts: RunFacts) -> None:
     """Refuse to offload if the device is the CPU or the host is not known."""
-    name = next((name for name in ("host_offload", "offload_optimizer", "offload_activations") if getattr(config, name)), None)
+    name = next(
+        (name for name in ("host_offload", "offload_optimizer", "offload_activations") if getattr(config, name)), None
+    )
     if facts.device_type == "cpu":
         if name:
             raise ValueError(f"{name}=True, but the CPU trains in the host's own memory; leave {name} out.")

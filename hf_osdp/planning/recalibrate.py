@@ -52,8 +52,9 @@ def recalibrate(
 ) -> tuple[Plan, tuple[Round, ...], PlanningProblem]:
     """Try the problem's plan, and then the plans of the corrected problems, by `probe`. Collective.
 
-    Return the fastest plan of those that were tried and fit, the same on every rank; the rounds; the problem, on rank 0 with all
-    corrections. Raise InfeasibleError if every plan that was tried exceeded the limit, or no plan fits the corrected estimates.
+    Return the fastest plan of those that were tried and fit, the same on every rank; the rounds; the problem, on rank
+    0 with all corrections. Raise InfeasibleError if every plan that was tried exceeded the limit, or no plan fits the
+    corrected estimates.
     """
     rounds: list[Round] = []
     done = False
@@ -113,7 +114,11 @@ def _next(problem: PlanningProblem, rounds: list[Round]) -> tuple[Plan, bool]:
 def _infeasible(problem: PlanningProblem, rounds: list[Round], remedies: tuple[str, ...]) -> InfeasibleError:
     hardware, limit, tried = problem.hardware, problem.memory_limit_bytes, []
     for past in rounds:
-        needed = "more memory than is available" if past.observed.peak_bytes is None else format_bytes(past.peak_on(hardware))
+        needed = (
+            "more memory than is available"
+            if past.observed.peak_bytes is None
+            else format_bytes(past.peak_on(hardware))
+        )
         estimate = format_bytes(past.estimated_peak_bytes + hardware.outside_bytes(past.plan.communicators))
         tried.append(f"plan {past.plan.fingerprint} needed {needed}, estimated {estimate}")
     peaks = (past.peak_on(hardware) for past in rounds if past.observed.peak_bytes is not None)

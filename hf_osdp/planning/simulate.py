@@ -1,4 +1,6 @@
-"""Run the real FSDP2 step of a plan on fake tensors, without memory, devices or other ranks, and search by its allocations."""
+"""Run the real FSDP2 step of a plan on fake tensors, without memory, devices or other ranks, and search by its
+allocations.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ from ..tracing.memory_tracker import CUDA_BLOCK_BYTES, Kind, MemoryTracker
 _OPTIONS = {"device_type", "capability", "auto_class", "inputs", "activation_checkpointing", "loss"}
 """Accepted fields of `DescribeOptions`; the description contains the others."""
 _MAX_ROUNDS = 4
-"""The second round corrects the first one's estimate, so that a third is needed only if the new plan has a different error."""
+"""The second round corrects the first one's estimate, so that a third is needed only if the new plan has a
+different error.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,18 +64,21 @@ class Simulation:
     """Duration of the simulation."""
 
 
-def simulate(model_or_config: object, plan: Plan, *, description: ModelDescription, job: TrainingJob, **options: Any) -> Simulation:
+def simulate(
+    model_or_config: object, plan: Plan, *, description: ModelDescription, job: TrainingJob, **options: Any
+) -> Simulation:
     """Run one real optimizer step of a plan on fake tensors, in a fake process group of the plan's world size.
 
-    Layout, gathers, prefetch, reductions and the optimizer are FSDP2's and torch's own; no weight is touched and nothing is
-    sent. This process must not have a process group.
+    Layout, gathers, prefetch, reductions and the optimizer are FSDP2's and torch's own; no weight is touched and
+    nothing is sent. This process must not have a process group.
 
     Args:
         model_or_config: as for `describe`; it is not changed.
         plan: the plan to run.
         description: the model's description, for its units and sequence length.
         job: precision, optimizer, and whether the loop holds outputs.
-        options: the options given to `describe`: `device_type`, `capability`, `auto_class`, `inputs`, `activation_checkpointing`, `loss`.
+        options: the options given to `describe`: `device_type`, `capability`, `auto_class`, `inputs`,
+            `activation_checkpointing`, `loss`.
 
     Raises:
         TypeError: an option is not one of these.
@@ -83,7 +90,11 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
         raise TypeError(f"simulate() has no option {min(unknown)}; its options are {', '.join(sorted(_OPTIONS))}.")
     chosen = DescribeOptions(sequence_length=description.sequence_length, **options)
     started = time.perf_counter()
-    model = model_or_config if isinstance(model_or_config, nn.Module) else build_on_meta(model_or_config, chosen.auto_class)
+    model = (
+        model_or_config
+        if isinstance(model_or_config, nn.Module)
+        else build_on_meta(model_or_config, chosen.auto_class)
+    )
     batch = (chosen.inputs or training_batch(model, description.sequence_length))(plan.micro_batch_size)
     on_cuda = chosen.device_type == "cuda"
     with fake_process_group(plan.world_size), ExitStack() as stack:
@@ -99,7 +110,9 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
         cuda = CudaKernels(chosen.capability) if on_cuda else None
         compiler = TracedCompiler(mode, cuda)
         with compiled_by(compiler.compile):
-            apply_plan(fake, plan, description.units, meshes=meshes, mp_policy=mp_policy(job.precision), broadcast=False)
+            apply_plan(
+                fake, plan, description.units, meshes=meshes, mp_policy=mp_policy(job.precision), broadcast=False
+            )
         fakes = known.fakes_of(batch, mode)
         memory = MemoryTracker(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, by_kind=True, locks_pages=on_cuda)
         stack.enter_context(memory)
@@ -116,7 +129,9 @@ def simulate(model_or_config: object, plan: Plan, *, description: ModelDescripti
         _run_step(fake, optimizer, fakes, plan, job, memory, chosen.loss)
     return Simulation(
         peak_bytes=memory.peak_bytes,
-        breakdown=MemoryBreakdown(**{kind.value: n for kind, n in memory.peak_by_kind.items() if kind is not Kind.HOST}),
+        breakdown=MemoryBreakdown(
+            **{kind.value: n for kind, n in memory.peak_by_kind.items() if kind is not Kind.HOST}
+        ),
         host_bytes=memory.host_peak_bytes,
         seconds=time.perf_counter() - started,
     )
@@ -136,7 +151,9 @@ class SimulatedRound:
         return self.simulation.peak_bytes + hardware.outside_bytes(self.found.plan.communicators)
 
 
-def search_and_simulate(model_or_config: object, problem: PlanningProblem, **options: Any) -> tuple[SimulatedRound, ...]:
+def search_and_simulate(
+    model_or_config: object, problem: PlanningProblem, **options: Any
+) -> tuple[SimulatedRound, ...]:
     """Find the fastest plan whose simulated peak is within the limit.
 
     Arguments are as for `simulate` and `search`; `capability` is that of the problem's hardware.
@@ -153,7 +170,12 @@ def search_and_simulate(model_or_config: object, problem: PlanningProblem, **opt
     while len(rounds) < _MAX_ROUNDS:
         found = search(problem)
         simulation = simulate(
-            model_or_config, found.plan, description=problem.description, job=problem.job, capability=hardware.device.capability, **options
+            model_or_config,
+            found.plan,
+            description=problem.description,
+            job=problem.job,
+            capability=hardware.device.capability,
+            **options,
         )
         rounds.append(SimulatedRound(found=found, simulation=simulation, job=problem.job))
         if rounds[-1].peak_on(hardware) <= hardware.room_bytes(limit):
@@ -187,22 +209,27 @@ def _run_step(
     optimizer.zero_grad()
     memory.track(_states_of(optimizer, optimizer.state), Kind.OPTIMIZER)
     memory.track(_states_of(optimizer, host), Kind.HOST)
-    memory.track([*model.buffers(), *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))], Kind.MODEL_BUFFERS)
+    memory.track(
+        [*model.buffers(), *(leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))],
+        Kind.MODEL_BUFFERS,
+    )
     memory.reset_peak()
     # the norm takes a few bytes, and its value cannot be read from a fake tensor
     train_step(model, optimizer, batch, plan, replace(job, clips_gradients=False), loss)
 
 
 def _states_of(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [value for p in parameters for value in optimizer.state.get(p, {}).values() if isinstance(value, torch.Tensor)]
+    return [
+        value for p in parameters for value in optimizer.state.get(p, {}).values() if isinstance(value, torch.Tensor)
+    ]
 
 
 @contextmanager
 def _separate_shape_propagation() -> Iterator[None]:
     """Let DTensor propagate shapes in its own fake mode.
 
-    DTensor runs operators on whole fake tensors to find shapes. In torch 2.11 it uses the active mode, which would count these tensors
-    as allocated memory.
+    DTensor runs operators on whole fake tensors to find shapes. In torch 2.11 it uses the active mode, which would
+    count these tensors as allocated memory.
     """
     original = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -219,11 +246,15 @@ def _separate_shape_propagation() -> Iterator[None]:
 
 @contextmanager
 def fake_process_group(world_size: int) -> Iterator[None]:
-    """Make a process group in which this process is rank 0 and nothing is sent; raise OSDPError if a process group exists."""
+    """Make a process group in which this process is rank 0 and nothing is sent; raise OSDPError if a process group
+    exists.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise OSDPError("This process already has a process group, so it cannot simulate another; simulate in a separate process.")
+        raise OSDPError(
+            "This process already has a process group, so it cannot simulate another; simulate in a separate process."
+        )
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         yield

@@ -42,8 +42,9 @@ def report_content(
 ) -> Content:
     """Return the report of a run, with all inputs of `hf-osdp explain`.
 
-    `estimate` and `measured` are the estimated and measured memory and time, `comparison` the estimates of other strategies, if any,
-    `recalibration` the plans that were tried before training, with their measurements, and `planning_s` the seconds of planning.
+    `estimate` and `measured` are the estimated and measured memory and time, `comparison` the estimates of other
+    strategies, if any, `recalibration` the plans that were tried before training, with their measurements, and
+    `planning_s` the seconds of planning.
     """
     description = inputs.description
     return {
@@ -171,13 +172,18 @@ def _row(explanation: Explanation, row: PlanRow) -> Content:
     reason = next((reason for reason in explanation.reasons if reason.row.units == row.units), None)
 
     def alternative(other: Alternative | None) -> Content | None:
-        return None if other is None else {"layout": other.choice.describe(explanation.plan.world_size), **asdict(other)}
+        return (
+            None if other is None else {"layout": other.choice.describe(explanation.plan.world_size), **asdict(other)}
+        )
 
     return {
         "units": [explanation.description.units[i].fqn for i in row.units],
         "class": row.class_name,
         "layout": row.layout,
-        "bytes": {name: sum(getattr(estimate.memory.units[i], name) for i in row.units) for name in asdict(estimate.memory.units[0])},
+        "bytes": {
+            name: sum(getattr(estimate.memory.units[i], name) for i in row.units)
+            for name in asdict(estimate.memory.units[0])
+        },
         "seconds": None if time is None else {term: row.seconds(time, term) for term in _TIME_TERMS},
         "quicker": None if reason is None else alternative(reason.faster),
         "next_fitting": None if reason is None else alternative(reason.next_fitting),

@@ -111,7 +111,12 @@ def explain(plan: Plan, inputs: PlanInputs) -> Explanation:
 
     The plan must be for the inputs' description (`Plan.check`); without hardware there are no seconds and no reasons.
     """
-    description, hardware, limit, estimate = inputs.description, inputs.hardware, plan.memory_limit_bytes, inputs.estimate(plan)
+    description, hardware, limit, estimate = (
+        inputs.description,
+        inputs.hardware,
+        plan.memory_limit_bytes,
+        inputs.estimate(plan),
+    )
     found = Explanation(plan=plan, description=description, estimate=estimate)
     if hardware is None or estimate.time is None:
         return found
@@ -125,12 +130,18 @@ def explain(plan: Plan, inputs: PlanInputs) -> Explanation:
     )
     if limit is None:
         return found
-    bottleneck = _find_bottleneck(plan.global_batch_size / estimate.time.step_s, replace(problem, strategy=Strategy.parse(plan.strategy)))
+    bottleneck = _find_bottleneck(
+        plan.global_batch_size / estimate.time.step_s, replace(problem, strategy=Strategy.parse(plan.strategy))
+    )
     return replace(found, margin_bytes=limit - hardware.room_bytes(limit), bottleneck=bottleneck)
 
 
-def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware) -> tuple[StreamTime, ...]:
-    """Return seconds of a step by kind of work; a unit's exposed time is divided among its collectives in proportion to their time."""
+def stream_times(
+    plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware
+) -> tuple[StreamTime, ...]:
+    """Return seconds of a step by kind of work; a unit's exposed time is divided among its collectives in
+    proportion to their time.
+    """
     batch, layouts = plan.batch, plan.layouts(description)
     timer, steps = UnitTimer(description, hardware, job, batch), batch.accumulation_steps
     totals = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce", _ACTIVATIONS), (0.0, 0.0))
@@ -164,7 +175,9 @@ def stream_times(plan: Plan, description: ModelDescription, job: TrainingJob, ha
 
 
 class _RowReasons:
-    """Find the next best layouts of each row of a plan: a row changes as a whole, all other units and the batch stay."""
+    """Find the next best layouts of each row of a plan: a row changes as a whole, all other units and the batch
+    stay.
+    """
 
     def __init__(self, plan: Plan, problem: PlanningProblem) -> None:
         self._problem, self._batch, self._choices = problem, plan.batch, plan.layouts(problem.description)
@@ -175,11 +188,16 @@ class _RowReasons:
     def of(self, row: PlanRow) -> RowReason:
         choice = self._choices[row.units[0]]
         others = [other for other in self._space[row.units[0]] if other != choice]
-        added = {other: sum(self._timer(i, other).total_s - self._timer(i, choice).total_s for i in row.units) for other in others}
+        added = {
+            other: sum(self._timer(i, other).total_s - self._timer(i, choice).total_s for i in row.units)
+            for other in others
+        }
         ranked = sorted(added, key=added.__getitem__)
         faster = next((other for other in ranked if added[other] < 0), None)
         fitting = next((other for other in ranked if other != faster and self._fits(row.units, other)), None)
-        first, second = (None if other is None else self._alternative(row, other, added[other]) for other in (faster, fitting))
+        first, second = (
+            None if other is None else self._alternative(row, other, added[other]) for other in (faster, fitting)
+        )
         return RowReason(row=row, faster=first, next_fitting=second)
 
     def _alternative(self, row: PlanRow, choice: UnitLayout, added_s: float) -> Alternative:
@@ -193,7 +211,10 @@ class _RowReasons:
 
     def _memory(self, units: tuple[int, ...], choice: UnitLayout) -> tuple[int, int]:
         """Return the peak and the bytes on the host if these units change."""
-        problem, changed = self._problem, [choice if index in units else own for index, own in enumerate(self._choices)]
+        problem, changed = (
+            self._problem,
+            [choice if index in units else own for index, own in enumerate(self._choices)],
+        )
         memory = estimate_memory(problem.description, changed, problem.hardware.world_size, problem.job, self._batch)
         return memory.on(problem.hardware), memory.host_bytes
 
@@ -214,6 +235,9 @@ def _find_bottleneck(samples_per_s: float, problem: PlanningProblem) -> Bottlene
             assert plan.samples_per_s is not None
             if (gain := plan.samples_per_s / samples_per_s) > _GAIN:
                 peak = plan.peak_bytes if kind is BottleneckKind.MEMORY else None
-                batch = {BottleneckKind.MICRO_BATCH: plan.micro_batch_size, BottleneckKind.BATCH: plan.global_batch_size}.get(kind)
+                batch = {
+                    BottleneckKind.MICRO_BATCH: plan.micro_batch_size,
+                    BottleneckKind.BATCH: plan.global_batch_size,
+                }.get(kind)
                 return Bottleneck(kind=kind, gain=gain, peak_bytes=peak, batch_size=batch)
     return Bottleneck(kind=BottleneckKind.NOTHING, gain=1.0)

@@ -11,7 +11,8 @@ from .explain import Alternative, Bottleneck, BottleneckKind, Explanation, RowRe
 from .tables import PlanRow, bytes_by_kind, make_table, plan_rows
 
 _UNIT_TERMS = {
-    "compute": "compute_s", "communication": "communication_s", "exposed": "exposed_s", "copies": "copy_s", "optimizer": "optimizer_s",
+    "compute": "compute_s", "communication": "communication_s", "exposed": "exposed_s", "copies": "copy_s",
+    "optimizer": "optimizer_s",
 }  # fmt: skip
 
 
@@ -21,7 +22,11 @@ def explanation_tables(explanation: Explanation) -> list[Table | str]:
     if (time := explanation.estimate.time) is None:
         return [*parts, "The hardware is not known, so there are no seconds and no alternatives."]
     parts += [stream_table(explanation), _unit_seconds_table(explanation, time), reason_table(explanation)]
-    return parts if explanation.bottleneck is None else [*parts, bottleneck_text(explanation.bottleneck, explanation.plan)]
+    return (
+        parts
+        if explanation.bottleneck is None
+        else [*parts, bottleneck_text(explanation.bottleneck, explanation.plan)]
+    )
 
 
 def peak_table(explanation: Explanation) -> Table:
@@ -42,13 +47,17 @@ def peak_table(explanation: Explanation) -> Table:
 def stream_table(explanation: Explanation) -> Table:
     """Return seconds of a step by kind of work; hidden work runs while compute runs."""
     step = sum(stream.exposed_s for stream in explanation.streams)
-    rows = [[s.name, *map(format_seconds, (s.total_s, s.hidden_s, s.exposed_s)), _share(s.exposed_s, step)] for s in explanation.streams]
+    rows = [
+        [s.name, *map(format_seconds, (s.total_s, s.hidden_s, s.exposed_s)), _share(s.exposed_s, step)]
+        for s in explanation.streams
+    ]
     figures = ["total", "hidden", "exposed", "of the step"]
     return make_table(f"Seconds of a step: {format_seconds(step)}", rows, text=[""], figures=figures)
 
 
 def unit_bytes_table(explanation: Explanation) -> Table:
-    """Return the bytes of each row of units on one device; `kept` are gathered parameters between forward and backward.
+    """Return the bytes of each row of units on one device; `kept` are gathered parameters between forward and
+    backward.
 
     `while it runs` is the most that one unit of the row gathers and copies.
     """
@@ -70,7 +79,9 @@ def unit_bytes_table(explanation: Explanation) -> Table:
         return [row.label, *map(format_bytes, figures)]
 
     figures = ["parameters", "optimizer", "gradients", "activations", "kept", "while it runs"]
-    return make_table("Bytes on each device, by unit", map(cells, plan_rows(plan, description)), text=["units"], figures=figures)
+    return make_table(
+        "Bytes on each device, by unit", map(cells, plan_rows(plan, description)), text=["units"], figures=figures
+    )
 
 
 def _unit_seconds_table(explanation: Explanation, time: TimeEstimate) -> Table:
@@ -93,11 +104,16 @@ def reason_table(explanation: Explanation) -> Table:
             first = f"{other.choice.describe(world_size)}: {format_seconds(other.added_s)}, {overrun}"
         if (other := reason.next_fitting) is not None:
             sign = "+" if other.added_s >= 0 else ""
-            second = f"{other.choice.describe(world_size)}: {sign}{format_seconds(other.added_s)}, peak {format_bytes(other.peak_bytes)}"
+            second = f"{other.choice.describe(world_size)}: {sign}{format_seconds(other.added_s)}, peak {format_bytes(other.peak_bytes)}"  # noqa: E501
         return [reason.row.label, reason.row.layout, first, second]
 
     title = "Cost of other layouts (the whole row changed, everything else unchanged)"
-    return make_table(title, map(cells, explanation.reasons), text=["units"], notes=["layout", "faster layout", "next best that fits"])
+    return make_table(
+        title,
+        map(cells, explanation.reasons),
+        text=["units"],
+        notes=["layout", "faster layout", "next best that fits"],
+    )
 
 
 def _overrun(other: Alternative, units: int) -> str:
@@ -112,11 +128,11 @@ def bottleneck_text(bottleneck: Bottleneck, plan: Plan) -> str:
     faster, size = f"{bottleneck.gain:.2f}x the samples/s", bottleneck.batch_size
     if bottleneck.kind is BottleneckKind.MEMORY:
         assert bottleneck.peak_bytes is not None
-        return f"Bottleneck: memory. Without a limit the peak would be {format_bytes(bottleneck.peak_bytes)}, at {faster}."
+        return f"Bottleneck: memory. Without a limit the peak would be {format_bytes(bottleneck.peak_bytes)}, at {faster}."  # noqa: E501
     return {
         BottleneckKind.MICRO_BATCH: f"Bottleneck: the requested micro-batch size. {size} would give {faster}.",
-        BottleneckKind.BATCH: f"Bottleneck: the global batch. {size} samples per step would give {faster} under the same limit.",
-        BottleneckKind.NOTHING: f"Bottleneck: none. Neither more memory nor a larger batch would make {plan.strategy} faster.",
+        BottleneckKind.BATCH: f"Bottleneck: the global batch. {size} samples per step would give {faster} under the same limit.",  # noqa: E501
+        BottleneckKind.NOTHING: f"Bottleneck: none. Neither more memory nor a larger batch would make {plan.strategy} faster.",  # noqa: E501
     }[bottleneck.kind]
 
 

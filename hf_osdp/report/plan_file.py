@@ -55,11 +55,14 @@ def write_json(content: dict[str, Any], path: str | Path) -> None:
 def read_plan_file(path: str | Path) -> tuple[Plan, PlanInputs | None]:
     """Read a plan file, a run's `osdp_report.json`, or a file of `Plan.save`, which has no inputs.
 
-    Raise PlanError if it cannot be read, its plan is not valid, or its inputs belong to another version or another model.
+    Raise PlanError if it cannot be read, its plan is not valid, or its inputs belong to another version or another
+    model.
     """
     data = plan_content(read_bytes(path, "plan", PlanError), str(path))
     if isinstance(data, dict) and "model_type" in data:
-        raise PlanError(f"{path} is a model's configuration, not a plan; make a plan with: hf-osdp plan {path} --output plan.json.")
+        raise PlanError(
+            f"{path} is a model's configuration, not a plan; make a plan with: hf-osdp plan {path} --output plan.json."
+        )
     plan = Plan.from_content(data, source=str(path))
     if "inputs" not in data:
         return plan, None
@@ -70,5 +73,8 @@ def read_plan_file(path: str | Path) -> tuple[Plan, PlanInputs | None]:
     )
     plan.check(inputs.description, plan.world_size)
     if inputs.hardware is not None and inputs.hardware.world_size != plan.world_size:
-        raise PlanError(f"{path} describes {inputs.hardware.world_size} devices, but its plan is for {plan.world_size}. Plan again.")
+        raise PlanError(
+            f"{path} describes {inputs.hardware.world_size} devices, but its plan is for {plan.world_size}. Plan"
+            " again."
+        )
     return plan, inputs

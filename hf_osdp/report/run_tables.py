@@ -19,7 +19,9 @@ Outcome: TypeAlias = tuple[str, float | None, float | None]
 
 
 def trials_table(rounds: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a line for each round of the report's `recalibration`: estimates, measurements, and the resulting correction."""
+    """Return a line for each round of the report's `recalibration`: estimates, measurements, and the resulting
+    correction.
+    """
 
     def cells(number: int, past: Mapping[str, Any]) -> list[str]:
         estimated, measured, correction = past["estimated"], past["measured"], past["correction"]
@@ -33,7 +35,9 @@ def trials_table(rounds: Sequence[Mapping[str, Any]]) -> Table:
 
     numbered = (cells(number, past) for number, past in enumerate(rounds, start=1))
     title = "Plans tried before training, estimated / measured"
-    return make_table(title, numbered, text=["round", "plan"], figures=["peak", "step", "correction"], notes=["outcome"])
+    return make_table(
+        title, numbered, text=["round", "plan"], figures=["peak", "step", "correction"], notes=["outcome"]
+    )
 
 
 def outcome_table(nbytes: Sequence[Outcome], seconds: Sequence[Outcome]) -> Table:
@@ -45,7 +49,9 @@ def outcome_table(nbytes: Sequence[Outcome], seconds: Sequence[Outcome]) -> Tabl
         return [name, *texts, f"{estimated / measured:.2f}" if estimated and measured else "-"]
 
     rows = [*(cells(row, format_bytes) for row in nbytes), *(cells(row, format_seconds) for row in seconds)]
-    return make_table("Estimated and measured", rows, text=[""], figures=["estimated", "measured", "estimate / measured"])
+    return make_table(
+        "Estimated and measured", rows, text=[""], figures=["estimated", "measured", "estimate / measured"]
+    )
 
 
 def simulation_table(estimated: Moment, simulated_bytes: int, simulated: MemoryBreakdown) -> Table:
@@ -57,7 +63,9 @@ def simulation_table(estimated: Moment, simulated_bytes: int, simulated: MemoryB
         for name, (estimate, real) in pairs.items()
         if estimate or real
     ]
-    return make_table("Peak of tensors, estimated and simulated", rows, text=[""], figures=["estimated", "simulated", "error"])
+    return make_table(
+        "Peak of tensors, estimated and simulated", rows, text=[""], figures=["estimated", "simulated", "error"]
+    )
 
 
 def checks_table(title: str, rows: Sequence[tuple[str, str, str]]) -> Table:
@@ -69,16 +77,22 @@ def checks_table(title: str, rows: Sequence[tuple[str, str, str]]) -> Table:
 def profile_tables(profile: Profile) -> list[str | Table]:
     """Return tables and lines for a rich console: the device, collectives, and times of segments."""
     hardware = profile.hardware
-    alone = "One process: no collectives were measured. Start all training processes, for example with torchrun --nproc-per-node 8."
+    alone = "One process: no collectives were measured. Start all training processes, for example with torchrun --nproc-per-node 8."  # noqa: E501
     parts: list[str | Table] = [_device_line(profile), _collectives(hardware) if hardware.timings else alone]
     if (own := hardware.fsdp_overhead) is not None:
-        updates = ", ".join(f"{step.value.replace('_', '-')} {format_seconds(time.tensor_s)}" for step, time in own.updates.items())
+        updates = ", ".join(
+            f"{step.value.replace('_', '-')} {format_seconds(time.tensor_s)}" for step, time in own.updates.items()
+        )
         parts.append(
-            f"FSDP2's own work: {format_seconds(own.gather.call_s)} to gather a unit, {format_seconds(own.reduce.call_s)} to"
+            f"FSDP2's own work: {format_seconds(own.gather.call_s)} to gather a unit,"
+            f" {format_seconds(own.reduce.call_s)} to"
             f" reduce it, and copies. AdamW per tensor: {updates}."
         )
     if hardware.codecs:
-        rates = ", ".join(f"{codec.wire.value} {1e-6 / codec.encode_s:,.0f} and {1e-6 / codec.decode_s:,.0f}" for codec in hardware.codecs)
+        rates = ", ".join(
+            f"{codec.wire.value} {1e-6 / codec.encode_s:,.0f} and {1e-6 / codec.decode_s:,.0f}"
+            for codec in hardware.codecs
+        )
         parts.append(f"Quantized communication, million values per second to encode and decode: {rates}.")
     if profile.segments:
         parts.append(_segments(profile))
@@ -88,12 +102,10 @@ def profile_tables(profile: Profile) -> list[str | Table]:
 def _device_line(profile: Profile) -> str:
     device, host = profile.hardware.device, profile.hardware.host
     rates = ", ".join(f"{dtype.value} {rate / 1e9:,.0f} GFLOP/s" for dtype, rate in device.flops_per_s.items())
-    line = (
-        f"{profile.hardware.summary}: {format_bytes(device.memory_bytes)} each, memory {device.memory_bytes_per_s / 1e9:.1f} GB/s, {rates}."
-    )
+    line = f"{profile.hardware.summary}: {format_bytes(device.memory_bytes)} each, memory {device.memory_bytes_per_s / 1e9:.1f} GB/s, {rates}."  # noqa: E501
     if host is not None:
-        line += f" Host to device {host.to_device_bytes_per_s / 1e9:.1f} GB/s, back {host.to_host_bytes_per_s / 1e9:.1f} GB/s."
-        line += f" Host: {format_bytes(host.memory_bytes)} per device, optimizer steps at {host.update_bytes_per_s / 1e9:.1f} GB/s."
+        line += f" Host to device {host.to_device_bytes_per_s / 1e9:.1f} GB/s, back {host.to_host_bytes_per_s / 1e9:.1f} GB/s."  # noqa: E501
+        line += f" Host: {format_bytes(host.memory_bytes)} per device, optimizer steps at {host.update_bytes_per_s / 1e9:.1f} GB/s."  # noqa: E501
     return line
 
 

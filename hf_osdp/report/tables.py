@@ -1,4 +1,6 @@
-"""Tables for a terminal of 100 columns: a plan, strategies side by side, the Pareto front, answers to what-if questions."""
+"""Tables for a terminal of 100 columns: a plan, strategies side by side, the Pareto front, answers to what-if
+questions.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,22 @@ def make_table(
     figures: Sequence[str] = (),
     notes: Sequence[str] = (),
 ) -> Table:
-    """Return a table that folds long text in its first (`text`) and last (`notes`) columns, but not in `figures` between them."""
+    """Return a table that folds long text in its first (`text`) and last (`notes`) columns, but not in `figures`
+    between them.
+    """
     columns = [column if isinstance(column, Column) else Column(column, overflow="fold") for column in text]
     columns += [Column(name, justify="right", no_wrap=True) for name in figures]
     columns += [Column(name, overflow="fold") for name in notes]
     width = min(len(title), _WIDTH)  # a narrower table would break its title
-    table = Table(*columns, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), min_width=width)
+    table = Table(
+        *columns,
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        min_width=width,
+    )
     for row in rows:
         table.add_row(*row)
     return table
@@ -80,7 +92,14 @@ def plan_rows(plan: Plan, description: ModelDescription) -> tuple[PlanRow, ...]:
     rows = []
     for (class_name, layout, _), indices in groupby(range(len(description.units)), key=kind):
         units = tuple(indices)
-        rows.append(PlanRow(units=units, name=_range_label([description.units[i] for i in units]), class_name=class_name, layout=layout))
+        rows.append(
+            PlanRow(
+                units=units,
+                name=_range_label([description.units[i] for i in units]),
+                class_name=class_name,
+                layout=layout,
+            )
+        )
     return tuple(rows)
 
 
@@ -96,10 +115,11 @@ def _range_label(units: Sequence[UnitDescription]) -> str:
 
 
 def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate) -> Table:
-    """Return each unit's layout, memory per device and seconds per step; the caption lists the saved outputs of recomputed units.
+    """Return each unit's layout, memory per device and seconds per step; the caption lists the saved outputs of
+    recomputed units.
 
-    `held` is parameters, gradients and optimizer states; `host`, shown only if used, is the host's memory per device, including offloaded
-    activations; `exposed` is communication for which compute waits.
+    `held` is parameters, gradients and optimizer states; `host`, shown only if used, is the host's memory per device,
+    including offloaded activations; `exposed` is communication for which compute waits.
     """
     on_host = host_bytes_of_units(description, estimate.memory)
 
@@ -131,7 +151,9 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
 
 
 def host_bytes_of_units(description: ModelDescription, memory: MemoryEstimate) -> list[int]:
-    """Return each unit's bytes on the host for one device: states, and activations that are offloaded until backward."""
+    """Return each unit's bytes on the host for one device: states, and activations that are offloaded until
+    backward.
+    """
     held = [unit.host for unit in memory.units]
     for segment, terms in zip(description.segments, memory.segments, strict=True):
         held[segment.unit] += terms.host
@@ -139,7 +161,9 @@ def host_bytes_of_units(description: ModelDescription, memory: MemoryEstimate) -
 
 
 def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None = None) -> tuple[str, ...]:
-    """Return lines about the peak and the time of a step; the plan's peak includes memory that is not available to tensors."""
+    """Return lines about the peak and the time of a step; the plan's peak includes memory that is not available to
+    tensors.
+    """
     lines = [_peak_line(plan, estimate, hardware)]
     if host := estimate.memory.host_bytes:
         line = f"On the host: {format_bytes(host)} per rank"
@@ -148,23 +172,40 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
             line += f", {format_bytes(ranks * host)} of {format_bytes(ranks * hardware.host.memory_bytes)} per machine"
         lines.append(f"{line}.")
     if (time := estimate.time) is not None:
-        terms = {"compute": "compute_s", "exposed communication": "exposed_s", "copies": "copy_s", "optimizer": "optimizer_s"}
+        terms = {
+            "compute": "compute_s",
+            "exposed communication": "exposed_s",
+            "copies": "copy_s",
+            "optimizer": "optimizer_s",
+        }
         parts = ", ".join(f"{name} {format_seconds(time.total(term))}" for name, term in terms.items())
         rate = f", {plan.global_batch_size / time.step_s:.1f} samples/s" if time.step_s else ""
         lines.append(f"Step {format_seconds(time.step_s)}{rate}: {parts}.")
         if gathers := time.total("update_gathers_s"):
-            lines.append(f"The optimizer gathers whole updates of sharded matrices, which takes {format_seconds(gathers)} of its time.")
+            lines.append(
+                f"The optimizer gathers whole updates of sharded matrices, which takes {format_seconds(gathers)} of"
+                " its time."
+            )
     if not plan.split.is_none:
         lines.append(f"The model is split: {plan.split.describe()}.")
     if plan.accumulation_steps > 1:
         held = sum(not unit.reduce_every_micro_step for unit in plan.units)
-        some = f", except for {held} of {len(plan.units)} units, whose whole gradients are kept and reduced once per step" if held else ""
-        every = "once per step; whole gradients are kept until then" if held == len(plan.units) else f"in every micro-step{some}"
+        some = (
+            f", except for {held} of {len(plan.units)} units, whose whole gradients are kept and reduced once per step"
+            if held
+            else ""
+        )
+        every = (
+            "once per step; whole gradients are kept until then"
+            if held == len(plan.units)
+            else f"in every micro-step{some}"
+        )
         lines.append(f"Gradients are reduced {every}.")
     lines += _other_arithmetic(plan)
     if plan.strategy == "osdp" and plan.proven_optimal:
         lines.append(
-            "Proven: no plan of the search space is faster under this limit, by the cost model (docs/planner.md has its equations)."
+            "Proven: no plan of the search space is faster under this limit, by the cost model (docs/planner.md has"
+            " its equations)."
         )
     return tuple(lines)
 
@@ -173,7 +214,7 @@ def _other_arithmetic(plan: Plan) -> Iterator[str]:
     """Yield a line for each difference of the plan from exact data parallel training."""
     if wires := {wire.value for unit in plan.units for wire in unit.wires.values()}:
         sent = sum(bool(unit.wires) for unit in plan.units)
-        yield f"{sent} of {len(plan.units)} units send {' and '.join(sorted(wires))}: the rounding differs from exact training."
+        yield f"{sent} of {len(plan.units)} units send {' and '.join(sorted(wires))}: the rounding differs from exact training."  # noqa: E501
 
 
 def batch_text(plan: Plan) -> str:
@@ -189,12 +230,14 @@ def _peak_line(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None) ->
     of = f" of {format_bytes(limit)}" if limit else ""
     if limit and hardware is not None and hardware.free_share:
         of += f" (margin {format_bytes(limit - hardware.room_bytes(limit))})"
-    return f"Peak {format_bytes(plan.peak_bytes or peak.total_bytes)}{of} in {peak.phase} of {peak.unit}: {describe_moment(peak)}{kept}."
+    return f"Peak {format_bytes(plan.peak_bytes or peak.total_bytes)}{of} in {peak.phase} of {peak.unit}: {describe_moment(peak)}{kept}."  # noqa: E501
 
 
 def describe_moment(moment: Moment) -> str:
     """Return the kinds of bytes at a moment, largest first."""
-    parts = sorted(((nbytes, name) for name, nbytes in bytes_by_kind(moment.breakdown).items() if nbytes), reverse=True)
+    parts = sorted(
+        ((nbytes, name) for name, nbytes in bytes_by_kind(moment.breakdown).items() if nbytes), reverse=True
+    )
     return ", ".join(f"{name} {format_bytes(nbytes)}" for nbytes, name in parts)
 
 
@@ -224,7 +267,9 @@ def comparison_table(rows: Sequence[StrategyResult], memory_limit_bytes: int) ->
         return [row.label, *batch_cells(plan), gain]
 
     title = f"Strategies at their own best batch, estimated, limit {format_bytes(memory_limit_bytes)}"
-    return make_table(title, map(cells, rows), text=["strategy"], figures=["batch", "peak", "step", "samples/s", "osdp gain"])
+    return make_table(
+        title, map(cells, rows), text=["strategy"], figures=["batch", "peak", "step", "samples/s", "osdp gain"]
+    )
 
 
 def frontier_table(front: Sequence[SearchResult], memory_limit_bytes: int) -> Table:
@@ -242,7 +287,7 @@ def frontier_table(front: Sequence[SearchResult], memory_limit_bytes: int) -> Ta
         counts = (len(plan.units) - len(sharded), kept, len(sharded) - kept, recomputed, offloaded)
         return [peak, batch, *rates, *(str(count) if count else "-" for count in counts)]
 
-    title = f"Pareto front of memory and throughput (* the fastest within {format_bytes(memory_limit_bytes)}), with units by layout"
+    title = f"Pareto front of memory and throughput (* the fastest within {format_bytes(memory_limit_bytes)}), with units by layout"  # noqa: E501
     units = ["replicated", "kept", "freed", "recomputed", "offloaded"]
     return make_table(title, map(cells, front), figures=["peak", "batch", "step", "samples/s", *units])
 
@@ -280,4 +325,6 @@ def what_if_table(answers: Sequence[Answer]) -> Table:
         return [row.question, row.change, *batch_cells(row.plan), format_count(row.tokens_per_s), gain]
 
     text: list[str | Column] = [Column("", min_width=len("twice the memory")), "change"]
-    return make_table("What if", map(cells, answers), text=text, figures=["batch", "peak", "step", "samples/s", "tokens/s", "gain"])
+    return make_table(
+        "What if", map(cells, answers), text=text, figures=["batch", "peak", "step", "samples/s", "tokens/s", "gain"]
+    )

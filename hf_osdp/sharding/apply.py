@@ -1,4 +1,6 @@
-"""Apply a plan to a model (the only caller of `fully_shard`), read the resulting layout back, and compare it with the plan."""
+"""Apply a plan to a model (the only caller of `fully_shard`), read the resulting layout back, and compare it with
+the plan.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,8 @@ def apply_plan(
 ) -> nn.Module:
     """Shard the model in place according to the plan. Collective.
 
-    A single process shards nothing: FSDP2 manages only units on the host, and the others keep plain parameters. With `mp_policy`, which
-    FSDP2 implements, it manages all units.
+    A single process shards nothing: FSDP2 manages only units on the host, and the others keep plain parameters. With
+    `mp_policy`, which FSDP2 implements, it manages all units.
 
     Args:
         model: the unsharded model, which is also returned; blocks may be wrapped in torch's `checkpoint_wrapper`.
@@ -61,14 +63,16 @@ def apply_plan(
         meshes: meshes of the process group; None creates them for the default device.
         mp_policy: FSDP2's mixed precision, for every unit except batch norms.
         pin_memory: whether units on the host use page-locked memory; None means yes, unless the device is the CPU.
-        broadcast: first check that ranks have the same plan and model, and broadcast rank 0's weights; pass False only if all of them
-            are known to be equal.
+        broadcast: first check that ranks have the same plan and model, and broadcast rank 0's weights; pass False only
+            if all of them are known to be equal.
 
     Raises:
         PlanError: the plan is for another model or world size, or a unit names a module that the model lacks.
-        PlanMismatchError: ranks have different plans, models or devices; raised on every rank, before the model changes.
+        PlanMismatchError: ranks have different plans, models or devices; raised on every rank, before the model
+            changes.
         OSDPError: the model is sharded already.
-        ValueError: `mp_policy` is given, but there is no process group. For units on the host a single process forms one.
+        ValueError: `mp_policy` is given, but there is no process group. For units on the host a single process forms
+            one.
     """
     if broadcast:
         units_text = f"{_as_description(model, units).fingerprint} in {len(units)} units"
@@ -112,7 +116,8 @@ def refuse_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise OSDPError(
-                f"Parameter {name!r} has a hook on its gradient, which its shards would lose; remove it, and change parameter.grad before"
+                f"Parameter {name!r} has a hook on its gradient, which its shards would lose; remove it, and change"
+                " parameter.grad before"
                 " optimizer.step(), or use register_post_accumulate_grad_hook once the model is sharded."
             )
 
@@ -174,21 +179,31 @@ def _set_collectives(module: nn.Module, decision: UnitDecision, meshes: Meshes) 
     wires = decision.gather_wire, decision.reduce_wire
     transports = [None if wire is None else WireTransport(plain, wire) for wire in wires]
     stages = meshes.stages(decision.shard_size, decision.stage_size) if decision.two_stage else None
-    gather, scatter = unit_collectives(meshes.mesh(decision.shard_size).get_group(SHARD_AXIS), device_type, stages, *transports)
+    gather, scatter = unit_collectives(
+        meshes.mesh(decision.shard_size).get_group(SHARD_AXIS), device_type, stages, *transports
+    )
     module.set_custom_all_gather(gather)
     module.set_custom_reduce_scatter(scatter)
 
 
 def effective(decision: UnitDecision, unit: UnitDescription) -> UnitDecision:
-    """Return the decision as FSDP2 receives it: units in use for the whole step stay gathered, units of single calls never do."""
-    return decision if unit.span is GatherSpan.USE else replace(decision, reshard_after_forward=unit.span is GatherSpan.CALLS)
+    """Return the decision as FSDP2 receives it: units in use for the whole step stay gathered, units of single
+    calls never do.
+    """
+    return (
+        decision
+        if unit.span is GatherSpan.USE
+        else replace(decision, reshard_after_forward=unit.span is GatherSpan.CALLS)
+    )
 
 
 def bottom_up(units: tuple[UnitDescription, ...]) -> tuple[UnitDescription, ...]:
     """Sort units so that each comes after all units nested in it; the root is last."""
 
     def holds(outer: UnitDescription, inner: UnitDescription) -> bool:
-        return outer.fqn != inner.fqn and any(not a or b.startswith(a + ".") for a in outer.module_names for b in inner.module_names)
+        return outer.fqn != inner.fqn and any(
+            not a or b.startswith(a + ".") for a in outer.module_names for b in inner.module_names
+        )
 
     by_fqn = {unit.fqn: unit for unit in units}
     inside = {unit.fqn: [other.fqn for other in units if holds(unit, other)] for unit in units}
@@ -205,24 +220,36 @@ def _find_units(model: nn.Module, plan: Plan, units: tuple[UnitDescription, ...]
     by_name = modules_by_name(model)
     for name, module in by_name.items():
         if isinstance(module, FSDPModule):
-            raise OSDPError(f"Module {name or '(root)'!r} is sharded by FSDP2 already; apply a plan once, to the model as it was loaded.")
+            raise OSDPError(
+                f"Module {name or '(root)'!r} is sharded by FSDP2 already; apply a plan once, to the model as it was"
+                " loaded."
+            )
     for unit in units:
         activations = plan.decision(unit.fqn).activations
         if absent := [name for name in unit.module_names if name not in by_name]:
-            raise PlanError(f"Unit {unit.label!r} names module {absent[0]!r}, which the model does not have; find its units again.")
+            raise PlanError(
+                f"Unit {unit.label!r} names module {absent[0]!r}, which the model does not have; find its units again."
+            )
         if activations != Activations.SAVE and (unit.span is not GatherSpan.USE or len(unit.module_names) > 1):
-            raise PlanError(f"Unit {unit.label!r} is not a block, but the plan recomputes or offloads its activations; plan again.")
+            raise PlanError(
+                f"Unit {unit.label!r} is not a block, but the plan recomputes or offloads its activations; plan again."
+            )
         if activations.recomputes and has_running_statistics(by_name[unit.module_names[0]]):
             raise PlanError(
-                f"Unit {unit.label!r} has batch normalisation, whose running statistics its recomputation would update twice; plan again."
+                f"Unit {unit.label!r} has batch normalisation, whose running statistics its recomputation would update"
+                " twice; plan again."
             )
-    return [_Unit([by_name[name] for name in u.module_names], effective(plan.decision(u.fqn), u), u) for u in bottom_up(units)]
+    return [
+        _Unit([by_name[name] for name in u.module_names], effective(plan.decision(u.fqn), u), u)
+        for u in bottom_up(units)
+    ]
 
 
 def _as_description(model: nn.Module, units: tuple[UnitDescription, ...]) -> ModelDescription:
     """Return the units as a description; `Plan.check` and the fingerprint read nothing else of it."""
     return ModelDescription(
-        model_name="", model_class=type(model).__name__, block_classes=(), sequence_length=1, compute_dtype=DType.FLOAT32,
+        model_name="", model_class=type(model).__name__, block_classes=(), sequence_length=1,
+        compute_dtype=DType.FLOAT32,
         units=units, segments=(),
     )  # fmt: skip
 
@@ -237,7 +264,8 @@ def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, .
     different = [
         (unit, planned, found)
         for unit, found in zip(units, read_back(model, units), strict=True)
-        if _managed_names(unit) and found != (planned := _visible(effective(plan.decision(unit.fqn), unit), modules[unit.module_names[0]]))
+        if _managed_names(unit)
+        and found != (planned := _visible(effective(plan.decision(unit.fqn), unit), modules[unit.module_names[0]]))
     ]
     if different:
         unit, planned, found = different[0]
@@ -250,13 +278,16 @@ def verify_applied(model: nn.Module, plan: Plan, units: tuple[UnitDescription, .
         compiles = unit.class_name in plan.compiled_classes and unit.span is GatherSpan.USE
         if is_compiled(modules[unit.module_names[0]]) is not compiles:
             has, says = ("is not", "compiles it") if compiles else ("is", "does not compile it")
-            raise PlanMismatchError(f"Unit {unit.label!r} {has} compiled, but the plan {says}; apply the plan to a fresh model.")
+            raise PlanMismatchError(
+                f"Unit {unit.label!r} {has} compiled, but the plan {says}; apply the plan to a fresh model."
+            )
 
 
 def read_back(model: nn.Module, units: tuple[UnitDescription, ...]) -> tuple[UnitDecision, ...]:
     """Return how FSDP2 really runs each unit of a model after `apply_plan`.
 
-    A unit without parameters has no layout; it is reported as sharded over all ranks and kept, like a plain unit in a single process.
+    A unit without parameters has no layout; it is reported as sharded over all ranks and kept, like a plain unit in a
+    single process.
     """
     modules = modules_by_name(model)
     names: dict[int, str] = {}
@@ -278,12 +309,15 @@ def _read_unit(unit: UnitDescription, module: nn.Module, owners: dict[tuple[int,
     if world == 1 and not groups:  # plain parameters, see `apply_plan`
         return UnitDecision(fqn=unit.fqn, shard_size=1, reshard_after_forward=False, activations=activations)
     if len(groups) != 1:
-        raise PlanMismatchError(f"Unit {unit.label!r} has {len(groups)} FSDP2 parameter groups instead of one; apply the plan to it.")
+        raise PlanMismatchError(
+            f"Unit {unit.label!r} has {len(groups)} FSDP2 parameter groups instead of one; apply the plan to it."
+        )
     group, mesh = groups[0], groups[0].mesh_info.mesh
     held = {owners.get((id(p._module_info.module), p._module_info.param_name), "") for p in group.fsdp_params}
     if odd := sorted(held ^ expected):
         raise PlanMismatchError(
-            f"Unit {unit.label!r} should hold {len(expected)} parameters but holds {len(held)}; the first difference is {odd[0]!r}."
+            f"Unit {unit.label!r} should hold {len(expected)} parameters but holds {len(held)}; the first difference"
+            f" is {odd[0]!r}."
         )
     if mesh.size() != world:
         raise PlanMismatchError(f"Unit {unit.label!r} uses a mesh of {mesh.size()} ranks, but {world} are running.")
@@ -298,19 +332,25 @@ def _read_unit(unit: UnitDescription, module: nn.Module, owners: dict[tuple[int,
 
 
 def _visible(planned: UnitDecision, module: nn.Module) -> UnitDecision:
-    """Return the part of a decision that `read_back` can see: nothing about micro-steps, the optimizer, or freeing a plain unit."""
+    """Return the part of a decision that `read_back` can see: nothing about micro-steps, the optimizer, or freeing
+    a plain unit.
+    """
     shown = replace(planned, reduce_every_micro_step=True, states_on_host=False)
     plain = world_size() == 1 and not planned.on_host and not parameter_groups(module)
     return replace(shown, reshard_after_forward=False) if plain else shown
 
 
 def _managed_names(unit: UnitDescription) -> set[str]:
-    """Return the names of the parameters that FSDP2 manages; it ignores those without dimensions, which are replicated."""
+    """Return the names of the parameters that FSDP2 manages; it ignores those without dimensions, which are
+    replicated.
+    """
     return {parameter.name for parameter in unit.parameters if parameter.shape}
 
 
 def _read_collectives(group: FSDPParamGroup) -> dict[str, Any]:
-    """Return the ranks per node of a parameter group's two-stage collectives (1 if in one stage), and its wire formats."""
+    """Return the ranks per node of a parameter group's two-stage collectives (1 if in one stage), and its wire
+    formats.
+    """
     mesh = group.mesh_info.mesh
     shards, replicas = mesh.get_group(mesh.ndim - 1), getattr(group.mesh_info, "replicate_process_group", None)
     gather: Any = group._all_gather_comm
@@ -320,9 +360,12 @@ def _read_collectives(group: FSDPParamGroup) -> dict[str, Any]:
     stages = getattr(gather, "stages", None)
     planned = unit_collectives(shards, mesh.device_type, stages, *wires)
     reaches_all = stages is None or shards.size() == stages.between.size() * stages.within.size()
-    if shards.size() > 1 and not (reaches_all and (_kind(gather), _kind(scatter)) == (_kind(planned[0]), _kind(planned[1]))):
+    if shards.size() > 1 and not (
+        reaches_all and (_kind(gather), _kind(scatter)) == (_kind(planned[0]), _kind(planned[1]))
+    ):
         raise PlanMismatchError(
-            f"A unit gathers with {type(gather).__name__} and reduces with {type(scatter).__name__}, which no plan uses;"
+            f"A unit gathers with {type(gather).__name__} and reduces with {type(scatter).__name__}, which no plan"
+            " uses;"
             " apply the plan to a fresh model and do not change its collectives afterwards."
         )
     return {

@@ -28,9 +28,10 @@ _BETWEEN_STEPS = "do this within `with hf_osdp.full_parameters(model):`, on ever
 def full_parameters(model: nn.Module, *, write_back: bool = True) -> Iterator[nn.Module]:
     """Make a sharded model's parameters whole, plain tensors on every rank inside the context. Collective.
 
-    For code between steps that needs whole weights: an average of weights, `load_state_dict` of a part, `merge_and_unload`, saving a part.
-    The whole model is on the device meanwhile. The model cannot be called inside. At the end its parameters are shards again, with rank
-    0's changes; a model that is not sharded is left alone, and may be called.
+    For code between steps that needs whole weights: an average of weights, `load_state_dict` of a part,
+    `merge_and_unload`, saving a part. The whole model is on the device meanwhile. The model cannot be called inside.
+    At the end its parameters are shards again, with rank 0's changes; a model that is not sharded is left alone, and
+    may be called.
 
     ```python
     with hf_osdp.full_parameters(model, write_back=False):
@@ -38,7 +39,8 @@ def full_parameters(model: nn.Module, *, write_back: bool = True) -> Iterator[nn
     ```
 
     Args:
-        model: the model, or a module of it to gather only that, as `accelerator.prepare` or the Trainer has sharded it.
+        model: the model, or a module of it to gather only that, as `accelerator.prepare` or the Trainer has sharded
+            it.
         write_back: whether shards take the changes; False saves a broadcast of each parameter.
 
     Raises:
@@ -82,7 +84,9 @@ def _units_at_rest(model: nn.Module) -> Iterator[None]:
     """Refuse calls of the units in this context, and keep FSDP2 from taking a loaded whole parameter for a shard."""
     groups = {group for group, _ in watched_units(model)}
     parameters = [parameter for group in groups for parameter in group.fsdp_params]
-    handles = [module.register_forward_pre_hook(_refuse_call, prepend=True) for group in groups for module in group.modules]
+    handles = [
+        module.register_forward_pre_hook(_refuse_call, prepend=True) for group in groups for module in group.modules
+    ]
     for parameter in parameters:
         parameter.reset_sharded_param = _nothing  # type: ignore[method-assign]  # FSDP2's hook after load_state_dict
     try:
@@ -96,7 +100,8 @@ def _units_at_rest(model: nn.Module) -> Iterator[None]:
 
 def _refuse_call(module: nn.Module, args: object) -> NoReturn:
     raise OSDPError(
-        f"{type(module).__name__} was called within hf_osdp.full_parameters, where its units cannot gather; call the model after it."
+        f"{type(module).__name__} was called within hf_osdp.full_parameters, where its units cannot gather; call the"
+        " model after it."
     )
 
 
@@ -105,11 +110,13 @@ def _nothing() -> None:
 
 
 class AcrossLayouts(TorchDispatchMode):
-    """Run element-wise operators on shards of several layouts, or on shards and whole tensors that are equal on all ranks.
+    """Run element-wise operators on shards of several layouts, or on shards and whole tensors that are equal on all
+    ranks.
 
-    Operands take the layout of the first one, which has the result: nothing is sent to cut a whole tensor, and shards are gathered, one
-    at a time, if the layout is another one. So an average of weights that a callback keeps is the same as with whole parameters, whether
-    it keeps shards or whole tensors. Work in which gradients flow is left to torch, which refuses it.
+    Operands take the layout of the first one, which has the result: nothing is sent to cut a whole tensor, and shards
+    are gathered, one at a time, if the layout is another one. So an average of weights that a callback keeps is the
+    same as with whole parameters, whether it keeps shards or whole tensors. Work in which gradients flow is left to
+    torch, which refuses it.
     """
 
     leaves_compiled_code = True
@@ -121,7 +128,9 @@ class AcrossLayouts(TorchDispatchMode):
         self._what, self._is_shared = what, False
 
     def __exit__(self, *exception: Any) -> None:
-        """Leave this mode, and not one that was entered inside the context and stays, as that of a callback that counts FLOPs."""
+        """Leave this mode, and not one that was entered inside the context and stays, as that of a callback that
+        counts FLOPs.
+        """
         modes, above = _get_current_dispatch_mode_stack(), []
         while any(mode is self for mode in modes) and modes[-1] is not self:
             above.append(_pop_mode())
@@ -157,7 +166,12 @@ class AcrossLayouts(TorchDispatchMode):
             return tensor
         if isinstance(tensor, DTensor) and isinstance(like, DTensor) and _ranks(tensor) == _ranks(like):
             return DTensor.from_local(
-                tensor.to_local(), like.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+                tensor.to_local(),
+                like.device_mesh,
+                tensor.placements,
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.stride(),
             )
         whole = tensor
         if isinstance(tensor, DTensor):
@@ -173,7 +187,11 @@ class AcrossLayouts(TorchDispatchMode):
 
 
 def _is_element_wise(func: Any) -> bool:  # noqa: ANN401
-    return torch.Tag.pointwise in func.tags or func is torch.ops.aten.copy_.default or func.name().startswith("aten::_foreach_")
+    return (
+        torch.Tag.pointwise in func.tags
+        or func is torch.ops.aten.copy_.default
+        or func.name().startswith("aten::_foreach_")
+    )
 
 
 def _has_layout(value: object) -> bool:

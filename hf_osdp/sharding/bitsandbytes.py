@@ -1,4 +1,6 @@
-"""bitsandbytes' optimizers on shards: what they hold, 8-bit states for the same parameters as in one process, states in checkpoints."""
+"""bitsandbytes' optimizers on shards: what they hold, 8-bit states for the same parameters as in one process,
+states in checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +35,18 @@ def spec_of_bitsandbytes(optimizer: Any, *, device_type: str = "cuda") -> Optimi
         return None
     named, registered = _overrides(optimizer)
     reason = (
-        "comes from bitsandbytes before 0.50, whose states may have no blocks; update it" if hasattr(optimizer.args, "block_wise")
-        else "has parameters with options of their own in GlobalOptimManager, which shards do not have; give them a group of their own"
+        "comes from bitsandbytes before 0.50, whose states may have no blocks; update it" if hasattr(optimizer.args,
+                                                                                                     "block_wise")
+        else "has parameters with options of their own in GlobalOptimManager, which shards do not have; give them a group of their own"  # noqa: E501
         if named - registered.keys() or any(config != _FLOAT32_OPTIONS for config in registered.values())
         else None
     )  # fmt: skip
     if reason:
         raise OSDPError(f"{type(optimizer).__name__} {reason}.")
     args = optimizer.args
-    spec = bitsandbytes_spec(optimizer.optimizer_name, args.optim_bits, device_type=device_type, least_quantized=args.min_8bit_size)
+    spec = bitsandbytes_spec(
+        optimizer.optimizer_name, args.optim_bits, device_type=device_type, least_quantized=args.min_8bit_size
+    )
     return replace(spec, keeps_embeddings=bool(registered) and spec.is_quantized)
 
 
@@ -51,7 +56,9 @@ def in_float32(optimizer: torch.optim.Optimizer) -> Collection[int]:
 
 
 def _overrides(optimizer: Any) -> tuple[set[int], dict[int, object]]:  # noqa: ANN401
-    """Return the `id`s of parameters with options of their own, and registered options by `id` (None unless of an embedding)."""
+    """Return the `id`s of parameters with options of their own, and registered options by `id` (None unless of an
+    embedding).
+    """
     manager = type(optimizer.mng).get_instance()
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     registered = {
@@ -63,9 +70,11 @@ def _overrides(optimizer: Any) -> tuple[set[int], dict[int, object]]:  # noqa: A
 
 @torch.no_grad()
 def quantize_as_whole(optimizer: Any, plain: Collection[int]) -> None:  # noqa: ANN401
-    """Make a step quantize the same states as one process: by the size of whole parameters, and never for those in `plain`.
+    """Make a step quantize the same states as one process: by the size of whole parameters, and never for those in
+    `plain`.
 
-    A stand-in for a shard has its parameter as `whole`. Empty shards are skipped, because no GPU can launch a kernel on them.
+    A stand-in for a shard has its parameter as `whole`. Empty shards are skipped, because no GPU can launch a kernel
+    on them.
     """
     optimizer.mng = object.__new__(type(optimizer.mng))
     optimizer.mng.initialize()
@@ -82,7 +91,9 @@ def quantize_as_whole(optimizer: Any, plain: Collection[int]) -> None:  # noqa: 
 
 
 def saved_states(states: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]:
-    """Return a parameter's states as a checkpoint stores them: each in the shard's shape; quantized ones in float32 on the host."""
+    """Return a parameter's states as a checkpoint stores them: each in the shard's shape; quantized ones in float32
+    on the host.
+    """
     from bitsandbytes.functional import dequantize_blockwise
 
     saved = {key: value for key, value in states.items() if not key.startswith(("state", "qmap", "absmax"))}
@@ -90,7 +101,9 @@ def saved_states(states: Mapping[str, Any], shape: torch.Size) -> dict[str, Any]
         for name, codes, scales in _parts(states, key, shape):
             saved[name] = codes if scales is None else codes.float().cpu()
             if scales is not None and codes.numel():
-                saved[name] = dequantize_blockwise(codes, absmax=scales, code=states[f"qmap{key[-1]}"], blocksize=_BLOCK_SIZE).cpu()
+                saved[name] = dequantize_blockwise(
+                    codes, absmax=scales, code=states[f"qmap{key[-1]}"], blocksize=_BLOCK_SIZE
+                ).cpu()
     return saved
 
 
@@ -108,8 +121,12 @@ def load_states(states: dict[str, Any], saved: Mapping[str, Any], shape: torch.S
             here.copy_(value)
 
 
-def _parts(states: Mapping[str, Any], key: str, shape: torch.Size) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
-    """Yield each state's name in a checkpoint, its tensor and its block scales; AdEMAMix stores two means in one tensor."""
+def _parts(
+    states: Mapping[str, Any], key: str, shape: torch.Size
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor | None]]:
+    """Yield each state's name in a checkpoint, its tensor and its block scales; AdEMAMix stores two means in one
+    tensor.
+    """
     value, scales = states[key], states.get(f"absmax{key[-1]}")
     if value.shape == shape:
         yield key, value, scales

@@ -25,7 +25,9 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def form_process_group(*, needed: bool, device_type: str | None = None) -> None:
-    """Form the process group that the launcher's variables describe; without them, form a group of one process if `needed`."""
+    """Form the process group that the launcher's variables describe; without them, form a group of one process if
+    `needed`.
+    """
     check_ranks()
     device = torch.device("cpu") if device_type == "cpu" else training_device()
     if dist.is_initialized():
@@ -50,7 +52,10 @@ def prepare_model(model: nn.Module, precision: Precision) -> None:
     config = getattr(model, "config", None)
     if config is not None and getattr(config, "use_cache", False):
         config.use_cache = False
-        _log.info("%s.config.use_cache is now False: the key-value cache only takes memory in training.", type(model).__name__)
+        _log.info(
+            "%s.config.use_cache is now False: the key-value cache only takes memory in training.",
+            type(model).__name__,
+        )
 
 
 def hold_master_weights(model: nn.Module, precision: Precision) -> None:
@@ -72,7 +77,9 @@ def mp_policy(precision: Precision) -> MixedPrecisionPolicy | None:
     if precision.compute is None or precision.autocast:
         return None
     reduce = precision.reduce or precision.compute
-    return MixedPrecisionPolicy(param_dtype=getattr(torch, precision.compute.value), reduce_dtype=getattr(torch, reduce.value))
+    return MixedPrecisionPolicy(
+        param_dtype=getattr(torch, precision.compute.value), reduce_dtype=getattr(torch, reduce.value)
+    )
 
 
 def uses_host(plan: Plan) -> bool:
@@ -91,12 +98,19 @@ def parameter_groups(module: nn.Module | FSDPModule) -> list[FSDPParamGroup]:
 def host_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the sharded parameters of all units on the host, each once."""
     groups = dict.fromkeys(group for module in model.modules() for group in parameter_groups(module))
-    return [p.sharded_param for group in groups if isinstance(group.offload_policy, CPUOffloadPolicy) for p in group.fsdp_params]
+    return [
+        p.sharded_param
+        for group in groups
+        if isinstance(group.offload_policy, CPUOffloadPolicy)
+        for p in group.fsdp_params
+    ]
 
 
 @torch.no_grad()
 def move_to_device(model: nn.Module, device: torch.device, *, empty: bool = False) -> nn.Module:
-    """Move a model like `model.to(device)` (or `to_empty`), except units on the host, which FSDP2 refuses to train once moved."""
+    """Move a model like `model.to(device)` (or `to_empty`), except units on the host, which FSDP2 refuses to train
+    once moved.
+    """
     host = {id(parameter) for parameter in host_parameters(model)}
 
     def move(tensor: torch.Tensor) -> torch.Tensor:  # torch passes the parameters themselves, so that `id` finds them
@@ -109,7 +123,9 @@ def move_to_device(model: nn.Module, device: torch.device, *, empty: bool = Fals
 
 
 def apply_tied(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """Call `model._apply(fn)` and tie parameters again: torch makes one for each owner where `fn` changes the kind of tensor (to meta)."""
+    """Call `model._apply(fn)` and tie parameters again: torch makes one for each owner where `fn` changes the kind
+    of tensor (to meta).
+    """
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

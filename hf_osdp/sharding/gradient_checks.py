@@ -1,4 +1,5 @@
-"""Check in each step that FSDP2 reduces every gradient, that all ranks reduce the same ones, and that the optimizer receives them.
+"""Check in each step that FSDP2 reduces every gradient, that all ranks reduce the same ones, and that the optimizer
+receives them.
 
 The checks run when forward begins (shards), in backward (gradients), and before each step of any optimizer.
 """
@@ -30,7 +31,9 @@ REMEDY = (
 _MARK_ELEMENTS = 2**8
 """Shards up to this size, or that of the smallest, get zeros; see `_mark`."""
 _Parameters = tuple[list[FSDPParamGroup], list[nn.Parameter]]
-"""An optimizer's units, and its parameters that the plan does not have, if there are units and several ranks share the model."""
+"""An optimizer's units, and its parameters that the plan does not have, if there are units and several ranks share
+the model.
+"""
 
 
 class _Shard(NamedTuple):
@@ -44,7 +47,9 @@ class _Shard(NamedTuple):
 
 
 class GradientChecks:
-    """Check gradients and shards of a model's units, and average the gradients of its parameters without dimensions."""
+    """Check gradients and shards of a model's units, and average the gradients of its parameters without
+    dimensions.
+    """
 
     def __init__(
         self,
@@ -55,7 +60,9 @@ class GradientChecks:
         *,
         is_alone: bool,
     ) -> None:
-        """Take the units' labels, the parameters without dimensions, and the parameters that `fully_shard` replaced by shards."""
+        """Take the units' labels, the parameters without dimensions, and the parameters that `fully_shard` replaced
+        by shards.
+        """
         self._labels, self._scalars, self._order, self._is_alone = labels, tuple(scalars), order, is_alone
         self._replaced = WeakIdKeyDictionary(dict.fromkeys(replaced))
         self._shards: dict[FSDPParam, _Shard] = {}
@@ -87,7 +94,9 @@ class GradientChecks:
     def backward_begins(self) -> None:
         """Drop gradients that FSDP2 holds from earlier micro-steps if `zero_grad` was called since."""
         self._may_hold = True
-        zeroed = {group for group, (shard, zeros, version) in self._marks.items() if _was_zeroed(shard, zeros, version)}
+        zeroed = {
+            group for group, (shard, zeros, version) in self._marks.items() if _was_zeroed(shard, zeros, version)
+        }
         if zeroed and len(zeroed) == len(self._marks):
             zeroed.update(self._unmarked)
         for group in zeroed:
@@ -108,22 +117,32 @@ class GradientChecks:
             self._average_scalars()
         holding = list(filter(_holds, self._labels))
         for group in holding:
-            waits = self._order is not None and not group.all_reduce_grads  # for the last micro-step, which reduces what is left
-            if group.reduce_grads and not waits and (late := next(filter(has_whole_gradient, group.fsdp_params), None)) is not None:
+            waits = (
+                self._order is not None and not group.all_reduce_grads
+            )  # for the last micro-step, which reduces what is left
+            if (
+                group.reduce_grads
+                and not waits
+                and (late := next(filter(has_whole_gradient, group.fsdp_params), None)) is not None
+            ):
                 raise UnreducedGradientError(
-                    f"Unit {self._labels[group]!r} got a gradient for its {late._module_info.param_name} that was not reduced over the"
+                    f"Unit {self._labels[group]!r} got a gradient for its {late._module_info.param_name} that was not"
+                    " reduced over the"
                     f" ranks, because it came after the unit's own backward; {REMEDY}."
                 )
         self._mark(holding)
         self._may_hold = bool(holding)
 
     def _mark(self, holding: list[FSDPParamGroup]) -> None:
-        """Give a small shard of each unit whose gradients wait zeros as its gradient, which show later whether `zero_grad` was called.
+        """Give a small shard of each unit whose gradients wait zeros as its gradient, which show later whether
+        `zero_grad` was called.
 
-        `zero_grad` cannot reach the gradients that FSDP2 holds; it removes these zeros or detaches them from their graph. Units without
-        a small shard, whose zeros would take memory, follow the others.
+        `zero_grad` cannot reach the gradients that FSDP2 holds; it removes these zeros or detaches them from their
+        graph. Units without a small shard, whose zeros would take memory, follow the others.
         """
-        trained = {group: [p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad] for group in holding}
+        trained = {
+            group: [p.sharded_param for p in group.fsdp_params if p.sharded_param.requires_grad] for group in holding
+        }
         smallest = {group: min(shards, key=torch.numel) for group, shards in trained.items() if shards}
         free = {group: shard for group, shard in smallest.items() if shard.grad is None}
         most = max(_MARK_ELEMENTS, min(map(torch.numel, free.values()), default=0))
@@ -135,7 +154,10 @@ class GradientChecks:
         self._unmarked = [group for group in free if group not in self._marks]
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Free whole weights that the step makes stale; refuse a step without its reduced gradients. In backward do neither."""
+        """Free whole weights that the step makes stale; refuse a step without its reduced gradients.
+
+        In backward do neither.
+        """
         ids = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         if optimizer not in self._optimizers or self._optimizers[optimizer][0] != ids:
             self._optimizers[optimizer] = ids, self._parameters_of(optimizer)
@@ -145,21 +167,31 @@ class GradientChecks:
                 group.reshard()
             if self._may_hold and _holds(group):
                 raise OSDPError(
-                    f"optimizer.step() came while gradients of unit {self._labels[group]!r} wait for the last micro-step; pass is_last=True"
-                    " in it (under Accelerate, step by sync_gradients), or plan with reduce_every_micro_step=False where it has none."
+                    f"optimizer.step() came while gradients of unit {self._labels[group]!r} wait for the last"
+                    " micro-step; pass is_last=True"
+                    " in it (under Accelerate, step by sync_gradients), or plan with reduce_every_micro_step=False"
+                    " where it has none."
                 )
         if (own := next((parameter for parameter in strange if parameter.grad is not None), None)) is not None:
             raise OSDPError(
-                f"{type(optimizer).__name__} has a parameter of shape {tuple(own.shape)} that the plan does not have, whose gradients are"
+                f"{type(optimizer).__name__} has a parameter of shape {tuple(own.shape)} that the plan does not have,"
+                " whose gradients are"
                 " not averaged over ranks; make it a part of the model before planning."
             )
 
     def _parameters_of(self, optimizer: torch.optim.Optimizer) -> _Parameters:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(parameter in self._replaced for parameter in parameters):
-            raise OSDPError(f"{type(optimizer).__name__} has parameters from before the plan was applied; make it again after that.")
+            raise OSDPError(
+                f"{type(optimizer).__name__} has parameters from before the plan was applied; make it again after"
+                " that."
+            )
         ids, scalars = set(map(id, parameters)), set(map(id, self._scalars))
-        units = [group for group in self._labels if any(id(parameter.sharded_param) in ids for parameter in group.fsdp_params)]
+        units = [
+            group
+            for group in self._labels
+            if any(id(parameter.sharded_param) in ids for parameter in group.fsdp_params)
+        ]
         strange = [p for p in parameters if not isinstance(p, DTensor) and id(p) not in scalars]
         return units, strange if units and world_size() > 1 else []
 
@@ -178,14 +210,19 @@ class GradientChecks:
 
 
 def _check_shard(label: str, parameter: FSDPParam, before: _Shard | None) -> _Shard:
-    """Return the shard as it is now, with `_refuse` as its only hook; raise if `.data` was assigned or the user has hooked it."""
+    """Return the shard as it is now, with `_refuse` as its only hook; raise if `.data` was assigned or the user has
+    hooked it.
+    """
     shard, name = parameter.sharded_param, parameter._module_info.param_name
     memory, storage = local(shard), shard.untyped_storage()
     if before is not None and memory is before.memory and storage is not before.storage:
-        raise OSDPError(f"Unit {label!r}: .data of its {name} was assigned, which changes no shard; use {name}.data.copy_(...).")
+        raise OSDPError(
+            f"Unit {label!r}: .data of its {name} was assigned, which changes no shard; use {name}.data.copy_(...)."
+        )
     if any(getattr(hook, "func", None) is not _refuse for hook in (shard._backward_hooks or {}).values()):
         raise OSDPError(
-            f"Unit {label!r}: register_hook on its {name} has no effect on a shard; use register_post_accumulate_grad_hook, or"
+            f"Unit {label!r}: register_hook on its {name} has no effect on a shard; use"
+            " register_post_accumulate_grad_hook, or"
             " change gradients before optimizer.step()."
         )
     if shard.requires_grad:
@@ -196,7 +233,9 @@ def _check_shard(label: str, parameter: FSDPParam, before: _Shard | None) -> _Sh
 
 def _refuse(label: str, parameter: FSDPParam, gradient: torch.Tensor) -> None:
     name = parameter._module_info.param_name
-    raise UnreducedGradientError(f"Unit {label!r} got a gradient for a shard of its {name}, which is not reduced over the ranks; {REMEDY}.")
+    raise UnreducedGradientError(
+        f"Unit {label!r} got a gradient for a shard of its {name}, which is not reduced over the ranks; {REMEDY}."
+    )
 
 
 def _holds(group: FSDPParamGroup) -> bool:
@@ -205,7 +244,9 @@ def _holds(group: FSDPParamGroup) -> bool:
 
 
 def _was_zeroed(shard: torch.Tensor, zeros: torch.Tensor, version: int) -> bool:
-    """Return whether `zero_grad` was called, or a loop zeroed the gradient: the zeros are -0.0 until then, also if they were scaled."""
+    """Return whether `zero_grad` was called, or a loop zeroed the gradient: the zeros are -0.0 until then, also if
+    they were scaled.
+    """
     if shard.grad is not zeros or zeros.grad_fn is None:
         return True
     now = local(zeros)

@@ -1,4 +1,6 @@
-"""Norm, clipping and loss scaling of gradients on different meshes and devices, for which torch's own functions are wrong."""
+"""Norm, clipping and loss scaling of gradients on different meshes and devices, for which torch's own functions are
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ def total_norm(grads: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.T
 
     and for p = inf the largest local norm. The sum is computed in float64.
 
-    Gradients are DTensors on any meshes that span all ranks, or plain tensors that are equal on every rank; on the device or on the host.
-    A rank whose shard is empty takes part. The norm is a 0-d tensor, equal on every rank, in their widest dtype (at least float32).
+    Gradients are DTensors on any meshes that span all ranks, or plain tensors that are equal on every rank; on the
+    device or on the host. A rank whose shard is empty takes part. The norm is a 0-d tensor, equal on every rank, in
+    their widest dtype (at least float32).
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type={norm_type} must be positive; use 1, 2 or inf.")
@@ -58,8 +61,12 @@ def _local_power(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tenso
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale gradients in place to a norm of at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`; return the norm before. Collective."""
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Scale gradients in place to a norm of at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`; return the
+    norm before. Collective.
+    """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = total_norm(grads, norm_type)
@@ -74,10 +81,12 @@ def clip_grad_norm_(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm:
 
 
 def clip_across_meshes() -> None:
-    """Let `torch.nn.utils.clip_grad_norm_` clip gradients on several meshes, or shards beside whole tensors, by our `total_norm`.
+    """Let `torch.nn.utils.clip_grad_norm_` clip gradients on several meshes, or shards beside whole tensors, by our
+    `total_norm`.
 
-    torch stacks the norms of all gradients, and scales them by one list operator; both fail for those ("must have the same mesh"; read in
-    torch 2.11 to 2.13). It has no hook, and a script may hold `clip_grad_norm_` already, so the two functions that it calls are wrapped.
+    torch stacks the norms of all gradients, and scales them by one list operator; both fail for those ("must have the
+    same mesh"; read in torch 2.11 to 2.13). It has no hook, and a script may hold `clip_grad_norm_` already, so the
+    two functions that it calls are wrapped.
     """
     stock_norm, stock_scale = clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_
     if stock_norm.__module__ == __name__:
@@ -95,7 +104,10 @@ def clip_across_meshes() -> None:
         return stock_norm(grads, norm_type, error_if_nonfinite, foreach)
 
     def scale(
-        parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        total_norm: torch.Tensor,
+        foreach: bool | None = None,
     ) -> None:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not isinstance(total_norm, DTensor):
@@ -118,7 +130,9 @@ def _main_device(grads: Sequence[torch.Tensor]) -> torch.device:
 def _shard_size(tensor: torch.Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 1
-    return math.prod(tensor.device_mesh.size(axis) for axis, placement in enumerate(tensor.placements) if placement.is_shard())
+    return math.prod(
+        tensor.device_mesh.size(axis) for axis, placement in enumerate(tensor.placements) if placement.is_shard()
+    )
 
 
 def _norm(tensor: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -132,15 +146,15 @@ class OSDPGradScaler(torch.amp.GradScaler):
     """A `GradScaler` with which all ranks skip the same steps.
 
     torch's own reduces `found_inf` over the mesh of the first gradient only: with units on different meshes some ranks
-    would step and others skip. Here local shards are checked and unscaled, and `found_inf` is the maximum over the world.
-    Optimizers that unscale by themselves (`fused=True`) get the same `found_inf`.
+    would step and others skip. Here local shards are checked and unscaled, and `found_inf` is the maximum over the
+    world. Optimizers that unscale by themselves (`fused=True`) get the same `found_inf`.
     """
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step or skip, like torch's scaler.
 
-        If gradients are on two devices, they are unscaled before a fused step too: torch would copy the scale to the host without
-        waiting for the copy, and the step on the host could read what was in that memory before.
+        If gradients are on two devices, they are unscaled before a fused step too: torch would copy the scale to the
+        host without waiting for the copy, and the step on the host could read what was in that memory before.
         """
         unscales = getattr(optimizer, "_step_supports_amp_scaling", False)
         if not unscales or len({device for device, _ in _local_grads(optimizer, allow_fp16=True)}) < 2:
@@ -168,7 +182,9 @@ class OSDPGradScaler(torch.amp.GradScaler):
         return per_device
 
 
-def _local_grads(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+def _local_grads(
+    optimizer: torch.optim.Optimizer, *, allow_fp16: bool
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
     grads: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -176,6 +192,8 @@ def _local_grads(optimizer: torch.optim.Optimizer, *, allow_fp16: bool) -> dict[
                 continue
             grad = local(parameter.grad)
             if grad.dtype is torch.float16 and not allow_fp16:
-                raise ValueError("Gradients in float16 cannot be unscaled; keep parameters in float32 and set mixed_precision=fp16.")
+                raise ValueError(
+                    "Gradients in float16 cannot be unscaled; keep parameters in float32 and set mixed_precision=fp16."
+                )
             grads.setdefault((grad.device, grad.dtype), []).append(grad)
     return grads

@@ -25,18 +25,25 @@ from .optimizer_steps import refuse_closure, step_parts
 
 
 def reason_against_unit_steps(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return why an optimizer cannot step unit by unit; None if it can, which needs all its state to be kept for each parameter."""
+    """Return why an optimizer cannot step unit by unit; None if it can, which needs all its state to be kept for
+    each parameter.
+    """
     optimizer = unwrapped(optimizer)
-    if f"{type(optimizer).__module__}.".startswith(("torch.optim.", "transformers.", "bitsandbytes.")) or low_bit_spec(optimizer):
+    if f"{type(optimizer).__module__}.".startswith(("torch.optim.", "transformers.", "bitsandbytes.")) or low_bit_spec(
+        optimizer
+    ):
         return None
     return f"{type(optimizer).__name__} may keep state that all its parameters share"
 
 
-def bind_optimizer(model: nn.Module, plan: Plan, units: Sequence[UnitDescription], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def bind_optimizer(
+    model: nn.Module, plan: Plan, units: Sequence[UnitDescription], optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
     """Make the optimizer of a model under the plan step units as the plan says; a second call changes nothing.
 
     Raises:
-        OSDPError: the plan steps units one by one, but there are several optimizers, or one that cannot step a part of its parameters.
+        OSDPError: the plan steps units one by one, but there are several optimizers, or one that cannot step a part of
+            its parameters.
     """
     offloaded = [unit for unit in units if plan.decision(unit.fqn).states_on_host]
     if not optimizers or not offloaded:
@@ -52,9 +59,11 @@ def bind_optimizer(model: nn.Module, plan: Plan, units: Sequence[UnitDescription
 
 
 class _HostStates:
-    """Step units whose states are on the host, in a hook before the optimizer's own step, and restore their gradients after it.
+    """Step units whose states are on the host, in a hook before the optimizer's own step, and restore their gradients
+    after it.
 
-    While one parameter steps, states of the next ones come to the device and earlier ones leave; the device holds one unit's at most.
+    While one parameter steps, states of the next ones come to the device and earlier ones leave; the device holds one
+    unit's at most.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, units: list[list[nn.Parameter]]) -> None:
@@ -99,7 +108,11 @@ class _HostStates:
         for key, state in _tensors(optimizer.state.get(parameter, {})).items():
             source = local(state)
             device = local(parameter).device
-            target = self._host.get((parameter, key)) if out else torch.empty(source.shape, dtype=source.dtype, device=device)
+            target = (
+                self._host.get((parameter, key))
+                if out
+                else torch.empty(source.shape, dtype=source.dtype, device=device)
+            )
             if target is None:
                 target = self._host[parameter, key] = host_tensor(source)
             copies.add(target, source)
@@ -108,7 +121,9 @@ class _HostStates:
 
 
 class _Copies:
-    """Copies between device and host, on a separate stream if the device has streams; holds the tensors until `wait`."""
+    """Copies between device and host, on a separate stream if the device has streams; holds the tensors until
+    `wait`.
+    """
 
     def __init__(self) -> None:
         self._held: list[torch.Tensor] = []

@@ -1,4 +1,6 @@
-"""torch's Muon on shards: momentum is gathered in bf16, and each rank computes the whole orthogonal update and applies its own rows."""
+"""torch's Muon on shards: momentum is gathered in bf16, and each rank computes the whole orthogonal update and
+applies its own rows.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,23 @@ from .gradients import local
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is torch's own Muon; a subclass may do something else.
 
-    Return False for bf16 without Nesterov: there torch's overwrites the momentum with the update (`Tensor.bfloat16` makes no copy).
+    Return False for bf16 without Nesterov: there torch's overwrites the momentum with the update (`Tensor.bfloat16`
+    makes no copy).
     """
     if type(optimizer) is not torch.optim.Muon:
         return False
     groups = (group for group in optimizer.param_groups if not group["nesterov"])
-    return all(getattr(parameter, "dtype", None) != torch.bfloat16 for group in groups for parameter in group["params"])
+    return all(
+        getattr(parameter, "dtype", None) != torch.bfloat16 for group in groups for parameter in group["params"]
+    )
 
 
 def spec_of_muon(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
     """Return what torch's Muon holds: momentum, and temporaries for its matrices."""
     shapes = {tuple(parameter.shape) for group in optimizer.param_groups for parameter in group["params"]}
-    return OptimizerSpec(name="muon", states=1, step=OptimizerStep.FOR_LOOP, loop_scratch=0.0, matrices=tuple(sorted(shapes)))
+    return OptimizerSpec(
+        name="muon", states=1, step=OptimizerStep.FOR_LOOP, loop_scratch=0.0, matrices=tuple(sorted(shapes))
+    )
 
 
 @torch.no_grad()
@@ -53,7 +60,9 @@ def step_sharded(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
         update = _zeropower_via_newtonschulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
         first = shard_group.rank() * -(-parameter.shape[0] // shard_group.size())
         shard.mul_(1 - lr * group["weight_decay"])
-        shard.add_(update[first : first + shard.shape[0]], alpha=-_adjust_lr(lr, group["adjust_lr_fn"], parameter.shape))
+        shard.add_(
+            update[first : first + shard.shape[0]], alpha=-_adjust_lr(lr, group["adjust_lr_fn"], parameter.shape)
+        )
 
 
 def is_shared(parameter: torch.Tensor) -> bool:
@@ -66,4 +75,11 @@ def _shard_group(parameter: torch.Tensor) -> dist.ProcessGroup | None:
     if not isinstance(parameter, DTensor):
         return None
     mesh = parameter.device_mesh
-    return next((mesh.get_group(axis) for axis, place in enumerate(parameter.placements) if place.is_shard() and mesh.size(axis) > 1), None)
+    return next(
+        (
+            mesh.get_group(axis)
+            for axis, place in enumerate(parameter.placements)
+            if place.is_shard() and mesh.size(axis) > 1
+        ),
+        None,
+    )

@@ -12,7 +12,15 @@ from torch.distributed.tensor import DTensor
 
 from ..distributed.mesh import world_size
 from ..errors import OSDPError
-from ..planner.job import ADAFACTOR, BITSANDBYTES, LOW_BIT, OptimizerSpec, OptimizerStep, StateFormat, bitsandbytes_of_trainer
+from ..planner.job import (
+    ADAFACTOR,
+    BITSANDBYTES,
+    LOW_BIT,
+    OptimizerSpec,
+    OptimizerStep,
+    StateFormat,
+    bitsandbytes_of_trainer,
+)
 from .bitsandbytes import spec_of_bitsandbytes
 from .muon import is_muon, spec_of_muon
 from .optimizer_trial import COLUMNS, ROWS, after_step, difference_on_shards
@@ -31,32 +39,55 @@ _REFUSED = {
 }
 """Part of an optimizer's name in lower case → why it cannot run under a plan."""
 _NEEDS_WHOLE = ("adafactor", "lamb", "lars", "muon")
-"""Parts of names of optimizers that use norms, factors or products of whole parameters; a trial decides about others."""
+"""Parts of names of optimizers that use norms, factors or products of whole parameters; a trial decides about
+others.
+"""
 ELEMENT_WISE = tuple(
-    getattr(torch.optim, name) for name in ("AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD")
+    getattr(torch.optim, name)
+    for name in ("AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD")
 )
 """torch's optimizers that train on shards as on whole parameters; a subclass may do something else."""
 _MAX_DIFFERENCE = 1e-4
-"""Fraction of an update: rounding in float32 causes less; a shard's norm instead of the whole parameter's causes some percent."""
+"""Fraction of an update: rounding in float32 causes less; a shard's norm instead of the whole parameter's causes
+some percent.
+"""
 _ADVICE = "use an element-wise optimizer such as AdamW, Adam, SGD or RMSprop"
 _PAGED_ADVICE = "use the one that is not paged, or AdamW with OSDPConfig(offload_optimizer=True)"
 _LOW_BIT_ADVICE = "use torchao's AdamW8bit (optim='adamw_torch_8bit'), which quantizes each shard by itself"
-_STATES = {"adamw": 2, "adam": 2, "adamax": 2, "nadam": 2, "radam": 2, "sgd": 0, "adagrad": 1, "rmsprop": 1, "adadelta": 2}
+_STATES = {
+    "adamw": 2,
+    "adam": 2,
+    "adamax": 2,
+    "nadam": 2,
+    "radam": 2,
+    "sgd": 0,
+    "adagrad": 1,
+    "rmsprop": 1,
+    "adadelta": 2,
+}
 """State tensors for each parameter, as `torch.optim` keeps them by default."""
 _TORCH_IN_TRAINER = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 """Values of `TrainingArguments.optim` that name optimizers of torch."""
 _TRAINER_SPECS = {
-    **{name: OptimizerSpec(name=name.partition("_")[0], states=_STATES[name.partition("_")[0]]) for name in _TORCH_IN_TRAINER},
+    **{
+        name: OptimizerSpec(name=name.partition("_")[0], states=_STATES[name.partition("_")[0]])
+        for name in _TORCH_IN_TRAINER
+    },
     "adamw_torch_8bit": LOW_BIT["adamw8bit"].with_block_size(256),
     "adamw_torch_4bit": LOW_BIT["adamw4bit"].with_block_size(256),
     **{name: bitsandbytes_of_trainer(name) for name in BITSANDBYTES},
     "adafactor": ADAFACTOR,
 }
-"""`TrainingArguments.optim` → what the optimizer holds. transformers sets blocks of 256 elements; torchao's AdamW4bit has 128."""
+"""`TrainingArguments.optim` → what the optimizer holds.
+
+transformers sets blocks of 256 elements; torchao's AdamW4bit has 128.
+"""
 
 
 def reason_against(*names: str) -> str | None:
-    """Return why an optimizer with these names, of classes or of `optim`, cannot run, and the remedy; None if no name is refused."""
+    """Return why an optimizer with these names, of classes or of `optim`, cannot run, and the remedy; None if no
+    name is refused.
+    """
     found = next(((name.lower(), part) for name in names for part in _REFUSED if part in name.lower()), None)
     if found is None:
         return None
@@ -65,14 +96,23 @@ def reason_against(*names: str) -> str | None:
 
 
 def _class_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    return (*(["paged"] if getattr(optimizer, "is_paged", False) else []), *(cls.__name__ for cls in type(optimizer).__mro__))
+    return (
+        *(["paged"] if getattr(optimizer, "is_paged", False) else []),
+        *(cls.__name__ for cls in type(optimizer).__mro__),
+    )
 
 
 def low_bit_spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec | None:
-    """Return what a torchao optimizer with quantized states holds; None for others, and for amsgrad, which has a third state."""
+    """Return what a torchao optimizer with quantized states holds; None for others, and for amsgrad, which has a
+    third state.
+    """
     names = [cls.__name__.lower() for cls in type(optimizer).__mro__ if cls.__module__.startswith("torchao.")]
-    spec = next(filter(None, (LOW_BIT.get(name.replace("adamw", "adam").replace("adam", "adamw")) for name in names)), None)
-    block_size = getattr(optimizer, "block_size", None)  # transformers passes text from `optim_args`, with which torchao fails
+    spec = next(
+        filter(None, (LOW_BIT.get(name.replace("adamw", "adam").replace("adam", "adamw")) for name in names)), None
+    )
+    block_size = getattr(
+        optimizer, "block_size", None
+    )  # transformers passes text from `optim_args`, with which torchao fails
     if spec is None or optimizer.defaults["amsgrad"] or not isinstance(block_size, int):
         return None
     return spec.with_block_size(block_size)
@@ -86,7 +126,9 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
-    """Return an optimizer's name in checkpoints: for bitsandbytes with its bits, because the Trainer uses one class for both."""
+    """Return an optimizer's name in checkpoints: for bitsandbytes with its bits, because the Trainer uses one class
+    for both.
+    """
     spec = spec_of_bitsandbytes(inner := unwrapped(optimizer))
     return type(inner).__name__ if spec is None else spec.name
 
@@ -94,35 +136,55 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
 def check_optimizer(optimizer: torch.optim.Optimizer, apart: Iterable[nn.Parameter] = ()) -> None:
     """Raise OSDPError if an optimizer cannot train its parameters as the applied plan has laid them out.
 
-    An optimizer that needs whole parameters cannot train sharded ones or those `apart`; one that rounds at random cannot train replicas. If
-    the class name is neither refused nor known to be element-wise, the optimizer is tried on a matrix and on its shards.
+    An optimizer that needs whole parameters cannot train sharded ones or those `apart`; one that rounds at random
+    cannot train replicas. If the class name is neither refused nor known to be element-wise, the optimizer is tried on
+    a matrix and on its shards.
     """
     optimizer = unwrapped(optimizer)
-    trained = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, torch.Tensor) and p.requires_grad]
-    if getattr(optimizer, "bf16_stochastic_round", False) and any(p.dtype is torch.bfloat16 and _spread(p)[1] > 1 for p in trained):
+    trained = [
+        p
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if isinstance(p, torch.Tensor) and p.requires_grad
+    ]
+    if getattr(optimizer, "bf16_stochastic_round", False) and any(
+        p.dtype is torch.bfloat16 and _spread(p)[1] > 1 for p in trained
+    ):
         raise OSDPError(
-            f"{type(optimizer).__name__} rounds parameters in bf16 at random (bf16_stochastic_round=True), so replicas would drift apart;"
+            f"{type(optimizer).__name__} rounds parameters in bf16 at random (bf16_stochastic_round=True), so replicas"
+            " would drift apart;"
             " use strategy='fsdp', which has no replicas, or hold parameters in float32 (mixed_precision='bf16')."
         )
     whole, bnb_spec = needs_whole(optimizer), spec_of_bitsandbytes(optimizer)
     apart_ids = {id(parameter) for parameter in apart}
     if bnb_spec and bnb_spec.is_quantized and (split := sum(id(p) in apart_ids for p in trained)):
         raise OSDPError(
-            f"{type(optimizer).__name__} quantizes blocks of whole parameters, and {split} of {len(trained)} are in slices or on the host;"
+            f"{type(optimizer).__name__} quantizes blocks of whole parameters, and {split} of {len(trained)} are in"
+            " slices or on the host;"
             f" plan for this optimizer, or {_ADVICE}."
         )
     gathers = is_muon(optimizer)
-    if (whole or gathers) and (split := sum((_spread(p)[0] > 1 and not gathers) or id(p) in apart_ids for p in trained)):
+    if (whole or gathers) and (
+        split := sum((_spread(p)[0] > 1 and not gathers) or id(p) in apart_ids for p in trained)
+    ):
         raise OSDPError(
-            f"{type(optimizer).__name__} is not element-wise: it needs whole parameters, and {split} of {len(trained)} are sharded, in"
+            f"{type(optimizer).__name__} is not element-wise: it needs whole parameters, and {split} of {len(trained)}"
+            " are sharded, in"
             f" slices or on the host; plan for this optimizer, which keeps them whole, or {_ADVICE}."
         )
 
 
 def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is correct only on whole parameters; raise OSDPError if it cannot run under a plan."""
+    """Return whether an optimizer is correct only on whole parameters; raise OSDPError if it cannot run under a
+    plan.
+    """
     name = type(optimizer).__name__
-    if type(optimizer) in ELEMENT_WISE or is_muon(optimizer) or low_bit_spec(optimizer) or spec_of_bitsandbytes(optimizer):
+    if (
+        type(optimizer) in ELEMENT_WISE
+        or is_muon(optimizer)
+        or low_bit_spec(optimizer)
+        or spec_of_bitsandbytes(optimizer)
+    ):
         return False
     if reason := reason_against(*_class_names(optimizer)):
         raise OSDPError(f"{name} {reason}.")
@@ -145,14 +207,17 @@ def _spread(parameter: torch.Tensor) -> tuple[int, int]:
     if not isinstance(parameter, DTensor):
         return 1, world_size()
     mesh = parameter.device_mesh
-    replicas = math.prod(mesh.size(axis) for axis, placement in enumerate(parameter.placements) if placement.is_replicate())
+    replicas = math.prod(
+        mesh.size(axis) for axis, placement in enumerate(parameter.placements) if placement.is_replicate()
+    )
     return mesh.size() // replicas, replicas
 
 
 def spec_of_optimizer(optimizer: torch.optim.Optimizer | None, *, device_type: str) -> OptimizerSpec:
     """Return what an optimizer will hold, plain or wrapped by Accelerate; None means AdamW with its defaults.
 
-    What torch's, torchao's and bitsandbytes' hold is known. Any other takes steps on a trial matrix, and the states it keeps are counted.
+    What torch's, torchao's and bitsandbytes' hold is known. Any other takes steps on a trial matrix, and the states it
+    keeps are counted.
     """
     if optimizer is None:
         return spec_of_trainer_name("adamw_torch", device_type=device_type)
@@ -168,7 +233,9 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer | None, *, device_type: s
         return spec_of_muon(optimizer)
     if name in _STATES and cls is getattr(torch.optim, cls.__name__, None):
         states = _STATES[name] + sum(bool(options.get(option)) for option in ("amsgrad", "momentum", "centered"))
-        return OptimizerSpec(name=name, states=states, step=_step(options.get("fused"), options.get("foreach"), device_type))
+        return OptimizerSpec(
+            name=name, states=states, step=_step(options.get("fused"), options.get("foreach"), device_type)
+        )
     if reason := reason_against(*_class_names(optimizer)):
         raise ValueError(f"{cls.__name__} {reason}.")
     try:
@@ -176,13 +243,17 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer | None, *, device_type: s
     except OSDPError as error:
         raise ValueError(str(error)) from error
     except Exception as error:  # a user's optimizer may raise anything
-        raise ValueError(f"The memory of {cls.__name__} cannot be determined ({_first_line(error)}); {_ADVICE}.") from error
+        raise ValueError(
+            f"The memory of {cls.__name__} cannot be determined ({_first_line(error)}); {_ADVICE}."
+        ) from error
 
 
 def spec_of_optimizers(optimizers: Sequence[torch.optim.Optimizer], *, device_type: str) -> OptimizerSpec:
-    """Return an upper bound of what several optimizers of one model hold, as if the one that holds most had all parameters.
+    """Return an upper bound of what several optimizers of one model hold, as if the one that holds most had all
+    parameters.
 
-    Gathered matrices are identified by their shapes, so that matrices of the same shape in another optimizer count as well.
+    Gathered matrices are identified by their shapes, so that matrices of the same shape in another optimizer count as
+    well.
     """
     specs = [spec_of_optimizer(optimizer, device_type=device_type) for optimizer in optimizers]
     most = max(specs, key=OptimizerSpec.traffic_per_element)
@@ -196,17 +267,24 @@ def spec_of_optimizers(optimizers: Sequence[torch.optim.Optimizer], *, device_ty
 
 
 def _counted_spec(optimizer: torch.optim.Optimizer, device_type: str) -> OptimizerSpec:
-    """Return what an optimizer keeps for a float32 matrix; raise ValueError for a state that has neither its shape nor is factored.
+    """Return what an optimizer keeps for a float32 matrix; raise ValueError for a state that has neither its shape nor
+    is factored.
 
     If the optimizer needs whole parameters, the temporaries of its step are counted as well.
     """
     whole, (kept, _) = needs_whole(optimizer), after_step(optimizer, ROWS, COLUMNS)
     shapes = [tuple(value.shape) if type(value) is torch.Tensor else type(value) for value in kept]
-    rows, columns = (sum(shape in given for shape in shapes) for given in (((ROWS,), (ROWS, 1)), ((COLUMNS,), (1, COLUMNS))))
+    rows, columns = (
+        sum(shape in given for shape in shapes) for given in (((ROWS,), (ROWS, 1)), ((COLUMNS,), (1, COLUMNS)))
+    )
     full = [value for value, shape in zip(kept, shapes, strict=True) if shape == (ROWS, COLUMNS)]
     if rows != columns or len(full) + rows + columns < len(kept):
         raise ValueError(f"it keeps {', '.join(map(str, shapes))} for a matrix of shape {(ROWS, COLUMNS)}")
-    formats = [StateFormat(bytes_per_element=v.itemsize, is_least=bool(rows)) for v in full if rows or v.dtype != torch.float32]
+    formats = [
+        StateFormat(bytes_per_element=v.itemsize, is_least=bool(rows))
+        for v in full
+        if rows or v.dtype != torch.float32
+    ]
     foreach = optimizer.defaults.get("foreach")
     loops = "foreach" not in optimizer.defaults or (whole and not foreach)
     return OptimizerSpec(
@@ -225,14 +303,20 @@ def knows_trainer_name(name: str) -> bool:
 
 
 def spec_of_trainer_name(name: str, *, device_type: str) -> OptimizerSpec:
-    """Return what the optimizer that `TrainingArguments(optim=...)` names will hold; raise ValueError for an unknown name."""
+    """Return what the optimizer that `TrainingArguments(optim=...)` names will hold; raise ValueError for an
+    unknown name.
+    """
     if name not in _TRAINER_SPECS:
         reason = reason_against(name) or f"is not known to work under a plan; use one of {', '.join(_TRAINER_SPECS)}"
         raise ValueError(f"optim={name!r} {reason}.")
     if name in BITSANDBYTES:
         return bitsandbytes_of_trainer(name, device_type=device_type)
     spec = _TRAINER_SPECS[name]
-    return replace(spec, step=_step(name.endswith("_fused") or None, None, device_type)) if name in _TORCH_IN_TRAINER else spec
+    return (
+        replace(spec, step=_step(name.endswith("_fused") or None, None, device_type))
+        if name in _TORCH_IN_TRAINER
+        else spec
+    )
 
 
 def _step(fused: bool | None, foreach: bool | None, device_type: str) -> OptimizerStep:

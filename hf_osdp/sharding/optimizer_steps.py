@@ -1,4 +1,6 @@
-"""Optimizers on a sharded model: rebind them to its shards, and step them by device, on local shards as plain tensors."""
+"""Optimizers on a sharded model: rebind them to its shards, and step them by device, on local shards as plain
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from .muon import is_muon, is_shared, step_sharded
 from .optimizer import ELEMENT_WISE, check_optimizer, unwrapped
 
 _FUSED_ON_HOST = (torch.optim.Adam, torch.optim.AdamW)
-"""Torch's optimizers whose fused step supports shards on the CPU; its fused SGD and Adagrad do not support sharded tensors."""
+"""Torch's optimizers whose fused step supports shards on the CPU; its fused SGD and Adagrad do not support sharded
+tensors.
+"""
 _KERNELS = {"foreach", "fused"}
 
 
@@ -37,20 +41,23 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
 def release_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Parameter, str]) -> None:
     """Replace an optimizer's parameters by their names, so that it does not keep the unsharded model alive.
 
-    It cannot be used until `rebind_parameters`. Refuse, unchanged, an optimizer with state or with parameters of another model.
+    It cannot be used until `rebind_parameters`. Refuse, unchanged, an optimizer with state or with parameters of
+    another model.
     """
     inner = unwrapped(optimizer)
     # Adagrad creates its state in its constructor; `rebind_parameters` creates it again.
     new_adagrad = type(inner) is torch.optim.Adagrad and not any(state["step"] for state in inner.state.values())
     if optimizer.state and not new_adagrad:
         raise OSDPError(
-            f"{type(inner).__name__} has state from before the model was sharded: it has taken steps, or its constructor makes state;"
+            f"{type(inner).__name__} has state from before the model was sharded: it has taken steps, or its"
+            " constructor makes state;"
             " make it from the sharded model's parameters, or use a new AdamW, Adam, SGD or RMSprop."
         )
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if unknown := [p for p in held if not isinstance(p, str) and p not in old_names]:
         raise OSDPError(
-            f"The optimizer holds a parameter of shape {tuple(unknown[0].shape)} that the model does not have; make it from"
+            f"The optimizer holds a parameter of shape {tuple(unknown[0].shape)} that the model does not have; make it"
+            " from"
             " model.parameters(), and if the loss has parameters, make it a module of the model."
         )
     inner.state.clear()
@@ -58,8 +65,11 @@ def release_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.P
         group["params"] = [p if isinstance(p, str) else old_names[p] for p in group["params"]]
 
 
-def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Parameter, str], model: nn.Module) -> None:
-    """Replace the parameters of an optimizer without state by the sharded ones, found by `old_names`. Groups and hyperparameters stay.
+def rebind_parameters(
+    optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Parameter, str], model: nn.Module
+) -> None:
+    """Replace the parameters of an optimizer without state by the sharded ones, found by `old_names`. Groups and
+    hyperparameters stay.
 
     A sliced parameter is replaced by all its slices. Refuse the same optimizers as `release_parameters`.
     """
@@ -67,7 +77,9 @@ def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Pa
     new = {canonical_name(name): [parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
     new |= {name: [new[part][0] for part in whole.parts] for name, whole in split_names(model).items()}
     if missing := [name for group in optimizer.param_groups for name in group["params"] if name not in new]:
-        raise OSDPError(f"The sharded model has no parameter {missing[0]!r} ({len(missing)} missing), which the optimizer updates.")
+        raise OSDPError(
+            f"The sharded model has no parameter {missing[0]!r} ({len(missing)} missing), which the optimizer updates."
+        )
     for group in optimizer.param_groups:
         group["params"] = [parameter for name in group["params"] for parameter in new[name]]
     inner = unwrapped(optimizer)  # Accelerate's wrapper has no hooks
@@ -77,7 +89,9 @@ def rebind_parameters(optimizer: torch.optim.Optimizer, old_names: Mapping[nn.Pa
 
 
 def step_on_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Let the optimizer of a model under a plan step by device, and keep the positions of sliced parameters in its state dict."""
+    """Let the optimizer of a model under a plan step by device, and keep the positions of sliced parameters in its
+    state dict.
+    """
     inner = unwrapped(optimizer)
     check_optimizer(inner, _apart(model))
     step_by_device(inner, host_parameters(model))
@@ -94,14 +108,16 @@ def _apart(model: nn.Module) -> list[nn.Parameter]:
 def step_by_device(optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter] = ()) -> None:
     """Make an optimizer step the parameters of each device separately, and plain tensors separately from shards.
 
-    torch's foreach and fused kernels fail if plain tensors and DTensors share a group, and by default an optimizer does not use foreach
-    kernels for a group with a parameter on the CPU. During the step, each group is replaced by one group for each kind; before and after,
-    the groups are the original ones, so that schedulers, checkpoints and the user see the same groups under every plan. Adam and AdamW
-    step parameters on the `host` with fused kernels. A second call replaces the first.
+    torch's foreach and fused kernels fail if plain tensors and DTensors share a group, and by default an optimizer
+    does not use foreach kernels for a group with a parameter on the CPU. During the step, each group is replaced by
+    one group for each kind; before and after, the groups are the original ones, so that schedulers, checkpoints and
+    the user see the same groups under every plan. Adam and AdamW step parameters on the `host` with fused kernels. A
+    second call replaces the first.
 
-    An optimizer that is not torch's own steps the local shards as plain tensors, and its states are plain tensors of their shapes: other
-    packages' kernels do not support DTensors (torchao's, compiled for one rank's shard, fail on another's if rows are uneven). Shards of
-    torch's Muon are stepped after the others (`muon.py`). Hooks that are registered later run before ours.
+    An optimizer that is not torch's own steps the local shards as plain tensors, and its states are plain tensors of
+    their shapes: other packages' kernels do not support DTensors (torchao's, compiled for one rank's shard, fail on
+    another's if rows are uneven). Shards of torch's Muon are stepped after the others (`muon.py`). Hooks that are
+    registered later run before ours.
     """
     if (before := _stepper(optimizer)) is not None:
         before.remove()
@@ -109,7 +125,8 @@ def step_by_device(optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter
 
 
 def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.optim.Optimizer], object]) -> None:
-    """Prepare and `bind` every optimizer of this model at its first step, because a plain loop does not pass us its optimizers.
+    """Prepare and `bind` every optimizer of this model at its first step, because a plain loop does not pass us its
+    optimizers.
 
     With several ranks, check it by `check_optimizer`.
     """
@@ -201,12 +218,16 @@ class _StepByDevice:
         for parameter, shard in self._stand_ins:
             if shard in optimizer.state:
                 optimizer.state[parameter] = optimizer.state.pop(shard)
-            if shard.data_ptr() != (memory := local(parameter).detach()).data_ptr():  # the step has assigned `shard.data`
+            if (
+                shard.data_ptr() != (memory := local(parameter).detach()).data_ptr()
+            ):  # the step has assigned `shard.data`
                 memory.copy_(shard.detach())
         optimizer.param_groups, self._whole, self._parts, self._stand_ins = self._whole, None, [], []
 
     def _split(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the group itself if all its parameters are of one kind on the device, else one group for each kind."""
+        """Return the group itself if all its parameters are of one kind on the device, else one group for each
+        kind.
+        """
         kinds: dict[tuple[torch.device, bool, bool], list[nn.Parameter]] = {}
         given = group["params"]
         if is_muon(optimizer) and (shared := [p for p in given if is_shared(p)]):
@@ -227,7 +248,9 @@ class _StepByDevice:
             if on_host and fuses:
                 kernels = {"foreach": False, "fused": True}
                 for state in (optimizer.state[parameter] for parameter in parameters if parameter in optimizer.state):
-                    if isinstance(state.get("step"), torch.Tensor):  # fused kernels need it on the CPU; a checkpoint may not
+                    if isinstance(
+                        state.get("step"), torch.Tensor
+                    ):  # fused kernels need it on the CPU; a checkpoint may not
                         state["step"] = state["step"].cpu()
             parts.append({**group, **kernels, "params": parameters})
         return parts or [{**group, "params": []}]
@@ -260,7 +283,9 @@ def step_parts(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Paramet
 
 
 def steps_shards(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer steps, and keeps states for, local shards as plain tensors: all except torch's element-wise ones."""
+    """Return whether an optimizer steps, and keeps states for, local shards as plain tensors: all except torch's
+    element-wise ones.
+    """
     return type(unwrapped(optimizer)) not in ELEMENT_WISE
 
 
@@ -268,7 +293,8 @@ def refuse_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwar
     """Refuse a step with a closure, which computes gradients only after our hook before the step has used them."""
     if any(map(callable, (*args[1:], kwargs.get("closure")))):
         raise OSDPError(
-            f"{type(optimizer).__name__}.step(closure) would step shards by gradients from before the closure; run forward and"
+            f"{type(optimizer).__name__}.step(closure) would step shards by gradients from before the closure; run"
+            " forward and"
             " backward first, and call step() without a closure."
         )
 

@@ -20,20 +20,27 @@ _LEARNING_RATE = 0.1
 
 
 def difference_on_shards(optimizer: torch.optim.Optimizer) -> float | None:
-    """Take two steps on a matrix for each group, whole and in three shards of rows, without changing the optimizer itself.
+    """Take two steps on a matrix for each group, whole and in three shards of rows, without changing the optimizer
+    itself.
 
-    Return the largest difference between the two results as a fraction of the largest update; None if repeated steps on the whole matrix,
-    in the parameters' own dtype, give different results. An element-wise optimizer differs only by rounding; one that uses norms, factors
-    or products of a whole parameter differs by more. Raise ValueError if nothing was updated, as by an optimizer that steps others inside.
+    Return the largest difference between the two results as a fraction of the largest update; None if repeated steps
+    on the whole matrix, in the parameters' own dtype, give different results. An element-wise optimizer differs only
+    by rounding; one that uses norms, factors or products of a whole parameter differs by more. Raise ValueError if
+    nothing was updated, as by an optimizer that steps others inside.
     """
     generator = torch.Generator().manual_seed(0)
     rows = torch.arange(1, ROWS + 1).unsqueeze(1)  # so that all shards have different norms
     before = [torch.randn(ROWS, COLUMNS, generator=generator) for _ in optimizer.param_groups]
     gradients = [[rows * torch.randn(ROWS, COLUMNS, generator=generator) for _ in before] for _ in range(_STEPS)]
     dtype = torch.float32 if hasattr(optimizer, "bf16_stochastic_round") else _first_parameter(optimizer).dtype
-    own_before, own_gradients = [matrix.to(dtype) for matrix in before], [[gradient.to(dtype) for gradient in step] for step in gradients]
+    own_before, own_gradients = (
+        [matrix.to(dtype) for matrix in before],
+        [[gradient.to(dtype) for gradient in step] for step in gradients],
+    )
     once, again = (_after_steps(optimizer, own_before, own_gradients, 1) for _ in range(2))
-    if not all(torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True) for one, other in zip(once, again, strict=True)):
+    if not all(
+        torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True) for one, other in zip(once, again, strict=True)
+    ):
         return None
     whole, parts = (_after_steps(optimizer, before, gradients, shards) for shards in (1, _SHARDS))
     update = max(float((after - start).abs().max()) for after, start in zip(whole, before, strict=True))
@@ -48,11 +55,16 @@ def _first_parameter(optimizer: torch.optim.Optimizer) -> torch.Tensor:
 
 
 def _after_steps(
-    optimizer: torch.optim.Optimizer, before: Sequence[torch.Tensor], gradients: Sequence[Sequence[torch.Tensor]], shards: int
+    optimizer: torch.optim.Optimizer,
+    before: Sequence[torch.Tensor],
+    gradients: Sequence[Sequence[torch.Tensor]],
+    shards: int,
 ) -> list[torch.Tensor]:
     device = _first_parameter(optimizer).device
     device = torch.device("cpu") if device.type == "meta" else device
-    parameters = [[torch.nn.Parameter(shard.to(device, copy=True)) for shard in matrix.chunk(shards)] for matrix in before]
+    parameters = [
+        [torch.nn.Parameter(shard.to(device, copy=True)) for shard in matrix.chunk(shards)] for matrix in before
+    ]
     trial = _trial(optimizer, parameters)
     for step_gradients in gradients:
         for pieces, gradient in zip(parameters, step_gradients, strict=True):
@@ -69,15 +81,23 @@ def _trial(optimizer: torch.optim.Optimizer, parameters: Sequence[list[torch.nn.
         trial.__dict__[name] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
     trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     trial.state = defaultdict(dict)
-    trial.param_groups = [{**group, "params": pieces} for group, pieces in zip(optimizer.param_groups, parameters, strict=True)]
+    trial.param_groups = [
+        {**group, "params": pieces} for group, pieces in zip(optimizer.param_groups, parameters, strict=True)
+    ]
     for group in trial.param_groups:
         if "lr" in group:
-            group["lr"] = torch.full_like(group["lr"], _LEARNING_RATE) if isinstance(group["lr"], torch.Tensor) else _LEARNING_RATE
+            group["lr"] = (
+                torch.full_like(group["lr"], _LEARNING_RATE)
+                if isinstance(group["lr"], torch.Tensor)
+                else _LEARNING_RATE
+            )
     return trial
 
 
 def after_step(optimizer: torch.optim.Optimizer, *shape: int) -> tuple[list[Any], float]:
-    """Return the states of a matrix after two steps, in the group that keeps most, and a step's temporaries in multiples of the matrix."""
+    """Return the states of a matrix after two steps, in the group that keeps most, and a step's temporaries in
+    multiples of the matrix.
+    """
     matrices = [torch.nn.Parameter(torch.ones(shape)) for _ in optimizer.param_groups]
     trial, tracker = _trial(optimizer, [[matrix] for matrix in matrices]), MemoryTracker(block_bytes=1)
     with torch.compiler.set_stance("force_eager"):  # compiled code does not run under the tracker
@@ -86,6 +106,10 @@ def after_step(optimizer: torch.optim.Optimizer, *shape: int) -> tuple[list[Any]
                 matrix.grad = torch.ones_like(matrix)
             with counted:
                 type(trial).step(trial)
-    states = [[v for v in trial.state[m].values() if not isinstance(v, (int, float, str, type(None)))] for m in matrices]
+    states = [
+        [v for v in trial.state[m].values() if not isinstance(v, (int, float, str, type(None)))] for m in matrices
+    ]
     kept = [[v for v in values if not isinstance(v, torch.Tensor) or v.numel() > 1] for values in states]
-    return max(kept, key=lambda values: sum(getattr(value, "nbytes", 0) for value in values)), tracker.peak_bytes / matrices[0].nbytes
+    return max(
+        kept, key=lambda values: sum(getattr(value, "nbytes", 0) for value in values)
+    ), tracker.peak_bytes / matrices[0].nbytes

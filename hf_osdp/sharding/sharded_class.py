@@ -1,4 +1,6 @@
-"""The class of a sharded module: FSDP2's subclass under the original name; it replaces methods that would return shards or hang."""
+"""The class of a sharded module: FSDP2's subclass under the original name; it replaces methods that would return
+shards or hang.
+"""
 
 from __future__ import annotations
 
@@ -21,19 +23,21 @@ from ..modeling.wrapping import is_compiled
 from .state import full_state_dict
 from .unit_order import generating
 
-_REMEDY = "call model.save_pretrained(folder) on every rank, or save what accelerator.get_state_dict(model) returns on rank 0"
+_REMEDY = "call model.save_pretrained(folder) on every rank, or save what accelerator.get_state_dict(model) returns on rank 0"  # noqa: E501
 
 
 def keep_class(module: nn.Module) -> None:
-    """Name a sharded module's class as before: FSDP2 renames it, and transformers looks up losses, heads and files by class name."""
+    """Name a sharded module's class as before: FSDP2 renames it, and transformers looks up losses, heads and files
+    by class name.
+    """
     module.__class__ = _sharded_class(type(module).__mro__[2])
 
 
 def mark_managed(model: nn.Module) -> None:
     """Let only `generate` and compiled blocks read FSDP2's mark, which it sets on every module.
 
-    transformers' `generate` then lets all ranks generate equally many tokens, and torch.compile treats weights as FSDP2's. But encoders
-    with LayerDrop (20 classes of transformers 5.23) run every layer where they find it.
+    transformers' `generate` then lets all ranks generate equally many tokens, and torch.compile treats weights as
+    FSDP2's. But encoders with LayerDrop (20 classes of transformers 5.23) run every layer where they find it.
     """
     compiled = {inner for module in model.modules() if is_compiled(module) for inner in module.modules()}
     for module in model.modules():
@@ -43,7 +47,9 @@ def mark_managed(model: nn.Module) -> None:
 
 @functools.cache
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Make FSDP2's subclass of a class, as `fully_shard` does, with the original name and replacements for methods that sharding breaks."""
+    """Make FSDP2's subclass of a class, as `fully_shard` does, with the original name and replacements for methods
+    that sharding breaks.
+    """
     methods: dict[str, Any] = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     methods |= {"__deepcopy__": _no_copy, "__reduce_ex__": _no_copy}
     if cls.state_dict is nn.Module.state_dict:
@@ -56,7 +62,9 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _no_copy(self: nn.Module, *_: object) -> NoReturn:
-    raise OSDPError(f"torch.save, pickle and copy would get one rank's shards of a sharded {type(self).__name__}; {_REMEDY}.")
+    raise OSDPError(
+        f"torch.save, pickle and copy would get one rank's shards of a sharded {type(self).__name__}; {_REMEDY}."
+    )
 
 
 class _Shards(OrderedDict[str, Any]):
@@ -74,7 +82,11 @@ class _Shards(OrderedDict[str, Any]):
 def _state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
     """Return the stock state dict; the model's whole one cannot be pickled."""
     state: Mapping[str, Any] = nn.Module.state_dict(self, *args, **kwargs)
-    if args or kwargs.get("destination") is not None or not any(isinstance(value, DTensor) for value in state.values()):
+    if (
+        args
+        or kwargs.get("destination") is not None
+        or not any(isinstance(value, DTensor) for value in state.values())
+    ):
         return state  # whole within `full_parameters`
     shards = _Shards(state)
     shards._metadata = state._metadata  # type: ignore[attr-defined]
@@ -120,7 +132,9 @@ def _save_of(cls: type[nn.Module]) -> Callable[..., Any] | None:
 
 
 def _saving_whole_weights(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method so that rank 0 writes whole weights; without a state dict they are gathered, and every rank must call it."""
+    """Wrap a method so that rank 0 writes whole weights; without a state dict they are gathered, and every rank
+    must call it.
+    """
     signature = inspect.signature(save)
 
     @functools.wraps(save)
@@ -129,7 +143,9 @@ def _saving_whole_weights(save: Callable[..., Any]) -> Callable[..., Any]:
         owner = call.arguments if "state_dict" in signature.parameters else call.arguments.setdefault("kwargs", {})
         if owner.get("state_dict") is not None:
             return save(*call.args, **call.kwargs) if rank() == 0 else None
-        if not any(isinstance(parameter, DTensor) for parameter in self.parameters()):  # whole already, perhaps on one rank alone
+        if not any(
+            isinstance(parameter, DTensor) for parameter in self.parameters()
+        ):  # whole already, perhaps on one rank alone
             return save(*call.args, **call.kwargs)
         require_all(f"{type(self).__name__}.save_pretrained")
         owner["state_dict"] = full_state_dict(self)

@@ -1,7 +1,8 @@
 """A model's weights and its optimizer's state under Hugging Face names, sharded or whole.
 
-Torch's own functions refuse full state dicts with tensors on two devices, and broadcast non-contiguous tensors by their raw memory.
-Here each tensor is gathered and broadcast alone, and each rank copies its part to the device of its shard.
+Torch's own functions refuse full state dicts with tensors on two devices, and broadcast non-contiguous tensors by
+their raw memory. Here each tensor is gathered and broadcast alone, and each rank copies its part to the device of its
+shard.
 """
 
 from __future__ import annotations
@@ -29,7 +30,14 @@ from ..distributed.collectives import gather_rows
 from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.mesh import collective_device, rank, world_size
 from ..distributed.process_group import all_gather_objects
-from ..modeling.split.names import SlicedName, is_split, merge_optimizer_state, merge_state_dict, own_positions, split_optimizer_state
+from ..modeling.split.names import (
+    SlicedName,
+    is_split,
+    merge_optimizer_state,
+    merge_state_dict,
+    own_positions,
+    split_optimizer_state,
+)
 from ..modeling.units import canonical_name, named_parameters
 from .bitsandbytes import is_bitsandbytes, load_states, saved_states
 from .gradients import local
@@ -44,10 +52,11 @@ OptimizerState = dict[str, Any]
 
 
 class SlicedTensor(torch.Tensor):
-    """A wrapper without data of its own, whose slices (`parts`, at their offsets in `whole`) are DTensors or plain tensors.
+    """A wrapper without data of its own, whose slices (`parts`, at their offsets in `whole`) are DTensors or plain
+    tensors.
 
-    It can only be saved and loaded, by DTensor's protocol (`__create_write_items__`, `__create_chunk_list__`, `__get_tensor_shard__`),
-    without communication.
+    It can only be saved and loaded, by DTensor's protocol (`__create_write_items__`, `__create_chunk_list__`,
+    `__get_tensor_shard__`), without communication.
     """
 
     parts: tuple[torch.Tensor, ...]
@@ -56,7 +65,9 @@ class SlicedTensor(torch.Tensor):
     @staticmethod
     def __new__(cls: type[SlicedTensor], parts: Sequence[torch.Tensor], whole: SlicedName) -> SlicedTensor:
         first = parts[0]
-        tensor: SlicedTensor = torch.Tensor._make_wrapper_subclass(cls, torch.Size(whole.shape), dtype=first.dtype, device=first.device)
+        tensor: SlicedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(whole.shape), dtype=first.dtype, device=first.device
+        )
         tensor.parts, tensor.whole = tuple(part.detach() for part in parts), whole
         return tensor
 
@@ -88,7 +99,9 @@ class SlicedTensor(torch.Tensor):
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=self.size()),
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=self.size()
+                ),
             )
             for chunk in self.__create_chunk_list__()
         ]
@@ -101,13 +114,19 @@ class SlicedTensor(torch.Tensor):
 
 
 def _for_checkpoint(value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401  # numbers too
-    """Return an optimizer's state as it is saved: a plain tensor of the shard's shape becomes a DTensor, sharded as its parameter.
+    """Return an optimizer's state as it is saved: a plain tensor of the shard's shape becomes a DTensor, sharded as
+    its parameter.
 
-    Quantized states of torchao's optimizers are saved and loaded in float32, on the host, so that any plan, any number of ranks, and AdamW
-    can load them. Quantized again in the same blocks, Fp8 states are restored exactly; 8-bit and 4-bit states too, except blocks whose
-    largest element is negative, which their tables round.
+    Quantized states of torchao's optimizers are saved and loaded in float32, on the host, so that any plan, any number
+    of ranks, and AdamW can load them. Quantized again in the same blocks, Fp8 states are restored exactly; 8-bit and
+    4-bit states too, except blocks whose largest element is negative, which their tables round.
     """
-    if not torch.is_tensor(value) or isinstance(value, DTensor) or not value.dim() or value.shape != local(parameter).shape:
+    if (
+        not torch.is_tensor(value)
+        or isinstance(value, DTensor)
+        or not value.dim()
+        or value.shape != local(parameter).shape
+    ):
         return value
     part = value.dequantize().cpu() if _is_quantized(value) else value
     return DTensor(part, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else part
@@ -130,8 +149,8 @@ def _is_quantized(value: object) -> bool:
 def free_gathered(model: nn.Module) -> None:
     """Free all gathered parameters, so that the model's parameters are shards.
 
-    After a forward without backward, units that keep gathered parameters still expose them; an optimizer made from these would update
-    copies instead of the shards.
+    After a forward without backward, units that keep gathered parameters still expose them; an optimizer made from
+    these would update copies instead of the shards.
     """
     end_step(model)
     for module in model.modules():
@@ -143,8 +162,9 @@ def free_gathered(model: nn.Module) -> None:
 def broadcast_parameters(model: nn.Module) -> None:
     """Broadcast rank 0's parameters and buffers to every rank before they are sharded. Collective.
 
-    Replicated and HSDP units synchronise only gradients, so replicas that start unequal stay unequal. Tensors that are on the meta
-    device on any rank are skipped on all; loading them later must make them equal. Refuse ranks whose models have different tensors.
+    Replicated and HSDP units synchronise only gradients, so replicas that start unequal stay unequal. Tensors that are
+    on the meta device on any rank are skipped on all; loading them later must make them equal. Refuse ranks whose
+    models have different tensors.
     """
     if world_size() == 1:
         return
@@ -155,13 +175,17 @@ def broadcast_parameters(model: nn.Module) -> None:
     for (_, tensor), *flags in zip(named, *on_meta, strict=True):
         if tensor.numel() and not any(flags):
             staged = tensor.detach().to(collective_device()).contiguous()
-            dist.broadcast(staged.reshape(-1).view(torch.uint8), src=0)  # as bytes: backends differ in the dtypes that they support
+            dist.broadcast(
+                staged.reshape(-1).view(torch.uint8), src=0
+            )  # as bytes: backends differ in the dtypes that they support
             if staged.data_ptr() != tensor.data_ptr():
                 tensor.copy_(staged)
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by Hugging Face names; tied names share one object, sliced parameters are `SlicedTensor`s."""
+    """Return parameters and buffers by Hugging Face names; tied names share one object, sliced parameters are
+    `SlicedTensor`s.
+    """
     state = {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
     return merge_state_dict(state, model, join=SlicedTensor)
 
@@ -170,17 +194,21 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return whole weights under their Hugging Face names. Collective; one parameter at a time is whole on the device.
 
-    Rank 0 gets copies on the CPU, in which tied weights are one tensor and sliced ones are joined; other ranks get an empty dict.
+    Rank 0 gets copies on the CPU, in which tied weights are one tensor and sliced ones are joined; other ranks get an
+    empty dict.
     """
     end_step(model)
     weights = named_weights(model)
-    copies = {key: _copy_on_rank_zero(value) for key, value in {id(value): value for value in weights.values()}.items()}
+    copies = {
+        key: _copy_on_rank_zero(value) for key, value in {id(value): value for value in weights.values()}.items()
+    }
     return {name: copies[id(value)] for name, value in weights.items()} if rank() == 0 else {}
 
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], *, strict: bool = True) -> None:
-    """Load rank 0's whole weights by Hugging Face names into a sharded or plain model. Collective; one at a time is on the device.
+    """Load rank 0's whole weights by Hugging Face names into a sharded or plain model. Collective; one at a time is on
+    the device.
 
     All ranks raise RuntimeError if shapes do not fit or, with `strict`, names are missing or unexpected.
     """
@@ -189,7 +217,10 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], *,
         return
     targets = named_weights(model)
     shapes = on_rank_zero(lambda: {name: tuple(value.shape) for name, value in state.items()})
-    missing, unexpected = [name for name in targets if name not in shapes], [name for name in shapes if name not in targets]
+    missing, unexpected = (
+        [name for name in targets if name not in shapes],
+        [name for name in shapes if name not in targets],
+    )
     if strict and (missing or unexpected):
         lists = f"{len(missing)} missing {missing[:3]}, {len(unexpected)} unexpected {unexpected[:3]}"
         raise RuntimeError(f"Weights do not fit the model: {lists}.")
@@ -203,7 +234,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, torch.Tensor], *,
 
 @torch.no_grad()
 def _make_states(optimizer: torch.optim.Optimizer) -> None:
-    """Create missing states by a step with zero gradients, and restore the weights: foreign optimizers may decay them or divide by 0."""
+    """Create missing states by a step with zero gradients, and restore the weights: foreign optimizers may decay
+    them or divide by 0.
+    """
     foreign = not optimizer.state and not type(optimizer).__module__.startswith("torch.optim.")
     parameters = [local(parameter) for group in optimizer.param_groups for parameter in group["params"] if foreign]
     before = [parameter.clone() for parameter in parameters]
@@ -213,7 +246,8 @@ def _make_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_target: bool = False) -> OptimizerState:
-    """Return an optimizer's own tensors by its parameters' Hugging Face names; states of sliced parameters are `SlicedTensor`s.
+    """Return an optimizer's own tensors by its parameters' Hugging Face names; states of sliced parameters are
+    `SlicedTensor`s.
 
     With `as_target`, create missing states, to load into them.
     """
@@ -228,9 +262,13 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_ta
     if steps_shards(optimizer):
         named = named_parameters(model)
         if is_bitsandbytes(optimizer):  # its own state dict does not show them
-            of_names = {name: (optimizer.state.get(named[name], {}), local(named[name]).shape) for name in state["state"]}
+            of_names = {
+                name: (optimizer.state.get(named[name], {}), local(named[name]).shape) for name in state["state"]
+            }
             state["state"] = {name: saved_states(*of_name) for name, of_name in of_names.items()}
-        state["state"] = {name: {k: _for_checkpoint(v, named[name]) for k, v in own.items()} for name, own in state["state"].items()}
+        state["state"] = {
+            name: {k: _for_checkpoint(v, named[name]) for k, v in own.items()} for name, own in state["state"].items()
+        }
     if low_bit_spec(optimizer):
         for group in state["param_groups"]:
             group["lr"] = float(group["lr"])  # a number, as in AdamW
@@ -249,13 +287,18 @@ def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stat
                 load_states(held[name], own, local(named[name]).shape)
             states = {name: held[name] for name in state["state"]}
         else:
-            states = {name: {k: _as_held(v, held[name].get(k)) for k, v in own.items()} for name, own in state["state"].items()}
+            states = {
+                name: {k: _as_held(v, held[name].get(k)) for k, v in own.items()}
+                for name, own in state["state"].items()
+            }
         state = {**state, "state": states}
     with own_positions():
         if state["state"]:
             set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(strict=False))
         else:
-            set_optimizer_state_dict(model, optimizer, {**state, "state": get_optimizer_state_dict(model, optimizer)["state"]})
+            set_optimizer_state_dict(
+                model, optimizer, {**state, "state": get_optimizer_state_dict(model, optimizer)["state"]}
+            )
             optimizer.state.clear()
     if low_bit_spec(optimizer):
         for group in optimizer.param_groups:
@@ -263,13 +306,23 @@ def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stat
 
 
 def check_states(
-    saved: Mapping[str, Mapping[str, Sequence[int]]], group_keys: set[str], mine: OptimizerState, optimizer: torch.optim.Optimizer
+    saved: Mapping[str, Mapping[str, Sequence[int]]],
+    group_keys: set[str],
+    mine: OptimizerState,
+    optimizer: torch.optim.Optimizer,
 ) -> None:
-    """Raise RuntimeError if saved states' shapes or groups' keys differ from those of an optimizer with the state `mine`."""
+    """Raise RuntimeError if saved states' shapes or groups' keys differ from those of an optimizer with the state
+    `mine`.
+    """
 
     def refuse(held: Iterable[str], own: Iterable[str]) -> NoReturn:
-        lists, kind = [", ".join(sorted(names)) or "nothing" for names in (held, own)], type(unwrapped(optimizer)).__name__
-        raise RuntimeError(f"it is the state of another optimizer: it holds {lists[0]}, but this run's {kind} holds {lists[1]}")
+        lists, kind = (
+            [", ".join(sorted(names)) or "nothing" for names in (held, own)],
+            type(unwrapped(optimizer)).__name__,
+        )
+        raise RuntimeError(
+            f"it is the state of another optimizer: it holds {lists[0]}, but this run's {kind} holds {lists[1]}"
+        )
 
     for name, shapes in saved.items():
         if name not in mine["state"]:
@@ -278,19 +331,28 @@ def check_states(
         if shapes.keys() != own.keys():
             refuse(shapes, own)
         if wrong := next((key for key, shape in shapes.items() if tuple(shape) != own[key]), None):
-            raise RuntimeError(f"{wrong} of {name!r} has shape {tuple(shapes[wrong])}, but this optimizer's has {own[wrong]}")
+            raise RuntimeError(
+                f"{wrong} of {name!r} has shape {tuple(shapes[wrong])}, but this optimizer's has {own[wrong]}"
+            )
     own_keys = set().union(*(group.keys() for group in mine["param_groups"]))
-    if (extra := group_keys - own_keys - _SET_BY_SCHEDULERS) and (lacking := own_keys - group_keys - _SET_BY_SCHEDULERS):
+    if (extra := group_keys - own_keys - _SET_BY_SCHEDULERS) and (
+        lacking := own_keys - group_keys - _SET_BY_SCHEDULERS
+    ):
         refuse(extra, lacking)
 
 
 def _shapes(states: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {key: tuple(value.shape) for key, value in states.items() if isinstance(value, torch.Tensor) and value.dim()}
+    return {
+        key: tuple(value.shape) for key, value in states.items() if isinstance(value, torch.Tensor) and value.dim()
+    }
 
 
 @torch.no_grad()
 def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """Return an optimizer's whole state, copied to the CPU of rank 0, else empty. Collective; one tensor at a time is on the device."""
+    """Return an optimizer's whole state, copied to the CPU of rank 0, else empty.
+
+    Collective; one tensor at a time is on the device.
+    """
     state = optimizer_state(model, optimizer)
     states = {
         name: {key: _copy_on_rank_zero(value) if torch.is_tensor(value) else value for key, value in own.items()}
@@ -300,14 +362,22 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer
 
 
 @torch.no_grad()
-def load_full_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state of `full_optimizer_state_dict`, of any layout and slices. Collective; all raise RuntimeError if it does not fit."""
+def load_full_optimizer_state_dict(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+) -> None:
+    """Load a state of `full_optimizer_state_dict`, of any layout and slices.
+
+    Collective; all raise RuntimeError if it does not fit.
+    """
     mine = optimizer_state(model, optimizer, as_target=True)
 
     def without_tensors() -> tuple[dict[str, dict[str, tuple[int, ...]]], OptimizerState]:
         shapes = {name: _shapes(own) for name, own in state["state"].items()}
         # Copy them: torch uses the objects themselves, and the next step would change the caller's.
-        plain = {name: {k: deepcopy(v) for k, v in own.items() if k not in shapes[name]} for name, own in state["state"].items()}
+        plain = {
+            name: {k: deepcopy(v) for k, v in own.items() if k not in shapes[name]}
+            for name, own in state["state"].items()
+        }
         return shapes, {"state": plain, "param_groups": state["param_groups"]}
 
     shapes, loaded = on_rank_zero(without_tensors)
@@ -332,8 +402,9 @@ def _copy_on_rank_zero(value: torch.Tensor) -> torch.Tensor:
 def gathered(value: DTensor) -> torch.Tensor:
     """Gather a tensor that is sharded by rows over one axis of its mesh, by one plain collective.
 
-    The group of a CUDA mesh may have only NCCL, which cannot send CPU tensors, so shards on the host are copied to the device first.
-    `full_tensor` would issue a functional collective, whose `wait_tensor` once crashed a gloo rank with a segmentation fault (torch 2.13).
+    The group of a CUDA mesh may have only NCCL, which cannot send CPU tensors, so shards on the host are copied to the
+    device first. `full_tensor` would issue a functional collective, whose `wait_tensor` once crashed a gloo rank with
+    a segmentation fault (torch 2.13).
     """
     if value.to_local().device.type != value.device_mesh.device_type:
         value = value.to(value.device_mesh.device_type)  # type: ignore[assignment]

@@ -26,11 +26,12 @@ _LEARNING_RATE = 1e-6
 
 @contextmanager
 def micro_step(model: nn.Module, *, is_last: bool, plan: Plan | None) -> Iterator[None]:
-    """Set how gradients are reduced in forward and backward of one micro-batch; after the last one the optimizer steps.
+    """Set how gradients are reduced in forward and backward of one micro-batch; after the last one the optimizer
+    steps.
 
     By default a unit's gradients stay whole on each rank until the last micro-step reduces their sum. Units with
-    `reduce_every_micro_step` reduce-scatter in each and hold only shards, with more communication; their replicas all-reduce the sum in
-    the last micro-step. The result is the same.
+    `reduce_every_micro_step` reduce-scatter in each and hold only shards, with more communication; their replicas
+    all-reduce the sum in the last micro-step. The result is the same.
     """
     if not isinstance(model, FSDPModule):
         yield
@@ -51,8 +52,12 @@ def micro_step(model: nn.Module, *, is_last: bool, plan: Plan | None) -> Iterato
         model.set_requires_all_reduce(True)
 
 
-def make_optimizer(model: nn.Module, spec: OptimizerSpec, plan: Plan, units: Sequence[UnitDescription]) -> torch.optim.Optimizer:
-    """Make an optimizer of torch that holds and steps what the spec and the plan say; parameters on the host step separately."""
+def make_optimizer(
+    model: nn.Module, spec: OptimizerSpec, plan: Plan, units: Sequence[UnitDescription]
+) -> torch.optim.Optimizer:
+    """Make an optimizer of torch that holds and steps what the spec and the plan say; parameters on the host step
+    separately.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options: dict[str, Any] = dict(spec.step.options)
     optimizer: torch.optim.Optimizer
@@ -62,23 +67,32 @@ def make_optimizer(model: nn.Module, spec: OptimizerSpec, plan: Plan, units: Seq
             known = {named[p.name]: (p, plan.decision(unit.fqn).shard_size) for unit in units for p in unit.parameters}
             optimizer = _AllocatesStates(parameters, spec, known)
         case 0 | 1:
-            if spec.step is OptimizerStep.FUSED:  # torch has no fused SGD for sharded tensors; neither needs temporaries
+            if (
+                spec.step is OptimizerStep.FUSED
+            ):  # torch has no fused SGD for sharded tensors; neither needs temporaries
                 options = OptimizerStep.FOR_LOOP.options
             optimizer = torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=0.9 * spec.states, **options)
         case 2 | 3:
             optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, amsgrad=spec.states == 3, **options)
         case _:
-            raise ValueError(f"torch has no optimizer with {spec.states} states per parameter; 0 to 3 can be simulated.")
+            raise ValueError(
+                f"torch has no optimizer with {spec.states} states per parameter; 0 to 3 can be simulated."
+            )
     step_by_device(optimizer, host_parameters(model))
     bind_optimizer(model, plan, units, [optimizer])
     return optimizer
 
 
 class _AllocatesStates(torch.optim.Optimizer):
-    """Allocate like an optimizer with quantized states or Muon, and update nothing: the real ones compile kernels or gather."""
+    """Allocate like an optimizer with quantized states or Muon, and update nothing: the real ones compile kernels
+    or gather.
+    """
 
     def __init__(
-        self, parameters: list[nn.Parameter], spec: OptimizerSpec, known: Mapping[nn.Parameter, tuple[ParameterSpec, int]]
+        self,
+        parameters: list[nn.Parameter],
+        spec: OptimizerSpec,
+        known: Mapping[nn.Parameter, tuple[ParameterSpec, int]],
     ) -> None:
         super().__init__(parameters, {"lr": _LEARNING_RATE, "differentiable": False})
         self._spec, self._known = spec, known
@@ -96,11 +110,15 @@ class _AllocatesStates(torch.optim.Optimizer):
             for number in range(self._spec.states):
                 states.setdefault(f"state_{number}", torch.zeros_like(shard))
             loop_bytes = self._spec.loop_scratch * shard.nbytes if self._spec.step is OptimizerStep.FOR_LOOP else 0
-            _ = torch.empty(max(int(loop_bytes), self._spec.matrix_scratch(whole, ranks)), dtype=torch.uint8, device=shard.device)
+            _ = torch.empty(
+                max(int(loop_bytes), self._spec.matrix_scratch(whole, ranks)), dtype=torch.uint8, device=shard.device
+            )
 
 
 def batch_on(inputs: Inputs, samples: int, device: torch.device) -> dict[str, Any]:
-    return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs(samples).items()}
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs(samples).items()
+    }
 
 
 def train_step(

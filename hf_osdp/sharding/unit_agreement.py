@@ -1,4 +1,6 @@
-"""What ranks tell one another, over gloo and in host memory, about the phases of a step and the collectives that they need."""
+"""What ranks tell one another, over gloo and in host memory, about the phases of a step and the collectives that
+they need.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ class Kind(NamedTuple):
 
 
 class Agreement:
-    """Comparisons of all ranks over a gloo group. Its own timeout is for saves and searches; these wait as long as other collectives."""
+    """Comparisons of all ranks over a gloo group.
+
+    Its own timeout is for saves and searches; these wait as long as other collectives.
+    """
 
     def __init__(self, host: dist.ProcessGroup, labels: Sequence[str]) -> None:
         """Take the group and the units' labels, by their numbers."""
@@ -64,7 +69,8 @@ class Agreement:
             parts = " and ".join(f"rank {rank} {kind}" for kind, rank in found)
             at = "" if need is None else f"; rank {dist.get_rank()} is at unit {self._labels[unit_of(need)]!r}"
             raise OSDPError(
-                f"Ranks run different parts of a step: {parts}{at}; call the model and backward equally often on every rank, and read"
+                f"Ranks run different parts of a step: {parts}{at}; call the model and backward equally often on every"
+                " rank, and read"
                 " weights of the model on all of them."
             )
         return None if turn < 0 else turn, bool(has_zeros)

@@ -1,12 +1,14 @@
 """Keep the ranks' collectives in one order, also where ranks run different modules in a step.
 
-A gather or reduction pairs with whatever the other ranks issue next in the same process group. If one rank leaves a unit out (no picture in
-its batch, LayerDrop, another task's block), FSDP2 pairs different units, in silence if they have one size. Here all ranks issue the same
-collectives in the same order: a rank takes part in those of units that it leaves out, with its shard, or with zeros as gradients.
+A gather or reduction pairs with whatever the other ranks issue next in the same process group. If one rank leaves a
+unit out (no picture in its batch, LayerDrop, another task's block), FSDP2 pairs different units, in silence if they
+have one size. Here all ranks issue the same collectives in the same order: a rank takes part in those of units that it
+leaves out, with its shard, or with zeros as gradients.
 
-A *phase* is one call of the model, or one backward. Ranks expect the order in which the last phases of its kind needed their collectives.
-A rank that needs one takes part in those expected before it. At the end of a phase it takes part in the rest, and waits on the host, over
-gloo, until no rank needs a further one; one that was not expected is issued then, by all ranks, and expected next time.
+A *phase* is one call of the model, or one backward. Ranks expect the order in which the last phases of its kind needed
+their collectives. A rank that needs one takes part in those expected before it. At the end of a phase it takes part in
+the rest, and waits on the host, over gloo, until no rank needs a further one; one that was not expected is issued
+then, by all ranks, and expected next time.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ _generates = ContextVar("generates", default=False)
 
 @contextmanager
 def generating() -> Iterator[None]:
-    """Let calls of a model's parts belong to its next whole call: `generate` encodes pictures first, on ranks that have any."""
+    """Let calls of a model's parts belong to its next whole call: `generate` encodes pictures first, on ranks that
+    have any.
+    """
     token = _generates.set(True)
     try:
         yield
@@ -116,7 +120,9 @@ class UnitOrder:
         if ready and self._phase is not None:
             need, expected = REDUCE + 3 * self._numbers[group], self._phase.expected
             if expected.sequence and expected.find(need, self._phase.position) is None:
-                self._phase.needed.append(need)  # next time; now with the rest, since an agreement here would hold back other gradients
+                self._phase.needed.append(
+                    need
+                )  # next time; now with the rest, since an agreement here would hold back other gradients
                 self._phase.unready.add(group)
                 self._reduce(group, ())
                 return
@@ -128,12 +134,16 @@ class UnitOrder:
         if self._phase is None or not self._phase.kind.is_backward:
             return
         for group in self._groups:
-            if group._training_state != TrainingState.POST_BACKWARD and any(map(has_whole_gradient, group.fsdp_params)):
+            if group._training_state != TrainingState.POST_BACKWARD and any(
+                map(has_whole_gradient, group.fsdp_params)
+            ):
                 group.post_backward()
         self._take_part_in_rest()
         is_last = all(group.reduce_grads and group.all_reduce_grads for group in self._groups)
         for group in self._groups if is_last else ():
-            if group._partial_reduce_output is not None:  # sums of earlier micro-steps of a unit that no rank has used in this one
+            if (
+                group._partial_reduce_output is not None
+            ):  # sums of earlier micro-steps of a unit that no rank has used in this one
                 self._agree(REDUCE + 3 * self._numbers[group])
                 self._reduce(group, self._reduced_parameters(group))
         for group in self._groups if is_last else ():
@@ -166,7 +176,9 @@ class UnitOrder:
             self._finish()
 
     def _begin(self, kind: Kind) -> None:
-        self._phase = _Phase(kind=kind, expected=self._expected.setdefault(kind, Expected()), start=self._agreement.start(kind, None))
+        self._phase = _Phase(
+            kind=kind, expected=self._expected.setdefault(kind, Expected()), start=self._agreement.start(kind, None)
+        )
 
     def _finish(self) -> bool:
         """Take part in all that other ranks need in this phase; return whether one has reduced zeros. Collective."""
@@ -232,7 +244,9 @@ class UnitOrder:
         kind = self._phase.kind if self._phase else Kind()
         self._check_start(waits=True)
         while True:
-            turn, has_zeros = self._agreement.result(*self._agreement.start(kind, need, has_zeros=bool(self._zeros)), need)
+            turn, has_zeros = self._agreement.result(
+                *self._agreement.start(kind, need, has_zeros=bool(self._zeros)), need
+            )
             if self._phase is not None and turn is not None:
                 self._phase.is_longer = True
                 self._phase.issued.add(turn)
@@ -283,12 +297,15 @@ class UnitOrder:
         return self._trained.get(group, group.fsdp_params)
 
     def _reduce(self, group: FSDPParamGroup, parameters: Iterable[FSDPParam], *, lends: bool = False) -> None:
-        """Let FSDP2 end a unit's backward and reduce the gradients of these parameters, with zeros where there are none.
+        """Let FSDP2 end a unit's backward and reduce the gradients of these parameters, with zeros where there are
+        none.
 
         If this rank only `lends` zeros, or what it has so far, its own backward may come later.
         """
         wanted = {parameter for parameter in parameters if parameter.sharded_param.requires_grad}
-        if wanted and not was_gathered(group):  # only a replicated unit, which is not sent; `_lend_shard` has gathered others
+        if wanted and not was_gathered(
+            group
+        ):  # only a replicated unit, which is not sent; `_lend_shard` has gathered others
             group.unshard()
             group.wait_for_unshard()
             group._to_sharded()
@@ -316,12 +333,17 @@ class UnitOrder:
             parameter._unsharded_param.grad, parameter.unsharded_accumulated_grad = gradient, accumulated
 
     def _may_be_late(self, parameter: FSDPParam, group: FSDPParamGroup) -> bool:
-        """Return whether a gradient may be left at the end of backward; others came after their unit's own, which is an error."""
+        """Return whether a gradient may be left at the end of backward; others came after their unit's own, which
+        is an error.
+        """
         assert self._phase is not None
         return group in self._phase.unready or parameter not in self._reduced_parameters(group)
 
     def _forget_zeros(self, issued: set[int], *, has_zeros: bool) -> None:
-        """Remove gradients of parameters that no rank has used, as DDP does, and learn which to reduce. Collective if a rank has zeros."""
+        """Remove gradients of parameters that no rank has used, as DDP does, and learn which to reduce.
+
+        Collective if a rank has zeros.
+        """
         reduced = {self._groups[unit_of(need)] for need in issued if operation(need)}
         if has_zeros:
             ordered = [parameter for group in self._groups for parameter in group.fsdp_params]
@@ -351,7 +373,9 @@ def was_gathered(group: FSDPParamGroup) -> bool:
 
 
 def _use_one_dtype(group: FSDPParamGroup) -> None:
-    """Give gradients of the last micro-step the dtype of sums of earlier ones, since FSDP2 reduces gradients of one dtype."""
+    """Give gradients of the last micro-step the dtype of sums of earlier ones, since FSDP2 reduces gradients of one
+    dtype.
+    """
     sums = [p.unsharded_accumulated_grad for p in group.fsdp_params if p.unsharded_accumulated_grad is not None]
     for parameter in group.fsdp_params if sums else ():
         whole = getattr(parameter, "_unsharded_param", None)
@@ -366,6 +390,13 @@ def _ranks(group: FSDPParamGroup) -> int:
 
 def _modules_with_units(root: nn.Module) -> list[nn.Module]:
     """Return the units' modules and those around them, whose calls gather."""
-    units = {name for name, module in root.named_modules() if isinstance(module, FSDPModule) and parameter_groups(module)}
-    around = {".".join(name.split(".")[:depth]) for name in units for depth in range(name.count(".") + 2) if name or not depth}
+    units = {
+        name for name, module in root.named_modules() if isinstance(module, FSDPModule) and parameter_groups(module)
+    }
+    around = {
+        ".".join(name.split(".")[:depth])
+        for name in units
+        for depth in range(name.count(".") + 2)
+        if name or not depth
+    }
     return [module for name, module in root.named_modules() if name in around]

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from functools import reduce
 
 GATHER, REDUCE, REDUCE_REST = range(3)
-"""Operations of a unit; its collective is `operation + 3 * unit`. The rest are gradients that its first reduction did not have."""
+"""Operations of a unit; its collective is `operation + 3 * unit`.
+
+The rest are gradients that its first reduction did not have.
+"""
 _WINDOW = 32
 """Phases after which collectives that no rank needed in them are expected no longer."""
 

@@ -1,7 +1,8 @@
 """Gather weights that are read without a call of their module.
 
-FSDP2 gathers a unit when its module is called. If `head.weight` is read without a call, between the start of forward and the end of
-backward, the unit is gathered here; it stays gathered and is reduced at the end of backward, like the root.
+FSDP2 gathers a unit when its module is called. If `head.weight` is read without a call, between the start of forward
+and the end of backward, the unit is gathered here; it stays gathered and is reduced at the end of backward, like the
+root.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ _IN_CALL = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
 
 
 class WeightReads:
-    """Gather units whose weights are read outside of a call. Hooks of the root module hold it, and it wraps FSDP2's own backward."""
+    """Gather units whose weights are read outside of a call.
+
+    Hooks of the root module hold it, and it wraps FSDP2's own backward.
+    """
 
     def __init__(
         self,
@@ -54,7 +58,9 @@ class WeightReads:
         self.after_evaluation = False
         """True after the root's forward without gradients; a loss may follow."""
         modules = modules_by_name(root)
-        self._labels = {group: unit.label for unit in units for group in parameter_groups(modules[unit.module_names[0]])}
+        self._labels = {
+            group: unit.label for unit in units for group in parameter_groups(modules[unit.module_names[0]])
+        }
         host = None if is_alone else gloo_group()
         self._order = None if host is None else UnitOrder(root, self._labels, host)
         self._checks = checks = GradientChecks(self._labels, scalars, replaced, self._order, is_alone=is_alone)
@@ -78,9 +84,13 @@ class WeightReads:
                     module.register_forward_pre_hook(self._unit_begins, prepend=True)
                 else:
                     self._root_state = state
-        root.register_forward_pre_hook(self._forward_begins)  # after FSDP2's, which reads shards in its lazy initialisation
+        root.register_forward_pre_hook(
+            self._forward_begins
+        )  # after FSDP2's, which reads shards in its lazy initialisation
         root.register_forward_hook(self._forward_ends)
-        root.register_load_state_dict_pre_hook(lambda *unused: self._shards_change())  # FSDP2 would read whole weights after an evaluation
+        root.register_load_state_dict_pre_hook(
+            lambda *unused: self._shards_change()
+        )  # FSDP2 would read whole weights after an evaluation
         root._apply = partial(self._apply, root._apply)  # type: ignore[method-assign]  # as `model.to(...)` does
 
     def read(self, group: FSDPParamGroup) -> None:
@@ -94,7 +104,8 @@ class WeightReads:
             group.wait_for_unshard()
             self._gathered.append(group)
         if torch.is_grad_enabled() and group not in self._pinned:
-            # Reduce once all gradients exist: a reduction after a call in the same step would miss the gradient of the read.
+            # Reduce once all gradients exist: a reduction after a call in the same step would miss the gradient of the
+            # read.
             group.reshard = _postpone  # type: ignore[method-assign]
             self._pinned.append(group)
             for parameter in group.fsdp_params:
@@ -113,7 +124,9 @@ class WeightReads:
         self._gathered.clear()
 
     def _unit_begins(self, module: nn.Module, args: object) -> None:
-        """Begin a step if a unit is called without the root, as by `model.base_model(...)` or `model.get_input_embeddings()(ids)`."""
+        """Begin a step if a unit is called without the root, as by `model.base_model(...)` or
+        `model.get_input_embeddings()(ids)`.
+        """
         if not self.active or self.after_evaluation:
             self._root_state._lazy_init()
             self._forward_begins(module, args)
@@ -132,10 +145,13 @@ class WeightReads:
             self.active = self.after_evaluation = True
 
     def _register_end_of_backward(self, gradient: torch.Tensor) -> None:
-        """Register FSDP2's end of backward, which FSDP2 does only for called modules; refuse a backward with retain_graph."""
+        """Register FSDP2's end of backward, which FSDP2 does only for called modules; refuse a backward with
+        retain_graph.
+        """
         if torch._C._autograd._get_current_graph_task_keep_graph():
             raise OSDPError(
-                "retain_graph=True lets backward run again through a weight that the loss reads, but the first backward frees the weight;"
+                "retain_graph=True lets backward run again through a weight that the loss reads, but the first"
+                " backward frees the weight;"
                 " add the losses and call backward once."
             )
         self._checks.backward_begins()
@@ -158,7 +174,8 @@ class WeightReads:
     ) -> torch.Tensor:
         if torch.is_grad_enabled():
             raise OSDPError(
-                "create_graph=True asks for gradients of gradients, which need weights that are freed by then; leave out this gradient"
+                "create_graph=True asks for gradients of gradients, which need weights that are freed by then; leave"
+                " out this gradient"
                 " penalty, or train this loss with osdp=False."
             )
         self._checks.backward_begins()
@@ -190,7 +207,9 @@ class WeightReads:
 
 
 class _WatchedParameters(dict[str, nn.Parameter | None]):
-    """A module's `_parameters` that notifies `WeightReads` of reads by name, but not of iteration, as in `named_parameters`."""
+    """A module's `_parameters` that notifies `WeightReads` of reads by name, but not of iteration, as in
+    `named_parameters`.
+    """
 
     __slots__ = ("group", "reads")
 
@@ -213,16 +232,23 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
         return dict, (dict(super().items()),)
 
 
-def _load_as_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *unused: object) -> None:
+def _load_as_shards(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *unused: object
+) -> None:
     """Cut whole tensors, the same on every rank, to load them into shards; nothing is sent."""
     for leaf, parameter in module._parameters.items():
         value = state.get(prefix + leaf)
         if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor):
             continue
         if metadata.get("assign_to_params_buffers", False):
-            raise OSDPError("load_state_dict(assign=True) would replace shards, which FSDP2 and the optimizer hold; leave out assign.")
+            raise OSDPError(
+                "load_state_dict(assign=True) would replace shards, which FSDP2 and the optimizer hold; leave out"
+                " assign."
+            )
         if not isinstance(value, DTensor) and value.shape == parameter.shape:
-            state[prefix + leaf] = distribute_tensor(value.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+            state[prefix + leaf] = distribute_tensor(
+                value.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
 
 
 def _step_begins(checks: weakref.ref[GradientChecks], optimizer: torch.optim.Optimizer) -> None:

@@ -1,6 +1,8 @@
-"""Choose the attention kernel that torch runs on CUDA, by the rules of torch 2.11 to 2.13, and count the FLOPs of attention.
+"""Choose the attention kernel that torch runs on CUDA, by the rules of torch 2.11 to 2.13, and count the FLOPs of
+attention.
 
-Each rule is a check in `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`; torch runs the first kernel whose checks all pass.
+Each rule is a check in `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`; torch runs the first kernel whose
+checks all pass.
 """
 
 from __future__ import annotations
@@ -15,11 +17,17 @@ import torch
 Capability = tuple[int, int]
 
 ASSUMED_CAPABILITY: Capability = (8, 6)
-"""Compute capability used if the GPU is not known. From Ampere on its rules are the narrowest, so no other GPU saves more activations."""
+"""Compute capability used if the GPU is not known.
+
+From Ampere on its rules are the narrowest, so no other GPU saves more activations.
+"""
 _SUPPORTED = (8, 0), (12, 1)
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 _DROPOUT_IN_SIXTEENTHS = torch.__version__ >= "2.12"
-"""Whether torch gives cuDNN only multiples of 1/16 as dropout. torch 2.11 on an H100 gives it 0.1 too; later versions were read."""
+"""Whether torch gives cuDNN only multiples of 1/16 as dropout.
+
+torch 2.11 on an H100 gives it 0.1 too; later versions were read.
+"""
 
 
 class Kernel(str, Enum):
@@ -70,8 +78,14 @@ def attention_kernel(call: AttentionCall, capability: Capability) -> Kernel:
     Torch's defaults of `torch.backends.cuda.enable_*_sdp` are assumed; the user's settings are not read.
     """
     shapes = (call.query, call.key, call.value)
-    if all(len(shape) == 4 for shape in shapes) and len({shape[0] for shape in shapes}) == 1 and call.inner_strides_are_one:
-        if capability[0] in (9, 10) and _can_use_cudnn(call, capability):  # preferred there since torch 2.11, which ships cuDNN above 9.15
+    if (
+        all(len(shape) == 4 for shape in shapes)
+        and len({shape[0] for shape in shapes}) == 1
+        and call.inner_strides_are_one
+    ):
+        if capability[0] in (9, 10) and _can_use_cudnn(
+            call, capability
+        ):  # preferred there since torch 2.11, which ships cuDNN above 9.15
             return Kernel.CUDNN
         if _can_use_flash(call, capability):
             return Kernel.FLASH
@@ -81,7 +95,10 @@ def attention_kernel(call: AttentionCall, capability: Capability) -> Kernel:
 
 
 def _can_use_cudnn(call: AttentionCall, capability: Capability) -> bool:
-    """Return whether cuDNN runs. Some heads above 128 need newer versions; flash accepts all of them and saves the same."""
+    """Return whether cuDNN runs.
+
+    Some heads above 128 need newer versions; flash accepts all of them and saves the same.
+    """
     return (
         _is_low_precision(call, capability)
         and max(call.head_sizes) <= 128
@@ -108,7 +125,9 @@ def _can_use_flash(call: AttentionCall, capability: Capability) -> bool:
 
 
 def _can_use_efficient(call: AttentionCall, capability: Capability) -> bool:
-    """Return whether the memory-efficient kernel runs; it supports grouped heads only after torch 2.13 (pytorch/pytorch#191085)."""
+    """Return whether the memory-efficient kernel runs; it supports grouped heads only after torch 2.13
+    (pytorch/pytorch#191085).
+    """
     low = call.dtype in _LOW_PRECISION
     alignment = (8 if low else 4) if capability[0] >= 8 else (8 if low and capability[0] == 7 else 1)
     dtypes = (torch.float32, torch.float16, torch.bfloat16) if capability[0] >= 8 else (torch.float32, torch.float16)
@@ -134,26 +153,38 @@ def math_kernel_warning(call: AttentionCall, capability: Capability) -> str:
     """Return a warning that says what the math kernel saves, why it runs, and the remedy."""
     dtype = str(call.dtype).removeprefix("torch.")
     if call.dtype is torch.bfloat16 and capability[0] < 8:
-        reason, remedy = f"bfloat16 has no other kernel on compute capability {capability[0]}.{capability[1]}", "train in fp16"
+        reason, remedy = (
+            f"bfloat16 has no other kernel on compute capability {capability[0]}.{capability[1]}",
+            "train in fp16",
+        )
     elif call.dtype is torch.float32 and not call.has_equal_heads:
-        reason, remedy = "float32 with grouped-query attention has no other kernel before torch 2.14", "train in bf16 or fp16"
+        reason, remedy = (
+            "float32 with grouped-query attention has no other kernel before torch 2.14",
+            "train in bf16 or fp16",
+        )
     elif call.dtype is torch.float64:
         reason, remedy = "float64 has no other kernel", "train in bf16, or in float32 without grouped heads"
     else:
         sizes = f"query {list(call.query)}, key {list(call.key)}, value {list(call.value)}"
-        reason, remedy = f"no fused kernel accepts {dtype} with {sizes}", "use another attn_implementation, or shorter sequences"
+        reason, remedy = (
+            f"no fused kernel accepts {dtype} with {sizes}",
+            "use another attn_implementation, or shorter sequences",
+        )
     scores = call.query[1] if len(call.query) == 4 else 1
     return (
-        f"Attention runs torch's math kernel, which saves {scores} x {call.query[-2]} x {call.key[-2]} scores per sample and layer:"
+        f"Attention runs torch's math kernel, which saves {scores} x {call.query[-2]} x {call.key[-2]} scores per"
+        " sample and layer:"
         f" {reason}; {remedy}."
     )
 
 
 def attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *, backward: bool = False) -> int:
-    """Return the FLOPs of scaled dot-product attention: two products, 2 b h Tq Tk (d + dv), even if a causal mask halves them.
+    """Return the FLOPs of scaled dot-product attention: two products, 2 b h Tq Tk (d + dv), even if a causal mask
+    halves them.
 
-    Shapes are `[..., heads, T, d]`; grouped keys and values count for every query head, as in torch.utils.flop_counter. Forward of
-    fused attention has two products, backward five (FlashAttention-2, arXiv 2307.08691).
+    Shapes are `[..., heads, T, d]`; grouped keys and values count for every query head, as in
+    torch.utils.flop_counter. Forward of fused attention has two products, backward five (FlashAttention-2, arXiv
+    2307.08691).
     """
     forward = 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
     return forward * 5 // 2 if backward else forward

@@ -1,7 +1,9 @@
-"""Trace compiled blocks on fake tensors: dynamo and AOTAutograd run, and Inductor's kernels are replaced by their allocations.
+"""Trace compiled blocks on fake tensors: dynamo and AOTAutograd run, and Inductor's kernels are replaced by their
+allocations.
 
-The graphs of forward and backward are those that Inductor would receive; `activation_memory_budget` decides where the joint graph is cut
-(`torch._functorch.partitioners`). No code is generated: each graph becomes a `FusedGraph`, which allocates and frees as its kernels do.
+The graphs of forward and backward are those that Inductor would receive; `activation_memory_budget` decides where the
+joint graph is cut (`torch._functorch.partitioners`). No code is generated: each graph becomes a `FusedGraph`, which
+allocates and frees as its kernels do.
 """
 
 from __future__ import annotations
@@ -58,13 +60,17 @@ class TracedCompiler:
             self._memory = None
 
     def close(self) -> None:
-        """Clear dynamo's caches: they belong to the code of a forward, and training compiles the same code for real."""
+        """Clear dynamo's caches: they belong to the code of a forward, and training compiles the same code for
+        real.
+        """
         if self._backend.cache_info().currsize:
             torch._dynamo.reset()
 
     def compile(self, original: Callable[..., Any], recomputation: Recomputation | None = None) -> Callable[..., Any]:
         """Return a block's compiled forward; calling it raises NotCompiledError if compilation fails."""
-        compiled = torch.compile(original, backend=self._backend(budget_of(recomputation)), fullgraph=True, dynamic=False)
+        compiled = torch.compile(
+            original, backend=self._backend(budget_of(recomputation)), fullgraph=True, dynamic=False
+        )
 
         @functools.wraps(original)
         def forward(*args: Any, **kwargs: Any) -> object:
@@ -84,7 +90,10 @@ class TracedCompiler:
         return forward
 
     def _make_backend(self, budget: float) -> Callable[..., Any]:
-        """Return dynamo's backend for a budget. Each budget has its own object, because dynamo's cache compares backends, not budgets."""
+        """Return dynamo's backend for a budget.
+
+        Each budget has its own object, because dynamo's cache compares backends, not budgets.
+        """
         from torch._inductor.compile_fx import compile_fx
 
         def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> object:
@@ -97,7 +106,9 @@ class TracedCompiler:
 
         return backend
 
-    def _inner_compile(self, module: fx.GraphModule, inputs: object, **options: object) -> Callable[[list[Any]], list[Any]]:
+    def _inner_compile(
+        self, module: fx.GraphModule, inputs: object, **options: object
+    ) -> Callable[[list[Any]], list[Any]]:
         """Return a function that allocates like a graph's kernels; it replaces Inductor's inner compilation."""
         graph = FusedGraph(module.graph, "cpu" if self._cuda is None else "cuda")
         run = functools.partial(self._run, graph)

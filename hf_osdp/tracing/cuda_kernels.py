@@ -1,6 +1,8 @@
-"""Allocate like CUDA's attention and dropout kernels in traces without a GPU; `attention.py` chooses the attention kernel.
+"""Allocate like CUDA's attention and dropout kernels in traces without a GPU; `attention.py` chooses the attention
+kernel.
 
-The CPU's own kernels differ: attention with dropout falls back to explicit products, and dropout saves its mask in the activations' dtype.
+The CPU's own kernels differ: attention with dropout falls back to explicit products, and dropout saves its mask in the
+activations' dtype.
 """
 
 from __future__ import annotations
@@ -16,24 +18,41 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import register_flop_formula
 
-from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, attention_flops, attention_kernel, capability_here
+from .attention import (
+    ASSUMED_CAPABILITY,
+    AttentionCall,
+    Capability,
+    Kernel,
+    attention_flops,
+    attention_kernel,
+    capability_here,
+)
 
 _Value = TypeVar("_Value")
 
 _IN_FLOAT32 = frozenset({
-    "binary_cross_entropy_with_logits", "cosine_similarity", "cross_entropy", "cumprod", "cumsum", "exp", "expm1", "group_norm", "kl_div",
-    "l1_loss", "layer_norm", "log", "log10", "log1p", "log2", "log_softmax", "logsumexp", "mse_loss", "nll_loss", "norm", "normalize",
-    "pow", "__pow__", "__rpow__", "prod", "reciprocal", "rsqrt", "smooth_l1_loss", "huber_loss", "softmax", "softplus", "sum",
+    "binary_cross_entropy_with_logits", "cosine_similarity", "cross_entropy", "cumprod", "cumsum", "exp", "expm1",
+    "group_norm", "kl_div",
+    "l1_loss", "layer_norm", "log", "log10", "log1p", "log2", "log_softmax", "logsumexp", "mse_loss", "nll_loss",
+    "norm", "normalize",
+    "pow", "__pow__", "__rpow__", "prod", "reciprocal", "rsqrt", "smooth_l1_loss", "huber_loss", "softmax", "softplus",
+    "sum",
 })  # fmt: skip
-"""Python names of functions that autocast runs in float32 on CUDA but not on the CPU (AT_FORALL_FP32 in ATen/autocast_mode.h)."""
+"""Python names of functions that autocast runs in float32 on CUDA but not on the CPU (AT_FORALL_FP32 in
+ATen/autocast_mode.h).
+"""
 
 
 library.define(
-    "hf_osdp::attention", "(Tensor query, Tensor key, Tensor value, Tensor? bias, bool efficient) -> (Tensor output, Tensor logsumexp)"
+    "hf_osdp::attention",
+    "(Tensor query, Tensor key, Tensor value, Tensor? bias, bool efficient) -> (Tensor output, Tensor logsumexp)",
 )
 library.define(
     "hf_osdp::attention_backward",
-    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor logsumexp, bool efficient, bool bias_grad) -> Tensor[]",
+    (
+        "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor logsumexp, bool efficient, bool"
+        " bias_grad) -> Tensor[]"
+    ),
 )
 
 
@@ -42,7 +61,8 @@ library.define(
 def _attention_outputs(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, efficient: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate what a fused kernel returns: its output, and a float32 logsumexp per query, padded if the kernel is `efficient`.
+    """Allocate what a fused kernel returns: its output, and a float32 logsumexp per query, padded if the kernel is
+    `efficient`.
 
     It is one operator, as on CUDA, so that selective recomputation can save it.
     """
@@ -56,21 +76,26 @@ def _attention_outputs(
 @library.impl("hf_osdp::attention_backward", "CPU")
 @library.register_fake("hf_osdp::attention_backward")
 def _attention_gradients(  # noqa: PLR0913  the operator's arguments
-    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, logsumexp: torch.Tensor,
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None,
+    logsumexp: torch.Tensor,
     efficient: bool, bias_grad: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Allocate like backward of a fused kernel: gradients of query, key, value and perhaps bias, then temporary tensors.
+    """Allocate like backward of a fused kernel: gradients of query, key, value and perhaps bias, then temporary
+    tensors.
 
-    The temporary tensors are float32 query gradients (in float32: as much for the row sums), and for grouped heads gradients of keys and
-    values for each query head. Sources: mha_bwd in flash_attn/flash_api.cpp, _efficient_attention_backward in cuda/attention_backward.cu,
-    kNeedsAccumGradQ and kKernelComputesDelta in mem_eff_attention/kernel_backward.h. cuDNN's workspace holds the same.
+    The temporary tensors are float32 query gradients (in float32: as much for the row sums), and for grouped heads
+    gradients of keys and values for each query head. Sources: mha_bwd in flash_attn/flash_api.cpp,
+    _efficient_attention_backward in cuda/attention_backward.cu, kNeedsAccumGradQ and kKernelComputesDelta in
+    mem_eff_attention/kernel_backward.h. cuDNN's workspace holds the same.
     """
     row_sums = torch.empty_like(logsumexp)
     temporary_grads = [torch.empty_like(query, dtype=torch.float32)]
     if efficient and query.element_size() < 4 and query.shape[-1] > 128:  # the sums do not fit in registers
         temporary_grads += [torch.empty_like(tensor, dtype=torch.float32) for tensor in (key, value)]
     if (heads := query.shape[1]) != key.shape[1]:
-        temporary_grads += [tensor.new_empty(tensor.shape[0], tensor.shape[2], heads, tensor.shape[3]) for tensor in (key, value)]
+        temporary_grads += [
+            tensor.new_empty(tensor.shape[0], tensor.shape[2], heads, tensor.shape[3]) for tensor in (key, value)
+        ]
     grads = [torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)]
     return [*grads, *([torch.empty_like(bias)] if bias_grad and bias is not None else []), row_sums, *temporary_grads]
 
@@ -96,12 +121,16 @@ def _flops(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: o
 
 
 @register_flop_formula(torch.ops.hf_osdp.attention_backward)
-def _backward_flops(grad: object, query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: object, **__: object) -> int:
+def _backward_flops(
+    grad: object, query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: object, **__: object
+) -> int:
     return attention_flops(query, key, value, backward=True)
 
 
 class CudaKernels(TorchFunctionMode):
-    """Replace attention and dropout by functions that allocate like CUDA's kernels; without a capability, that of this machine's GPU."""
+    """Replace attention and dropout by functions that allocate like CUDA's kernels; without a capability, that of
+    this machine's GPU.
+    """
 
     def __init__(self, capability: Capability | None = None) -> None:
         super().__init__()
@@ -110,20 +139,30 @@ class CudaKernels(TorchFunctionMode):
         """The attention kernels that would have run, each with its first call."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
         if func is torch.Tensor.backward and not any(kwargs.values()):
-            with self:  # torch disables the mode inside its handler, but blocks that are recomputed in backward need it
+            with (
+                self
+            ):  # torch disables the mode inside its handler, but blocks that are recomputed in backward need it
                 loss = args[0]
-                _engine_run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)
+                _engine_run_backward(
+                    (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
             return None
         if torch.is_autocast_enabled("cpu") and getattr(func, "__name__", "") in _IN_FLOAT32:
             args, kwargs = _cast((args, kwargs), torch.float32)
         if func is F.scaled_dot_product_attention:
             return self.call_attention(*args, **kwargs)
         if func is torch.dropout:
-            return _dropout(*args, **{"training" if name == "train" else name: value for name, value in kwargs.items()})
+            return _dropout(
+                *args, **{"training" if name == "train" else name: value for name, value in kwargs.items()}
+            )
         if func is F.dropout:
             return _dropout(*args, **kwargs)
         return func(*args, **kwargs)
@@ -136,8 +175,10 @@ class CudaKernels(TorchFunctionMode):
         if torch.is_autocast_enabled("cpu"):
             query, key, value, attn_mask = _cast((query, key, value, attn_mask), torch.get_autocast_dtype("cpu"))
         call = AttentionCall(
-            dtype=query.dtype, query=tuple(query.shape), key=tuple(key.shape), value=tuple(value.shape), has_mask=attn_mask is not None,
-            is_causal=options.get("is_causal", False), dropout=options.get("dropout_p", 0.0), enable_gqa=options.get("enable_gqa", False),
+            dtype=query.dtype, query=tuple(query.shape), key=tuple(key.shape), value=tuple(value.shape),
+            has_mask=attn_mask is not None,
+            is_causal=options.get("is_causal", False), dropout=options.get("dropout_p", 0.0),
+            enable_gqa=options.get("enable_gqa", False),
             requires_grad=torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)),
             inner_strides_are_one=all(tensor.stride(-1) == 1 for tensor in (query, key, value)),
         )  # fmt: skip
@@ -160,12 +201,18 @@ class CudaKernels(TorchFunctionMode):
 def _cast(value: _Value, dtype: torch.dtype) -> _Value:
     """Cast an operator's arguments as autocast does; it does not cast float64."""
     known = (torch.float32, torch.bfloat16, torch.float16)
-    cast: _Value = tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.dtype in known else tensor, value)
+    cast: _Value = tree_map_only(
+        torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.dtype in known else tensor, value
+    )
     return cast
 
 
-def _math(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, call: AttentionCall) -> torch.Tensor:
-    """Allocate like `_scaled_dot_product_attention_math` (ATen/native/transformers/attention.cpp): half precision in float32."""
+def _math(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, call: AttentionCall
+) -> torch.Tensor:
+    """Allocate like `_scaled_dot_product_attention_math` (ATen/native/transformers/attention.cpp): half precision
+    in float32.
+    """
     dtype = query.dtype
     if dtype in (torch.float16, torch.bfloat16):
         query, key, value = query.float(), key.float(), value.float()

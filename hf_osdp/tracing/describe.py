@@ -42,34 +42,42 @@ class DescribeOptions:
     compute_dtype: DType | None = None
     """Dtype of gathered parameters and activations; None keeps the parameters' own."""
     autocast: bool = False
-    """Compute in `compute_dtype` under `torch.autocast`, as one process does (`Precision.autocast`); parameters keep their dtypes."""
+    """Compute in `compute_dtype` under `torch.autocast`, as one process does (`Precision.autocast`); parameters
+    keep their dtypes.
+    """
     device_type: str = "cpu"
     """`"cpu"` or `"cuda"`: decides the attention and dropout kernels and the allocation granularity."""
     capability: Capability | None = None
-    """Compute capability of the CUDA device (`DeviceSpec.capability`), which decides the attention kernel. None uses this machine's GPU, or
-    without one (8, 6), whose rules are the narrowest from Ampere on."""
+    """Compute capability of the CUDA device (`DeviceSpec.capability`), which decides the attention kernel. None uses
+    this machine's GPU, or without one (8, 6), whose rules are the narrowest from Ampere on."""
     auto_class: object = None
     """For a configuration, the class to build, see `build_on_meta`."""
     inputs: Inputs | None = None
-    """A function from a number of samples to forward's keyword arguments, labels included, or to the batch of `loss`; None makes a training
-    batch for a transformers model."""
+    """A function from a number of samples to forward's keyword arguments, labels included, or to the batch of `loss`;
+    None makes a training batch for a transformers model."""
     activation_checkpointing: bool = False
-    """The blocks will be recomputed in backward. Not needed if the model has activation checkpointing enabled already."""
+    """The blocks will be recomputed in backward.
+
+    Not needed if the model has activation checkpointing enabled already.
+    """
     recomputation: bool = True
-    """Also trace each block as recomputed in backward, and on CUDA as offloaded to the host, so that the search can choose. Has no effect
-    if all blocks are checkpointed. Parts of blocks (`split.operators`) are not traced as offloaded."""
+    """Also trace each block as recomputed in backward, and on CUDA as offloaded to the host, so that the search can
+    choose. Has no effect if all blocks are checkpointed. Parts of blocks (`split.operators`) are not traced as
+    offloaded."""
     partial_recomputation: bool = True
-    """Also trace selective recomputation, between saving everything and saving only the input; not needed to find the least memory."""
+    """Also trace selective recomputation, between saving everything and saving only the input; not needed to find
+    the least memory.
+    """
     compile: bool = False
     """The blocks' forwards will be compiled if each compiles as one graph (`ModelDescription.compiled_classes`)."""
     micro_batch_size: int = TRACED_MICRO_BATCH
-    """Batch size around which a model with compiled blocks is traced. What Inductor saves and when it frees it depends on sizes, so costs
-    are linear only near this one. Costs of other models are linear everywhere."""
+    """Batch size around which a model with compiled blocks is traced. What Inductor saves and when it frees it depends
+    on sizes, so costs are linear only near this one. Costs of other models are linear everywhere."""
     split: ModelSplit = WHOLE_BLOCKS
     """Split the model this way before describing it."""
     loss: Loss | None = None
-    """`loss(model, batch)` returns the loss, or an output that holds it, like `Trainer.compute_loss`; None runs `model(**batch)`. It may
-    call the model more than once; its collectives are not sent."""
+    """`loss(model, batch)` returns the loss, or an output that holds it, like `Trainer.compute_loss`; None runs
+    `model(**batch)`. It may call the model more than once; its collectives are not sent."""
 
     def __post_init__(self) -> None:
         if self.device_type not in ("cpu", "cuda"):
@@ -89,8 +97,8 @@ class DescribeOptions:
 def describe(model_or_config: object, **options: Any) -> ModelDescription:
     """Describe a model for the planner: its units, and the memory and computation of each.
 
-    No memory is allocated and no weight is changed: a fake copy of the model runs forward and backward. Only the loss is
-    assumed to outlive forward; a loop that keeps the logits through backward also needs their bytes.
+    No memory is allocated and no weight is changed: a fake copy of the model runs forward and backward. Only the loss
+    is assumed to outlive forward; a loop that keeps the logits through backward also needs their bytes.
 
     Args:
         model_or_config: a module, real or on the meta device, or a transformers configuration.
@@ -101,10 +109,15 @@ def describe(model_or_config: object, **options: Any) -> ModelDescription:
 
     Raises:
         ValueError: `sequence_length` exceeds the model's positions, or `device_type` is neither of the two.
-        DescriptionError: no blocks were found, the model cannot be traced or checkpointed, or it does not run when split.
+        DescriptionError: no blocks were found, the model cannot be traced or checkpointed, or it does not run when
+            split.
     """
     chosen = DescribeOptions(**options)
-    model = model_or_config if isinstance(model_or_config, nn.Module) else build_on_meta(model_or_config, chosen.auto_class)
+    model = (
+        model_or_config
+        if isinstance(model_or_config, nn.Module)
+        else build_on_meta(model_or_config, chosen.auto_class)
+    )
     check_sequence_length(model, chosen.sequence_length)
     if chosen.split.changes_modules:
         model = split_copy(model, chosen.split)
@@ -119,7 +132,10 @@ class _Describer:
         self._name = class_of(model).__name__
         self._modules = modules_by_name(model)
         self._units = find_units(
-            model, options.block_classes, operators=options.split.operators, low_precision=options.cast_dtype is not None
+            model,
+            options.block_classes,
+            operators=options.split.operators,
+            low_precision=options.cast_dtype is not None,
         )
         self._blocks = self._block_classes()
         self._checkpointed = options.activation_checkpointing or is_checkpointed(model)
@@ -136,7 +152,9 @@ class _Describer:
         if self._checkpointed:
             self._refuse_running_statistics()
         if self._options.compile and not self._compiled:
-            _log.warning("%s has no blocks to compile; name their classes with block_classes, or leave compile out.", self._name)
+            _log.warning(
+                "%s has no blocks to compile; name their classes with block_classes, or leave compile out.", self._name
+            )
         found = self._traced()
         batch_bytes, cast_bytes = self._input_bytes()
         return ModelDescription(
@@ -173,16 +191,21 @@ class _Describer:
         return max(elements, key=lambda dtype: elements[dtype], default=DType.FLOAT32)
 
     def _refuse_running_statistics(self) -> None:
-        """Raise CheckpointingError if a block's forward updates running statistics: recomputation would update them twice."""
+        """Raise CheckpointingError if a block's forward updates running statistics: recomputation would update them
+        twice.
+        """
         blocks = (name for unit in self._units if unit.class_name in self._blocks for name in unit.module_names)
         if (name := next((name for name in blocks if has_running_statistics(self._modules[name])), None)) is not None:
             raise CheckpointingError(
-                f"{name} has batch normalisation, whose running statistics activation checkpointing would update twice;"
+                f"{name} has batch normalisation, whose running statistics activation checkpointing would update"
+                " twice;"
                 " leave activation checkpointing off."
             )
 
     def _traced(self) -> Trace:
-        """Trace the model; if it does not run on fake tensors, raise DescriptionError with the error and the module."""
+        """Trace the model; if it does not run on fake tensors, raise DescriptionError with the error and the
+        module.
+        """
         split = self._options.split
         try:
             trace = self._trace()
@@ -190,12 +213,15 @@ class _Describer:
             raise
         except Exception as error:  # under fake tensors a model can raise any exception
             if not split.is_none:
-                raise DescriptionError(f"{self._name} split into {split.describe()} does not run: {error}. Leave it whole.") from error
+                raise DescriptionError(
+                    f"{self._name} split into {split.describe()} does not run: {error}. Leave it whole."
+                ) from error
             if isinstance(error, DescriptionError):
                 raise
             reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".rstrip(".: ")
             raise DescriptionError(
-                f"{self._name} cannot be traced on fake tensors{_where(error)}: {reason}. Pass inputs that its forward accepts; a"
+                f"{self._name} cannot be traced on fake tensors{_where(error)}: {reason}. Pass inputs that its forward"
+                " accepts; a"
                 " custom operator needs a fake kernel (PyTorch's register_fake)."
             ) from error
         if Kernel.MATH in trace.kernels and split.is_none:
@@ -208,12 +234,15 @@ class _Describer:
         options = self._options
         size = max(TRACED_MICRO_BATCH, options.micro_batch_size) if options.compile else TRACED_MICRO_BATCH
         basic = TraceOptions(
-            samples=(size, size + 1) if options.compile else (1, size, size + 1),  # costs of compiled code are linear only near these sizes
-            compute_dtype=options.cast_dtype, cuda_kernels=options.device_type == "cuda", capability=options.capability,
+            # costs of compiled code are linear only near these sizes
+            samples=(size, size + 1) if options.compile else (1, size, size + 1),
+            compute_dtype=options.cast_dtype, cuda_kernels=options.device_type == "cuda",
+            capability=options.capability,
             autocast=options.torch_dtype if options.autocast else None, loss=options.loss,
             checkpointed_blocks=self._blocks if options.activation_checkpointing else None,
             partial_recomputation=options.partial_recomputation,
-            reuse_equal_blocks=not options.split.operators,  # parts of a block keep inputs from other parts; copies do not
+            # parts of a block keep inputs from other parts; copies do not
+            reuse_equal_blocks=not options.split.operators,
         )  # fmt: skip
         while True:
             try:
@@ -221,7 +250,9 @@ class _Describer:
             except Exception as error:
                 if not self._compiled:
                     raise
-                _log.warning("The model cannot be traced with compiled blocks (%s); they run uncompiled.", type(error).__name__)
+                _log.warning(
+                    "The model cannot be traced with compiled blocks (%s); they run uncompiled.", type(error).__name__
+                )
                 _log.debug("The trace with compiled blocks failed.", exc_info=True)
                 self._compiled = ()
 
@@ -238,7 +269,11 @@ class _Describer:
     def _trace_compiled(self, options: TraceOptions) -> Trace:
         """Trace the model with as many of its blocks compiled as possible."""
         while True:
-            blocks = [(i, unit) for i, unit in enumerate(self._units) if unit.span is GatherSpan.USE and len(unit.module_names) == 1]
+            blocks = [
+                (i, unit)
+                for i, unit in enumerate(self._units)
+                if unit.span is GatherSpan.USE and len(unit.module_names) == 1
+            ]
             compiled = frozenset(i for i, unit in blocks if unit.class_name in self._compiled)
             tried = replace(options, compiled=compiled, offloadable=frozenset(options.offloadable) - compiled)
             try:
@@ -249,7 +284,9 @@ class _Describer:
                 self._leave_uncompiled(error)
                 continue
             runs = Counter(segment.unit for segment in trace.segments)
-            not_a_block = next((i for i in compiled if runs[i] > 1 or i in trace.outside_reads), None)  # see `_units_with_spans`
+            not_a_block = next(
+                (i for i in compiled if runs[i] > 1 or i in trace.outside_reads), None
+            )  # see `_units_with_spans`
             if not_a_block is None:
                 return trace
             reason = "it runs several times in a step, or its weights are read outside of it"
@@ -267,17 +304,29 @@ class _Describer:
         none = frozenset[int]()
         if not self._options.recomputation or self._checkpointed:
             return [(none, none)]
-        main = {index: self._modules[unit.module_names[0]] for index, unit in enumerate(self._units) if unit.span is GatherSpan.USE}
-        blocks = frozenset(index for index, module in main.items() if self._units[index].class_name in self._blocks and module._modules)
+        main = {
+            index: self._modules[unit.module_names[0]]
+            for index, unit in enumerate(self._units)
+            if unit.span is GatherSpan.USE
+        }
+        blocks = frozenset(
+            index
+            for index, module in main.items()
+            if self._units[index].class_name in self._blocks and module._modules
+        )
         recomputable = frozenset(index for index in blocks if not has_running_statistics(main[index]))
         offloads = self._options.device_type == "cuda" and not self._options.split.operators
         return list(dict.fromkeys([(recomputable, blocks if offloads else none), (recomputable, none), (none, none)]))
 
     def _units_with_spans(self, trace: Trace) -> tuple[UnitDescription, ...]:
-        """Gather units for the whole step if they run several times, like ALBERT's layer, or are read while they do not run."""
+        """Gather units for the whole step if they run several times, like ALBERT's layer, or are read while they do
+        not run.
+        """
         runs = Counter(segment.unit for segment in trace.segments)
         return tuple(
-            replace(unit, span=GatherSpan.STEP) if unit.span is GatherSpan.USE and (runs[i] > 1 or i in trace.outside_reads) else unit
+            replace(unit, span=GatherSpan.STEP)
+            if unit.span is GatherSpan.USE and (runs[i] > 1 or i in trace.outside_reads)
+            else unit
             for i, unit in enumerate(self._units)
         )
 
@@ -300,8 +349,9 @@ class _Describer:
     def _input_bytes(self) -> tuple[Affine, Affine]:
         """Return the bytes of a batch throughout a step, and the additional bytes in forward.
 
-        FSDP2 casts floating-point inputs to the compute dtype for the root. Vision models of transformers cast them back to the
-        dtype of their sharded parameters, and FSDP2 casts these again for the unit that uses them, which saves the last copy.
+        FSDP2 casts floating-point inputs to the compute dtype for the root. Vision models of transformers cast them
+        back to the dtype of their sharded parameters, and FSDP2 casts these again for the unit that uses them, which
+        saves the last copy.
         """
         pairs = []
         for samples in (1, 2):
@@ -310,7 +360,11 @@ class _Describer:
                 if not isinstance(leaf, torch.Tensor):
                     continue
                 held += leaf.nbytes
-                if (dtype := self._options.cast_dtype) is not None and leaf.is_floating_point() and leaf.dtype is not dtype:
+                if (
+                    (dtype := self._options.cast_dtype) is not None
+                    and leaf.is_floating_point()
+                    and leaf.dtype is not dtype
+                ):
                     held += leaf.numel() * dtype.itemsize
                     in_forward += leaf.numel() * (dtype.itemsize + leaf.element_size())
             pairs.append((held, in_forward))
@@ -319,7 +373,9 @@ class _Describer:
 
 
 def _where(error: Exception) -> str:
-    """Return the innermost module that ran when an error was raised, such as ` in h.0.mlp (GPT2MLP)`; empty if none ran."""
+    """Return the innermost module that ran when an error was raised, such as ` in h.0.mlp (GPT2MLP)`; empty if none
+    ran.
+    """
     owners = (frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__))
     if not (running := [owner for owner in owners if isinstance(owner, nn.Module)]):
         return ""

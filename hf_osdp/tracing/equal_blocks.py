@@ -1,4 +1,6 @@
-"""Replay the outputs of traced blocks: of equal blocks only two are traced, and the others return outputs of the same shapes."""
+"""Replay the outputs of traced blocks: of equal blocks only two are traced, and the others return outputs of the
+same shapes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _SCALARS = (bool, int, float, str, type(None), torch.dtype)
 
 
 def block_key(block: nn.Module) -> Hashable:
-    """Return a key that is equal for blocks of equal cost: classes, scalar attributes except the layer index, parameters and buffers."""
+    """Return a key that is equal for blocks of equal cost: classes, scalar attributes except the layer index,
+    parameters and buffers.
+    """
     parts: list[Hashable] = []
     for name, module in block.named_modules():
         attributes = ((key, value) for key, value in vars(module).items() if key not in _POSITION_ATTRIBUTES)
@@ -35,7 +39,8 @@ def call_key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
     """Return a key that is equal for calls of equal cost: structure, and shapes, strides and dtypes of the tensors."""
     leaves, spec = tree_flatten((args, kwargs))
     keys = (
-        _TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else leaf if isinstance(leaf, _SCALARS) else type(leaf) for leaf in leaves
+        _TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else leaf if isinstance(leaf, _SCALARS) else type(leaf)
+        for leaf in leaves
     )
     return str(spec), torch.is_grad_enabled(), tuple(keys)
 
@@ -79,7 +84,9 @@ class RecordedCall(NamedTuple):
         return cls(spec, leaves, input_positions, {position: _TensorSpec.of(leaf) for position, leaf in new.items()})
 
     def replay(self, args: tuple[Any, ...], kwargs: dict[str, Any], anchor: nn.Parameter | None) -> object:
-        """Make outputs of the same shapes, differentiable by the inputs and by `anchor`, a trainable parameter of the block."""
+        """Make outputs of the same shapes, differentiable by the inputs and by `anchor`, a trainable parameter of
+        the block.
+        """
         inputs, _ = tree_flatten((args, kwargs))
         differentiable = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         specs = tuple(spec for spec in self.new_tensors.values() if spec.requires_grad)
@@ -96,7 +103,12 @@ class _AllocateOutputs(torch.autograd.Function):
     """Allocate outputs in forward and input gradients in backward; save nothing in between."""
 
     @staticmethod
-    def forward(ctx: Any, specs: tuple[_TensorSpec, ...], anchor: object, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # noqa: ANN401
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        specs: tuple[_TensorSpec, ...],
+        anchor: object,
+        *inputs: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
         ctx.inputs = [(tuple(tensor.shape), tensor.dtype) for tensor in inputs]
         return tuple(spec.empty() for spec in specs)
 
@@ -106,4 +118,6 @@ class _AllocateOutputs(torch.autograd.Function):
 
 
 def _is_scalar(value: object) -> bool:
-    return isinstance(value, _SCALARS) or (isinstance(value, tuple) and all(isinstance(item, _SCALARS) for item in value))
+    return isinstance(value, _SCALARS) or (
+        isinstance(value, tuple) and all(isinstance(item, _SCALARS) for item in value)
+    )

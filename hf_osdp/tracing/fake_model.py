@@ -1,4 +1,6 @@
-"""Copy a model with fake tensors: same structure, no memory, parameters in the dtype that FSDP2 gathers; watch reads of its parameters."""
+"""Copy a model with fake tensors: same structure, no memory, parameters in the dtype that FSDP2 gathers; watch
+reads of its parameters.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,27 @@ from ..modeling.wrapping import batch_norm_parameters
 from ..planner.description import GatherSpan, UnitDescription
 from .tensors import fake_like, tensors_in
 
-_LIBRARIES = ("accelerate", "datasets", "hf_osdp", "peft", "sentence_transformers", "tokenizers", "torch", "transformers", "trl")
+_LIBRARIES = (
+    "accelerate",
+    "datasets",
+    "hf_osdp",
+    "peft",
+    "sentence_transformers",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "trl",
+)
 
 
-def fake_copy(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype | None = None, *, untie: bool = False) -> nn.Module:
-    """Copy a module, in training mode, with fake parameters and buffers; it may be real or on the meta device, and is not changed.
+def fake_copy(
+    model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype | None = None, *, untie: bool = False
+) -> nn.Module:
+    """Copy a module, in training mode, with fake parameters and buffers; it may be real or on the meta device, and is
+    not changed.
 
-    Floating-point parameters get `compute_dtype`, except those of batch norms; None keeps their dtypes. With `untie`, a shared parameter
-    becomes one parameter for each of its names, so that each use has its own gradient.
+    Floating-point parameters get `compute_dtype`, except those of batch norms; None keeps their dtypes. With `untie`,
+    a shared parameter becomes one parameter for each of its names, so that each use has its own gradient.
     """
     memo: dict[int, Any] = {}
     uncast = batch_norm_parameters(model)
@@ -53,14 +68,18 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode, compute_dtype: torch.dtype
 
 
 def rebound(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401
-    """Return a copy of a function, such as a forward replaced on an instance, that uses copies; `copy.deepcopy` shares its closure."""
+    """Return a copy of a function, such as a forward replaced on an instance, that uses copies; `copy.deepcopy`
+    shares its closure.
+    """
     if isinstance(value, (nn.Module, torch.Tensor)):
         return memo.get(id(value), value)
     if isinstance(value, types.MethodType):
         return types.MethodType(rebound(value.__func__, memo), rebound(value.__self__, memo))
     if isinstance(value, functools.partial):
         keywords = {name: rebound(argument, memo) for name, argument in value.keywords.items()}
-        return functools.partial(rebound(value.func, memo), *(rebound(argument, memo) for argument in value.args), **keywords)
+        return functools.partial(
+            rebound(value.func, memo), *(rebound(argument, memo) for argument in value.args), **keywords
+        )
     if not isinstance(value, types.FunctionType):
         return _own_state(value, memo)
     if not value.__closure__:
@@ -78,7 +97,9 @@ def rebound(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401
 
 
 def _own_state(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401
-    """Return a copy of a container or of a user's object, which a hook or a loss may change; objects of libraries are not copied."""
+    """Return a copy of a container or of a user's object, which a hook or a loss may change; objects of libraries
+    are not copied.
+    """
     if _is_of_library(value) and not isinstance(value, (dict, list, set, deque)):
         return memo.get(id(value), value)
     parts = getattr(value, "__dict__", {}).values()
@@ -95,7 +116,9 @@ def _is_of_library(value: object) -> bool:
 
 
 def stored_tensors_releaser(module: nn.Module) -> Callable[[], None]:
-    """Return a function that restores attributes that hold tensors: RecurrentGemma's modules store their last state as attributes."""
+    """Return a function that restores attributes that hold tensors: RecurrentGemma's modules store their last state
+    as attributes.
+    """
     before = [(values, dict(values)) for inner in module.modules() for values in (inner.__dict__, inner._buffers)]
 
     def release() -> None:
@@ -108,7 +131,8 @@ def stored_tensors_releaser(module: nn.Module) -> Callable[[], None]:
 
 
 class OutsideReads:
-    """Find, as a context, the units freed after use whose parameters are read as attributes while none of their modules runs.
+    """Find, as a context, the units freed after use whose parameters are read as attributes while none of their
+    modules runs.
 
     At run time such a read, for example of the head's weight by a loss, gathers the unit until the end of backward.
     """
@@ -125,7 +149,9 @@ class OutsideReads:
 
     def __enter__(self) -> OutsideReads:
         for module, unit in self._owners.items():
-            module.__dict__["_parameters"] = _WatchedParameters(module._parameters, functools.partial(self._note, unit))
+            module.__dict__["_parameters"] = _WatchedParameters(
+                module._parameters, functools.partial(self._note, unit)
+            )
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -1,9 +1,11 @@
-"""Predict the kernels that Inductor makes of a graph, with the bytes that each allocates, frees and moves, without generating code.
+"""Predict the kernels that Inductor makes of a graph, with the bytes that each allocates, frees and moves, without
+generating code.
 
-Inductor fuses elementwise operators and reductions, whose intermediate values stay in registers. Only these values have memory: outputs of
-the graph, inputs and outputs of library kernels such as matrix products, and values that one fused kernel passes to another. Kernels run in
-the order of the graph, unless Inductor estimates a lower peak for another order (`torch._inductor.memory`). A fused kernel writes into an
-input of the same size that nothing else reads. docs/compiled.md lists the rules and the tests of them.
+Inductor fuses elementwise operators and reductions, whose intermediate values stay in registers. Only these values
+have memory: outputs of the graph, inputs and outputs of library kernels such as matrix products, and values that one
+fused kernel passes to another. Kernels run in the order of the graph, unless Inductor estimates a lower peak for
+another order (`torch._inductor.memory`). A fused kernel writes into an input of the same size that nothing else reads.
+docs/compiled.md lists the rules and the tests of them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from .recorder import PhaseRecord
 aten = torch.ops.aten
 
 _REDUCTIONS = frozenset({
-    aten.all, aten.amax, aten.amin, aten.any, aten.argmax, aten.argmin, aten.max, aten.mean, aten.min, aten.prod, aten.std, aten.sum,
+    aten.all, aten.amax, aten.amin, aten.any, aten.argmax, aten.argmin, aten.max, aten.mean, aten.min, aten.prod,
+    aten.std, aten.sum,
     aten.var, aten.var_mean,
 })  # fmt: skip
 Nodes = dict[fx.Node, None]
@@ -57,7 +60,8 @@ class FusedGraph:
     """The kernels of a graph, in the order in which they run.
 
     Args:
-        graph: forward or backward of a compiled function, as AOTAutograd passes it to Inductor; values are in `meta["val"]`.
+        graph: forward or backward of a compiled function, as AOTAutograd passes it to Inductor; values are in
+            `meta["val"]`.
         device_type: `"cpu"` or `"cuda"`; on the CPU each concatenation is a separate kernel.
     """
 
@@ -73,7 +77,9 @@ class FusedGraph:
         """For each value that a kernel computes, the buffers and inputs that it is computed from."""
         kernels = self._grouped()
         orders = [self._with_frees(order(kernels, self._returned)) for order in (_in_graph_order, _least_memory_first)]
-        self.kernels = min(orders, key=functools.partial(peak_bytes, in_place=False))  # of equal peaks the first, as Inductor does
+        self.kernels = min(
+            orders, key=functools.partial(peak_bytes, in_place=False)
+        )  # of equal peaks the first, as Inductor does
 
     def _owners(self) -> dict[fx.Node, fx.Node]:
         found: dict[fx.Node, fx.Node] = {}
@@ -96,7 +102,9 @@ class FusedGraph:
         return found
 
     def _grouped(self) -> list[FusedKernel]:
-        """Group nodes into kernels: fused nodes between two library kernels that pass values on or read the same buffer."""
+        """Group nodes into kernels: fused nodes between two library kernels that pass values on or read the same
+        buffer.
+        """
         depth: dict[fx.Node, int] = {}
         """For each node, the most kernels before it that later nodes cannot join."""
         kernels: dict[FusedKernel, None] = {}
@@ -105,7 +113,10 @@ class FusedGraph:
         """The kernel, by its depth, whether readers can join it, and each node that it reads or computes."""
         for node in self._graph.nodes:
             sources = [self.owner[source] for source in node.all_input_nodes] if node.op == "call_function" else []
-            depth[node] = max((depth[s] + (s in kernel_of and not self._is_joinable(s) and not _is_item(node)) for s in sources), default=0)
+            depth[node] = max(
+                (depth[s] + (s in kernel_of and not self._is_joinable(s) and not _is_item(node)) for s in sources),
+                default=0,
+            )
             if node.op != "call_function" or node is not self.owner[node]:
                 continue
             if _is_item(node) and sources[0] in kernel_of:
@@ -113,7 +124,9 @@ class FusedGraph:
                 kernel_of[node] = kernel_of[sources[0]]
                 self._sources[node] = self._sources[sources[0]]
                 continue
-            self._sources[node] = {source: None for s in sources for source in ((s,) if s in self._buffers else self._sources[s])}
+            self._sources[node] = {
+                source: None for s in sources for source in ((s,) if s in self._buffers else self._sources[s])
+            }
             if node not in self._buffers:
                 continue
             kernel = FusedKernel(is_fused=self._is_fused(node), nodes=[node], reads=dict(self._sources[node]))
@@ -128,9 +141,13 @@ class FusedGraph:
         return [self._completed(kernel, kernel_of) for kernel in kernels]
 
     def _completed(self, kernel: FusedKernel, kernel_of: dict[fx.Node, FusedKernel]) -> FusedKernel:
-        """Remove values that only the kernel itself reads from its outputs and inputs, and count its FLOPs and bytes."""
+        """Remove values that only the kernel itself reads from its outputs and inputs, and count its FLOPs and
+        bytes.
+        """
         own = set(kernel.nodes)
-        elsewhere = {source for node, other in kernel_of.items() if other is not kernel for source in self._sources[node]}
+        elsewhere = {
+            source for node, other in kernel_of.items() if other is not kernel for source in self._sources[node]
+        }
         tensors = [node for node in kernel.nodes if isinstance(_value(node), torch.Tensor)]  # not tuples
         kernel.writes = [node for node in tensors if node in self._returned or node in elsewhere]
         kernel.reads = {node: None for node in kernel.reads if node not in own}
@@ -143,11 +160,16 @@ class FusedGraph:
         record = PhaseRecord()
         args, kwargs = fx.map_arg((node.args, node.kwargs), _value)
         operator_, result = node.target, _value(node)
-        if not isinstance(operator_, OpOverload) and args and isinstance(args[0], OpOverload):  # wrapped with its random state
+        if (
+            not isinstance(operator_, OpOverload) and args and isinstance(args[0], OpOverload)
+        ):  # wrapped with its random state
             operator_, args, result = args[0], args[1:], result[-1] if isinstance(result, tuple) else result
         if isinstance(operator_, OpOverload):
             record.count(operator_, args, kwargs, result)
-        kernel.flops, kernel.traffic_bytes = record.matmul_flops, record.traffic_bytes or (0 if record.matmul_flops else moved)
+        kernel.flops, kernel.traffic_bytes = (
+            record.matmul_flops,
+            record.traffic_bytes or (0 if record.matmul_flops else moved),
+        )
         return kernel
 
     def _with_frees(self, order: Sequence[FusedKernel]) -> list[FusedKernel]:
@@ -158,7 +180,11 @@ class FusedGraph:
             kernel.frees = [node for node in kernel.reads if last[node] is kernel and node not in self._returned]
             kernel.reuses = {}
             readers = {freed: sum(freed in self._sources[node] for node in kernel.nodes) for freed in kernel.frees}
-            reusable = [freed for freed in kernel.frees if readers[freed] == 1 and not freed.name.startswith(("primals_", "tangents_"))]
+            reusable = [
+                freed
+                for freed in kernel.frees
+                if readers[freed] == 1 and not freed.name.startswith(("primals_", "tangents_"))
+            ]
             for node in kernel.writes if kernel.is_fused else ():
                 if (same := next((freed for freed in reusable if nbytes(freed) == nbytes(node)), None)) is not None:
                     kernel.reuses[node] = same
@@ -189,7 +215,9 @@ def _least_memory_first(kernels: Sequence[FusedKernel], returned: Collection[fx.
             unread[node].add(kernel)
 
     def growth(kernel: FusedKernel) -> int:
-        last = [node for node in kernel.reads if len(unread[node]) == 1 and node not in returned and _is_freeable(node)]
+        last = [
+            node for node in kernel.reads if len(unread[node]) == 1 and node not in returned and _is_freeable(node)
+        ]
         return sum(map(nbytes, kernel.writes)) - sum(map(nbytes, last))
 
     def mark_done(kernel: FusedKernel) -> None:
@@ -200,9 +228,13 @@ def _least_memory_first(kernels: Sequence[FusedKernel], returned: Collection[fx.
 
 
 def _scheduled(
-    kernels: Sequence[FusedKernel], key: Callable[[FusedKernel], int], mark_done: Callable[[FusedKernel], None] = lambda kernel: None
+    kernels: Sequence[FusedKernel],
+    key: Callable[[FusedKernel], int],
+    mark_done: Callable[[FusedKernel], None] = lambda kernel: None,
 ) -> list[FusedKernel]:
-    """Order kernels so that each comes after those it reads from; of the ready kernels, the first with the lowest key runs next."""
+    """Order kernels so that each comes after those it reads from; of the ready kernels, the first with the lowest
+    key runs next.
+    """
     makers = {node: kernel for kernel in kernels for node in kernel.writes}
     waits_for = {kernel: {makers[node] for node in kernel.reads if node in makers} - {kernel} for kernel in kernels}
     order: list[FusedKernel] = []
@@ -228,7 +260,9 @@ def peak_bytes(kernels: Sequence[FusedKernel], *, in_place: bool = True) -> int:
 
 
 def _is_freeable(node: fx.Node) -> bool:
-    """Return whether Inductor counts a buffer as freed after its last use; it does not for parameters and inputs of forward."""
+    """Return whether Inductor counts a buffer as freed after its last use; it does not for parameters and inputs of
+    forward.
+    """
     return not node.name.startswith("primals_")
 
 
@@ -244,7 +278,9 @@ def _bytes_of(value: object) -> int:
 
 
 def known_sizes(sizes: Sequence[int | torch.SymInt]) -> list[int]:
-    """Return sizes as integers: a random generator's state has symbolic sizes with a hint, even if shapes are static."""
+    """Return sizes as integers: a random generator's state has symbolic sizes with a hint, even if shapes are
+    static.
+    """
     return [size if isinstance(size, int) else int(size.node.hint or 0) for size in sizes]
 
 
@@ -266,7 +302,9 @@ def _is_item(node: fx.Node) -> bool:
 
 @functools.cache
 def _is_fused_operator(target: object) -> bool:
-    """Return whether Inductor generates code for an operator, which it does not for matrix products and similar operators."""
+    """Return whether Inductor generates code for an operator, which it does not for matrix products and similar
+    operators.
+    """
     from torch._functorch.partitioners import get_default_op_list
     from torch._inductor import lowering
 
@@ -285,7 +323,9 @@ def _is_reduction(node: fx.Node) -> bool:
 
 
 def _is_row_reduction(node: fx.Node) -> bool:
-    """Return whether a reduction is over the last dimension only, so that elementwise operators on both sides run in its kernel."""
+    """Return whether a reduction is over the last dimension only, so that elementwise operators on both sides run
+    in its kernel.
+    """
     if _is_item(node):
         node = node.args[0]  # type: ignore[assignment]
     dims: Any = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")

@@ -1,7 +1,7 @@
 """Keep real values of small tensors for fake ones, so that a model can read them: masks, counts, branches.
 
-The integers and masks of a batch are known, and so is everything computed only from them. A mask whose values are not known counts as
-all true. Real tensors that a loss uses, such as those of a reference model, become fake ones.
+The integers and masks of a batch are known, and so is everything computed only from them. A mask whose values are not
+known counts as all true. Real tensors that a loss uses, such as those of a reference model, become fake ones.
 """
 
 from __future__ import annotations
@@ -29,18 +29,26 @@ _MAX_KNOWN = 2**22
 _MAX_KNOWN_FLOATS = 2**12
 """Most elements of floating-point tensors: it includes lengths and sample weights, but not activations."""
 _UNKNOWN = object()
-_LIKE_FIRST = frozenset({aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full})
+_LIKE_FIRST = frozenset(
+    {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full}
+)
 """Operators that use the shape and dtype of their first argument, but not its values."""
-_UNINITIALISED = frozenset({aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided})
+_UNINITIALISED = frozenset(
+    {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided}
+)
 """Operators that allocate uninitialised memory."""
-_INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten._unsafe_index_put})
+_INDEXING = frozenset(
+    {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten._unsafe_index_put}
+)
 """Operators whose second argument is a list of indices."""
 
 
 class KnownValues(TorchDispatchMode):
-    """Compute data-dependent operators on fake tensors, and if `alone`, collectives as if this process were the only one.
+    """Compute data-dependent operators on fake tensors, and if `alone`, collectives as if this process were the only
+    one.
 
-    Enter it right after the `FakeTensorMode`, so that the modes above see each operator once, with the memory of its result.
+    Enter it right after the `FakeTensorMode`, so that the modes above see each operator once, with the memory of its
+    result.
     """
 
     def __init__(self, *, alone: bool, max_floats: int = _MAX_KNOWN_FLOATS) -> None:
@@ -49,7 +57,9 @@ class KnownValues(TorchDispatchMode):
         self._is_small = functools.partial(_is_small, max_floats=max_floats)
         self._max_bytes = 8 * max(_MAX_KNOWN, max_floats)
         self._values: dict[int, tuple[torch.UntypedStorage, weakref.ref[torch.UntypedStorage]]] = {}
-        """Real and fake storages by fake storage, so that views share values and see what is written through other views."""
+        """Real and fake storages by fake storage, so that views share values and see what is written through other
+        views.
+        """
         self._fakes = WeakIdKeyDictionary()
         """Fake tensors of the real tensors that operators received."""
 
@@ -62,12 +72,16 @@ class KnownValues(TorchDispatchMode):
         with _disable_current_modes():
             values = torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage()
             self._values[key] = values, weakref.ref(storage, lambda _: self._values.pop(key, None))
-            once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in fake.stride())  # expanded elements share memory
+            once = tuple(
+                slice(0, 1) if stride == 0 else slice(None) for stride in fake.stride()
+            )  # expanded elements share memory
             value = self.value(fake)
             assert value is not None
             value[once].copy_(real.detach()[once])
 
-    def fakes_of(self, batch: Mapping[str, Any], mode: FakeTensorMode, floating_dtype: torch.dtype | None = None) -> dict[str, Any]:
+    def fakes_of(
+        self, batch: Mapping[str, Any], mode: FakeTensorMode, floating_dtype: torch.dtype | None = None
+    ) -> dict[str, Any]:
         """Return a batch with fake tensors in new mappings; floating-point ones get `floating_dtype` if given."""
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,8 +100,13 @@ class KnownValues(TorchDispatchMode):
         known, _ = self._values.get(storage._cdata, (None, None))
         if known is None or known.nbytes() != storage.nbytes():  # storages of parameters are resized
             return None
-        with _disable_current_modes(), temporarily_clear_interpreter_stack():  # inside vmap no operator without tensors can run
-            return torch.empty(0, dtype=tensor.dtype).set_(known, tensor.storage_offset(), tensor.shape, tensor.stride())
+        with (
+            _disable_current_modes(),
+            temporarily_clear_interpreter_stack(),
+        ):  # inside vmap no operator without tensors can run
+            return torch.empty(0, dtype=tensor.dtype).set_(
+                known, tensor.storage_offset(), tensor.shape, tensor.stride()
+            )
 
     def knows_all(self, storages: Iterable[torch.UntypedStorage]) -> bool:
         return all(storage._cdata in self._values for storage in storages)
@@ -115,7 +134,9 @@ class KnownValues(TorchDispatchMode):
         return args, kwargs
 
     def count(self, mask: torch.Tensor, shape: torch.Size) -> int:
-        """Count the true elements of a mask, expanded to this shape; if its values are not known, count all elements."""
+        """Count the true elements of a mask, expanded to this shape; if its values are not known, count all
+        elements.
+        """
         values = self.value(mask)
         if values is None:
             return shape.numel()
@@ -132,7 +153,11 @@ class KnownValues(TorchDispatchMode):
             return self._as_if_alone(func, args)
         if packet in _FALLBACKS:
             real = self._computed(func, args, kwargs)
-            return _FALLBACKS[packet](self, *args, **kwargs) if real is _UNKNOWN else tree_map_only(torch.Tensor, self._to_fake, real)
+            return (
+                _FALLBACKS[packet](self, *args, **kwargs)
+                if real is _UNKNOWN
+                else tree_map_only(torch.Tensor, self._to_fake, real)
+            )
         indexed = args
         if packet in _INDEXING:
             indexed = (args[0], [position for index in args[1] for position in self._positions(index)], *args[2:])
@@ -164,8 +189,13 @@ class KnownValues(TorchDispatchMode):
             if any(self.value(tensor) is None for tensor in tensors_in((args, kwargs))):
                 return _UNKNOWN
             try:
-                return func(*tree_map_only(torch.Tensor, self.value, args), **tree_map_only(torch.Tensor, self.value, kwargs))
-            except (RuntimeError, IndexError):  # for example token ids of another vocabulary, which are harmless in a trace
+                return func(
+                    *tree_map_only(torch.Tensor, self.value, args), **tree_map_only(torch.Tensor, self.value, kwargs)
+                )
+            except (
+                RuntimeError,
+                IndexError,
+            ):  # for example token ids of another vocabulary, which are harmless in a trace
                 return _UNKNOWN
 
     def _to_fake(self, real: torch.Tensor) -> torch.Tensor:
@@ -174,7 +204,9 @@ class KnownValues(TorchDispatchMode):
         return fake
 
     def _positions(self, index: object) -> list[Any]:
-        """Return an index unchanged; for a mask return the positions of its true elements, one tensor for each of its dimensions."""
+        """Return an index unchanged; for a mask return the positions of its true elements, one tensor for each of
+        its dimensions.
+        """
         if not isinstance(index, torch.Tensor) or index.dtype not in (torch.bool, torch.uint8):
             return [index]
         return [_empty(self.count(index, index.shape)) for _ in range(index.dim())]
@@ -220,7 +252,9 @@ def _empty(*shape: int) -> torch.Tensor:
 
 
 def _scalar(known: KnownValues, tensor: torch.Tensor) -> bool | int | float:
-    """Return False or 1: code can divide by 1, and a layer's random drop (LayerDrop) compares against a smaller threshold."""
+    """Return False or 1: code can divide by 1, and a layer's random drop (LayerDrop) compares against a smaller
+    threshold.
+    """
     return False if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 
@@ -229,11 +263,15 @@ def _unique(known: KnownValues, tensor: torch.Tensor, *args: object, **kwargs: o
     return tensor.new_empty(tensor.numel()), _empty(*tensor.shape), _empty(tensor.numel())
 
 
-def _unique_slices(known: KnownValues, tensor: torch.Tensor, dim: int, *args: object, **kwargs: object) -> tuple[torch.Tensor, ...]:
+def _unique_slices(
+    known: KnownValues, tensor: torch.Tensor, dim: int, *args: object, **kwargs: object
+) -> tuple[torch.Tensor, ...]:
     return torch.empty_like(tensor), _empty(tensor.shape[dim]), _empty(tensor.shape[dim])
 
 
-def _bincount(known: KnownValues, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+def _bincount(
+    known: KnownValues, tensor: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0
+) -> torch.Tensor:
     return _empty(max(1, minlength)) if weights is None else weights.new_empty(max(1, minlength))
 
 
@@ -258,12 +296,16 @@ _FALLBACKS: dict[object, Callable[..., object]] = {
     aten._local_scalar_dense: _scalar,
     aten.equal: lambda known, tensor, other: False,
     aten.nonzero: lambda known, tensor: _empty(tensor.numel(), tensor.dim()),
-    aten.masked_select: lambda known, tensor, mask: tensor.new_empty(known.count(mask, torch.broadcast_shapes(tensor.shape, mask.shape))),
+    aten.masked_select: lambda known, tensor, mask: tensor.new_empty(
+        known.count(mask, torch.broadcast_shapes(tensor.shape, mask.shape))
+    ),
     aten._unique2: _unique,
     aten.unique_consecutive: _unique,
     aten.unique_dim: _unique_slices,
     aten.unique_dim_consecutive: _unique_slices,
-    aten.repeat_interleave: lambda known, repeats, output_size=None: _empty(repeats.numel() if output_size is None else output_size),
+    aten.repeat_interleave: lambda known, repeats, output_size=None: _empty(
+        repeats.numel() if output_size is None else output_size
+    ),
     aten.bincount: _bincount,
     aten._ctc_loss: _ctc_loss,
     aten._ctc_loss_backward: lambda known, grad, log_probs, *args: torch.empty_like(log_probs),

@@ -1,7 +1,9 @@
-"""Find out what a loss divides by: whether it is a sum over samples divided by the number of items of a whole optimizer step.
+"""Find out what a loss divides by: whether it is a sum over samples divided by the number of items of a whole
+optimizer step.
 
-The model's forward runs on fake tensors, so a model of any size can be examined. Where an operator needs parameters, its result gets
-stand-in values, random numbers of their own for each sample; everything computed from these alone is computed really, as the loss is.
+The model's forward runs on fake tensors, so a model of any size can be examined. Where an operator needs parameters,
+its result gets stand-in values, random numbers of their own for each sample; everything computed from these alone is
+computed really, as the loss is.
 """
 
 from __future__ import annotations
@@ -27,13 +29,20 @@ from .known_values import KnownValues
 from .tensors import tensors_in
 
 CountedLoss = Callable[[nn.Module, dict[str, Any], torch.Tensor], Any]
-"""Function from a model, a batch and the number of items to the loss, or to an output that holds it. It may change the batch."""
+"""Function from a model, a batch and the number of items to the loss, or to an output that holds it.
+
+It may change the batch.
+"""
 
 _log = logging.getLogger(__name__)
 _MAX_FLOATS = 2**27
-"""Most elements of a floating-point tensor whose values are computed, for example logits of 16 tokens of any vocabulary."""
+"""Most elements of a floating-point tensor whose values are computed, for example logits of 16 tokens of any
+vocabulary.
+"""
 _COUNT, _RATIO = 8, 2**20
-"""A number of items, and how many times larger another is, so that a part of the loss that is not divided stands out."""
+"""A number of items, and how many times larger another is, so that a part of the loss that is not divided stands
+out.
+"""
 _RUN_EQUAL_BLOCKS = 2
 _TOLERANCE = 1e-2
 """Relative: bf16 rounds the sum of a batch by less, and a mean in place of a sum differs by a factor of 2."""
@@ -53,7 +62,8 @@ class LossKind(Enum):
 
 
 def find_loss_kind(model: nn.Module, inputs: Inputs, loss: CountedLoss) -> LossKind:
-    """Find the kind of a loss by computing it for two samples together, and for each alone with another number of items.
+    """Find the kind of a loss by computing it for two samples together, and for each alone with another number of
+    items.
 
     The loss of samples s with n items is f(s, n). It is a share if f(s₁s₂, n) = f(s₁, n) + k·f(s₂, k·n).
 
@@ -96,13 +106,24 @@ class _Examination:
         return LossKind.SHARE if abs(together - added_up) <= _TOLERANCE * abs(together) else LossKind.MIXED
 
     def _value(self, part: int | None, count: int) -> tuple[float | None, bool]:
-        """Return the loss of one sample or (None) both, None if it is not known, and whether it depends on the count."""
+        """Return the loss of one sample or (None) both, None if it is not known, and whether it depends on the
+        count.
+        """
         values, number = _StandIns(self._calls, part), torch.tensor(count)
         release = stored_tensors_releaser(self._fake)
         with ExitStack() as stack:
-            for context in (torch.inference_mode(False), torch.no_grad(), without_packing(), same_random_numbers(), self._mode, values):
+            for context in (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                without_packing(),
+                same_random_numbers(),
+                self._mode,
+                values,
+            ):
                 stack.enter_context(context)
-            stack.enter_context(forward_replaced(self._model, self._fake.__call__))  # the loss may call the original model
+            stack.enter_context(
+                forward_replaced(self._model, self._fake.__call__)
+            )  # the loss may call the original model
             self._replay_equal_blocks(values, stack)
             items = values.counted(number, self._mode)
             loss = loss_of(self._loss(self._fake, values.fakes_of(self._batches[part], self._mode), items))
@@ -112,7 +133,9 @@ class _Examination:
         return None if value is None or not value.isfinite() else float(value), depends
 
     def _replay_equal_blocks(self, values: _StandIns, stack: ExitStack) -> None:
-        """Run only the first two of equal blocks until the stack is closed; the outputs of the others are stand-ins."""
+        """Run only the first two of equal blocks until the stack is closed; the outputs of the others are
+        stand-ins.
+        """
         calls: dict[Hashable, list[RecordedCall]] = {}
 
         def replaying(block: nn.Module) -> Callable[..., Any]:
@@ -137,7 +160,9 @@ class _Examination:
 
 
 class _StandIns(KnownValues):
-    """Values that also stand in for results of parameters: each sample's are the same, alone or together with another."""
+    """Values that also stand in for results of parameters: each sample's are the same, alone or together with
+    another.
+    """
 
     def __init__(self, calls: list[tuple[OpOverload | None, torch.Size]], part: int | None) -> None:
         super().__init__(alone=True, max_floats=_MAX_FLOATS)
@@ -145,7 +170,9 @@ class _StandIns(KnownValues):
         if part is None:
             calls.clear()
         self._counted: dict[int, torch.UntypedStorage] = {}
-        """Storages of tensors that depend on the number of items; held, so that no other storage gets their address."""
+        """Storages of tensors that depend on the number of items; held, so that no other storage gets their
+        address.
+        """
         self._is_lost = False
         """Whether the number was read, or mixed with values that are not known, so that anything may depend on it."""
 
@@ -173,13 +200,17 @@ class _StandIns(KnownValues):
             for tensor in tensors_in(result):
                 self._follow(tensor)
             # `prim.device` reads no value
-            self._is_lost |= func.namespace != "prim" and not any(self.value(tensor) is not None for tensor in tensors_in(result))
+            self._is_lost |= func.namespace != "prim" and not any(
+                self.value(tensor) is not None for tensor in tensors_in(result)
+            )
         if is_known:
             self.stand_in_for(result, func)
         return result
 
     def stand_in_for(self, result: object, func: OpOverload | None = None) -> None:
-        """Store values for the floating-point tensors in the result of an operator, or of a block (None), that have none."""
+        """Store values for the floating-point tensors in the result of an operator, or of a block (None), that have
+        none.
+        """
         for tensor in tensors_in(result):
             if tensor.is_floating_point() and self.value(tensor) is None and self._is_small(tensor):
                 self.store(tensor, self._stand_in(tensor, func))
@@ -198,7 +229,9 @@ class _StandIns(KnownValues):
 
 
 def _part_of(both: torch.Tensor, shape: torch.Size, part: int) -> torch.Tensor:
-    """Return the first or last part of a tensor for two samples, of the shape that one sample's has; the whole if that is its shape."""
+    """Return the first or last part of a tensor for two samples, of the shape that one sample's has; the whole if
+    that is its shape.
+    """
     dims = [dim for dim, (whole, own) in enumerate(zip(both.shape, shape, strict=True)) if whole != own]
     if not dims:
         return both
@@ -210,7 +243,11 @@ def _part_of_batch(both: Mapping[str, Any], one: Mapping[str, Any], part: int) -
     """Return the batch of the first or second of two samples; `one` is a batch of one, with the shapes."""
 
     def own(whole: object, single: object) -> object:
-        return _part_of(whole, single.shape, part) if isinstance(whole, torch.Tensor) and isinstance(single, torch.Tensor) else single
+        return (
+            _part_of(whole, single.shape, part)
+            if isinstance(whole, torch.Tensor) and isinstance(single, torch.Tensor)
+            else single
+        )
 
     return {name: tree_map(own, both[name], one[name]) for name in one}
 
@@ -221,4 +258,6 @@ def _with_valid_labels(batch: Any) -> dict[str, Any]:  # noqa: ANN401
     def valid(labels: torch.Tensor) -> torch.Tensor:
         return labels if labels.is_floating_point() else labels.masked_fill(labels == -100, 0)
 
-    return {name: tree_map_only(torch.Tensor, valid, value) if "label" in name else value for name, value in batch.items()}
+    return {
+        name: tree_map_only(torch.Tensor, valid, value) if "label" in name else value for name, value in batch.items()
+    }

@@ -22,7 +22,9 @@ from ..planner.cost.units import pinned_bytes
 from .tensors import call_operator, is_dtensor, storages_in
 
 CUDA_BLOCK_BYTES = 512
-"""The CUDA caching allocator rounds each allocation up to this (`kMinBlockSize` in c10/cuda/CUDACachingAllocator.cpp)."""
+"""The CUDA caching allocator rounds each allocation up to this (`kMinBlockSize` in
+c10/cuda/CUDACachingAllocator.cpp).
+"""
 
 
 class Kind(str, Enum):
@@ -65,11 +67,13 @@ class _Storage:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Count the bytes of live storages that operators make inside the context; to count fake ones, enter the `FakeTensorMode` first.
+    """Count the bytes of live storages that operators make inside the context; to count fake ones, enter the
+    `FakeTensorMode` first.
 
-    Storages that existed before count only if they were passed to `track`; resized ones count with their current size. Scratch memory
-    inside a kernel and allocations of other threads are not counted. A fake storage always reports the CPU; it counts as host memory if
-    `track` says so, if an operator made it from host memory, or if FSDP2 copied it there (see `host_copies`).
+    Storages that existed before count only if they were passed to `track`; resized ones count with their current size.
+    Scratch memory inside a kernel and allocations of other threads are not counted. A fake storage always reports the
+    CPU; it counts as host memory if `track` says so, if an operator made it from host memory, or if FSDP2 copied it
+    there (see `host_copies`).
 
     Args:
         block_bytes: each storage on the device is rounded up to a multiple of this: 512 on CUDA, 1 on the CPU.
@@ -87,7 +91,12 @@ class MemoryTracker(TorchDispatchMode):
         locks_pages: bool = False,
     ) -> None:
         super().__init__()
-        self._block_bytes, self._device_type, self._by_kind, self._locks_pages = block_bytes, device_type, by_kind, locks_pages
+        self._block_bytes, self._device_type, self._by_kind, self._locks_pages = (
+            block_bytes,
+            device_type,
+            by_kind,
+            locks_pages,
+        )
         self._storages: dict[int, _Storage] = {}
         self._target: _Target | None = None
         self._fake_mode: object = None
@@ -100,13 +109,17 @@ class MemoryTracker(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         """Reset the peaks to the bytes that are live now."""
-        self.peak_bytes, self.host_peak_bytes, self.peak_by_kind = self.current_bytes, self._live[Kind.HOST], dict(self._live)
+        self.peak_bytes, self.host_peak_bytes, self.peak_by_kind = (
+            self.current_bytes,
+            self._live[Kind.HOST],
+            dict(self._live),
+        )
 
     def track(self, tensors: Iterable[torch.Tensor | None], kind: Kind | None = None, *, pinned: bool = False) -> None:
         """Count tensors that were made outside, for example parameters and optimizer states.
 
-        `kind` also changes the kind of storages that are counted already, except those on the host; None finds it from the calling
-        functions. `pinned` tensors are in page-locked host memory.
+        `kind` also changes the kind of storages that are counted already, except those on the host; None finds it from
+        the calling functions. `pinned` tensors are in page-locked host memory.
         """
         for tensor, storage in storages_in(list(tensors)):
             if not self._counts(tensor):
@@ -124,7 +137,8 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def host_copies(self) -> Iterator[None]:
-        """Count FSDP2's copies between host and device, which fake tensors skip as both are on the CPU, and offloaded activations.
+        """Count FSDP2's copies between host and device, which fake tensors skip as both are on the CPU, and offloaded
+        activations.
 
         `Tensor.to` is patched: its caller decides the direction.
         """
@@ -227,13 +241,17 @@ class MemoryTracker(TorchDispatchMode):
         return self._device_type is None or tensor.device.type == self._device_type
 
     def _kind_of_caller(self) -> Kind:
-        """Return the kind of a new storage from the functions that are running; activations if none of them is known."""
+        """Return the kind of a new storage from the functions that are running; activations if none of them is
+        known.
+        """
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             code = frame.f_code
             kind = _KIND_BY_FUNCTION.get((code.co_filename.rpartition("/")[2], code.co_name))
             if kind is Kind.BUFFERS and frame.f_locals.get("reduce_scatter_input") is not None:
-                return Kind.GRADIENTS  # a reduction's first storage is the buffer that is sent; the others become gradients
+                return (
+                    Kind.GRADIENTS
+                )  # a reduction's first storage is the buffer that is sent; the others become gradients
             if kind is not None:
                 return kind
             if "/torch/optim/" in code.co_filename:

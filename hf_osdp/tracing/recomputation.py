@@ -1,8 +1,9 @@
 """Choose the operators of a block whose outputs are worth saving when the rest of its forward runs again in backward.
 
-For each amount of memory, the best outputs to save are those with the most time per byte: a *frontier* from saving only the input to saving
-all that autograd saves. An operator's time is estimated on fake tensors from its FLOPs and bytes at rough rates; devices differ, but rarely
-in the order of operators. The search receives each way with its traced bytes and work, and uses the device's own rates.
+For each amount of memory, the best outputs to save are those with the most time per byte: a *frontier* from saving
+only the input to saving all that autograd saves. An operator's time is estimated on fake tensors from its FLOPs and
+bytes at rough rates; devices differ, but rarely in the order of operators. The search receives each way with its
+traced bytes and work, and uses the device's own rates.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ from .tensors import storages_in
 
 _log = logging.getLogger(__name__)
 _FLOPS_PER_BYTE = {"cpu": 20.0, "cuda": 150.0}
-"""FLOPs that a device computes while it moves a byte: about 0.5 TFLOP/s at 25 GB/s, 312 TFLOP/s at 2 TB/s (A100, bf16)."""
+"""FLOPs that a device computes while it moves a byte: about 0.5 TFLOP/s at 25 GB/s, 312 TFLOP/s at 2 TB/s (A100,
+bf16).
+"""
 _MAX_WAYS = 6
 """Most ways to recompute a block, without saving all: each is traced, and more ways hardly improve the frontier."""
 _MIN_GAIN = 0.003
 """Least share of the frontier's area that a way must add."""
 _MODE_OVERHEAD = 1.5
-"""Additional time of an operator inside `selective_contexts`, as a multiple of its own dispatch: about 8 µs (torch 2.13, CPU)."""
+"""Additional time of an operator inside `selective_contexts`, as a multiple of its own dispatch: about 8 µs (torch
+2.13, CPU).
+"""
 _NAMED_SHARE = 0.05
 """Operators are named if their output exceeds this share of the largest one."""
 
@@ -59,7 +64,8 @@ class OperatorLog(TorchDispatchMode):
     """List the operators of one call of a block, each with the module that ran it; casts are not listed.
 
     Raises:
-        DescriptionError: inside the context, if the block draws from its own `torch.Generator`, which checkpointing does not restore.
+        DescriptionError: inside the context, if the block draws from its own `torch.Generator`, which checkpointing
+            does not restore.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -76,7 +82,9 @@ class OperatorLog(TorchDispatchMode):
     def __enter__(self) -> OperatorLog:
         for name, module in self._block.named_modules():
             if name:
-                self._hooks.callback(module.register_forward_pre_hook(lambda *_, name=name: self._running.append(name)).remove)
+                self._hooks.callback(
+                    module.register_forward_pre_hook(lambda *_, name=name: self._running.append(name)).remove
+                )
                 self._hooks.callback(module.register_forward_hook(self._leave_module, always_call=True).remove)
         super().__enter__()
         return self
@@ -100,7 +108,9 @@ class OperatorLog(TorchDispatchMode):
             return result
         cost = PhaseRecord()
         cost.count(func, args, kwargs, result)
-        logged = LoggedCall(call=call, module=self._running[-1], flops=cost.matmul_flops, traffic_bytes=cost.traffic_bytes)
+        logged = LoggedCall(
+            call=call, module=self._running[-1], flops=cost.matmul_flops, traffic_bytes=cost.traffic_bytes
+        )
         made = {storage._cdata: storage.nbytes() for _, storage in storages_in(result)}
         if made and not func._schema.is_mutable and not before & set(made):
             logged.saved_bytes = sum(made.values())
@@ -109,7 +119,9 @@ class OperatorLog(TorchDispatchMode):
         return result
 
     def returned(self, output: object) -> None:
-        """Exclude what the block returns: its caller may change it in place, and the next block saves it as its input."""
+        """Exclude what the block returns: its caller may change it in place, and the next block saves it as its
+        input.
+        """
         self._exclude({storage._cdata for _, storage in storages_in(output)})
         self._storages.clear()
 
@@ -124,13 +136,15 @@ class OperatorLog(TorchDispatchMode):
 @functools.cache
 def _warn_about_generator(block: str) -> None:
     _log.warning(
-        "%s draws random numbers from its own torch.Generator; recomputation would draw different ones, so no block is recomputed."
+        "%s draws random numbers from its own torch.Generator; recomputation would draw different ones, so no block is"
+        " recomputed."
         " Draw from torch's default generator to allow it.", block,
     )  # fmt: skip
 
 
 def recomputations(calls: Sequence[LoggedCall], saved_bytes: int, device_type: str) -> tuple[Recomputation, ...]:
-    """Return ways to recompute a block of these operators, from the one that saves only the input to the one that saves most.
+    """Return ways to recompute a block of these operators, from the one that saves only the input to the one that
+    saves most.
 
     Saving all takes `saved_bytes` in addition to the input, at the batch size of `calls`.
     """
@@ -157,14 +171,18 @@ def recomputations(calls: Sequence[LoggedCall], saved_bytes: int, device_type: s
 
 
 def corner_indices(points: Sequence[Point], *, most: int, least_gain: float) -> list[int]:
-    """Return the indices of at most `most` corners of the lower hull of points, by rising bytes, and of the last point.
+    """Return the indices of at most `most` corners of the lower hull of points, by rising bytes, and of the last
+    point.
 
-    Points are left out if they have more bytes than the last, or if a mix of two others is as good. Then the corners that add least to the
-    hull's area are removed: those above `most`, and those below `least_gain` of the rectangle around the first and the last point.
+    Points are left out if they have more bytes than the last, or if a mix of two others is as good. Then the corners
+    that add least to the hull's area are removed: those above `most`, and those below `least_gain` of the rectangle
+    around the first and the last point.
     """
     last = len(points) - 1
     hull: list[int] = []
-    for index in sorted((i for i, p in enumerate(points) if i == last or p[0] < points[last][0]), key=lambda i: points[i]):
+    for index in sorted(
+        (i for i, p in enumerate(points) if i == last or p[0] < points[last][0]), key=lambda i: points[i]
+    ):
         if hull and points[index][0] == points[hull[-1]][0]:
             continue
         while len(hull) > 1 and _triangle(points[hull[-2]], points[hull[-1]], points[index]) <= 0:
@@ -185,14 +203,20 @@ def worthwhile(plain: Segment, ways: Sequence[Segment], device_type: str, sample
 
     def point(segment: Segment) -> Point:
         backward = segment.backward
-        return segment.saved_bytes(samples), _work(backward.matmul_flops(samples), backward.traffic_bytes(samples), device_type)
+        return segment.saved_bytes(samples), _work(
+            backward.matmul_flops(samples), backward.traffic_bytes(samples), device_type
+        )
 
     corners = corner_indices([*map(point, ways), point(plain)], most=len(ways), least_gain=0.0)
     return sorted({0, *corners} - {len(ways)})
 
 
-def with_share(way: RecomputedSegment, whole: RecomputedSegment, plain: Segment, device_type: str, samples: int) -> RecomputedSegment:
-    """Set the share of a full recomputation's work that a way with a budget repeats, as traced; return other ways unchanged."""
+def with_share(
+    way: RecomputedSegment, whole: RecomputedSegment, plain: Segment, device_type: str, samples: int
+) -> RecomputedSegment:
+    """Set the share of a full recomputation's work that a way with a budget repeats, as traced; return other ways
+    unchanged.
+    """
     if way.recomputation.budget is None:
         return way
     part, all_of_it, none = (
@@ -207,8 +231,12 @@ def with_modes(costs: Segment, way: Recomputation) -> Segment:
     """Add the CPU time of the modes that save and replay outputs to the costs, as additional operators."""
     if not way.saved_calls:
         return costs
-    in_modes = costs.forward.operators.scaled(_MODE_OVERHEAD, constants=True)  # in forward, and about as many in its second run
-    forward, backward = (replace(phase, operators=phase.operators.plus(in_modes)) for phase in (costs.forward, costs.backward))
+    in_modes = costs.forward.operators.scaled(
+        _MODE_OVERHEAD, constants=True
+    )  # in forward, and about as many in its second run
+    forward, backward = (
+        replace(phase, operators=phase.operators.plus(in_modes)) for phase in (costs.forward, costs.backward)
+    )
     return replace(costs, forward=forward, backward=backward)
 
 
@@ -223,7 +251,9 @@ def _triangle(a: Point, b: Point, c: Point) -> float:
 
 
 def _names(calls: Sequence[LoggedCall]) -> dict[str, str]:
-    """Return a readable name for each call: for a product the shortest distinct name of its module, else the operator."""
+    """Return a readable name for each call: for a product the shortest distinct name of its module, else the
+    operator.
+    """
     modules = {op.module for op in calls if op.flops and op.module}
     endings = Counter(name.split(".")[-1] for name in modules)
 

@@ -1,7 +1,7 @@
 """Record what operators allocate and compute in each segment of the forward pass, in forward and in backward.
 
-A segment is one call of a unit's module, or what the root does between two such calls. In backward an operator belongs to the segment in
-which autograd made the node that runs.
+A segment is one call of a unit's module, or what the root does between two such calls. In backward an operator belongs
+to the segment in which autograd made the node that runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _DEVICE_OF = torch.ops.prim.device.default
 _PICKS_ROWS = frozenset({aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward})
 """Operators whose first argument is a table, from which they read about as many bytes as they write."""
 _MOVES_NOTHING = frozenset({
-    aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.lift_fresh, aten._unsafe_view,
+    aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.lift_fresh,
+    aten._unsafe_view,
 })  # fmt: skip
 """Operators that allocate or alias without reading or writing memory, though their schemas do not say so."""
 
@@ -46,7 +47,9 @@ class PhaseRecord:
     operators: int = 0
 
     def count(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
-        """Count an operator: its FLOPs if torch.utils.flop_counter has a formula for it, else the bytes that it reads and writes."""
+        """Count an operator: its FLOPs if torch.utils.flop_counter has a formula for it, else the bytes that it
+        reads and writes.
+        """
         packet = func._overloadpacket
         if func.namespace == "prim":  # a query about a fake tensor, not a computation
             return
@@ -84,7 +87,9 @@ class SegmentRecord:
     release: Callable[[], None] | None = None
     """Removes the tensors that its modules store as attributes."""
     kept_bytes: int = 0
-    """Bytes that `release` freed after backward: they stay live until the next step, with all that autograd holds for them."""
+    """Bytes that `release` freed after backward: they stay live until the next step, with all that autograd holds
+    for them.
+    """
     forward: PhaseRecord = field(default_factory=PhaseRecord)
     backward: PhaseRecord = field(default_factory=PhaseRecord)
 
@@ -92,12 +97,16 @@ class SegmentRecord:
 class Recorder(MemoryTracker):
     """Split a forward and backward pass on fake tensors into segments, and count their bytes as the tracker does.
 
-    Call `enter` and `leave` around each unit's module, `begin_backward` between the passes and `close_backward` after them. Operators
-    outside of units belong to the root, unit 0.
+    Call `enter` and `leave` around each unit's module, `begin_backward` between the passes and `close_backward` after
+    them. Operators outside of units belong to the root, unit 0.
     """
 
-    def __init__(self, mode: FakeTensorMode, known: KnownValues, seen: dict[object, Repeatable | None], *, block_bytes: int) -> None:
-        """Record operators on a mode's tensors, whose values are in `known`; `seen` shares operators' results between recorders."""
+    def __init__(
+        self, mode: FakeTensorMode, known: KnownValues, seen: dict[object, Repeatable | None], *, block_bytes: int
+    ) -> None:
+        """Record operators on a mode's tensors, whose values are in `known`; `seen` shares operators' results
+        between recorders.
+        """
         super().__init__(block_bytes=block_bytes)
         self._mode, self._known, self._seen = mode, known, seen
         self.records: list[SegmentRecord] = []
@@ -127,7 +136,9 @@ class Recorder(MemoryTracker):
         self._enter_backward(self.records[-1])
 
     def note_gradient(self, parameter: nn.Parameter, name: str | None) -> None:
-        """Note a parameter's gradient, which is freed when the segment's backward ends; for `register_post_accumulate_grad_hook`."""
+        """Note a parameter's gradient, which is freed when the segment's backward ends; for
+        `register_post_accumulate_grad_hook`.
+        """
         self._with_gradients.append(parameter)
         if name is not None:
             self._current.gradients.append(name)
@@ -158,13 +169,17 @@ class Recorder(MemoryTracker):
                 result = super().__torch_dispatch__(func, types, args, kwargs)
                 phase.count(func, args, kwargs, result)
                 if call.key is not None and call.key not in self._seen:
-                    costs = (getattr(phase, name) - getattr(before, name) for name in ("matmul_flops", "traffic_bytes"))
+                    costs = (
+                        getattr(phase, name) - getattr(before, name) for name in ("matmul_flops", "traffic_bytes")
+                    )
                     self._seen[call.key] = Repeatable.of(call, result, is_known(func, result), *costs)
             phase.levels.append(self.current_bytes)
         return result
 
     def _repeated(self, call: Call, phase: PhaseRecord) -> object:
-        """Make and count an operator's result from an earlier one with the same key; return None if the operator has to run."""
+        """Make and count an operator's result from an earlier one with the same key; return None if the operator
+        has to run.
+        """
         seen = None if call.key is None else self._seen.get(call.key)
         if seen is None or (seen.is_small and self._known.knows_all(call.storages)):
             return None
@@ -186,7 +201,9 @@ class Recorder(MemoryTracker):
         return self._current.backward if self._in_backward else self._current.forward
 
     def _switch_segment(self) -> None:
-        """Switch to the segment of the current operator; a pending segment opens only now, as earlier frees belong to the previous one."""
+        """Switch to the segment of the current operator; a pending segment opens only now, as earlier frees belong
+        to the previous one.
+        """
         if self._in_backward:
             self._switch_backward_segment()
         elif not self.records or self._pending is not self._current:
@@ -201,7 +218,9 @@ class Recorder(MemoryTracker):
             self._current.end_bytes = self.current_bytes
 
     def _switch_backward_segment(self) -> None:
-        """Switch to the segment whose autograd node runs; gradient accumulation and recomputation stay in the current one."""
+        """Switch to the segment whose autograd node runs; gradient accumulation and recomputation stay in the
+        current one.
+        """
         node = torch._C._current_autograd_node()
         number = self._end_node if node is None else node._sequence_nr()
         if number >= self._end_node:
@@ -229,4 +248,6 @@ class Recorder(MemoryTracker):
 
 def _bytes(value: object) -> int:
     """Return the bytes of tensors' memory; an expanded tensor has fewer than its elements need."""
-    return sum(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) for tensor in tensors_in(value))
+    return sum(
+        min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) for tensor in tensors_in(value)
+    )

@@ -21,7 +21,10 @@ _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device,
 
 
 class Call:
-    """An operator call. Calls with equal `key` have equal results and costs; it is None if these depend on more than shapes."""
+    """An operator call.
+
+    Calls with equal `key` have equal results and costs; it is None if these depend on more than shapes.
+    """
 
     def __init__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func = func
@@ -72,19 +75,26 @@ class Repeatable(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, result: Any, is_small: bool, flops: int, traffic_bytes: int) -> Repeatable | None:  # noqa: ANN401
-        """Describe a result; return None unless it depends only on shapes and is a view of the first argument or new plain tensors."""
+        """Describe a result; return None unless it depends only on shapes and is a view of the first argument or
+        new plain tensors.
+        """
         kind = type(result)
         results = result if kind in (tuple, list) else (result,)
         tensors = [each for each in results if each is not None]
         by_shapes = (call.tensors or call.func is _EMPTY) and _BY_VALUES.isdisjoint(call.func.tags)
         if not (by_shapes and tensors and all(map(_is_plain, tensors))):
             return None
-        inputs, outputs = ([storage._cdata for storage in s] for s in (call.storages, map(torch.Tensor.untyped_storage, tensors)))
+        inputs, outputs = (
+            [storage._cdata for storage in s] for s in (call.storages, map(torch.Tensor.untyped_storage, tensors))
+        )
         is_view = kind is FakeTensor and outputs == inputs[:1] and result is not call.tensors[0]
         is_new = len({*inputs, *outputs}) == len({*inputs}) + len(outputs) and all(map(_fills_its_storage, tensors))
         if not (is_view or is_new):
             return None
-        specs = [None if each is None else _TensorSpec(each.shape, each.stride(), each.storage_offset(), each.dtype) for each in results]
+        specs = [
+            None if each is None else _TensorSpec(each.shape, each.stride(), each.storage_offset(), each.dtype)
+            for each in results
+        ]
         return cls(is_view, kind, specs, is_small, flops, traffic_bytes)
 
     def repeat(self, call: Call, mode: FakeTensorMode) -> Any:  # noqa: ANN401
@@ -97,7 +107,8 @@ class Repeatable(NamedTuple):
                 return FakeTensor(mode, view.set_(call.storages[0], spec.offset, spec.shape, spec.stride), DEVICE)
             results = [
                 None if spec is None
-                else FakeTensor(mode, torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta"), DEVICE)
+                else FakeTensor(mode, torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="meta"),
+                                DEVICE)
                 for spec in self.specs
             ]  # fmt: skip
         return self.kind(results) if self.kind in (tuple, list) else results[0]

@@ -11,15 +11,21 @@ from ..planner.description import PhaseCost, Segment
 from .recorder import PhaseRecord, SegmentRecord
 
 Samples = Sequence[int]
-"""The traced batch sizes: two consecutive ones, preceded perhaps by a smaller one, at which costs may be above the line."""
+"""The traced batch sizes: two consecutive ones, preceded perhaps by a smaller one, at which costs may be above the
+line.
+"""
 
 
 def segments_of(traces: Sequence[Sequence[SegmentRecord]], samples: Samples) -> list[Segment]:
     """Fit segments to one trace per batch size; raise DescriptionError if the traces do not run the same units."""
     if len({tuple(record.unit for record in trace) for trace in traces}) > 1:
-        raise DescriptionError(f"The model runs other units with {samples[0]} samples than with {samples[-1]}; its costs are not linear.")
+        raise DescriptionError(
+            f"The model runs other units with {samples[0]} samples than with {samples[-1]}; its costs are not linear."
+        )
     by_segment = list(zip(*traces, strict=True))
-    kept = [linear_bytes([(record.copy_of or record).kept_bytes for record in records], samples) for records in by_segment]
+    kept = [
+        linear_bytes([(record.copy_of or record).kept_bytes for record in records], samples) for records in by_segment
+    ]
     return _with_kept([_segment(records, samples) for records in by_segment], kept)
 
 
@@ -36,16 +42,24 @@ def _with_kept(segments: Sequence[Segment], kept: Sequence[Affine]) -> list[Segm
 
 
 def held_by_recomputed(plain: Segment, recomputed: Segment) -> Affine:
-    """Return the bytes of a segment between blocks that only recomputed blocks hold, as their input: for example T5's position bias."""
+    """Return the bytes of a segment between blocks that only recomputed blocks hold, as their input: for example
+    T5's position bias.
+    """
     return _excess(recomputed.saved_bytes, plain.saved_bytes)
 
 
 def with_offloaded(plain: list[Segment], offloaded: list[Segment], offloadable: Collection[int]) -> list[Segment]:
-    """Set the bytes that offloading sends, and those that it frees on the device: fewer, if other segments hold them too."""
+    """Set the bytes that offloading sends, and those that it frees on the device: fewer, if other segments hold
+    them too.
+    """
     found = []
     for segment, other in zip(plain, offloaded, strict=True):
         freed = _excess(segment.saved_bytes, other.saved_bytes)
-        found.append(replace(segment, own_saved_bytes=freed, sent_bytes=other.sent_bytes) if segment.unit in offloadable else segment)
+        found.append(
+            replace(segment, own_saved_bytes=freed, sent_bytes=other.sent_bytes)
+            if segment.unit in offloadable
+            else segment
+        )
     return found
 
 
@@ -76,7 +90,9 @@ def _linear(values: Sequence[float], samples: Samples) -> Affine:
 
 def _excess(one: Affine, other: Affine) -> Affine:
     """Return the difference of two functions, with each negative coefficient set to 0."""
-    return Affine(constant=max(0.0, one.constant - other.constant), per_sample=max(0.0, one.per_sample - other.per_sample))
+    return Affine(
+        constant=max(0.0, one.constant - other.constant), per_sample=max(0.0, one.per_sample - other.per_sample)
+    )
 
 
 def _segment(records: Sequence[SegmentRecord], samples: Samples) -> Segment:
@@ -94,7 +110,9 @@ def _segment(records: Sequence[SegmentRecord], samples: Samples) -> Segment:
 
 
 def _released(record: SegmentRecord) -> int:
-    """Return the bytes that a replayed block's caller freed, such as the mask after the last block; the block frees only its own."""
+    """Return the bytes that a replayed block's caller freed, such as the mask after the last block; the block frees
+    only its own.
+    """
     return 0 if record.copy_of is None else max(0, record.start_bytes - record.end_bytes)
 
 
@@ -114,6 +132,8 @@ def _peak(levels: Sequence[Sequence[int]], samples: Samples) -> Envelope:
     In backward, gradients of activations dominate early and those of parameters late.
     """
     highest = [max(0, max(moments, default=0)) for moments in levels]
-    moments = list(zip(*levels[-2:], strict=True)) if len(levels[-2]) == len(levels[-1]) else [(highest[-2], highest[-1])]
+    moments = (
+        list(zip(*levels[-2:], strict=True)) if len(levels[-2]) == len(levels[-1]) else [(highest[-2], highest[-1])]
+    )
     peak = Envelope.above(_linear(values, samples[-2:]) for values in {*moments, (0, 0)})
     return peak if samples[0] != 1 or peak.bytes(1) == highest[0] else replace(peak, single=float(highest[0]))

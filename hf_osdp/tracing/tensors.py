@@ -49,12 +49,16 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @functools.cache
 def is_dtensor(cls: type) -> bool:
-    tensor = sys.modules.get("torch.distributed.tensor")  # without the import there are no DTensors; planning does not import it
+    tensor = sys.modules.get(
+        "torch.distributed.tensor"
+    )  # without the import there are no DTensors; planning does not import it
     return tensor is not None and issubclass(cls, tensor.DTensor)
 
 
 def storages_in(value: object) -> Iterator[tuple[torch.Tensor, torch.UntypedStorage]]:
-    """Yield each plain tensor in an operator's arguments or result with its storage; sparse tensors, which have none, are left out."""
+    """Yield each plain tensor in an operator's arguments or result with its storage; sparse tensors, which have
+    none, are left out.
+    """
     for tensor in tensors_in(value):
         for plain in (tensor,) if type(tensor) is FakeTensor else plain_tensors(tensor):
             try:
@@ -65,12 +69,21 @@ def storages_in(value: object) -> Iterator[tuple[torch.Tensor, torch.UntypedStor
 
 
 def call_operator(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Call an operator; on fake tensors replace `aten._grouped_mm`, whose shape function accepts less than its kernels.
+    """Call an operator; on fake tensors replace `aten._grouped_mm`, whose shape function accepts less than its
+    kernels.
 
     `aten._grouped_mm` (experts) computes in float32 on the CPU, but its shape function accepts only bfloat16.
     """
-    if func._overloadpacket is not aten._grouped_mm or args[0].dtype is torch.bfloat16 or not isinstance(args[0], FakeTensor):
+    if (
+        func._overloadpacket is not aten._grouped_mm
+        or args[0].dtype is torch.bfloat16
+        or not isinstance(args[0], FakeTensor)
+    ):
         return func(*args, **kwargs)
     a, b = args[0], args[1]
-    groups = [len(args[2] if len(args) > 2 else kwargs["offs"]) if a.dim() == 2 else a.shape[0]] if a.dim() == b.dim() else []
+    groups = (
+        [len(args[2] if len(args) > 2 else kwargs["offs"]) if a.dim() == 2 else a.shape[0]]
+        if a.dim() == b.dim()
+        else []
+    )
     return a.new_empty((*groups, a.shape[-2], b.shape[-1]))

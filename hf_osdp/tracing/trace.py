@@ -1,4 +1,6 @@
-"""Trace forward and backward of one micro-batch on fake tensors, at a few batch sizes: what each segment saves and computes, its peaks."""
+"""Trace forward and backward of one micro-batch on fake tensors, at a few batch sizes: what each segment saves and
+computes, its peaks.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,24 @@ from .memory_tracker import CUDA_BLOCK_BYTES
 from .recomputation import LoggedCall, OperatorLog, recomputations, with_modes, with_share, worthwhile
 from .recorder import Recorder, SegmentRecord
 from .repeated import Repeatable
-from .segments import Samples, held_by_recomputed, is_idle, linear_bytes, segments_of, with_first_sample, with_offloaded
+from .segments import (
+    Samples,
+    held_by_recomputed,
+    is_idle,
+    linear_bytes,
+    segments_of,
+    with_first_sample,
+    with_offloaded,
+)
 
 _BUDGETS = (0.13, 0.28, 0.53, 0.78)
-"""Budgets traced for compiled blocks, in addition to 0 and 1: torch's partitioner finds only 4 to 6 different cuts of a block."""
+"""Budgets traced for compiled blocks, in addition to 0 and 1: torch's partitioner finds only 4 to 6 different cuts
+of a block.
+"""
 _TRACED_EQUAL_BLOCKS = 2
-"""Number of equal blocks that are traced: the first one differs, because the model's own forward also holds its input."""
+"""Number of equal blocks that are traced: the first one differs, because the model's own forward also holds its
+input.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,11 +69,15 @@ class TraceOptions:
     checkpointed_blocks: Sequence[str] | None = None
     """Classes whose activations are recomputed in backward, see `checkpoint_blocks`; None for none."""
     recomputable: Collection[int] = ()
-    """Indices of units, of one module each, that are also traced with each way to recompute them (`Segment.recomputed`)."""
+    """Indices of units, of one module each, that are also traced with each way to recompute them
+    (`Segment.recomputed`).
+    """
     compiled: Collection[int] = ()
     """Indices of units, of one module each, whose forward is compiled."""
     offloadable: Collection[int] = ()
-    """Indices of units, of one module each, that are also traced as offloaded (`Segment.own_saved_bytes`), recomputed or not."""
+    """Indices of units, of one module each, that are also traced as offloaded (`Segment.own_saved_bytes`),
+    recomputed or not.
+    """
     partial_recomputation: bool = True
     """Also trace the ways that save some operators' outputs."""
     reuse_equal_blocks: bool = True
@@ -67,10 +85,11 @@ class TraceOptions:
     loss: Loss | None = None
     """Computes the loss from a model and a batch; None uses the loss in the model's output for the batch."""
     samples: Samples = (1, 2, 3)
-    """Batch sizes. Costs are lines through the last two, which are consecutive, raised if the first of three is above the line.
+    """Batch sizes. Costs are lines through the last two, which are consecutive, raised if the first of three is above
+    the line.
 
-    A batch of one sample is no good point for a line: expanding a dimension of size 1 copies nothing, so torch runs other code. Recomputed
-    and offloaded blocks are traced at the last two.
+    A batch of one sample is no good point for a line: expanding a dimension of size 1 copies nothing, so torch runs
+    other code. Recomputed and offloaded blocks are traced at the last two.
     """
 
 
@@ -82,7 +101,9 @@ class Trace(NamedTuple):
     output_bytes: Affine
     """Bytes of the other outputs, such as logits, which are additional if the training loop holds them."""
     outside_reads: frozenset[int]
-    """Units with a parameter that is read while none of their modules runs, for example the head's weight by a loss."""
+    """Units with a parameter that is read while none of their modules runs, for example the head's weight by a
+    loss.
+    """
     kernels: Mapping[Kernel, AttentionCall]
     """The CUDA attention kernels that would run, each with its first call."""
 
@@ -96,7 +117,8 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
         inputs: a function from a number of samples to keyword arguments of forward, or to the batch of the loss.
         options: how the model runs.
 
-    Raise DescriptionError if the traces do not run the same units. Exceptions of the model under fake tensors are passed on.
+    Raise DescriptionError if the traces do not run the same units. Exceptions of the model under fake tensors are
+    passed on.
     """
     tracer, samples = _Tracer(model, units, inputs, options), options.samples
     try:
@@ -121,7 +143,11 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
     if options.recomputable:
         found = _with_recomputed(found, traced, lambda: tracer.recomputed_calls, options)
     return Trace(
-        segments=tuple(with_first_sample(segment, single) for segment, single in zip(found, first, strict=True) if not is_idle(single)),
+        segments=tuple(
+            with_first_sample(segment, single)
+            for segment, single in zip(found, first, strict=True)
+            if not is_idle(single)
+        ),
         output_bytes=output_bytes,
         outside_reads=frozenset(tracer.reads.found),
         kernels=tracer.kernels,
@@ -158,9 +184,16 @@ def _with_recomputed(
             found.append(replace(segment, held_bytes=held_by_recomputed(segment, full[index])))
             continue
         tried = (Recomputation(), *ways.get(segment.unit, ()))
-        forms = [RecomputedSegment(recomputation=way, costs=with_modes(run[index], way)) for way, run in zip(tried, traces, strict=False)]
+        forms = [
+            RecomputedSegment(recomputation=way, costs=with_modes(run[index], way))
+            for way, run in zip(tried, traces, strict=False)
+        ]
         kept = worthwhile(segment, [form.costs for form in forms], device_type, samples)
-        found.append(replace(segment, recomputed=tuple(with_share(forms[i], forms[0], segment, device_type, samples) for i in kept)))
+        found.append(
+            replace(
+                segment, recomputed=tuple(with_share(forms[i], forms[0], segment, device_type, samples) for i in kept)
+            )
+        )
     return found
 
 
@@ -180,7 +213,9 @@ def _forwards_restored(model: nn.Module) -> Iterator[None]:
 class _Tracer:
     """Run a fake copy of a model, each time with other ways to recompute and offload its blocks."""
 
-    def __init__(self, model: nn.Module, units: Sequence[UnitDescription], inputs: Inputs, options: TraceOptions) -> None:
+    def __init__(
+        self, model: nn.Module, units: Sequence[UnitDescription], inputs: Inputs, options: TraceOptions
+    ) -> None:
         self._model, self._units, self._options = model, units, options
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._batches = {count: inputs(count) for count in options.samples}
@@ -188,7 +223,9 @@ class _Tracer:
         if options.checkpointed_blocks is not None:
             checkpoint_blocks(self._fake, options.checkpointed_blocks)
         self._modules = modules_by_name(self._fake)
-        slices = [part for head in self._fake.modules() if isinstance(head, SplitHead) for part in head.untie().items()]
+        slices = [
+            part for head in self._fake.modules() if isinstance(head, SplitHead) for part in head.untie().items()
+        ]
         self._segments = segment_modules(self._modules, units)
         """The modules whose calls are segments, with the indices of their units."""
         blocks = [(i, module) for i, module in self._segments if units[i].span is GatherSpan.USE]
@@ -202,7 +239,9 @@ class _Tracer:
         self._trains = any(parameter.requires_grad for parameter in self._fake.parameters())
         """Whether any parameter is trainable; else no backward runs."""
         self._logs: dict[int, list[list[LoggedCall]]] = {}
-        """Operators of recomputed units in the last run: for each batch those of forward, then those of its second run."""
+        """Operators of recomputed units in the last run: for each batch those of forward, then those of its second
+        run.
+        """
         self._equal_to: dict[int, int] = {}
         """For each unit that was not traced in the last run, the equal unit that was."""
         self.output_bytes: list[int] = []
@@ -258,7 +297,8 @@ class _Tracer:
     def recomputed_calls(self) -> dict[int, Sequence[LoggedCall]]:
         """Operators of fully recomputed units that run again in backward, at the smaller batch size.
 
-        Torch stops recomputing once backward has all tensors that it needs. Which outputs can be saved is known from forward.
+        Torch stops recomputing once backward has all tensors that it needs. Which outputs can be saved is known from
+        forward.
         """
         traced: dict[int, Sequence[LoggedCall]] = {}
         for unit, logs in self._logs.items():
@@ -283,7 +323,13 @@ class _Tracer:
 
     def _run(self, batch: Mapping[str, Any]) -> list[SegmentRecord]:
         with ExitStack() as stack:
-            for context in (torch.inference_mode(False), torch.enable_grad(), without_packing(), same_random_numbers(), self._mode):
+            for context in (
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                without_packing(),
+                same_random_numbers(),
+                self._mode,
+            ):
                 stack.enter_context(context)
             known = stack.enter_context(KnownValues(alone=True))
             fakes = known.fakes_of(batch, self._mode, self._options.compute_dtype)
@@ -296,7 +342,9 @@ class _Tracer:
                 stack.enter_context(self._cuda)
             output = output_of(self._fake, fakes, self._options.loss)
             loss = loss_of(output)
-            storages = {storage._cdata: storage.nbytes() for storage in map(torch.Tensor.untyped_storage, tensors_of(output))}
+            storages = {
+                storage._cdata: storage.nbytes() for storage in map(torch.Tensor.untyped_storage, tensors_of(output))
+            }
             self.output_bytes.append(sum(storages.values()) - storages.get(loss.untyped_storage()._cdata, 0))
             del output
             recorder.begin_backward()
@@ -307,7 +355,9 @@ class _Tracer:
         return recorder.records
 
     def _wrap(self, stack: ExitStack) -> None:
-        """Record the forwards of the copy's units and hook the gradients of its parameters, until the stack is closed."""
+        """Record the forwards of the copy's units and hook the gradients of its parameters, until the stack is
+        closed.
+        """
         for unit, module in self._segments:
             stack.enter_context(forward_replaced(module, self.reads.wrap_forward(unit, self._recording(unit, module))))
         for name, parameter in self._fake.named_parameters():
@@ -319,7 +369,9 @@ class _Tracer:
         self._recorder.note_gradient(parameter, name)
 
     def _recording(self, unit: int, module: nn.Module) -> Callable[..., Any]:
-        """Wrap a unit's forward, so that its call is a segment; after two equal calls, the next ones are only replayed."""
+        """Wrap a unit's forward, so that its call is a segment; after two equal calls, the next ones are only
+        replayed.
+        """
         calls = self._calls
         original = module.forward
         anchor = next((p for p in module.parameters() if p.requires_grad), None)
@@ -350,7 +402,9 @@ class _Tracer:
 
 
 def _step_names(units: Sequence[UnitDescription]) -> dict[str, str]:
-    """Return the names of parameters gathered for the whole step, shared ones included, each with the name in its unit."""
+    """Return the names of parameters gathered for the whole step, shared ones included, each with the name in its
+    unit.
+    """
     whole = [unit for unit in units if unit.span is GatherSpan.STEP]
     names = {p.name: p.name for unit in whole for p in unit.parameters}
     return names | {name: shared[0] for unit in whole for shared in unit.shared for name in shared}
@@ -358,8 +412,12 @@ def _step_names(units: Sequence[UnitDescription]) -> dict[str, str]:
 
 def _refuse_fake_gradients(model: nn.Module) -> None:
     """Remove gradients that a trace left on the original model, and raise DescriptionError if any were found."""
-    found = [(name, parameter) for name, parameter in model.named_parameters() if isinstance(parameter.grad, FakeTensor)]
+    found = [
+        (name, parameter) for name, parameter in model.named_parameters() if isinstance(parameter.grad, FakeTensor)
+    ]
     for _, parameter in found:
         parameter.grad = None
     if found:
-        raise DescriptionError(f"The loss uses {found[0][0]} of a model that it stores; use the model that is passed to it.")
+        raise DescriptionError(
+            f"The loss uses {found[0][0]} of a model that it stores; use the model that is passed to it."
+        )

@@ -1,4 +1,6 @@
-"""Rows of docs/data/compatibility.csv: what trains under a plan logs what the stock stack logs, or is refused in one line."""
+"""Rows of docs/data/compatibility.csv: what trains under a plan logs what the stock stack logs, or is refused in
+one line.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from tests.helpers.sampling import slow_but
 
 DOCS = Path(__file__).parents[2] / "docs"
 TRAINED_ELSEWHERE = {
-    "Accelerate loops: the loss reads the head's weight", "Models: a plain nn.Module with blocks", "PEFT: LoRA", "TRL: SFT, untied head",
+    "Accelerate loops: the loss reads the head's weight", "Models: a plain nn.Module with blocks", "PEFT: LoRA",
+    "TRL: SFT, untied head",
     "Saving and using the model: model.save_pretrained", "Trainer: options: accelerator_config: num_steps=2",
     "Trainer: options: accelerator_config: split_batches", "Trainer: options: auto_find_batch_size",
 }  # fmt: skip
@@ -39,7 +42,9 @@ def documented() -> list[dict[str, str]]:
 
 
 def test_table_has_every_row_and_no_other():
-    assert [(row["group"], row["training"]) for row in documented()] == [(row.group, row.name) for row in ROWS.values()]
+    assert [(row["group"], row["training"]) for row in documented()] == [
+        (row.group, row.name) for row in ROWS.values()
+    ]
     assert [row["result"] for row in documented()] == [row.expected.value for row in ROWS.values()]
 
 

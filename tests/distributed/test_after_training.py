@@ -38,11 +38,16 @@ def test_sharded_model_is_saved_and_generates_on_all_ranks_and_refuses_one(tmp_p
     model, rank = trainer.model, dist.get_rank()
     hooks = sum(len(module._forward_hooks) for module in model.modules())
     trainer.train()
-    assert hooks == sum(len(module._forward_hooks) for module in model.modules()) and type(model).__qualname__ == "GPT2LMHeadModel"
+    assert (
+        hooks == sum(len(module._forward_hooks) for module in model.modules())
+        and type(model).__qualname__ == "GPT2LMHeadModel"
+    )
 
     weights = trainer.accelerator.get_state_dict(model)
     model.save_pretrained(tmp_path / "gathered")
-    model.save_pretrained(tmp_path / "given", state_dict=trainer.accelerator.get_state_dict(model), is_main_process=rank == 0)
+    model.save_pretrained(
+        tmp_path / "given", state_dict=trainer.accelerator.get_state_dict(model), is_main_process=rank == 0
+    )
     dist.barrier()
     for name in ("gathered", "given") if rank == 0 else ():
         assert assert_saved(tmp_path / name, weights).config.architectures == ["GPT2LMHeadModel"]
@@ -50,7 +55,9 @@ def test_sharded_model_is_saved_and_generates_on_all_ranks_and_refuses_one(tmp_p
     generated = plain.generate(PROMPT, max_new_tokens=6, do_sample=False)
     assert torch.equal(model.generate(PROMPT, max_new_tokens=6, do_sample=False), generated)
     uneven = torch.arange(5 + rank)[None]  # the shorter prompt takes a step more
-    assert torch.equal(model.generate(uneven, max_length=12, do_sample=False), plain.generate(uneven, max_length=12, do_sample=False))
+    assert torch.equal(
+        model.generate(uneven, max_length=12, do_sample=False), plain.generate(uneven, max_length=12, do_sample=False)
+    )
 
     for saved in (model, {"model": model.state_dict()}):
         with pytest.raises(OSDPError, match=r"one rank's shards.*save_pretrained\(folder\) on every rank"):
@@ -59,7 +66,7 @@ def test_sharded_model_is_saved_and_generates_on_all_ranks_and_refuses_one(tmp_p
     assert all(torch.equal(copied[name].to_local(), value.to_local()) for name, value in model.state_dict().items())
     process_group.ALL_CALL_S = 1.0
     if rank == 0:
-        said = r"GPT2LMHeadModel.generate gathers a sharded model.*ranks \[0\] called it and, within 1 s, ranks \[1\] did not"
+        said = r"GPT2LMHeadModel.generate gathers a sharded model.*ranks \[0\] called it and, within 1 s, ranks \[1\] did not"  # noqa: E501
         with pytest.raises(OSDPError, match=said):
             model.generate(PROMPT, max_new_tokens=2)
         with pytest.raises(OSDPError, match=r"GPT2LMHeadModel.save_pretrained gathers"):
@@ -72,7 +79,9 @@ def test_sharded_model_is_saved_and_generates_on_all_ranks_and_refuses_one(tmp_p
 def test_model_of_one_process_is_pickled_after_training(tmp_path):
     model = tiny_model()
     args = arguments(str(tmp_path), max_steps=1, per_device_train_batch_size=2)
-    Trainer(model=model, args=args, train_dataset=tokens(), osdp=OSDPConfig(hardware=preset("cpu"), compare=False)).train()
+    Trainer(
+        model=model, args=args, train_dataset=tokens(), osdp=OSDPConfig(hardware=preset("cpu"), compare=False)
+    ).train()
     text = pickle.dumps(model)
     assert b"hf_osdp" not in text
     again = pickle.loads(text)
@@ -81,7 +90,9 @@ def test_model_of_one_process_is_pickled_after_training(tmp_path):
 
 @pytest.mark.on_ranks(2, init=False)
 def test_accelerate_loop_that_ends_as_transformers_examples_saves_the_right_weights(tmp_path):
-    accelerator = OSDPAccelerator(osdp=OSDPConfig(hardware=preset("cpu", devices_per_node=2), compare=False, strategy="fsdp"))
+    accelerator = OSDPAccelerator(
+        osdp=OSDPConfig(hardware=preset("cpu", devices_per_node=2), compare=False, strategy="fsdp")
+    )
     model = tiny_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = torch.utils.data.DataLoader(tokens(8), batch_size=2)
@@ -94,7 +105,9 @@ def test_accelerate_loop_that_ends_as_transformers_examples_saves_the_right_weig
     options = {"is_main_process": accelerator.is_main_process, "save_function": accelerator.save}
     weights = accelerator.get_state_dict(model)
     accelerator.unwrap_model(model).save_pretrained(tmp_path / "plain", **options)
-    accelerator.unwrap_model(model).save_pretrained(tmp_path / "given", **options, state_dict=accelerator.get_state_dict(model))
+    accelerator.unwrap_model(model).save_pretrained(
+        tmp_path / "given", **options, state_dict=accelerator.get_state_dict(model)
+    )
     accelerator.wait_for_everyone()
     for name in ("plain", "given") if accelerator.is_main_process else ():
         assert_saved(tmp_path / name, weights)

@@ -44,7 +44,9 @@ def test_on_rank_zero_raises_its_error_on_every_rank():
         with pytest.raises(expected) as caught:
             on_rank_zero(functools.partial(fail, error))
         assert (type(caught.value), str(caught.value)) == (expected, message)
-        assert type(caught.value.__cause__) is (type(error) if dist.get_rank() == 0 else type(None)), "rank 0 keeps the traceback"
+        assert type(caught.value.__cause__) is (type(error) if dist.get_rank() == 0 else type(None)), (
+            "rank 0 keeps the traceback"
+        )
         if expected is InfeasibleError:
             assert vars(caught.value) == INFEASIBLE
 

@@ -1,4 +1,6 @@
-"""Two steps of many architectures under a mixed plan are those of one process: loss, gradient norm, parameters, buffers, in float64."""
+"""Two steps of many architectures under a mixed plan are those of one process: loss, gradient norm, parameters,
+buffers, in float64.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ from tests.helpers.training import Trained
 
 TOLERANCE = 1e-12
 KINDS = (
-    "DistilBertForMaskedLM", "T5ForConditionalGeneration", "BartForConditionalGeneration", "OPTForCausalLM", "Qwen2ForCausalLM",
-    "GemmaForCausalLM", "MixtralForCausalLM", "ViTForImageClassification", "WhisperForConditionalGeneration", "AlbertForMaskedLM",
+    "DistilBertForMaskedLM", "T5ForConditionalGeneration", "BartForConditionalGeneration", "OPTForCausalLM",
+    "Qwen2ForCausalLM",
+    "GemmaForCausalLM", "MixtralForCausalLM", "ViTForImageClassification", "WhisperForConditionalGeneration",
+    "AlbertForMaskedLM",
     "ResNetForImageClassification",
 )  # fmt: skip
 """What GPT-2, BERT and Llama, which other tests train, do not show; more of the same kinds are slow."""
@@ -46,7 +50,9 @@ def results(slow: bool) -> dict[str, Trained]:
     return run_ranks(run_all, 2, tuple(name for name in TINY if (name not in KINDS) == slow), timeout_s=200)[0]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in TINY])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in TINY]
+)
 def test_two_steps_equal_one_process(name):
     errors = results(name not in KINDS)[name].worst_error(train_alone(name, 2))
     assert max(errors.values()) < TOLERANCE, errors
@@ -55,7 +61,9 @@ def test_two_steps_equal_one_process(name):
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])  # code is generated
 @pytest.mark.on_ranks(2)
 def test_experts_train_as_in_one_process_while_the_peak_is_measured(compiled):
-    """In float32, where transformers' experts multiply in groups on the CPU; the second step is the one whose peak is measured."""
+    """In float32, where transformers' experts multiply in groups on the CPU; the second step is the one whose peak
+    is measured.
+    """
     alone, sharded = (tiny_architecture("MixtralForCausalLM").float() for _ in range(2))
     for each in (alone, sharded):
         each.set_experts_implementation("grouped_mm")
@@ -93,7 +101,8 @@ def test_batch_norm_stays_in_float32():
     norms, seen = [module for module in model.modules() if isinstance(module, torch.nn.BatchNorm2d)], set()
     for module in norms:
         module.register_forward_hook(
-            lambda module, args, output: seen.add((module.weight.dtype, module.running_mean.dtype, args[0].dtype, output.dtype))
+            lambda module, args, output: seen.add((module.weight.dtype, module.running_mean.dtype, args[0].dtype,
+                                                   output.dtype))
         )  # fmt: skip
     model.backward(model(pixel_values=torch.randn(4, 3, 32, 32), labels=torch.tensor([0, 1, 2, 3])).loss)
     assert seen == {(torch.float32, torch.float32, torch.bfloat16, torch.bfloat16)}
@@ -105,9 +114,16 @@ def test_batch_norms_are_units_of_their_own_under_low_precision_alone():
     plain, low = (describe(model, sequence_length=1, compute_dtype=dtype) for dtype in (None, DType.BFLOAT16))
     assert not any(unit.keeps_dtype for unit in plain.units)
     kept = {parameter.name for unit in low.units if unit.keeps_dtype for parameter in unit.parameters}
-    norms = {f"{name}.{leaf}" for name, m in model.named_modules() if isinstance(m, torch.nn.BatchNorm2d) for leaf in ("weight", "bias")}
+    norms = {
+        f"{name}.{leaf}"
+        for name, m in model.named_modules()
+        if isinstance(m, torch.nn.BatchNorm2d)
+        for leaf in ("weight", "bias")
+    }
     assert kept == norms
-    assert not any(parameter.keeps_dtype for unit in low.units if not unit.keeps_dtype for parameter in unit.parameters)
+    assert not any(
+        parameter.keeps_dtype for unit in low.units if not unit.keeps_dtype for parameter in unit.parameters
+    )
 
 
 def test_blocks_with_batch_norm_are_not_recomputed_but_offloaded():
@@ -115,7 +131,14 @@ def test_blocks_with_batch_norm_are_not_recomputed_but_offloaded():
     description = describe(model, sequence_length=1, device_type="cuda")
     assert not description.recomputable and description.offloadable
     with pytest.raises(ValueError, match="no block of this model can be recomputed: it has batch normalisation"):
-        search(problem(description, preset("h100", devices_per_node=2), TrainingJob(global_batch_size=8, recompute=True), 2**40))
+        search(
+            problem(
+                description,
+                preset("h100", devices_per_node=2),
+                TrainingJob(global_batch_size=8, recompute=True),
+                2**40,
+            )
+        )
     with pytest.raises(CheckpointingError, match="has batch normalisation, whose running statistics"):
         describe(model, sequence_length=1, activation_checkpointing=True)
 
@@ -123,7 +146,9 @@ def test_blocks_with_batch_norm_are_not_recomputed_but_offloaded():
 @pytest.mark.slow
 def test_blocks_with_batch_norm_are_timed_in_low_precision():
     model = tiny_architecture("ResNetForImageClassification").float()
-    timed = TimedModel(model_or_config=model, sequence_length=1, micro_batch_sizes=(2, 3), compute_dtype=DType.BFLOAT16)
+    timed = TimedModel(
+        model_or_config=model, sequence_length=1, micro_batch_sizes=(2, 3), compute_dtype=DType.BFLOAT16
+    )
     times = measure_block_times(timed, device=torch.device("cpu"), seconds=0.01)
     assert len(times) >= 2
 

@@ -55,11 +55,15 @@ def whole_model() -> nn.Module:
     return model
 
 
-def sharded(layout: str = "mixed", way: str | None = None, accumulation_steps: int = 1) -> tuple[nn.Module, Plan, object]:
+def sharded(
+    layout: str = "mixed", way: str | None = None, accumulation_steps: int = 1
+) -> tuple[nn.Module, Plan, object]:
     """The model under a plan in which, for a `way`, all but the last unit step so."""
     model = whole_model()
     units = find_units(model)
-    plan = plan_of(units, dist.get_world_size(), layout, accumulation_steps=accumulation_steps, reduce_every_micro_step=False)
+    plan = plan_of(
+        units, dist.get_world_size(), layout, accumulation_steps=accumulation_steps, reduce_every_micro_step=False
+    )
     if way is not None:
         plan = replace(plan, units=tuple(replace(unit, **{way: unit is not plan.units[-1]}) for unit in plan.units))
     apply_plan(model, plan, units, meshes=Meshes("cpu"))
@@ -79,7 +83,9 @@ def train(step: Step, kind: type[torch.optim.Optimizer], layout: str | None, way
     optimizer = optimizer or kind(model.parameters(), lr=0.1)
 
     def loss(number: int) -> torch.Tensor:
-        return tiny_loss(model, tiny_batch(number, part=part, parts=parts)) + 0.1 * (model.first.sum() + model.second.sum())
+        return tiny_loss(model, tiny_batch(number, part=part, parts=parts)) + 0.1 * (
+            model.first.sum() + model.second.sum()
+        )
 
     for number in range(STEPS):
         step(model, optimizer, loss, number)
@@ -200,16 +206,22 @@ def test_hooks_and_data_that_shards_do_not_take_are_refused():
     optimizer.step()
     norm = model.transformer.ln_f.weight
     norm.data = norm.data * 0.5
-    with pytest.raises(OSDPError, match=r"\.data of its weight was assigned, which changes no shard; use weight\.data\.copy_"):
+    with pytest.raises(
+        OSDPError, match=r"\.data of its weight was assigned, which changes no shard; use weight\.data\.copy_"
+    ):
         tiny_loss(model, tiny_batch(0))
     model, _, _ = sharded()
     model.transformer.ln_f.bias.register_hook(lambda gradient: gradient * 0.5)
-    with pytest.raises(OSDPError, match="register_hook on its bias has no effect on a shard; use register_post_accumulate_grad_hook"):
+    with pytest.raises(
+        OSDPError, match="register_hook on its bias has no effect on a shard; use register_post_accumulate_grad_hook"
+    ):
         tiny_loss(model, tiny_batch(0))
     whole = whole_model()
     whole.first.register_hook(lambda gradient: gradient * 0.5)
     units = find_units(whole)
-    with pytest.raises(OSDPError, match="Parameter 'first' has a hook on its gradient, which its shards would lose; remove it"):
+    with pytest.raises(
+        OSDPError, match="Parameter 'first' has a hook on its gradient, which its shards would lose; remove it"
+    ):
         apply_plan(whole, plan_of(units, 2, "mixed"), units, meshes=Meshes("cpu"))
 
 
@@ -234,14 +246,17 @@ def test_optimizers_of_other_parameters_are_refused():
     early, units = SGD(whole.parameters(), lr=0.1), find_units(whole)
     apply_plan(whole, plan_of(units, 2, "mixed"), units, meshes=Meshes("cpu"))
     tiny_loss(whole, tiny_batch(0)).backward()
-    with pytest.raises(OSDPError, match="SGD has parameters from before the plan was applied; make it again after that"):
+    with pytest.raises(
+        OSDPError, match="SGD has parameters from before the plan was applied; make it again after that"
+    ):
         early.step()
     whole.late = nn.Linear(61, 61).double()
     nn.functional.cross_entropy(
         whole.late(whole(input_ids=tiny_batch(0)["input_ids"]).logits)[:, 0], tiny_batch(0)["labels"][:, 0]
     ).backward()
     with pytest.raises(
-        OSDPError, match=r"SGD has a parameter of shape \(61, 61\) that the plan does not have, whose gradients are not averaged"
+        OSDPError,
+        match=r"SGD has a parameter of shape \(61, 61\) that the plan does not have, whose gradients are not averaged",
     ):
         SGD(whole.parameters(), lr=0.1).step()
 
@@ -255,7 +270,8 @@ def test_a_step_without_the_last_micro_step_is_refused():
         with micro_step(model, is_last=False, plan=plan):
             tiny_loss(model, tiny_batch(0)).backward()
         with pytest.raises(
-            OSDPError, match=r"came while gradients of unit .* wait for the last micro-step; pass is_last=True in it \(under"
+            OSDPError,
+            match=r"came while gradients of unit .* wait for the last micro-step; pass is_last=True in it \(under",
         ):
             SGD(model.parameters(), lr=0.1).step()
 
@@ -274,7 +290,9 @@ def test_a_rank_may_skip_a_micro_step_in_which_nothing_is_sent():
     alone = whole_model()
     (0.5 * tiny_loss(alone, tiny_batch(0)) + tiny_loss(alone, tiny_batch(1))).backward()
     for (name, found), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
-        assert expected.grad is None or torch.allclose(found.grad.full_tensor(), expected.grad, rtol=0, atol=1e-12), name
+        assert expected.grad is None or torch.allclose(found.grad.full_tensor(), expected.grad, rtol=0, atol=1e-12), (
+            name
+        )
 
 
 @pytest.mark.on_ranks(2)
@@ -283,5 +301,7 @@ def test_closures_do_not_go_with_states_on_the_host():
     optimizer = SGD(model.parameters(), lr=0.1)
     step_on_shards(optimizer, model)
     bind_optimizer(model, plan, units, [optimizer])
-    with pytest.raises(OSDPError, match=r"SGD\.step\(closure\) would step shards by gradients from before the closure"):
+    with pytest.raises(
+        OSDPError, match=r"SGD\.step\(closure\) would step shards by gradients from before the closure"
+    ):
         optimizer.step(closure=lambda: None)

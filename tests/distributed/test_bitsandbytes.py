@@ -1,4 +1,6 @@
-"""bitsandbytes' optimizers under a plan: memory, training against one process, checkpoints over plans and worlds, what is refused."""
+"""bitsandbytes' optimizers under a plan: memory, training against one process, checkpoints over plans and worlds,
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -45,19 +47,28 @@ def made(kind: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("kind", "width"), [("AdamW8bit", ODD_WIDTH), *(pytest.param(k, BLOCKS, marks=pytest.mark.slow) for k in ("AdEMAMix8bit", "Lion"))]
+    ("kind", "width"),
+    [("AdamW8bit", ODD_WIDTH), *(pytest.param(k, BLOCKS, marks=pytest.mark.slow) for k in ("AdEMAMix8bit", "Lion"))],
 )
 def test_states_take_the_bytes_that_are_planned_and_two_tables(kind, width):
-    """At the odd width shards have no whole blocks, and those of an embedding fewer elements than quantizing needs of a whole one."""
+    """At the odd width shards have no whole blocks, and those of an embedding fewer elements than quantizing needs
+    of a whole one.
+    """
     (found, planned), (second, _) = run_ranks(held, 2, made, kind, width, "mixed")
     quantized = {name for name in planned if "8bit" in kind and gpt2(width).get_parameter(name).numel() >= 4096}
     tables = {name: TABLES * (name in quantized) for name in planned}
-    assert {name: max(found[name], second[name]) - tables[name] for name in found} == {name: planned[name] for name in found}
+    assert {name: max(found[name], second[name]) - tables[name] for name in found} == {
+        name: planned[name] for name in found
+    }
     assert "8bit" not in kind or "transformer.wte.weight" in quantized
 
 
 @pytest.mark.parametrize(
-    "kind", ["AdamW8bit", *(pytest.param(k, marks=pytest.mark.slow) for k in ("AdEMAMix8bit", "RMSprop8bit", "AdEMAMix", "RMSprop"))]
+    "kind",
+    [
+        "AdamW8bit",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("AdEMAMix8bit", "RMSprop8bit", "AdEMAMix", "RMSprop")),
+    ],
 )
 def test_training_goes_on_over_plans_and_worlds_as_in_one_process(tmp_path, kind):
     """Where blocks lie inside shards a sharded run is that of one process; a checkpoint of 8 bits rounds once more."""
@@ -71,7 +82,9 @@ def test_training_goes_on_over_plans_and_worlds_as_in_one_process(tmp_path, kind
         assert 0 < apart(weights, one) < 0.5 * apart(exact, one), "less than quantizing itself changes"
     else:
         assert worst(weights, one) < 1e-9
-    assert {state.dtype for own in states.values() for state in own.values() if torch.is_tensor(state)} == {torch.float32}
+    assert {state.dtype for own in states.values() for state in own.values() if torch.is_tensor(state)} == {
+        torch.float32
+    }
     assert {own["step"] for own in states.values()} == {6}
     if kind == "AdamW8bit":
         (_, full), _ = run_ranks(chain, 2, made, "AdamW", BLOCKS, str(tmp_path), "zero2", 1, True, 6)
@@ -82,7 +95,10 @@ def test_lion_of_8_bits_is_that_of_one_process_but_for_signs_of_nothing(tmp_path
     """Keys have no gradient from their biases but rounding, of which Lion takes the sign."""
     (weights, _), _ = run_ranks(chain, 2, made, "Lion8bit", BLOCKS, str(tmp_path), "mixed", 1, True, 0)
     one = alone(made, "Lion8bit", BLOCKS, 2)
-    assert worst(*({name: value for name, value in of.items() if "c_attn.bias" not in name} for of in (weights, one))) < 1e-9
+    assert (
+        worst(*({name: value for name, value in of.items() if "c_attn.bias" not in name} for of in (weights, one)))
+        < 1e-9
+    )
 
 
 def in_a_loop(kind: str) -> dict[str, torch.Tensor]:
@@ -117,7 +133,9 @@ def test_ranks_without_a_row_pass_by_and_count_steps():
     (weights, states, _), (_, _, steps) = run_ranks(one_row, 2)
     ((whole, of_whole, _),) = run_ranks(one_row, 1)
     assert steps == 3 and worst(weights, whole) == 0.0
-    assert all(torch.equal(states["state"]["weight"][key], of_whole["state"]["weight"][key]) for key in ("state1", "state2"))
+    assert all(
+        torch.equal(states["state"]["weight"][key], of_whole["state"]["weight"][key]) for key in ("state1", "state2")
+    )
 
 
 def trainer_arguments(folder: Path, samples: int, **options: object) -> TrainingArguments:
@@ -126,7 +144,9 @@ def trainer_arguments(folder: Path, samples: int, **options: object) -> Training
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory) -> dict[str, list[float]]:
-    trainer = StockTrainer(model=gpt2(BLOCKS), args=trainer_arguments(tmp_path_factory.mktemp("one"), 8), train_dataset=tokens())
+    trainer = StockTrainer(
+        model=gpt2(BLOCKS), args=trainer_arguments(tmp_path_factory.mktemp("one"), 8), train_dataset=tokens()
+    )
     trainer.train()
     return history(trainer)
 
@@ -146,7 +166,9 @@ def optimizer_of(cls: type = bnb.AdamW, **options: object) -> torch.optim.Optimi
 
 def overridden() -> torch.optim.Optimizer:
     optimizer = optimizer_of(optim_bits=8)
-    bnb.GlobalOptimManager.get_instance().pid2config[id(optimizer.param_groups[0]["params"][0])] = {"betas": (0.0, 0.9)}
+    bnb.GlobalOptimManager.get_instance().pid2config[id(optimizer.param_groups[0]["params"][0])] = {
+        "betas": (0.0, 0.9)
+    }
     return optimizer
 
 
@@ -180,7 +202,11 @@ def test_slices_and_the_host_are_refused_where_states_have_blocks():
     for bits, allowed in ((8, False), (32, True)):
         optimizer = optimizer_of(optim_bits=bits)
         assert spec_of_optimizer(optimizer, device_type="cuda").takes_slices is allowed
-        with nullcontext() if allowed else pytest.raises(OSDPError, match="quantizes blocks of whole parameters, and 1 of 1 are in slices"):
+        with (
+            nullcontext()
+            if allowed
+            else pytest.raises(OSDPError, match="quantizes blocks of whole parameters, and 1 of 1 are in slices")
+        ):
             check_optimizer(optimizer, optimizer.param_groups[0]["params"])
 
 
@@ -195,7 +221,12 @@ def test_a_plain_loop_of_one_process_refuses_options_that_its_steps_would_leave_
 
 @pytest.mark.parametrize(
     ("name", "cls", "bits"),
-    [("adamw_bnb_8bit", "AdamW", 8), ("lion_32bit", "Lion", 32), ("rmsprop_bnb", "RMSprop", 32), ("ademamix", "AdEMAMix", 32)],
+    [
+        ("adamw_bnb_8bit", "AdamW", 8),
+        ("lion_32bit", "Lion", 32),
+        ("rmsprop_bnb", "RMSprop", 32),
+        ("ademamix", "AdEMAMix", 32),
+    ],
 )
 def test_trainer_names_stand_for_what_the_optimizers_hold(name, cls, bits):
     model = nn.ModuleDict({"embedding": nn.Embedding(64, 128), "other": nn.Linear(128, 64)})
@@ -205,4 +236,6 @@ def test_trainer_names_stand_for_what_the_optimizers_hold(name, cls, bits):
             model["embedding"], "weight", {"optim_bits": 32}
         )  # as a Trainer does
     for device_type in ("cpu", "cuda"):
-        assert spec_of_trainer_name(name, device_type=device_type) == spec_of_optimizer(optimizer, device_type=device_type)
+        assert spec_of_trainer_name(name, device_type=device_type) == spec_of_optimizer(
+            optimizer, device_type=device_type
+        )

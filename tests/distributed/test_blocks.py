@@ -42,7 +42,10 @@ def gradients_of(block: nn.Module) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     block(block(x)).square().sum().backward()
-    found = {name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for name, p in block.named_parameters()}
+    found = {
+        name: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        for name, p in block.named_parameters()
+    }
     return {**found, "x": x.grad}
 
 
@@ -71,7 +74,9 @@ def test_compiled_blocks_train_in_bf16_as_they_do_uncompiled():
         model = tiny_model("gpt2", dtype=torch.float32, layers=2)
         units = find_units(model)
         plan = plan_of(units, dist.get_world_size(), layout)
-        apply_plan(model, plan, units, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+        apply_plan(
+            model, plan, units, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        )
         assert is_compiled(model.transformer.h[0]) is (layout == "compiled")
         losses[layout] = torch.tensor(train_sharded(model, plan, steps=4).losses)
     torch.testing.assert_close(losses["compiled"], losses["mixed"], rtol=1e-2, atol=0.0)  # bf16 has 8 bits
@@ -84,9 +89,14 @@ def test_trials_of_compiled_plans_run_compiled():
     """Trials run compiled, and leave a model that trains."""
     options = {"sequence_length": SEQUENCE_LENGTH, "global_batch_size": 8, "hardware": "cpu", "strategy": "osdp"}
     model = OptimalShardedDataParallel(
-        tiny_model("gpt2", dtype=torch.float32, layers=2), OSDPConfig(**options, compile=True, recalibrate=True, memory_limit="1GiB")
+        tiny_model("gpt2", dtype=torch.float32, layers=2),
+        OSDPConfig(**options, compile=True, recalibrate=True, memory_limit="1GiB"),
     )
-    assert model.plan.compiled_classes == ("GPT2Block",) and model.rounds and all(r.plan.compiled_classes for r in model.rounds)
+    assert (
+        model.plan.compiled_classes == ("GPT2Block",)
+        and model.rounds
+        and all(r.plan.compiled_classes for r in model.rounds)
+    )
     loss = model(**{name: rows[: model.plan.micro_batch_size] for name, rows in tiny_batch(0).items()}).loss
     loss.backward()
     assert loss.isfinite()

@@ -1,4 +1,6 @@
-"""Checkpoints go over between plans, numbers of ranks and ways of writing; in float64 against one process that is never interrupted."""
+"""Checkpoints go over between plans, numbers of ranks and ways of writing; in float64 against one process that is
+never interrupted.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,9 @@ def odd_states(folder: str) -> dict[str, object]:
             ours, theirs = full_state_dict(model), full_state_dict(other)
             found[f"{name} {sharded} from {start}"] = worst(theirs, ours) if ours else 0.0
     lines, (fresh, _) = {}, partly_used(2)
-    for (saved, now), sharded in product((("AdamW", "AMSGrad"), ("momentum", "AdamW"), ("plain", "AdamW")), (True, False)):
+    for (saved, now), sharded in product(
+        (("AdamW", "AMSGrad"), ("momentum", "AdamW"), ("plain", "AdamW")), (True, False)
+    ):
         with pytest.raises(CheckpointError) as raised:
             load_loop(f"{folder}/{saved}-{sharded}-1", fresh, kinds[now](fresh.parameters(), lr=0.1), others={})
         lines[saved, sharded] = str(raised.value)
@@ -118,7 +122,11 @@ def test_absent_states_stay_absent_and_another_optimizers_are_refused(tmp_path):
         for (saved, _), line in rank.pop("lines").items():
             assert "cannot be loaded (it is the state of another optimizer: it holds " in line, saved
             assert "but this run's AdamW holds " in line and "make the model and the optimizer that were saved" in line
-            assert {"AdamW": "exp_avg, exp_avg_sq, but", "momentum": "holds momentum_buffer, but", "plain": "nesterov"}[saved] in line
+            assert {
+                "AdamW": "exp_avg, exp_avg_sq, but",
+                "momentum": "holds momentum_buffer, but",
+                "plain": "nesterov",
+            }[saved] in line
         assert {name: error for name, error in rank.items() if error != 0} == {}
 
 

@@ -1,4 +1,7 @@
-"""What Accelerate prepares beside the model goes on on other numbers of ranks: schedulers, and several optimizers. Float64."""
+"""What Accelerate prepares beside the model goes on on other numbers of ranks: schedulers, and several optimizers.
+
+Float64.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,13 @@ RATE_STEPS = 6
 
 
 def scheduled(folder: str, loads: tuple[str, ...], save: str, steps: int) -> list[float]:
-    """A loop with a prepared scheduler, which Accelerate steps once for each process: the rate after each load and optimizer step."""
+    """A loop with a prepared scheduler, which Accelerate steps once for each process: the rate after each load and
+    optimizer step.
+    """
     world = launched_world_size()
-    accelerator = OSDPAccelerator(osdp={"hardware": preset("cpu", devices_per_node=world), "strategy": "fsdp", "compare": False}, cpu=True)
+    accelerator = OSDPAccelerator(
+        osdp={"hardware": preset("cpu", devices_per_node=world), "strategy": "fsdp", "compare": False}, cpu=True
+    )
     model = tiny_model("gpt2", layers=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, RATE_STEPS * world)
@@ -56,14 +63,21 @@ def test_a_prepared_scheduler_goes_on_on_other_numbers_of_ranks(tmp_path, caplog
     want = [0.5e-2 * (1 + math.cos(math.pi * step / RATE_STEPS)) for step in range(RATE_STEPS)]
     for rates, start in ((first, 1), (two[0], 2), (two[1], 2), (again[1:], 4)):
         assert rates == pytest.approx(want[start : start + len(rates)], abs=1e-15)
-    assert "old was written by 2 processes, this run has 1, but the learning rate of CosineAnnealingLR continues from" in caplog.text
+    assert (
+        "old was written by 2 processes, this run has 1, but the learning rate of CosineAnnealingLR continues from"
+        in caplog.text
+    )
     assert caplog.text.count("was written by") == 1
 
 
 def by_two_optimizers(folder: str) -> dict[str, list[float]]:
-    """One optimizer for a block, another for the rest: losses after a checkpoint of each layout, and again once it is loaded."""
+    """One optimizer for a block, another for the rest: losses after a checkpoint of each layout, and again once it
+    is loaded.
+    """
     world = launched_world_size()
-    accelerator = OSDPAccelerator(osdp={"hardware": preset("cpu", devices_per_node=world), "strategy": "fsdp", "compare": False}, cpu=True)
+    accelerator = OSDPAccelerator(
+        osdp={"hardware": preset("cpu", devices_per_node=world), "strategy": "fsdp", "compare": False}, cpu=True
+    )
     model = tiny_model("gpt2", layers=1, seed=world)
     block = list(model.transformer.h.parameters())
     rest = [parameter for parameter in model.parameters() if all(parameter is not other for other in block)]
@@ -98,7 +112,9 @@ def test_two_optimizers_of_one_model_are_saved_and_go_on_in_both_layouts(tmp_pat
     for found in run_ranks(by_two_optimizers, 2, str(tmp_path), init=False):
         want = {layout: found[layout] for layout in (SHARDED, WHOLE)}
         assert {layout: found[f"{layout} again"] for layout in want} == want
-    assert by_two_optimizers(str(tmp_path)) == {f"{layout} again": pytest.approx(losses, abs=1e-12) for layout, losses in want.items()}
+    assert by_two_optimizers(str(tmp_path)) == {
+        f"{layout} again": pytest.approx(losses, abs=1e-12) for layout, losses in want.items()
+    }
     for names in (("optimizer_0", "optimizer_1"), ("optimizer.bin", "optimizer_1.bin")):
         layout = tmp_path / (SHARDED if names[0].endswith("0") else WHOLE)
         assert all((layout / name).exists() for name in names)

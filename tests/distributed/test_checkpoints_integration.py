@@ -1,4 +1,6 @@
-"""Checkpoints of the Trainer and Accelerate under other plans and worlds, and from and to what plain Accelerate writes. Float64."""
+"""Checkpoints of the Trainer and Accelerate under other plans and worlds, and from and to what plain Accelerate
+writes. Float64.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +40,21 @@ from tests.helpers.models import tiny_model as core_model
 SHARDED, WHOLE = "SHARDED_STATE_DICT", "FULL_STATE_DICT"
 
 
-def trained(folder: str, resume: str | None, layout: str, strategy: str | None, *, stop_at: int | None = None, **options):
+def trained(
+    folder: str, resume: str | None, layout: str, strategy: str | None, *, stop_at: int | None = None, **options
+):
     """A Trainer of any world: losses of its steps, and whole weights."""
     world, model = launched_world_size(), stock.tiny_model(seed=launched_rank() + 7 * (resume is not None))
     if strategy is None and world > 1:
-        plan = mixed_plan(model, world, sequence_length=stock.LENGTH, micro_batch_size=2, accumulation_steps=4 // world, reduce=True)
+        plan = mixed_plan(
+            model, world, sequence_length=stock.LENGTH, micro_batch_size=2, accumulation_steps=4 // world, reduce=True
+        )
         osdp = OSDPConfig(plan=plan, **options)
     else:
         osdp = OSDPConfig(hardware=preset("cpu", devices_per_node=world), strategy=strategy or "osdp", **options)
     args = stock.arguments(
-        folder, per_device_train_batch_size=stock.GLOBAL_BATCH // world, save_strategy="steps", save_steps=1, save_total_limit=4,
+        folder, per_device_train_batch_size=stock.GLOBAL_BATCH // world, save_strategy="steps", save_steps=1,
+        save_total_limit=4,
         fsdp_config={"state_dict_type": layout},
     )  # fmt: skip
     trainer = stock.PlannedTrainer(model=model, args=args, train_dataset=stock.tokens(), osdp=osdp)
@@ -72,14 +79,21 @@ class _Killed(stock.transformers.TrainerCallback):
 
 
 def in_turn(folder: str, cases: list[tuple]) -> list[tuple]:
-    return [trained(f"{folder}/{name}", resume, layout, strategy, **options) for name, resume, layout, strategy, options in cases]
+    return [
+        trained(f"{folder}/{name}", resume, layout, strategy, **options)
+        for name, resume, layout, strategy, options in cases
+    ]
 
 
 def test_the_trainer_goes_on_under_other_plans_on_other_numbers_of_ranks(tmp_path):
     want, weights = stock.train_one_process(str(tmp_path / "stock"))
-    first = run_ranks(in_turn, 2, str(tmp_path), [("first", None, SHARDED, None, {"async_save": True})], init=False)[0][0]
+    first = run_ranks(in_turn, 2, str(tmp_path), [("first", None, SHARDED, None, {"async_save": True})], init=False)[
+        0
+    ][0]
     assert max(abs(a - b) for a, b in zip(first[0], want["loss"], strict=True)) < 1e-12
-    assert sorted(path.name for path in (tmp_path / "first").glob("checkpoint-*")) == [f"checkpoint-{step}" for step in (2, 3, 4, 5)]
+    assert sorted(path.name for path in (tmp_path / "first").glob("checkpoint-*")) == [
+        f"checkpoint-{step}" for step in (2, 3, 4, 5)
+    ]
     alone = trained(str(tmp_path / "alone"), str(tmp_path / "first" / "checkpoint-2"), WHOLE, None)
     cases = [
         ("again", str(tmp_path / "alone" / "checkpoint-3"), WHOLE, "fsdp", {}),
@@ -97,9 +111,13 @@ def test_the_trainer_goes_on_under_other_plans_on_other_numbers_of_ranks(tmp_pat
 def test_the_trainer_goes_from_four_ranks_to_two_to_one_to_four(tmp_path):
     want, weights = stock.train_one_process(str(tmp_path / "stock"))
     four = run_ranks(in_turn, 4, str(tmp_path), [("four", None, SHARDED, "ddp", {})], init=False)[0][0]
-    two = run_ranks(in_turn, 2, str(tmp_path), [("two", str(tmp_path / "four" / "checkpoint-2"), SHARDED, "fsdp", {})], init=False)[0][0]
+    two = run_ranks(
+        in_turn, 2, str(tmp_path), [("two", str(tmp_path / "four" / "checkpoint-2"), SHARDED, "fsdp", {})], init=False
+    )[0][0]
     one = trained(str(tmp_path / "one"), str(tmp_path / "two" / "checkpoint-3"), WHOLE, None)
-    again = run_ranks(in_turn, 4, str(tmp_path), [("again", str(tmp_path / "one" / "checkpoint-4"), WHOLE, None, {})], init=False)[0][0]
+    again = run_ranks(
+        in_turn, 4, str(tmp_path), [("again", str(tmp_path / "one" / "checkpoint-4"), WHOLE, None, {})], init=False
+    )[0][0]
     for (losses, got, _), steps in ((four, 5), (two, 3), (one, 2), (again, 1)):
         assert losses == pytest.approx(want["loss"][-steps:], abs=1e-12) and worst(got, weights) < 1e-12
 
@@ -115,7 +133,14 @@ def _looped(folder: str, load: str | None, save: str, layout: str, start: int, s
     accumulation = loop.GLOBAL_BATCH // micro // world
     model = loop.tiny_model(seed=3 if load else 0)
     if make is None:
-        plan = mixed_plan(model, world, sequence_length=loop.LENGTH, micro_batch_size=micro, accumulation_steps=accumulation, reduce=True)
+        plan = mixed_plan(
+            model,
+            world,
+            sequence_length=loop.LENGTH,
+            micro_batch_size=micro,
+            accumulation_steps=accumulation,
+            reduce=True,
+        )
         plugin = OSDPPlugin(osdp=OSDPConfig(plan=plan), state_dict_type=layout)
         accelerator = OSDPAccelerator(fsdp_plugin=plugin, gradient_accumulation_steps=accumulation)
     else:
@@ -151,18 +176,23 @@ def test_an_accelerate_loop_goes_on_on_other_numbers_of_ranks_and_from_plain_acc
     four = run_ranks(looped, 4, folder, [("i", "j", SHARDED, 3, 2)], init=False)[0]
     assert first[0] + two[0] + alone[0] + four[0] == pytest.approx(want, abs=1e-12)
     (tmp_path / "d" / "custom_checkpoint_0.pkl").unlink()
-    with pytest.raises(Exception, match=r"d is damaged: custom_checkpoint_0.pkl is missing; use an earlier checkpoint"):
+    with pytest.raises(
+        Exception, match=r"d is damaged: custom_checkpoint_0.pkl is missing; use an earlier checkpoint"
+    ):
         looped(folder, [("d", "f", WHOLE, 4, 1)])
 
 
 def exchanged(folder: str) -> dict[str, float]:
-    """Our checkpoints read by Accelerate's functions for FSDP2, and theirs by ours: the worst difference of weights and states."""
+    """Our checkpoints read by Accelerate's functions for FSDP2, and theirs by ours: the worst difference of weights
+    and states.
+    """
     errors, rank = {}, dist.get_rank()
     PartialState(cpu=True)  # Accelerate's logger asks for it
     for layout in (SHARDED, WHOLE):
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=layout)
         accelerator = SimpleNamespace(
-            process_index=rank, num_processes=2, is_fsdp2=True, is_main_process=rank == 0, wait_for_everyone=dist.barrier
+            process_index=rank, num_processes=2, is_fsdp2=True, is_main_process=rank == 0,
+            wait_for_everyone=dist.barrier
         )  # fmt: skip
         ours, theirs = Path(folder) / f"ours-{layout}", Path(folder) / f"theirs-{layout}"
         if rank == 0:
@@ -212,7 +242,9 @@ def difference(model, optimizer, other, its) -> float:
     state, states = full_optimizer_state_dict(model, optimizer), full_optimizer_state_dict(other, its)
     if dist.get_rank():
         return 0.0
-    assert [group["params"] for group in state["param_groups"]] == [group["params"] for group in states["param_groups"]]
+    assert [group["params"] for group in state["param_groups"]] == [
+        group["params"] for group in states["param_groups"]
+    ]
     flat = [{f"{n}.{k}": v for n, own in each["state"].items() for k, v in own.items()} for each in (state, states)]
     return max(worst(weights, others), worst(*flat))
 

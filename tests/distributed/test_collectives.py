@@ -1,4 +1,6 @@
-"""Collectives of our own: every byte where it belongs, whatever the dtype, the number of nodes, and how they are issued."""
+"""Collectives of our own: every byte where it belongs, whatever the dtype, the number of nodes, and how they are
+issued.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,10 @@ def shard(rank: int, dtype: torch.dtype) -> torch.Tensor:
 def scattered(scatter, dtype: torch.dtype, op: str) -> float:
     """Largest difference from the sum or mean of all ranks' inputs, against one that is exact."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    inputs = [torch.rand(world * NUMEL, generator=torch.Generator().manual_seed(r), dtype=torch.float64).to(dtype) for r in range(world)]
+    inputs = [
+        torch.rand(world * NUMEL, generator=torch.Generator().manual_seed(r), dtype=torch.float64).to(dtype)
+        for r in range(world)
+    ]
     output = torch.empty(NUMEL, dtype=dtype)
     assert scatter(output, inputs[rank].clone(), dist.group.WORLD, OPS[op]) is None, "FSDP2 waits for nothing"
     exact = sum(value.double() for value in inputs).view(world, NUMEL)[rank] / (1 if op == "sum" else world)
@@ -58,7 +63,8 @@ def scattered(scatter, dtype: torch.dtype, op: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "world_size", [pytest.param(4, marks=pytest.mark.on_ranks(nodes=2)), pytest.param(6, marks=pytest.mark.on_ranks(nodes=3))]
+    "world_size",
+    [pytest.param(4, marks=pytest.mark.on_ranks(nodes=2)), pytest.param(6, marks=pytest.mark.on_ranks(nodes=3))],
 )
 def test_two_stages_and_one_put_every_byte_in_its_place_and_tell_their_begin_and_end(world_size):
     topology, rank = find_topology(), dist.get_rank()
@@ -83,9 +89,18 @@ def test_two_stages_and_one_put_every_byte_in_its_place_and_tell_their_begin_and
                 for op in OPS if dtype in TOLERANCE else ():
                     assert scattered(scatter, dtype, op) < TOLERANCE[dtype], (name, dtype, op)
         for dtype, op in product(TOLERANCE, OPS):
-            assert scattered(TransportReduceScatter(TRANSPORTS["in place"]()), dtype, op) < TOLERANCE[dtype], ("one stage", dtype, op)
+            assert scattered(TransportReduceScatter(TRANSPORTS["in place"]()), dtype, op) < TOLERANCE[dtype], (
+                "one stage",
+                dtype,
+                op,
+            )
     assert heard[:2] == [("two_stage_all_gather", world_size, world_size * NUMEL * 8), ("end", 0, 0)]
-    assert {name for name, _, _ in heard} == {"two_stage_all_gather", "two_stage_reduce_scatter", "reduce_scatter", "end"}
+    assert {name for name, _, _ in heard} == {
+        "two_stage_all_gather",
+        "two_stage_reduce_scatter",
+        "reduce_scatter",
+        "end",
+    }
 
 
 def test_stages_of_half_the_world_are_given_back_with_the_plan():
@@ -93,15 +108,21 @@ def test_stages_of_half_the_world_are_given_back_with_the_plan():
 
     def plan(*layouts: tuple[int, int]) -> Plan:
         units = tuple(
-            UnitDecision(fqn=f"u{i}", shard_size=g, stage_size=stage, reshard_after_forward=True) for i, (g, stage) in enumerate(layouts)
+            UnitDecision(fqn=f"u{i}", shard_size=g, stage_size=stage, reshard_after_forward=True)
+            for i, (g, stage) in enumerate(layouts)
         )
-        return Plan(world_size=8, strategy="osdp", units=units, micro_batch_size=1, accumulation_steps=1, model_fingerprint="")
+        return Plan(
+            world_size=8, strategy="osdp", units=units, micro_batch_size=1, accumulation_steps=1, model_fingerprint=""
+        )
 
     with fake_process_group(8):
         meshes = Meshes("cpu")
         meshes.prepare(plan((4, 2), (8, 2), (1, 1)))
         stages = meshes.stages(4, 2)
-        assert (dist.get_process_group_ranks(stages.between), dist.get_process_group_ranks(stages.within)) == ([0, 2], [0, 1])
+        assert (dist.get_process_group_ranks(stages.between), dist.get_process_group_ranks(stages.within)) == (
+            [0, 2],
+            [0, 1],
+        )
         assert meshes.stages(8, 2).within is stages.within, "both layouts have the same groups inside a node"
         before = len(dist.distributed_c10d._world.pg_map)
         meshes.keep(plan((8, 1)))

@@ -19,20 +19,30 @@ CASES = {
         f"gpt2-{layout}-accumulate-{name}": {
             "model_name": "gpt2", "layout": layout, "accumulation_steps": 2, "reduce_every_micro_step": reduce,
         }
-        for layout in ("zero3", "everything") for name, reduce in (("reduce", True), ("hold", False), ("by_unit", None))
+        for layout in ("zero3", "everything") for name, reduce in (("reduce", True), ("hold", False),
+                                                                   ("by_unit", None))
     },
-    **{f"gpt2-{layout}-async": {"model_name": "gpt2", "layout": layout, "async_gathers": True} for layout in ("two_stage", "mixed")},
-    **{f"{model}-mixed-checkpointing": {"model_name": model, "layout": "mixed", "checkpointing": True} for model in ("gpt2", "llama")},
+    **{f"gpt2-{layout}-async": {"model_name": "gpt2", "layout": layout,
+                                "async_gathers": True} for layout in ("two_stage", "mixed")},
+    **{f"{model}-mixed-checkpointing": {"model_name": model, "layout": "mixed",
+                                        "checkpointing": True} for model in ("gpt2", "llama")},
 }  # fmt: skip
 
 EVERYDAY = {
-    *(f"gpt2-{layout}" for layout in LAYOUTS if layout not in ("compiled", "mixed")), *(f"{model}-everything" for model in MODELS),
+    *(f"gpt2-{layout}" for layout in LAYOUTS if layout not in ("compiled", "mixed")),
+    *(f"{model}-everything" for model in MODELS),
     "gpt2-zero3-accumulate-hold", "gpt2-everything-accumulate-by_unit", "gpt2-mixed-async", "gpt2-mixed-checkpointing",
 }  # fmt: skip
-"""Every layout, model and option once; the other cases combine them anew and are slow. By unit, some reduce and some hold."""
+"""Every layout, model and option once; the other cases combine them anew and are slow.
+
+By unit, some reduce and some hold.
+"""
 
 # Two ranks know fewer layouts (half of them is one rank, which replicates), and show little that four do not.
-NAMES = {4: tuple(CASES), 2: tuple(name for name in CASES if "everything" in name or "compiled" in name or name.startswith("bert"))}
+NAMES = {
+    4: tuple(CASES),
+    2: tuple(name for name in CASES if "everything" in name or "compiled" in name or name.startswith("bert")),
+}
 IS_SLOW = {(world_size, name): name not in EVERYDAY for world_size, names in NAMES.items() for name in names}
 IS_SLOW[2, "gpt2-compiled"] = False  # four ranks take longer to generate code
 
@@ -57,7 +67,8 @@ def results(world_size: int, slow: bool) -> dict[str, Trained]:
 
 
 @pytest.mark.parametrize(
-    "world_size, name", [pytest.param(*case, marks=[pytest.mark.slow] if slow else []) for case, slow in IS_SLOW.items()]
+    "world_size, name",
+    [pytest.param(*case, marks=[pytest.mark.slow] if slow else []) for case, slow in IS_SLOW.items()],
 )
 def test_training_equals_one_process(world_size, name):
     case = CASES[name]

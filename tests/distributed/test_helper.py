@@ -66,7 +66,13 @@ def test_results_come_in_rank_order():
     [
         (_fail_on, 1, "the reason", 1, "KeyError"),
         (_die_on, 1, "signal 9", 1, "died"),
-        (_run_out_of_time_on_0, False, "_run_out_of_time_on_0", 0, "timeout"),  # not what rank 1 raises for losing the other
+        (
+            _run_out_of_time_on_0,
+            False,
+            "_run_out_of_time_on_0",
+            0,
+            "timeout",
+        ),  # not what rank 1 raises for losing the other
         (_run_out_of_time_on_0, True, "the reason", 1, "KeyError"),
     ],
 )
@@ -80,7 +86,10 @@ def test_a_hanging_rank_is_ended_with_its_children_and_shows_its_stack():
     with pytest.raises(RankFailure, match="_hang_on") as caught:
         run_ranks(_hang_on, 2, 0, os.getpid(), timeout_s=3)
     assert caught.value.error_type == "timeout"
-    assert f"sleep(77) or {os.getpid()}" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert (
+        f"sleep(77) or {os.getpid()}"
+        not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    )
 
 
 def test_the_function_may_form_the_group_itself():
@@ -103,7 +112,9 @@ def _one_gpu() -> tuple[str, ...]:
 def test_ranks_on_one_gpu_are_new_processes_that_nccl_takes_for_machines(monkeypatch):
     """Without a GPU they meet on gloo."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert run_ranks(_one_gpu, 2, init=False, one_gpu=True) == [("0", f"rank-{rank}", "lo", "1", "", "2.0") for rank in range(2)]
+    assert run_ranks(_one_gpu, 2, init=False, one_gpu=True) == [
+        ("0", f"rank-{rank}", "lo", "1", "", "2.0") for rank in range(2)
+    ]
 
 
 def test_a_rank_on_one_gpu_that_fails_is_told(monkeypatch):

@@ -1,4 +1,7 @@
-"""Units on the host against one process, in float64. On the CPU FSDP2's offload moves nothing; all that surrounds it runs."""
+"""Units on the host against one process, in float64.
+
+On the CPU FSDP2's offload moves nothing; all that surrounds it runs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,12 @@ from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.apply import apply_plan, read_back, verify_applied
 from hf_osdp.sharding.environment import host_parameters
 from hf_osdp.sharding.optimizer_steps import parameter_names, rebind_parameters, step_by_device
-from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
+from hf_osdp.sharding.state import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
 from tests.helpers.checkpointed import worst
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
@@ -29,7 +37,9 @@ worlds = pytest.mark.parametrize("world_size", [1, 2])
 
 def with_host(plan: Plan, *, every: int = 2) -> Plan:
     """Each `every`-th unit on the host."""
-    return replace(plan, units=tuple(replace(unit, on_host=index % every == 0) for index, unit in enumerate(plan.units)))
+    return replace(
+        plan, units=tuple(replace(unit, on_host=index % every == 0) for index, unit in enumerate(plan.units))
+    )
 
 
 def offloaded(layout: str = "mixed", *, every: int = 2, seed: int = 0, name: str = "gpt2", **options: Any):
@@ -41,7 +51,9 @@ def offloaded(layout: str = "mixed", *, every: int = 2, seed: int = 0, name: str
     return model, plan, units
 
 
-def stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, *, part: int = 0, parts: int = 1) -> None:
+def stepped(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, *, part: int = 0, parts: int = 1
+) -> None:
     tiny_loss(model, tiny_batch(step, part=part, parts=parts)).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -57,13 +69,18 @@ def test_units_on_host_train_as_one_process(world_size):
     for name, k, every in (("gpt2", 1, 2), ("gpt2", 2, 1), ("llama", 2, 3)):
         model, plan, _ = offloaded(name=name, every=every, accumulation_steps=k, reduce_every_micro_step=k != 2)
         reference = lambda name=name, k=k: train_alone(name, accumulation_steps=k * world_size)  # noqa: E731
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # fused, torch does not take plain parameters beside sharded ones
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=1e-3
+        )  # fused, torch does not take plain parameters beside sharded ones
         assert_trained_alike(train_sharded(model, plan, optimizer=optimizer), reference)
 
 
 def two_groups(model: torch.nn.Module, options: dict[str, Any]):
     matrices, others = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
-    groups = [{"params": matrices, "weight_decay": 0.1, "lr": 1e-3}, {"params": others, "weight_decay": 0.0, "lr": 2e-3}]
+    groups = [
+        {"params": matrices, "weight_decay": 0.1, "lr": 1e-3},
+        {"params": others, "weight_decay": 0.0, "lr": 2e-3},
+    ]
     optimizer = torch.optim.AdamW(groups, **options)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: HALVING**step)
 
@@ -111,7 +128,9 @@ def test_whole_states_go_over_to_another_plan(world_size):
     ours, theirs = full_state_dict(first), full_state_dict(second)
     assert dist.get_rank() or worst(ours, theirs) < 1e-12
     without = {name: value for name, value in weights.items() if "ln_f" not in name}
-    with pytest.raises(RuntimeError, match=r"2 missing \['transformer.ln_f.weight', 'transformer.ln_f.bias'\], 0 unexpected"):
+    with pytest.raises(
+        RuntimeError, match=r"2 missing \['transformer.ln_f.weight', 'transformer.ln_f.bias'\], 0 unexpected"
+    ):
         load_full_state_dict(second, without)
     with pytest.raises(RuntimeError, match=r"has shape \(2, 2\), but the model.s has \(61, 20\)"):
         load_full_state_dict(second, {**weights, "lm_head.weight": torch.zeros(2, 2)})

@@ -1,4 +1,6 @@
-"""Optimizer states on the host: the same training as in one process, checkpoints over worlds, and what does not go with it refused."""
+"""Optimizer states on the host: the same training as in one process, checkpoints over worlds, and what does not go
+with it refused.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ STEPS = 3
 
 def gpt2() -> torch.nn.Module:
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=61, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    config = GPT2Config(
+        n_layer=2, n_embd=32, n_head=4, vocab_size=61, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
     return GPT2LMHeadModel(config).double().train()
 
 
@@ -45,7 +49,9 @@ def planned(model: torch.nn.Module, layout: str) -> Plan:
     return replace(plan, units=units, accumulation_steps=1, micro_batch_size=1)
 
 
-def train(layout: str | None, kind: str = "AdamW", frozen: str = "", package: str = "torch.optim") -> dict[str, torch.Tensor]:
+def train(
+    layout: str | None, kind: str = "AdamW", frozen: str = "", package: str = "torch.optim"
+) -> dict[str, torch.Tensor]:
     """Train with a learning rate that changes, under the layout, or in one process as it comes for None."""
     model = gpt2()
     for name, parameter in model.named_parameters():
@@ -56,7 +62,10 @@ def train(layout: str | None, kind: str = "AdamW", frozen: str = "", package: st
         apply_plan(model, plan, units, meshes=Meshes("cpu") if dist.is_initialized() else None)
         rank, parts = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decayed = [{"params": [p for p in trained if p.dim() > 1]}, {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0}]
+    decayed = [
+        {"params": [p for p in trained if p.dim() > 1]},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
     optimizer = getattr(import_module(package), kind)(decayed, lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     if plan is not None:
@@ -95,7 +104,9 @@ def test_units_with_states_on_the_host_train_as_one_process_does(slow):
     cases = [case for case in product(LAYOUTS, KINDS) if (case[0] == "replicate" or case[1] == "NAdam") == slow]
     (found, _) = run_ranks(train_each, 2, cases, timeout_s=300)
     alone = {kind: train(None, kind) for kind in {kind for _, kind in cases}}
-    assert not {case: error for case, weights in found.items() if not (error := worst(weights, alone[case[1]])) < 1e-12}
+    assert not {
+        case: error for case, weights in found.items() if not (error := worst(weights, alone[case[1]])) < 1e-12
+    }
 
 
 def test_those_of_bitsandbytes_do_too():
@@ -149,7 +160,9 @@ def test_optimizers_with_shared_counters_and_several_are_refused():
     class Counts(torch.optim.SGD):
         pass
 
-    with pytest.raises(OSDPError, match=r"Counts may keep state that all its parameters share; set offload_optimizer=False"):
+    with pytest.raises(
+        OSDPError, match=r"Counts may keep state that all its parameters share; set offload_optimizer=False"
+    ):
         bind_optimizer(model, plan, units, [Counts(model.parameters())])
     with pytest.raises(OSDPError, match=r"there are several optimizers"):
         bind_optimizer(model, plan, units, [torch.optim.SGD([p]) for p in model.parameters()])

@@ -64,7 +64,9 @@ def train_loop(accelerator, model, optimizer, batches, clip: bool = True):
         with accelerator.accumulate(model):
             loss = exact_loss(model, batch)
             accelerator.backward(loss)
-            total += accelerator.reduce(loss.detach().double(), "mean").item() / accelerator.gradient_accumulation_steps
+            total += (
+                accelerator.reduce(loss.detach().double(), "mean").item() / accelerator.gradient_accumulation_steps
+            )
             if accelerator.sync_gradients:
                 if clip:
                     norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
@@ -85,7 +87,9 @@ def planned(kind: str, micro: int, reduce: bool, checkpointing: bool = False, fr
     plan = mixed_plan(
         model, world, sequence_length=LENGTH, micro_batch_size=micro, accumulation_steps=accumulation, reduce=reduce
     )  # fmt: skip
-    plugin = OSDPPlugin(osdp=OSDPConfig(plan=plan), activation_checkpointing=checkpointing, cpu_ram_efficient_loading=from_rank_zero)
+    plugin = OSDPPlugin(
+        osdp=OSDPConfig(plan=plan), activation_checkpointing=checkpointing, cpu_ram_efficient_loading=from_rank_zero
+    )
     accelerator = OSDPAccelerator(osdp_plugin=plugin, gradient_accumulation_steps=accumulation)
     loader = DataLoader(tokens()[: GLOBAL_BATCH * STEPS], batch_size=micro)
     model, optimizer, loader = accelerator.prepare(model, new_optimizer(model), loader)
@@ -102,7 +106,9 @@ def test_what_would_wait_or_clip_before_gradients_are_reduced_is_refused():
     with accelerator.accumulate(model):
         accelerator.backward(exact_loss(model, next(iter(loader))))
         for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
-            with pytest.raises(OSDPError, match=r"^Gradients cannot be clipped before the last micro-step reduces them"):
+            with pytest.raises(
+                OSDPError, match=r"^Gradients cannot be clipped before the last micro-step reduces them"
+            ):
                 clip(model.parameters(), 1.0)
     with pytest.raises(ValueError, match=r"^join_uneven_inputs cannot run with a sharded model"):
         accelerator.join_uneven_inputs([model], even_batches=False)
@@ -134,7 +140,10 @@ def test_loop_equals_one_process(world_size):
 
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    slow_but([("FULL_STATE_DICT", "fp16"), ("SHARDED_STATE_DICT", "no"), ("FULL_STATE_DICT", "bf16")], daily=[("FULL_STATE_DICT", "fp16")]),
+    slow_but(
+        [("FULL_STATE_DICT", "fp16"), ("SHARDED_STATE_DICT", "no"), ("FULL_STATE_DICT", "bf16")],
+        daily=[("FULL_STATE_DICT", "fp16")],
+    ),
 )
 @pytest.mark.on_ranks(2, init=False)
 def test_saved_state_goes_on_exactly(tmp_path, layout, precision):
@@ -153,7 +162,9 @@ def test_saved_state_goes_on_exactly(tmp_path, layout, precision):
     accelerator.save_model(model, tmp_path / "weights")
     weights = accelerator.get_state_dict(model)
     unwrapped = accelerator.unwrap_model(model)
-    unwrapped.save_pretrained(tmp_path / "pretrained", state_dict=dict(weights), is_main_process=accelerator.is_main_process)
+    unwrapped.save_pretrained(
+        tmp_path / "pretrained", state_dict=dict(weights), is_main_process=accelerator.is_main_process
+    )
     accelerator.wait_for_everyone()
     for folder in ("weights", "pretrained") if accelerator.is_main_process else ():
         saved = load_file(tmp_path / folder / "model.safetensors")
@@ -172,7 +183,9 @@ def test_planner_chooses_the_batch_size():
     model = tiny_model(dtype=torch.float32)
     optimizer = new_optimizer(model)
     plan = accelerator.plan(model, sequence_length=LENGTH, global_batch_size=GLOBAL_BATCH, optimizer=optimizer)
-    assert plan.global_batch_size == GLOBAL_BATCH and accelerator.gradient_accumulation_steps == plan.accumulation_steps
+    assert (
+        plan.global_batch_size == GLOBAL_BATCH and accelerator.gradient_accumulation_steps == plan.accumulation_steps
+    )
     assert accelerator.gradient_state.plugin_kwargs["sync_each_batch"] is False
     loader = DataLoader(tokens(), batch_size=plan.micro_batch_size)
     other = DataLoader(tokens(), batch_size=plan.micro_batch_size + 1)  # for evaluation, in batches of another size
@@ -214,18 +227,24 @@ def prepare(loader: bool = True, optimizer_of=None, **changes) -> None:
 def prepare_another_batch_size() -> None:
     """The loader for training does not match the plan; the one for evaluation, which does, does not help."""
     model = tiny_model()
-    accelerator = OSDPAccelerator(osdp=OSDPConfig(hardware=preset("cpu", devices_per_node=2), compare=False, micro_batch_size=4))
+    accelerator = OSDPAccelerator(
+        osdp=OSDPConfig(hardware=preset("cpu", devices_per_node=2), compare=False, micro_batch_size=4)
+    )
     accelerator.plan(model, sequence_length=LENGTH, global_batch_size=8)
-    accelerator.prepare(model, new_optimizer(model), DataLoader(tokens(), batch_size=3), DataLoader(tokens(), batch_size=4))
+    accelerator.prepare(
+        model, new_optimizer(model), DataLoader(tokens(), batch_size=3), DataLoader(tokens(), batch_size=4)
+    )
 
 
 @pytest.mark.on_ranks(2, init=False)
 def test_what_cannot_run_is_refused_in_one_line():
     for part, do in {
         "Both osdp and fsdp_plugin": lambda: OSDPAccelerator(osdp=OSDPConfig(), fsdp_plugin=OSDPPlugin()),
-        "Both osdp_plugin and fsdp_plugin": lambda: OSDPAccelerator(osdp_plugin=OSDPPlugin(), fsdp_plugin=OSDPPlugin()),
+        "Both osdp_plugin and fsdp_plugin": lambda: OSDPAccelerator(
+            osdp_plugin=OSDPPlugin(), fsdp_plugin=OSDPPlugin()
+        ),
         "needs an OSDPPlugin": lambda: OSDPAccelerator(fsdp_plugin=object()),
-        "first DataLoader gives 3; use batch_size=4 for training, and give that DataLoader first": prepare_another_batch_size,
+        "first DataLoader gives 3; use batch_size=4 for training, and give that DataLoader first": prepare_another_batch_size,  # noqa: E501
         "sequence length is not known": lambda: prepare(loader=False),
         "batch size is not known": lambda: prepare(loader=False, sequence_length=LENGTH),
         "micro_batch_size=3, but the DataLoader": lambda: prepare(micro_batch_size=3),

@@ -38,8 +38,10 @@ def tokens(count: int = 64) -> list[dict[str, torch.Tensor]]:
 
 def arguments(folder: str, **changes: object) -> TrainingArguments:
     options = dict(
-        output_dir=folder, max_steps=STEPS, logging_steps=1, learning_rate=1e-2, max_grad_norm=1.0, use_cpu=True, report_to="none",
-        disable_tqdm=True, save_strategy="no", seed=5, optim="adamw_torch", lr_scheduler_type="linear", weight_decay=0.1, adam_epsilon=1e-5,
+        output_dir=folder, max_steps=STEPS, logging_steps=1, learning_rate=1e-2, max_grad_norm=1.0, use_cpu=True,
+        report_to="none",
+        disable_tqdm=True, save_strategy="no", seed=5, optim="adamw_torch", lr_scheduler_type="linear",
+        weight_decay=0.1, adam_epsilon=1e-5,
     )  # fmt: skip
     return TrainingArguments(**{**options, **changes})
 
@@ -91,7 +93,9 @@ def assert_close(got: dict[str, list[float]], want: dict[str, list[float]], tole
 def trained_and_resumed_as_stock(
     build: Callable[..., torch.nn.Module], args: TrainingArguments, stock: dict[str, list[float]]
 ) -> PlannedTrainer:
-    """Train by a plan of unlike layouts, then again from the checkpoint of step 2, whose states are rounded once more."""
+    """Train by a plan of unlike layouts, then again from the checkpoint of step 2, whose states are rounded once
+    more.
+    """
     plan = mixed_plan(build(), 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
     trainer = PlannedTrainer(model=build(seed=0), args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
     trainer.train()
@@ -103,7 +107,9 @@ def trained_and_resumed_as_stock(
 
 
 def train_one_process(folder: str):
-    trainer = StockTrainer(model=tiny_model(), args=arguments(folder, per_device_train_batch_size=GLOBAL_BATCH), train_dataset=tokens())
+    trainer = StockTrainer(
+        model=tiny_model(), args=arguments(folder, per_device_train_batch_size=GLOBAL_BATCH), train_dataset=tokens()
+    )
     trainer.train()
     return history(trainer), {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
 
@@ -118,7 +124,9 @@ def alone(tmp_path_factory) -> tuple[dict[str, list[float]], dict[str, torch.Ten
 @pytest.mark.on_ranks(2, init=False)
 def test_planned_trainer_equals_one_process(tmp_path, alone, reduce):
     model = tiny_model(seed=launched_rank())
-    plan = mixed_plan(model, 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=GLOBAL_BATCH // 4, reduce=reduce)
+    plan = mixed_plan(
+        model, 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=GLOBAL_BATCH // 4, reduce=reduce
+    )
     args = arguments(str(tmp_path), per_device_train_batch_size=GLOBAL_BATCH // 2)
     trainer = PlannedTrainer(model=model, args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
     assert args.per_device_train_batch_size == GLOBAL_BATCH // 2, "the caller's arguments were changed"
@@ -130,7 +138,9 @@ def test_planned_trainer_equals_one_process(tmp_path, alone, reduce):
         assert worst(state, alone[1]) <= 1e-12 and json.loads((tmp_path / "osdp_report.json").read_text())
 
 
-def in_float32(folder: Path, kind: type[transformers.Trainer] = PlannedTrainer, seed: int = 0, **options: object) -> transformers.Trainer:
+def in_float32(
+    folder: Path, kind: type[transformers.Trainer] = PlannedTrainer, seed: int = 0, **options: object
+) -> transformers.Trainer:
     """A Trainer under a mixed plan."""
     model = tiny_model(dtype=torch.float32, seed=seed)
     plan = mixed_plan(model, 2, sequence_length=LENGTH, micro_batch_size=4, accumulation_steps=1, reduce=True)
@@ -141,7 +151,8 @@ def in_float32(folder: Path, kind: type[transformers.Trainer] = PlannedTrainer, 
 @pytest.mark.parametrize(
     ("layout", "precision"),
     slow_but(
-        [("FULL_STATE_DICT", ""), ("SHARDED_STATE_DICT", "bf16"), ("FULL_STATE_DICT", "fp16")], daily=[("SHARDED_STATE_DICT", "bf16")]
+        [("FULL_STATE_DICT", ""), ("SHARDED_STATE_DICT", "bf16"), ("FULL_STATE_DICT", "fp16")],
+        daily=[("SHARDED_STATE_DICT", "bf16")],
     ),
 )
 @pytest.mark.on_ranks(2, init=False)
@@ -163,7 +174,9 @@ def test_trainer_resumes_exactly_and_saves_float32_under_hugging_face_names(tmp_
     assert rest["loss"] == whole["loss"][3:] and rest["grad_norm"][-2:] == whole["grad_norm"][3:]
     if dist.get_rank() == 0:
         saved = load_file(tmp_path / "final" / "model.safetensors")
-        assert {value.dtype for value in saved.values()} == {torch.float32} and all(name.startswith("transformer.") for name in saved)
+        assert {value.dtype for value in saved.values()} == {torch.float32} and all(
+            name.startswith("transformer.") for name in saved
+        )
         model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "final", output_loading_info=True)
         assert not report["missing_keys"] and not report["unexpected_keys"] and worst(model.state_dict(), state) == 0
 
@@ -176,7 +189,9 @@ class Overflowing(PlannedTrainer):
         return loss * float("inf") if self.state.global_step == 2 and dist.get_rank() == 1 else loss
 
     def training_step(self, *args, **kwargs):
-        self.__dict__.setdefault("skipped", []).append(self.accelerator.optimizer_step_was_skipped)  # of the step before
+        self.__dict__.setdefault("skipped", []).append(
+            self.accelerator.optimizer_step_was_skipped
+        )  # of the step before
         return super().training_step(*args, **kwargs)
 
 
@@ -226,15 +241,24 @@ def test_wrong_world_and_forgotten_cpu_are_refused_before_anything_is_written(tm
     plan = mixed_plan(tiny_model(), 4, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=1, reduce=True)
     if not torch.cuda.is_available():  # processes would not see each other
         with pytest.raises(ValueError, match="use_cpu=True"):
-            Trainer(model=tiny_model(), args=arguments(str(tmp_path / "out"), use_cpu=False), train_dataset=tokens(), osdp=True)
+            Trainer(
+                model=tiny_model(),
+                args=arguments(str(tmp_path / "out"), use_cpu=False),
+                train_dataset=tokens(),
+                osdp=True,
+            )
     args = arguments(str(tmp_path / "out"), per_device_train_batch_size=4)
     with pytest.raises(PlanError, match="The plan is for 4 processes, but 2 are running"):
         Trainer(model=tiny_model(), args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=plan))
     assert not (tmp_path / "out").exists()
 
 
-def train_without_osdp(kind: type[transformers.Trainer], folder: str, **options: object) -> tuple[str, dict[str, list[float]]]:
-    trainer = kind(model=tiny_model(), args=arguments(folder, per_device_train_batch_size=4), train_dataset=tokens(), **options)
+def train_without_osdp(
+    kind: type[transformers.Trainer], folder: str, **options: object
+) -> tuple[str, dict[str, list[float]]]:
+    trainer = kind(
+        model=tiny_model(), args=arguments(folder, per_device_train_batch_size=4), train_dataset=tokens(), **options
+    )
     trainer.train()
     assert not (Path(folder) / "osdp_report.json").exists() and getattr(trainer, "plan", None) is None
     return type(trainer.accelerator).__name__, history(trainer)

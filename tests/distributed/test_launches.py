@@ -22,7 +22,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 from hf_osdp import OptimalShardedDataParallel, OSDPAccelerator
 
 set_seed(0)
-model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=61, n_positions=16, bos_token_id=0, eos_token_id=0))
+model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=61, n_positions=16, bos_token_id=0,
+                                   eos_token_id=0))
 tokens = torch.randint(0, 61, (1, 16)).expand(64, -1)
 losses = []
 if "ACCELERATE_USE_FSDP" in os.environ:
@@ -90,7 +91,12 @@ def test_the_batch_file_trains(folder):
     batch = commands_of_page()[2]
     assert "IFNAME=ib0" in batch
     batch = batch.replace("=ib0", "=lo").replace("% 10000", "% 50000")
-    slurm = {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": str(int(free_port()) - 20000)}
+    slurm = {
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_JOB_ID": str(int(free_port()) - 20000),
+    }
     done = run_program(["bash", "-c", batch], cwd=folder, PATH=path_of(folder), **slurm)
     assert done.returncode == 0, ends_of(done.stderr)
     check_trained(folder)
@@ -102,7 +108,11 @@ def test_torchrun_trains(folder):
     assert len(commands) == 2 and "--node-rank 0" in commands[0] and "--node-rank 1" in commands[1]
     port, env, machines = free_port(), environment(PATH=path_of(folder)), []
     for command in commands:
-        command = command.replace("10.0.0.1", "127.0.0.1").replace("29500", port).replace("--nproc-per-node 8", "--nproc-per-node 2")
+        command = (
+            command.replace("10.0.0.1", "127.0.0.1")
+            .replace("29500", port)
+            .replace("--nproc-per-node 8", "--nproc-per-node 2")
+        )
         machines.append(subprocess.Popen(shlex.split(command), cwd=folder, env=env, stderr=subprocess.PIPE, text=True))
     try:
         errors = [machine.communicate(timeout=240)[1] for machine in machines]

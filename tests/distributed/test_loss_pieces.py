@@ -70,22 +70,29 @@ def test_loss_in_pieces_trains_as_one_process(cases):
         plan = plan_of(units, WORLD, layout, **options)
         apply_plan(model, plan, units, meshes=meshes)
         verify_applied(model, plan, units)
-        trained = train_sharded(model, plan, loss_of=loss_of, steps=3, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True))
+        trained = train_sharded(
+            model, plan, loss_of=loss_of, steps=3, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+        )
         alone = partial(train_whole, model_of(name), loss_of=loss_of, steps=3, lr=1e-2)
         assert_trained_alike(trained, alone, 1e-9 if layout == "compiled" else 1e-12)
 
 
 @pytest.mark.on_ranks(WORLD, init=False)
 def test_trainer_logs_and_evaluates_as_with_whole_logits(tmp_path):
-    """With micro-steps, labels that do not count, and metrics that read logits in evaluation; the Trainer's loss is in float32."""
+    """With micro-steps, labels that do not count, and metrics that read logits in evaluation; the Trainer's loss is
+    in float32.
+    """
     ids = tiny_batch(0)["input_ids"].repeat(4, 1)
     data = [{"input_ids": row, "labels": row.where(row > turn, -100)} for turn, row in enumerate(ids)]
     found = []
     for pieces in (1, 5):
         model = tiny_model("llama", layers=LAYERS)
-        plan = mixed_plan(model, WORLD, sequence_length=SEQUENCE_LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
+        plan = mixed_plan(
+            model, WORLD, sequence_length=SEQUENCE_LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True
+        )
         args = TrainingArguments(
-            str(tmp_path / str(pieces)), per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=1e-2, logging_steps=1,
+            str(tmp_path / str(pieces)), per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            learning_rate=1e-2, logging_steps=1,
             use_cpu=True, report_to=[], seed=1, save_strategy="no", max_steps=3,
         )  # fmt: skip
         trainer = Trainer(

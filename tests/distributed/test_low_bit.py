@@ -1,4 +1,6 @@
-"""torchao's optimizers with quantized states under a plan: memory, training against one process, checkpoints over plans and worlds."""
+"""torchao's optimizers with quantized states under a plan: memory, training against one process, checkpoints over
+plans and worlds.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,10 @@ def made(kind: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize(
     ("kind", "width"),
-    [("AdamW8bit", WIDTH), *(pytest.param(kind, ODD_WIDTH, marks=pytest.mark.slow) for kind in ("AdamWFp8", "AdamW4bit"))],
+    [
+        ("AdamW8bit", WIDTH),
+        *(pytest.param(kind, ODD_WIDTH, marks=pytest.mark.slow) for kind in ("AdamWFp8", "AdamW4bit")),
+    ],
 )
 def test_states_take_the_bytes_that_are_planned_on_the_rank_that_has_most(kind, width):
     ranks = run_ranks(held, 2, made, kind, width, "mixed", timeout_s=300)
@@ -66,9 +71,13 @@ def test_states_take_the_bytes_that_are_planned_on_the_rank_that_has_most(kind, 
     assert quantized < 0.5, "most states are quantized"
 
 
-@pytest.mark.parametrize("kind", ["AdamWFp8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("AdamW8bit", "AdamW4bit"))])
+@pytest.mark.parametrize(
+    "kind", ["AdamWFp8", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("AdamW8bit", "AdamW4bit"))]
+)
 def test_training_goes_on_over_plans_worlds_and_slices_as_in_one_process(tmp_path, kind):
-    """Where blocks lie inside shards a sharded run quantizes as one process does; a checkpoint rounds once more, but for Fp8."""
+    """Where blocks lie inside shards a sharded run quantizes as one process does; a checkpoint rounds once more,
+    but for Fp8.
+    """
     (first, _), _ = run_ranks(chain, 2, made, kind, WIDTH, str(tmp_path), "mixed", 1, True, 0, timeout_s=300)
     if kind != "AdamW4bit":  # whose blocks of 128 fill an embedding that is too small in shards
         assert worst(first, alone(made, kind, WIDTH, 2)) < 1e-6
@@ -79,7 +88,10 @@ def test_training_goes_on_over_plans_worlds_and_slices_as_in_one_process(tmp_pat
         assert worst(weights, one) < 1e-6
     else:
         assert apart(weights, one) < apart(alone(made, "AdamW", WIDTH, 6), one), "less than quantizing itself changes"
-    assert {state.dtype for own in states.values() for state in own.values() if state.dim()} == {torch.float32, torch.float64}
+    assert {state.dtype for own in states.values() for state in own.values() if state.dim()} == {
+        torch.float32,
+        torch.float64,
+    }
     (_, exact), _ = run_ranks(chain, 2, made, "AdamW", WIDTH, str(tmp_path), "zero2", 1, True, 6, timeout_s=300)
     assert states.keys() == exact.keys() and Path(tmp_path / "8").is_dir(), "AdamW goes on from it"
 
@@ -105,7 +117,9 @@ def stance(request) -> str:
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory, stance) -> dict[str, list[float]]:
-    trainer = StockTrainer(model=gpt2(WIDTH), args=trainer_arguments(tmp_path_factory.mktemp("one"), 8), train_dataset=tokens())
+    trainer = StockTrainer(
+        model=gpt2(WIDTH), args=trainer_arguments(tmp_path_factory.mktemp("one"), 8), train_dataset=tokens()
+    )
     with torch.compiler.set_stance(stance):
         trainer.train()
     return history(trainer)
@@ -120,19 +134,27 @@ def test_trainer_with_adamw_torch_8bit_equals_the_stock_one(tmp_path, stock, sta
     args = trainer_arguments(tmp_path, 4, save_strategy="steps", save_steps=2)
     with torch.compiler.set_stance(stance):
         trainer = trained_and_resumed_as_stock(partial(gpt2, WIDTH), args, stock)
-    assert any(type(value).__name__ == "OptimState8bit" for states in trainer.optimizer.state.values() for value in states.values())
+    assert any(
+        type(value).__name__ == "OptimState8bit"
+        for states in trainer.optimizer.state.values()
+        for value in states.values()
+    )
 
 
 def test_trainer_name_states_and_host_are_known_before_a_run():
     eight = spec_of_trainer_name("adamw_torch_8bit", device_type="cuda")
     assert eight == spec_of_optimizer(torchao.AdamW8bit([nn.Parameter(torch.ones(2))]), device_type="cuda")
     four = spec_of_trainer_name("adamw_torch_4bit", device_type="cuda")
-    made = torchao.AdamW4bit([nn.Parameter(torch.ones(2))], block_size=256)  # transformers' size, where torchao has 128
+    made = torchao.AdamW4bit(
+        [nn.Parameter(torch.ones(2))], block_size=256
+    )  # transformers' size, where torchao has 128
     assert four == spec_of_optimizer(made, device_type="cuda") and four.formats[0].bytes_per_element == 0.5 + 4 / 256
     check_optimizer(made)
     facts = RunFacts(world_size=2, device_type="cuda", precision=Precision(), optimizer=eight)
     assert training_job(OSDPConfig(global_batch_size=2), facts).host_offload is False
-    with pytest.raises(ValueError, match=r"plain tensors, and adamw8bit's are quantized; leave the offload out, or use AdamW"):
+    with pytest.raises(
+        ValueError, match=r"plain tensors, and adamw8bit's are quantized; leave the offload out, or use AdamW"
+    ):
         training_job(OSDPConfig(global_batch_size=2, host_offload=True), facts)
 
 
@@ -162,13 +184,17 @@ def test_an_optimizer_made_after_an_evaluation_steps_shards_as_well(tmp_path, st
     plan = mixed_plan(gpt2(WIDTH), 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
     trainer = evaluated_first(str(tmp_path), plan, optim)
     assert_close(history(trainer), stock_after_evaluation, 1e-9)
-    assert not any(isinstance(value, DTensor) for states in trainer.optimizer.state.values() for value in states.values())
+    assert not any(
+        isinstance(value, DTensor) for states in trainer.optimizer.state.values() for value in states.values()
+    )
 
 
 @pytest.mark.on_ranks(2, init=False)
 def test_an_optimizer_made_after_an_evaluation_is_refused_where_shards_do_not_allow_it():
     hardware = preset("cpu", devices_per_node=2)
-    accelerator = OSDPAccelerator(cpu=True, osdp=OSDPConfig(strategy="fsdp", sequence_length=LENGTH, hardware=hardware))
+    accelerator = OSDPAccelerator(
+        cpu=True, osdp=OSDPConfig(strategy="fsdp", sequence_length=LENGTH, hardware=hardware)
+    )
     accelerator.plan(gpt2_model := gpt2(WIDTH), global_batch_size=GLOBAL_BATCH)
     model = accelerator.prepare(gpt2_model)
     with pytest.raises(OSDPError, match="Adafactor is not element-wise: it needs whole parameters"):

@@ -1,4 +1,6 @@
-"""torch's Muon on shards: the training of one process, checkpoints, what a step holds and sends, and plans that shard for it."""
+"""torch's Muon on shards: the training of one process, checkpoints, what a step holds and sends, and plans that
+shard for it.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def model_of(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def muon_of(model: nn.Module, **options) -> torch.optim.Muon:
-    torch.Tensor.bfloat16 = lambda tensor: tensor.to(torch.float64, copy=True)  # products in float64, in a process of the test's own
+    torch.Tensor.bfloat16 = lambda tensor: tensor.to(
+        torch.float64, copy=True
+    )  # products in float64, in a process of the test's own
     return torch.optim.Muon([p for p in model.parameters() if p.requires_grad], lr=1e-2, **options)
 
 
@@ -77,7 +81,9 @@ def planned(model: nn.Module, layout: str, way: str) -> Plan:
     return replace(plan, units=tuple(decisions))
 
 
-def on_shards(layout: str, way: str = "", folder: str = "", start: int = 0, steps: int = 2, **options) -> dict[str, torch.Tensor]:
+def on_shards(
+    layout: str, way: str = "", folder: str = "", start: int = 0, steps: int = 2, **options
+) -> dict[str, torch.Tensor]:
     model = model_of(seed=start)
     plan = planned(model, layout, way)
     optimizer = trained_by_plan(model, plan, lambda: muon_of(model, **options), range(start, start + steps), folder)
@@ -92,7 +98,8 @@ def alone(steps: int, **options) -> dict[str, torch.Tensor]:
 
 
 CASES = [
-    ("zero3", "", {}), ("zero2", "", {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}), ("mixed", "", {"ns_steps": 3}),
+    ("zero3", "", {}), ("zero2", "", {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}),
+    ("mixed", "", {"ns_steps": 3}),
     ("zero3", "states_on_host", {}),
 ]  # fmt: skip
 
@@ -147,7 +154,9 @@ def test_hooks_made_after_the_plan_hold_for_shards_and_closures_are_refused():
         weights = stepped(layout)
         assert dist.get_rank() or worst(weights, stepped(None)) < 1e-12, layout
     for layout in ("zero3", "replicate"):
-        with pytest.raises(OSDPError, match=r"^Muon\.step\(closure\) would step shards by gradients from before the closure"):
+        with pytest.raises(
+            OSDPError, match=r"^Muon\.step\(closure\) would step shards by gradients from before the closure"
+        ):
             stepped(layout, closure=True)
 
 
@@ -161,7 +170,9 @@ def test_checkpoints_go_on_in_one_process_and_in_another_plan(tmp_path):
 @pytest.mark.on_ranks(2)
 def test_rows_that_do_not_divide_and_fewer_than_ranks_are_stepped_by_one_gather_a_matrix():
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 1, bias=False), nn.Linear(1, 6, bias=False)).double()
+    plain = nn.Sequential(
+        nn.Linear(5, 7, bias=False), nn.Linear(7, 1, bias=False), nn.Linear(1, 6, bias=False)
+    ).double()
     model = copy.deepcopy(plain)
     fully_shard(model, mesh=Meshes("cpu").mesh(2))
     optimizers = [muon_of(each, weight_decay=0.5) for each in (model, plain)]
@@ -179,7 +190,10 @@ def test_rows_that_do_not_divide_and_fewer_than_ranks_are_stepped_by_one_gather_
 
 def beside_adamw(model: nn.Module) -> tuple[torch.optim.Muon, torch.optim.AdamW]:
     """Matrices of blocks by Muon, all else by AdamW."""
-    given = [[p for name, p in model.named_parameters() if (".h." in name and p.dim() == 2) is by_muon] for by_muon in (True, False)]
+    given = [
+        [p for name, p in model.named_parameters() if (".h." in name and p.dim() == 2) is by_muon]
+        for by_muon in (True, False)
+    ]
     return torch.optim.Muon(given[0], lr=1e-2), torch.optim.AdamW(given[1], lr=1e-2)
 
 
@@ -209,7 +223,10 @@ def test_step_holds_what_is_estimated(sizes):
     """Beside the module's buffers and the batch, which the step does not bear on."""
     model, batch = model_of(dtype=torch.float32), Batch(micro_batch_size=1, accumulation_steps=1)
     description = describe(model, sequence_length=8)
-    layouts = [UnitLayout(shard_size=sizes[i % len(sizes)], reshard_after_forward=False) for i in range(len(description.units))]
+    layouts = [
+        UnitLayout(shard_size=sizes[i % len(sizes)], reshard_after_forward=False)
+        for i in range(len(description.units))
+    ]
     plan = Plan.of(description, layouts, batch, world_size=2)
     apply_plan(model, plan, description.units, meshes=Meshes("cpu"))
     optimizer = torch.optim.Muon([p for p in model.parameters() if p.requires_grad], lr=1e-2)
@@ -237,12 +254,21 @@ def test_temporaries_of_a_replica_are_those_of_torch(shape):
 
 
 def test_optimizers_beside_muon_are_counted_at_least_and_matrices_by_their_shapes():
-    muon = torch.optim.Muon([nn.Parameter(torch.ones(4, 8)), nn.Parameter(torch.ones(8, 4)), nn.Parameter(torch.ones(4, 8))])
+    muon = torch.optim.Muon(
+        [nn.Parameter(torch.ones(4, 8)), nn.Parameter(torch.ones(8, 4)), nn.Parameter(torch.ones(4, 8))]
+    )
     beside = torch.optim.AdamW([nn.Parameter(torch.ones(8, 8))], foreach=True)
     both = spec_of_optimizers([muon, beside], device_type="cpu")
-    assert (both.states, both.step, both.matrices) == (2, OptimizerStep.FOREACH, ((4, 8), (8, 4))) and not both.needs_whole
+    assert (both.states, both.step, both.matrices) == (
+        2,
+        OptimizerStep.FOREACH,
+        ((4, 8), (8, 4)),
+    ) and not both.needs_whole
     wide, other = (ParameterSpec(name="weight", shape=shape, dtype=DType.FLOAT32) for shape in ((4, 8), (8, 8)))
-    assert both.gathered_bytes(wide, 3) == 2 * 6 * 8 and both.gathered_bytes(wide, 1) == both.gathered_bytes(other, 2) == 0
+    assert (
+        both.gathered_bytes(wide, 3) == 2 * 6 * 8
+        and both.gathered_bytes(wide, 1) == both.gathered_bytes(other, 2) == 0
+    )
     whole = spec_of_optimizers([muon, torch.optim.Adafactor([nn.Parameter(torch.ones(8, 8))])], device_type="cpu")
     assert whole.needs_whole and whole.matrices == both.matrices
     sgd = spec_of_optimizers([muon, torch.optim.SGD([nn.Parameter(torch.ones(8))], lr=0.1)], device_type="cpu")
@@ -253,7 +279,11 @@ def problem_of(limit: int | str, **options) -> PlanningProblem:
     """GPT-2's shape on two devices, with all matrices of blocks trained by Muon."""
     config = GPT2Config(n_layer=4, n_embd=256, n_head=4, n_positions=64, vocab_size=500)
     description = describe(config, sequence_length=16)
-    shapes = tuple(sorted({p.shape for unit in description.units for p in unit.trainable if len(p.shape) == 2 and ".h." in p.name}))
+    shapes = tuple(
+        sorted(
+            {p.shape for unit in description.units for p in unit.trainable if len(p.shape) == 2 and ".h." in p.name}
+        )
+    )
     optimizer = OptimizerSpec(name="muon", states=1, step=OptimizerStep.FOR_LOOP, loop_scratch=0.0, matrices=shapes)
     job = TrainingJob(global_batch_size=2, optimizer=replace(optimizer, **options))
     return problem(description, preset("titan-rtx", devices_per_node=2), job, limit)
@@ -276,9 +306,20 @@ def test_gathers_of_the_step_are_in_its_seconds():
     layouts = [UnitLayout(shard_size=2, reshard_after_forward=False)] * len(exact.description.units)
     batch = Batch(micro_batch_size=1, accumulation_steps=1)
     plain = replace(exact.job, optimizer=replace(exact.job.optimizer, matrices=()))
-    seconds = [estimate_time(exact.description, layouts, exact.hardware, job, batch).total("optimizer_s") for job in (exact.job, plain)]
-    sizes = [2 * p.numel for unit in exact.description.units for p in unit.trainable if p.shape in exact.job.optimizer.matrices]
-    sent = sum(collective_seconds(exact.hardware, Collective.ALL_GATHER, shard_ring(exact.hardware, 2), nbytes) for nbytes in sizes)
+    seconds = [
+        estimate_time(exact.description, layouts, exact.hardware, job, batch).total("optimizer_s")
+        for job in (exact.job, plain)
+    ]
+    sizes = [
+        2 * p.numel
+        for unit in exact.description.units
+        for p in unit.trainable
+        if p.shape in exact.job.optimizer.matrices
+    ]
+    sent = sum(
+        collective_seconds(exact.hardware, Collective.ALL_GATHER, shard_ring(exact.hardware, 2), nbytes)
+        for nbytes in sizes
+    )
     assert len(sizes) == 16 and seconds[0] - seconds[1] == pytest.approx(sent)
     found = search(replace(exact, strategy="fsdp"))
     line = f"The optimizer gathers whole updates of sharded matrices, which takes {format_seconds(sent)} of its time."
@@ -292,7 +333,9 @@ def test_what_muon_cannot_have_is_refused_in_one_line():
     plan = Plan.of(exact.description, layouts, Batch(micro_batch_size=1, accumulation_steps=1), world_size=2)
     check_whole(plan, exact.description, optimizer)
     on_host = replace(plan, units=tuple(replace(unit, on_host=True) for unit in plan.units))
-    with pytest.raises(PlanError, match=r"^muon needs whole parameters, and the plan has .* sharded or on the host; plan again"):
+    with pytest.raises(
+        PlanError, match=r"^muon needs whole parameters, and the plan has .* sharded or on the host; plan again"
+    ):
         check_whole(on_host, exact.description, optimizer)
     facts = RunFacts(world_size=2, device_type="cpu", precision=Precision(), optimizer=optimizer)
     with pytest.raises(ValueError, match=r"^muon needs whole parameters at once, which host and device do not have"):
@@ -300,8 +343,12 @@ def test_what_muon_cannot_have_is_refused_in_one_line():
     assert training_job(OSDPConfig(global_batch_size=2), facts).host_offload is False and not optimizer.takes_slices
 
 
-@pytest.mark.parametrize(("dtype", "nesterov", "whole"), [("bfloat16", False, True), ("bfloat16", True, False), ("float32", False, False)])
+@pytest.mark.parametrize(
+    ("dtype", "nesterov", "whole"), [("bfloat16", False, True), ("bfloat16", True, False), ("float32", False, False)]
+)
 def test_muon_that_overwrites_its_momentum_is_kept_whole(dtype, nesterov, whole):
-    optimizer = torch.optim.Muon([torch.nn.Parameter(torch.ones(24, 8, dtype=getattr(torch, dtype)))], nesterov=nesterov)
+    optimizer = torch.optim.Muon(
+        [torch.nn.Parameter(torch.ones(24, 8, dtype=getattr(torch, dtype)))], nesterov=nesterov
+    )
     spec = spec_of_optimizer(optimizer, device_type="cpu")
     assert (spec.needs_whole, bool(spec.matrices)) == (whole, not whole)

@@ -9,7 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_osdp.distributed.collectives import BackendTransport, TransportAllGather, TransportReduceScatter, unit_collectives
+from hf_osdp.distributed.collectives import (
+    BackendTransport,
+    TransportAllGather,
+    TransportReduceScatter,
+    unit_collectives,
+)
 from hf_osdp.distributed.consensus import on_rank_zero
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.measurement.machine import measure_hardware
@@ -153,7 +158,9 @@ def test_trainer_runs_and_saves(library, tmp_path, recalibrate):
     """It plans by itself and, where asked to, tries its plan; each run's first steps are under the clock."""
     null_works.form(library)
     hardware = preset("cpu", devices_per_node=2)
-    osdp = OSDPConfig(recalibrate=recalibrate, hardware=hardware, memory_limit=LIMIT, operator_splitting=False, compare=False)
+    osdp = OSDPConfig(
+        recalibrate=recalibrate, hardware=hardware, memory_limit=LIMIT, operator_splitting=False, compare=False
+    )
     plan, losses, _, trainer = trained(str(tmp_path), osdp)
     trainer.save_model(str(tmp_path / "last"))
     trials = [trial.observed.collectives for trial in trainer._run.rounds]

@@ -47,7 +47,9 @@ def place(moment: str) -> str:
         case "recompute":
             inner.register_forward_pre_hook(lambda *args: passes.append(1) or (fail() if len(passes) == 2 else None))
         case "gather":
-            model.transformer.h[1].register_forward_pre_hook(lambda *args: setattr(group, "foreach_all_gather", fail), prepend=True)
+            model.transformer.h[1].register_forward_pre_hook(
+                lambda *args: setattr(group, "foreach_all_gather", fail), prepend=True
+            )
         case "gather again":
             model.register_forward_hook(lambda *args: setattr(group, "foreach_all_gather", fail))
         case "reduce":
@@ -101,11 +103,13 @@ class Shortage(TrainerCallback):
 def main():
     set_seed(0)
     model = GPT2LMHeadModel(GPT2Config(
-        n_layer=3, n_embd=64, n_head=2, vocab_size=61, n_positions=32, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0,
+        n_layer=3, n_embd=64, n_head=2, vocab_size=61, n_positions=32, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0,
+        embd_pdrop=0.0,
         attn_pdrop=0.0,
     ))
     args = TrainingArguments(
-        output_dir=OUTPUT, use_cpu=True, per_device_train_batch_size=4, max_steps=8, save_steps=2, logging_steps=1, report_to="none",
+        output_dir=OUTPUT, use_cpu=True, per_device_train_batch_size=4, max_steps=8, save_steps=2, logging_steps=1,
+        report_to="none",
         disable_tqdm=True, learning_rate=1e-2,
     )
     osdp = OSDPConfig(memory_limit="4MiB", hardware="cpu", on_oom=ON_OOM)
@@ -117,10 +121,12 @@ def main():
 
 if __name__ == "__main__":
     run_script(main)
-"""
+"""  # noqa: E501
 
 
-def train(tmp_path: Path, name: str, *, on_oom: str, fails: bool, restarts: int = 0) -> subprocess.CompletedProcess[str]:
+def train(
+    tmp_path: Path, name: str, *, on_oom: str, fails: bool, restarts: int = 0
+) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "train.py"
     script.write_text(TRAINS)
     command = [*TORCHRUN, "--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}", script]
@@ -134,15 +140,17 @@ def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
 
 @pytest.mark.slow
 def test_a_run_goes_on_by_a_safer_plan(tmp_path):
-    """The same losses as without the shortage: the steps after the last checkpoint are taken again, under another plan."""
+    """The same losses as without the shortage: the steps after the last checkpoint are taken again, under another
+    plan.
+    """
     undisturbed = train(tmp_path, "undisturbed", on_oom="raise", fails=False)
     done = train(tmp_path, "replan", on_oom="replan", fails=True, restarts=1)
     assert losses(done) == pytest.approx(losses(undisturbed), rel=1e-3) and len(losses(done)) == 8
     message = re.findall(r"OutOfMemoryError: (Out of memory on rank 1 .*)", done.stderr)
     assert len(message) == 1
     assert re.search(
-        r"in forward of transformer\.h\.1: the plan was estimated to need 3\.\d MiB of a limit of 4\.0 MiB, 3\.9 MiB were allocated and"
-        r" 100\.0 KiB more requested\. The next plan, for memory_limit=\d+, needs \d\.\d MiB and .* a step instead of .*\."
+        r"in forward of transformer\.h\.1: the plan was estimated to need 3\.\d MiB of a limit of 4\.0 MiB, 3\.9 MiB were allocated and"  # noqa: E501
+        r" 100\.0 KiB more requested\. The next plan, for memory_limit=\d+, needs \d\.\d MiB and .* a step instead of .*\."  # noqa: E501
         r" The launcher restarts all ranks with that plan\. \(Tried to",
         message[0],
     ), message
@@ -155,10 +163,16 @@ def test_a_run_goes_on_by_a_safer_plan(tmp_path):
 def test_without_replan_all_ranks_end_and_the_message_is_the_errors(tmp_path):
     done = train(tmp_path, "raise", on_oom="raise", fails=True)
     assert done.returncode != 0
-    assert re.search(r"OutOfMemoryError: Out of memory on rank 1 .* The next plan, for memory_limit=\d+, .*\. \(Tried to", done.stderr)
+    assert re.search(
+        r"OutOfMemoryError: Out of memory on rank 1 .* The next plan, for memory_limit=\d+, .*\. \(Tried to",
+        done.stderr,
+    )
 
 
 @pytest.mark.slow
 def test_replan_under_a_launcher_that_starts_no_more_names_the_option(tmp_path):
     done = train(tmp_path, "no restarts", on_oom="replan", fails=True)
-    assert done.returncode != 0 and "cannot restart: the launcher has no restarts left; start it with --max-restarts 3" in done.stderr
+    assert (
+        done.returncode != 0
+        and "cannot restart: the launcher has no restarts left; start it with --max-restarts 3" in done.stderr
+    )

@@ -112,13 +112,18 @@ def test_check_finds_out_by_base_class_and_by_a_trial_what_no_name_tells():
         assert needs_whole(optimizer)
         check_optimizer(optimizer)
     assert not needs_whole(torch.optim.Rprop(weights)) and not needs_whole(torch.optim.Muon(weights))
-    with pytest.raises(OSDPError, match=r"^NeedsClosure cannot be tried on a matrix \(TypeError: .*closure.*\); use an element-wise"):
+    with pytest.raises(
+        OSDPError, match=r"^NeedsClosure cannot be tried on a matrix \(TypeError: .*closure.*\); use an element-wise"
+    ):
         check_optimizer(NeedsClosure(weights))
     with pytest.raises(
-        OSDPError, match=r"^StepsOthers cannot be tried on a matrix \(ValueError: it updates nothing\); use an element-wise"
+        OSDPError,
+        match=r"^StepsOthers cannot be tried on a matrix \(ValueError: it updates nothing\); use an element-wise",
     ):
         check_optimizer(StepsOthers(weights))
-    with pytest.raises(OSDPError, match=r"^Noisy updates at random, so that replicas would drift apart; use an element-wise"):
+    with pytest.raises(
+        OSDPError, match=r"^Noisy updates at random, so that replicas would drift apart; use an element-wise"
+    ):
         check_optimizer(Noisy(weights))
 
 
@@ -154,7 +159,8 @@ def test_strange_and_missing_parameters_are_refused_and_the_optimizer_is_left_as
         rebind_parameters(torch.optim.SGD(model.parameters(), lr=0.1), parameter_names(model), nn.Module())
 
 
-# ---------------------------------------------------------------------------------------------------------------- ranks
+# ----------------------------------------------------------------------------------------------------------------
+# ranks
 
 
 def sharded() -> tuple[nn.Module, nn.Module]:
@@ -199,7 +205,9 @@ def test_others_are_stopped_before_their_first_step_in_a_plain_loop():
     prepare_new_optimizers(model, lambda module, optimizer: None)
     matrices = [p for p in model.parameters() if p.ndim == 2]
     for cls in (TrustRatio, MyMuon):
-        with pytest.raises(OSDPError, match=f"{cls.__name__} is not element-wise: it needs whole parameters, and 1 of 2 are sharded"):
+        with pytest.raises(
+            OSDPError, match=f"{cls.__name__} is not element-wise: it needs whole parameters, and 1 of 2 are sharded"
+        ):
             train(model, cls(matrices, lr=0.1))
     assert apart(model, alone.parameters()) == 0.0
     train(model, SignOfMomentum(matrices, lr=0.1))

@@ -21,7 +21,9 @@ worlds = pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pyte
 on_ranks = pytest.mark.on_ranks(init=False)
 
 
-def sharded(world_size: int, layout: str, *, precision: str = "no", dtype: torch.dtype = torch.float64) -> OptimalShardedDataParallel:
+def sharded(
+    world_size: int, layout: str, *, precision: str = "no", dtype: torch.dtype = torch.float64
+) -> OptimalShardedDataParallel:
     plan = plan_of(find_units(tiny_model(MODEL, dtype=torch.promote_types(dtype, torch.float32))), world_size, layout)
     return OptimalShardedDataParallel(tiny_model(MODEL, dtype=dtype), OSDPConfig(plan=plan), mixed_precision=precision)
 

@@ -41,7 +41,11 @@ def planned(model: nn.Module | None = None, optimizer: Any = None, **options: An
 def given(optimizer: Any = None, **options: Any) -> OptimalShardedDataParallel:
     """A plan for 1 sample of 12 tokens at once, 2 a step, with a peak of 1 MiB."""
     model = tiny_model("gpt2")
-    plan = replace(plan_of(find_units(model), 1, "replicate", accumulation_steps=2), sequence_length=SEQUENCE_LENGTH, peak_bytes=2**20)
+    plan = replace(
+        plan_of(find_units(model), 1, "replicate", accumulation_steps=2),
+        sequence_length=SEQUENCE_LENGTH,
+        peak_bytes=2**20,
+    )
     return OptimalShardedDataParallel(model, OSDPConfig(plan=plan, **options), optimizer=optimizer)
 
 
@@ -66,12 +70,16 @@ def test_plan_takes_no_arguments_of_planning_and_is_held_against_those_of_the_ru
 def test_reducing_otherwise_than_the_plan_is_refused():
     plan = plan_of(find_units(tiny_model("gpt2")), 1, "replicate")
     check_given_plan(plan, OSDPConfig(reduce_every_micro_step=True))
-    with pytest.raises(PlanError, match="units with reduce_every_micro_step=True, but the configuration says the opposite"):
+    with pytest.raises(
+        PlanError, match="units with reduce_every_micro_step=True, but the configuration says the opposite"
+    ):
         check_given_plan(plan, OSDPConfig(reduce_every_micro_step=False))
     mixed = plan_of(find_units(tiny_model("gpt2")), 1, "replicate", accumulation_steps=2, reduce_every_micro_step=None)
     check_given_plan(mixed, OSDPConfig())
     for every in (True, False):
-        with pytest.raises(PlanError, match=f"units with reduce_every_micro_step={not every}, but the configuration says the opposite"):
+        with pytest.raises(
+            PlanError, match=f"units with reduce_every_micro_step={not every}, but the configuration says the opposite"
+        ):
             check_given_plan(mixed, OSDPConfig(reduce_every_micro_step=every))
 
 
@@ -171,19 +179,24 @@ def test_fp16_in_a_plain_loop_skips_the_same_steps_on_every_rank():
         with parallel.micro_step():
             scaler.scale(tiny_loss(parallel, tiny_batch(step, part=dist.get_rank(), parts=2)).float()).backward()
         if step == 1 and dist.get_rank() == 1:
-            next(p for p in parallel.parameters() if p.grad._local_tensor.numel()).grad._local_tensor.view(-1)[0] = torch.inf
+            next(p for p in parallel.parameters() if p.grad._local_tensor.numel()).grad._local_tensor.view(-1)[0] = (
+                torch.inf
+            )
         before = [p._local_tensor.clone() for p in parallel.parameters()]
         scaler.unscale_(optimizer)
         parallel.clip_grad_norm_(1.0)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        moved.append(any(not torch.equal(a, p._local_tensor) for a, p in zip(before, parallel.parameters(), strict=True)))
+        moved.append(
+            any(not torch.equal(a, p._local_tensor) for a, p in zip(before, parallel.parameters(), strict=True))
+        )
         scales.append(scaler.get_scale())
     assert scales == [64, 32, 32] and moved == [True, False, True]
 
 
-# ------------------------------------------------------------------------------------------------------------ decisions
+# ------------------------------------------------------------------------------------------------------------
+# decisions
 
 
 def test_decisions_that_are_fixed_are_the_plans():
@@ -195,4 +208,6 @@ def test_decisions_that_are_fixed_are_the_plans():
 
 def test_offloading_to_the_host_is_refused_on_the_cpu():
     for name in ("host_offload", "offload_activations"):
-        assert f"{name}=True, but the CPU trains in the host's own memory" in refusal(ValueError, planned, **{name: True})
+        assert f"{name}=True, but the CPU trains in the host's own memory" in refusal(
+            ValueError, planned, **{name: True}
+        )

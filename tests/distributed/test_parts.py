@@ -1,4 +1,6 @@
-"""The parts of a step, each against plain torch on 4 ranks: norm and clipping, loss scaling, optimizers, state, order, read-back."""
+"""The parts of a step, each against plain torch on 4 ranks: norm and clipping, loss scaling, optimizers, state,
+order, read-back.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +70,14 @@ def test_clipping_equals_torch_on_whole_gradients():
         tiny_loss(model, my_batch()).backward()
         norm = clip_grad_norm_(model.parameters(), MAX_NORM, norm_type)
         wanted, grads = clipped_alone(norm_type)
-        assert norm.shape == () and norm.dtype == torch.float64 and torch.allclose(norm, wanted, rtol=1e-13, atol=0), (layout, norm_type)
-        assert worst({name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}, grads) < 1e-14
+        assert norm.shape == () and norm.dtype == torch.float64 and torch.allclose(norm, wanted, rtol=1e-13, atol=0), (
+            layout,
+            norm_type,
+        )
+        assert (
+            worst({name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}, grads)
+            < 1e-14
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------- scaling
@@ -98,7 +106,8 @@ def overflow(model: torch.nn.Module, step: int) -> None:
 def scaled(meshes: Meshes, name: str, unscale: bool) -> tuple[list[float], list[bool], dict[str, torch.Tensor]]:
     """Scale after each step, whether weights moved in it, and whole weights."""
     model, _, _ = sharded(meshes, "mixed")
-    # The last parameters are the root's, sharded in pairs: torch's own scaler would tell only the other rank of the pair.
+    # The last parameters are the root's, sharded in pairs: torch's own scaler would tell only the other rank of the
+    # pair.
     optimizer = torch.optim.AdamW(list(model.parameters())[::-1], lr=1e-3, **ADAMW[name])
     scaler = OSDPGradScaler(device="cpu", init_scale=1024.0, growth_interval=100)
     scales, moved = [], []
@@ -136,7 +145,8 @@ def test_scaler_refuses_float16_gradients():
         scaler.unscale_(torch.optim.SGD([parameter], lr=0.1))
 
 
-# ----------------------------------------------------------------------------------------------------- order, read-back
+# ----------------------------------------------------------------------------------------------------- order,
+# read-back
 
 
 def unit(*names: str, span: GatherSpan = GatherSpan.USE) -> UnitDescription:
@@ -144,10 +154,24 @@ def unit(*names: str, span: GatherSpan = GatherSpan.USE) -> UnitDescription:
 
 
 def test_bottom_up_puts_a_unit_after_all_that_lie_in_it():
-    units = (unit(""), unit("h.1"), unit("h.1.mlp"), unit("h.10"), unit("wte", "h.1.mlp.fc"), unit("h"), unit("h.1.attn.q"))
+    units = (
+        unit(""),
+        unit("h.1"),
+        unit("h.1.mlp"),
+        unit("h.10"),
+        unit("wte", "h.1.mlp.fc"),
+        unit("h"),
+        unit("h.1.attn.q"),
+    )
     order = [u.fqn for u in bottom_up(units)]
     assert order[-1] == "" and sorted(order) == sorted(u.fqn for u in units)
-    for inner, outer in [("h.1.mlp", "h.1"), ("wte+h.1.mlp.fc", "h.1.mlp"), ("h.1.attn.q", "h.1"), ("h.1", "h"), ("h.10", "h")]:
+    for inner, outer in [
+        ("h.1.mlp", "h.1"),
+        ("wte+h.1.mlp.fc", "h.1.mlp"),
+        ("h.1.attn.q", "h.1"),
+        ("h.1", "h"),
+        ("h.10", "h"),
+    ]:
         assert order.index(inner) < order.index(outer)
     assert all(bottom_up(find_units(tiny_model(name)))[-1].fqn == "" for name in MODELS)
 
@@ -175,13 +199,22 @@ def test_layout_reads_back_as_planned_and_a_changed_one_is_found():
     model, units, plan = sharded(meshes, "mixed", model=tiny_model("bert"))
     verify_applied(model, plan, units)
     read = read_back(model, units)
-    assert {one.shard_size for one in read} == {1, 2, 4} and {one.reshard_after_forward for one in read} == {True, False}
+    assert {one.shard_size for one in read} == {1, 2, 4} and {one.reshard_after_forward for one in read} == {
+        True,
+        False,
+    }
     for one, planned, described in zip(read, plan.units, units, strict=True):
         kept = not planned.reshard_after_forward or described.span is not GatherSpan.USE
-        assert (one.shard_size, one.stage_size, one.reshard_after_forward) == (planned.shard_size, planned.stage_size, not kept)
+        assert (one.shard_size, one.stage_size, one.reshard_after_forward) == (
+            planned.shard_size,
+            planned.stage_size,
+            not kept,
+        )
     with pytest.raises(PlanMismatchError, match="units differ"):
         verify_applied(model, plan_of(units, WORLD_SIZE, "zero3"), units)
-    tampered = next(one.fqn for one in units if one.span is GatherSpan.USE and plan.decision(one.fqn).reshard_after_forward)
+    tampered = next(
+        one.fqn for one in units if one.span is GatherSpan.USE and plan.decision(one.fqn).reshard_after_forward
+    )
     model.get_submodule(tampered).set_reshard_after_forward(False)
     with pytest.raises(PlanMismatchError, match=rf"Unit '{tampered}' runs as .*keep.*\(1 of "):
         verify_applied(model, plan, units)
@@ -193,7 +226,8 @@ def test_layout_reads_back_as_planned_and_a_changed_one_is_found():
     assert {one.stage_size for one in read_back(staged, units)} == {2}
     staged.set_custom_all_gather(DefaultAllGather())
     with pytest.raises(
-        PlanMismatchError, match="gathers with DefaultAllGather and reduces with TransportReduceScatter, which no plan uses"
+        PlanMismatchError,
+        match="gathers with DefaultAllGather and reduces with TransportReduceScatter, which no plan uses",
     ):
         read_back(staged, units)
 
@@ -235,7 +269,9 @@ def test_plan_that_cannot_be_applied_is_refused_before_anything_is_sharded():
 def test_optimizer_made_before_sharding_keeps_its_groups():
     model = tiny_model("gpt2")
     decay, rest = ([p for p in model.parameters() if (p.ndim > 1) is wanted] for wanted in (True, False))
-    optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.25}, {"params": rest, "lr": 0.5, "weight_decay": 0.0}], lr=1e-3)
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": 0.25}, {"params": rest, "lr": 0.5, "weight_decay": 0.0}], lr=1e-3
+    )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     names = parameter_names(model)
     before = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
@@ -267,7 +303,10 @@ def test_full_state_is_that_of_the_plain_model_and_loads_into_another_layout():
     if dist.get_rank() == 0:
         assert worst(state, plain.state_dict()) == 0, "a later step changed the copies"
         tiny_model("bert", seed=9).load_state_dict(state, strict=True)
-        assert state["cls.predictions.decoder.weight"].data_ptr() == state["bert.embeddings.word_embeddings.weight"].data_ptr()
+        assert (
+            state["cls.predictions.decoder.weight"].data_ptr()
+            == state["bert.embeddings.word_embeddings.weight"].data_ptr()
+        )
     other, _, _ = sharded(meshes, "zero2", model=tiny_model("bert", seed=9))
     load_full_state_dict(other, state)
     again = full_state_dict(other)
@@ -303,7 +342,9 @@ def test_tensor_on_meta_on_one_rank_is_not_broadcast():
 def freeze(model: torch.nn.Module) -> torch.nn.Module:
     """Whole blocks, one with a single trainable bias, and the embedding that is shared with the head."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.startswith(("transformer.h.2", "transformer.ln_f")) or name == "transformer.h.1.mlp.c_fc.bias")
+        parameter.requires_grad_(
+            name.startswith(("transformer.h.2", "transformer.ln_f")) or name == "transformer.h.1.mlp.c_fc.bias"
+        )
     return model
 
 

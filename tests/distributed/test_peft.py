@@ -40,7 +40,10 @@ def adapted(name: str = "llama", dtype: torch.dtype = torch.float64) -> nn.Modul
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("llama", "everything"), *(pytest.param("gpt2", layout, marks=pytest.mark.slow) for layout in ("everything", "compiled"))],
+    [
+        ("llama", "everything"),
+        *(pytest.param("gpt2", layout, marks=pytest.mark.slow) for layout in ("everything", "compiled")),
+    ],
 )
 @pytest.mark.on_ranks(2, timeout_s=280)
 def test_adapters_train_as_in_one_process(name, layout):
@@ -63,11 +66,13 @@ def train_with_trainer(folder: str, checkpoint: str | None = None) -> list[float
     model = peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules=TARGETS["llama"], task_type="CAUSAL_LM"))
     rows = torch.cat([tiny_batch(step)["input_ids"] for step in range(STEPS)]).tolist()
     args = TrainingArguments(
-        output_dir=folder, max_steps=STEPS, save_steps=STEPS // 2, per_device_train_batch_size=SAMPLES // 2, learning_rate=0.05, bf16=True,
+        output_dir=folder, max_steps=STEPS, save_steps=STEPS // 2, per_device_train_batch_size=SAMPLES // 2,
+        learning_rate=0.05, bf16=True,
         use_cpu=True, logging_steps=1, report_to="none", disable_tqdm=True, log_level="error",
     )  # fmt: skip
     trainer = Trainer(
-        model=model, args=args, train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}), data_collator=default_data_collator,
+        model=model, args=args, train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
+        data_collator=default_data_collator,
         osdp=OSDPConfig(hardware="cpu", strategy="fsdp", compare=False),
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -78,7 +83,10 @@ def train_with_trainer(folder: str, checkpoint: str | None = None) -> list[float
 @pytest.mark.on_ranks(2)
 def test_adapters_are_saved_and_loaded_in_pefts_format(tmp_path):
     losses = train_with_trainer(str(tmp_path))
-    assert train_with_trainer(str(tmp_path), str(tmp_path / f"checkpoint-{STEPS // 2}")) == losses and len(losses) == STEPS
+    assert (
+        train_with_trainer(str(tmp_path), str(tmp_path / f"checkpoint-{STEPS // 2}")) == losses
+        and len(losses) == STEPS
+    )
     saved = tmp_path / "adapters"
     assert json.loads((saved / "adapter_config.json").read_text())["peft_type"] == "LORA"
     assert not list(saved.glob("model*.safetensors")), "the base is not saved again"
@@ -92,10 +100,14 @@ def test_frozen_parameters_change_the_plan():
     hardware, job = preset("cpu", devices_per_node=2), TrainingJob(global_batch_size=2)
     plain, adapters = tiny_model("llama", dtype=torch.float32), adapted(dtype=torch.float32)
     whole, few = (describe(model, sequence_length=SEQUENCE_LENGTH) for model in (plain, adapters))
-    assert sum(unit.trainable_numel for unit in few.units) == sum(p.numel() for p in adapters.parameters() if p.requires_grad)
+    assert sum(unit.trainable_numel for unit in few.units) == sum(
+        p.numel() for p in adapters.parameters() if p.requires_grad
+    )
     limit = least_memory(problem(few, hardware, job, strategy="ddp"))
     assert search(problem(few, hardware, job, limit)).memory.peak_bytes <= limit
-    assert least_memory(problem(whole, hardware, job)) > limit, "however it is sharded: gradients and states of all parameters do not fit"
+    assert least_memory(problem(whole, hardware, job)) > limit, (
+        "however it is sharded: gradients and states of all parameters do not fit"
+    )
 
 
 def test_inputs_are_those_of_the_model_inside():

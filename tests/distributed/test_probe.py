@@ -29,7 +29,10 @@ from tests.helpers.layouts import mixed_plan
 
 LENGTH = 32
 HELD_BEFORE = 1_000_000
-"""Bytes, a fifth of the trial's peak. Real peaks differ by 1.4 % now and then: gloo's threads free a buffer a moment later."""
+"""Bytes, a fifth of the trial's peak.
+
+Real peaks differ by 1.4 % now and then: gloo's threads free a buffer a moment later.
+"""
 
 
 def model_of(dropout: float = 0.1) -> GPT2LMHeadModel:
@@ -68,17 +71,24 @@ class Tried:
 
 
 def tried(precision: str, *, checkpointing: bool = False, on_meta: bool = False) -> Tried:
-    """Try a mixed plan, and check that nothing is left behind and that estimate, trial and a trial without collectives agree."""
+    """Try a mixed plan, and check that nothing is left behind and that estimate, trial and a trial without
+    collectives agree.
+    """
     model, world = model_of().eval(), dist.get_world_size()
     plan = mixed_plan(model, world, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
     optimizer = OptimizerSpec(step=OptimizerStep.FOR_LOOP)
-    job = TrainingJob(global_batch_size=plan.global_batch_size, precision=Precision.named(precision), optimizer=optimizer)
-    description = describe(model, sequence_length=LENGTH, compute_dtype=job.precision.compute, activation_checkpointing=checkpointing)
+    job = TrainingJob(
+        global_batch_size=plan.global_batch_size, precision=Precision.named(precision), optimizer=optimizer
+    )
+    description = describe(
+        model, sequence_length=LENGTH, compute_dtype=job.precision.compute, activation_checkpointing=checkpointing
+    )
     if on_meta and dist.get_rank():
         model = model.to("meta")
         model.tie_weights()
     trial = Trial(
-        model=model, units=description.units, job=job, inputs=training_batch(model, LENGTH), device=torch.device("cpu"),
+        model=model, units=description.units, job=job, inputs=training_batch(model, LENGTH),
+        device=torch.device("cpu"),
         block_classes=description.block_classes, activation_checkpointing=checkpointing,
     )  # fmt: skip
     meshes = Meshes("cpu")
@@ -93,14 +103,18 @@ def tried(precision: str, *, checkpointing: bool = False, on_meta: bool = False)
     quiet = _observe(plan, trial, alone, timed_steps=1)
     alone.close()
     # gloo may let go of a buffer late on busy cores: 3.2 % was seen
-    assert quiet.peak_bytes == pytest.approx(observed.peak_bytes, rel=0.05), "silent collectives allocate what real ones do"
+    assert quiet.peak_bytes == pytest.approx(observed.peak_bytes, rel=0.05), (
+        "silent collectives allocate what real ones do"
+    )
     estimate = estimate_plan(plan, description, job, preset("cpu", devices_per_node=world))
     assert estimate.memory.peak_bytes == pytest.approx(observed.peak_bytes, rel=0.05)
     assert on_rank_zero(lambda: observed) == observed
     return Tried(plan=plan, trial=trial, meshes=meshes, observed=observed, estimate=estimate)
 
 
-@pytest.mark.parametrize("options", [{"precision": "no"}, {"precision": "bf16", "checkpointing": True, "on_meta": True}])
+@pytest.mark.parametrize(
+    "options", [{"precision": "no"}, {"precision": "bf16", "checkpointing": True, "on_meta": True}]
+)
 @pytest.mark.on_ranks(2)
 def test_trial_shows_peak_time_and_collectives_and_leaves_nothing(options):
     found = tried(**options)
@@ -110,7 +124,9 @@ def test_trial_shows_peak_time_and_collectives_and_leaves_nothing(options):
         kind for kind, seconds in found.estimate.collectives.items() if seconds > 0
     }
     assert all(total.group_size == 2 and total.seconds > 0 for total in observed.collectives)
-    assert {(t.collective, t.group_size) for t in observed.timings} == {(t.collective, t.group_size) for t in observed.collectives}
+    assert {(t.collective, t.group_size) for t in observed.timings} == {
+        (t.collective, t.group_size) for t in observed.collectives
+    }
 
 
 @pytest.mark.on_ranks(2)
@@ -129,7 +145,9 @@ def test_trial_on_cuda_is_first_alone_and_memory_that_runs_out_is_told_to_all():
     module._observe, torch.cuda.memory_allocated = observe, lambda device: HELD_BEFORE
     fits, fails = (module._on_cuda(found.plan, trial, found.meshes, 1) for _ in range(2))
     assert seen == ["SilentMeshes", "Meshes", "SilentMeshes"] and groups() == formed
-    assert fits.peak_bytes + HELD_BEFORE == pytest.approx(found.observed.peak_bytes, rel=0.05), "what was there before does not count"
+    assert fits.peak_bytes + HELD_BEFORE == pytest.approx(found.observed.peak_bytes, rel=0.05), (
+        "what was there before does not count"
+    )
     assert fails.out_of_memory and fails.peak_bytes is None, "every rank learns of it"
 
 
@@ -142,4 +160,6 @@ def test_two_stages_are_timed_as_one_collective():
     assert {(kind, 4, True) for kind in staged} <= found
     pairs = {(kind, crosses) for kind, size, crosses in found if size == 2}
     inside = {(Collective.ALL_GATHER, False), (Collective.REDUCE_SCATTER, False)}
-    assert pairs == inside | {(Collective.ALL_REDUCE, True)}, "stages inside and between nodes are not told as collectives of their own"
+    assert pairs == inside | {(Collective.ALL_REDUCE, True)}, (
+        "stages inside and between nodes are not told as collectives of their own"
+    )

@@ -1,4 +1,6 @@
-"""recalibrate on two ranks: what runs was tried, the training is the one that the plan alone would give, and it is told."""
+"""recalibrate on two ranks: what runs was tried, the training is the one that the plan alone would give, and it is
+told.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from hf_osdp.planning.config import OSDPConfig
 LENGTH, VOCABULARY, LIMIT = 24, 173, "4MiB"
 """Under this limit some units are sharded; replicas of all would need more."""
 BLOCK_BYTES = 4 * (12 * 64**2 + 13 * 64)
-"""Of one gathered block in fp32. Gloo's thread lets go of a collective's buffer a moment after the collective has ended, so that one
-more may be alive at the peak: a peak varies by this from step to step."""
+"""Of one gathered block in fp32. Gloo's thread lets go of a collective's buffer a moment after the collective has
+ended, so that one more may be alive at the peak: a peak varies by this from step to step."""
 
 
 def tiny_model(seed: int = 0) -> GPT2LMHeadModel:
@@ -42,7 +44,8 @@ def tokens(count: int = 64) -> list[dict[str, torch.Tensor]]:
 def trained(folder: str, osdp: OSDPConfig) -> tuple[Plan, list[float], list[torch.Tensor], Trainer]:
     """With dropout and a shuffled data set, so that a generator that was moved shows."""
     args = TrainingArguments(
-        output_dir=folder, max_steps=4, logging_steps=1, use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", seed=5,
+        output_dir=folder, max_steps=4, logging_steps=1, use_cpu=True, report_to="none", disable_tqdm=True,
+        save_strategy="no", seed=5,
         per_device_train_batch_size=4, optim="adamw_torch",
     )  # fmt: skip
     losses: list[float] = []
@@ -85,7 +88,11 @@ def plain_loop() -> dict:
     model = OptimalShardedDataParallel(
         tiny_model(),
         OSDPConfig(
-            memory_limit=LIMIT, sequence_length=LENGTH, global_batch_size=8, recalibrate=True, hardware=preset("cpu", devices_per_node=2)
+            memory_limit=LIMIT,
+            sequence_length=LENGTH,
+            global_batch_size=8,
+            recalibrate=True,
+            hardware=preset("cpu", devices_per_node=2),
         ),
     )
     optimizer = torch.optim.AdamW(model.parameters())
@@ -107,7 +114,8 @@ def same_on_all(found: object) -> bool:
 def test_training_after_trials_is_that_of_the_plan_alone_bit_by_bit_and_the_report_tells_them(tmp_path):
     hardware = preset("cpu", devices_per_node=2)
     osdp = OSDPConfig(
-        recalibrate=True, hardware=hardware, memory_limit=LIMIT, micro_batch_size=2, operator_splitting=False, compare=False
+        recalibrate=True, hardware=hardware, memory_limit=LIMIT, micro_batch_size=2, operator_splitting=False,
+        compare=False
     )  # fmt: skip
     plan, losses, weights, trainer = trained(f"{tmp_path}/with", osdp)
     given, plain_losses, plain_weights, _ = trained(f"{tmp_path}/without", OSDPConfig(plan=plan))
@@ -138,7 +146,9 @@ def test_loops_are_measured_without_a_word_from_them(tmp_path):
         assert measured.steps == 8 and measured.median_step_s > 0 and measured.collectives
         assert name == "prepared" or same_on_all(measured)
     tried = next(past.observed.peak_bytes for past in plain["rounds"] if past.plan.fingerprint == plain["plan"])
-    assert plain["measured"].peak_bytes == pytest.approx(tried, rel=0.02, abs=BLOCK_BYTES), "training needs what the trial showed"
+    assert plain["measured"].peak_bytes == pytest.approx(tried, rel=0.02, abs=BLOCK_BYTES), (
+        "training needs what the trial showed"
+    )
     if launched_rank() == 0:
         assert prepared["measured"].peak_bytes == pytest.approx(prepared["estimated"], rel=0.05, abs=BLOCK_BYTES)
         report = json.loads((tmp_path / "loop" / "osdp_report.json").read_text())

@@ -1,4 +1,6 @@
-"""`python -m hf_osdp.run`: scripts that do not know hf_osdp train under a plan, as the stock classes train in one process."""
+"""`python -m hf_osdp.run`: scripts that do not know hf_osdp train under a plan, as the stock classes train in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
 set_seed(0)
-config = GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=61, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+config = GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=61, n_positions=16, resid_pdrop=0, embd_pdrop=0,
+                    attn_pdrop=0,
                     bos_token_id=0, eos_token_id=0)
 model = GPT2LMHeadModel(config).double()
 rows = torch.randint(0, 61, (32, 12), generator=torch.Generator().manual_seed(3))
@@ -37,7 +40,8 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 class Own(Seq2SeqTrainer):
     pass
 
-args = Seq2SeqTrainingArguments(output_dir=folder, per_device_train_batch_size=batch, max_steps=4, logging_steps=1, report_to="none",
+args = Seq2SeqTrainingArguments(output_dir=folder, per_device_train_batch_size=batch, max_steps=4, logging_steps=1,
+                                report_to="none",
                                 save_strategy="no", disable_tqdm=True, learning_rate=1e-2)
 trainer = Own(model=model, args=args, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
 trainer.train()
@@ -63,7 +67,8 @@ def main():
         optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach().double(), "mean").item())
     accelerator.wait_for_everyone()
-    accelerator.unwrap_model(trained).save_pretrained(folder, is_main_process=accelerator.is_main_process, save_function=accelerator.save)
+    accelerator.unwrap_model(trained).save_pretrained(folder, is_main_process=accelerator.is_main_process,
+                                                      save_function=accelerator.save)
     accelerator.end_training()
     if accelerator.is_main_process:
         json.dump(losses, open(f"{folder}/losses.json", "w"))
@@ -154,7 +159,9 @@ def test_a_class_made_from_the_stock_one_before_is_refused():
     class Early(Stock):
         pass
 
-    with pytest.raises(ValueError, match=r"Early was derived from Stock before hf_osdp.run could replace it; import .*test_run in the"):
+    with pytest.raises(
+        ValueError, match=r"Early was derived from Stock before hf_osdp.run could replace it; import .*test_run in the"
+    ):
         _replace(Stock, type("Trainer", (), {}))
 
 
@@ -167,4 +174,7 @@ def test_osdp_false_in_the_launchers_file_leaves_the_script_as_it_is(tmp_path):
 
     (tmp_path / "nothing.py").write_text("")
     run.main([str(tmp_path / "nothing.py")])
-    assert (transformers.Trainer.__module__, accelerate.Accelerator.__module__) == ("transformers.trainer", "accelerate.accelerator")
+    assert (transformers.Trainer.__module__, accelerate.Accelerator.__module__) == (
+        "transformers.trainer",
+        "accelerate.accelerator",
+    )

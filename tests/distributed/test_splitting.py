@@ -1,4 +1,6 @@
-"""Operators in slices under mixed plans: one process' training, fewer gathered bytes, checkpoints that do not show the slices."""
+"""Operators in slices under mixed plans: one process' training, fewer gathered bytes, checkpoints that do not show
+the slices.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,12 @@ from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.sharding.apply import apply_plan, verify_applied
 from hf_osdp.sharding.environment import parameter_groups
 from hf_osdp.sharding.optimizer_steps import parameter_names, rebind_parameters
-from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict, load_full_optimizer_state_dict, load_full_state_dict
+from hf_osdp.sharding.state import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
 from tests.helpers.checkpointed import worst
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_model
@@ -32,7 +39,12 @@ from tests.helpers.training import Trained, assert_trained_alike, train_sharded,
 
 STEPS, LAYERS, WORLD = 3, 2, 2
 OPERATORS = {
-    "gpt2": ("lm_head", "transformer.h.0.mlp.c_fc", "transformer.h.0.mlp.c_proj", "transformer.h.1.attn.c_attn"),  # lm_head: tied
+    "gpt2": (
+        "lm_head",
+        "transformer.h.0.mlp.c_fc",
+        "transformer.h.0.mlp.c_proj",
+        "transformer.h.1.attn.c_attn",
+    ),  # lm_head: tied
     "llama": ("lm_head", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.down_proj"),
 }
 
@@ -47,7 +59,9 @@ def split_model(name: str, slices: int, *, seed: int = 0) -> nn.Module:
 def sharded(
     name: str, slices: int, layout: str, *, seed: int = 0, checkpointing: bool = False, **options: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer, Plan]:
-    """A model in slices under a plan; its optimizer is made from the whole model, as users do, and bound to the slices afterwards."""
+    """A model in slices under a plan; its optimizer is made from the whole model, as users do, and bound to the
+    slices afterwards.
+    """
     model = split_model(name, slices, seed=seed)
     if checkpointing:
         wrap_blocks(model)
@@ -62,7 +76,9 @@ def sharded(
 
 
 def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The loss that a head in slices gives; of whole logits the same, in their dtype: transformers' own goes through float32."""
+    """The loss that a head in slices gives; of whole logits the same, in their dtype: transformers' own goes
+    through float32.
+    """
     if is_split(model):
         out = model(**batch)
         assert isinstance(out.logits, DeferredLogits)
@@ -113,10 +129,14 @@ def watched(model: nn.Module) -> Iterator[dict[str, int]]:
 
 @pytest.mark.on_ranks(WORLD)
 def test_one_slice_is_gathered_at_once():
-    """In forward and backward, with every unit freed after use; of GPT-2, lookup and head both use each slice of the vocabulary."""
+    """In forward and backward, with every unit freed after use; of GPT-2, lookup and head both use each slice of
+    the vocabulary.
+    """
     for name, slices in product(OPERATORS, (2, 4)):
         whole = tiny_model(name, layers=LAYERS)
-        largest = max(sum(p.numel() * p.itemsize for p in whole.get_submodule(fqn).parameters()) for fqn in OPERATORS[name])
+        largest = max(
+            sum(p.numel() * p.itemsize for p in whole.get_submodule(fqn).parameters()) for fqn in OPERATORS[name]
+        )
         model, optimizer, plan = sharded(name, slices, "zero3")
         with watched(model) as seen:
             train(model, optimizer, plan, range(1))

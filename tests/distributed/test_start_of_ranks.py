@@ -1,4 +1,6 @@
-"""Ranks at the start: versions, models, options and devices that differ stop all with one line; a restart finds an empty store."""
+"""Ranks at the start: versions, models, options and devices that differ stop all with one line; a restart finds an
+empty store.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def refusal(form_group: Callable[[], object]) -> str:
 
 
 def all_ways(before: bool) -> list[str]:
-    """While rank 1 says that it has another torch: refused; when it does not: training; when it does again, with a group: refused."""
+    """While rank 1 says that it has another torch: refused; when it does not: training; when it does again, with a
+    group: refused.
+    """
     rank, true_versions = int(os.environ["RANK"]), own_versions()
     other = {**true_versions, "torch": "1.0" if rank == 1 else true_versions["torch"]}
     refused = []
@@ -88,7 +92,8 @@ def test_limit_noted_on_one_machine_reaches_all_ranks():
 
 PLANS = [
     Plan(
-        world_size=3, strategy="osdp", units=(UnitDecision(fqn="", shard_size=3, reshard_after_forward=False),), micro_batch_size=size,
+        world_size=3, strategy="osdp", units=(UnitDecision(fqn="", shard_size=3, reshard_after_forward=False),),
+        micro_batch_size=size,
         accumulation_steps=1, model_fingerprint="abc",
     )
     for size in (1, 2)
@@ -131,7 +136,8 @@ def test_gpus_of_two_kinds_stop_all_ranks_that_train_on_them():
     rank = form()
     torch.cuda.is_available, torch.cuda.current_device = lambda: True, lambda: 0
     said = (
-        "Ranks are about to run different things: the device is {} on rank 0, {} on rank 1. Run the same program with the same arguments"
+        "Ranks are about to run different things: the device is {} on rank 0, {} on rank 1. Run the same program with"
+        " the same arguments"
         " on every rank. Plans need devices of one kind; select them by CUDA_VISIBLE_DEVICES on each machine."
     )
     a100, v100 = "NVIDIA A100 with 40960 MiB", "Tesla V100-SXM2-16GB with 16212 MiB"
@@ -140,7 +146,11 @@ def test_gpus_of_two_kinds_stop_all_ranks_that_train_on_them():
         ("NVIDIA A100", 39 * 2**30, "NVIDIA A100 with 39936 MiB"),
         ("NVIDIA A100", 40 * 2**30 - 2**29, ""),  # nearly the same
     ):
-        own = SimpleNamespace(name=name, total_memory=memory) if rank else SimpleNamespace(name="NVIDIA A100", total_memory=40 * 2**30)
+        own = (
+            SimpleNamespace(name=name, total_memory=memory)
+            if rank
+            else SimpleNamespace(name="NVIDIA A100", total_memory=40 * 2**30)
+        )
         torch.cuda.get_device_properties = lambda device, own=own: own
         require_same_run(torch.nn.Linear(2, 2), device_type="cpu")
         if other:

@@ -1,4 +1,6 @@
-"""Faults of ranks under real launchers: the line that names them, and how long it takes (cases of benchmarks/supervision.py)."""
+"""Faults of ranks under real launchers: the line that names them, and how long it takes (cases of
+benchmarks/supervision.py).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,11 @@ BUSY_S = 25.0
 def nothing_is_left():
     before = {process.pid for process in psutil.process_iter()}
     yield
-    left = [process for process in psutil.process_iter() if process.pid not in before and "--as-rank" in command_of(process)]
+    left = [
+        process
+        for process in psutil.process_iter()
+        if process.pid not in before and "--as-rank" in command_of(process)
+    ]
     assert not left
 
 
@@ -52,7 +58,11 @@ def command_of(process: psutil.Process) -> list[str]:
                 ("address", "could not reach rank 0's machine at 127.0.0.2:9", 60.0),
                 ("interface", "nowhere0", BUSY_S),
                 ("models", "Ranks are about to run different things: the model is Linear", BUSY_S),
-                ("alone", "must be called on every rank, but ranks [0] called it and, within 20 s, ranks [1] did not", 60.0),
+                (
+                    "alone",
+                    "must be called on every rank, but ranks [0] called it and, within 20 s, ranks [1] did not",
+                    60.0,
+                ),
             )
         ),
     ],

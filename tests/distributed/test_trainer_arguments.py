@@ -1,4 +1,6 @@
-"""Arguments of the Trainer that FSDP2 or the planner once took for something else; benchmarks/compatibility trains with each."""
+"""Arguments of the Trainer that FSDP2 or the planner once took for something else; benchmarks/compatibility trains
+with each.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,13 @@ def test_batch_is_what_the_arguments_mean_for_all_ranks(tmp_path):
     switched_off = [line for line in said if line.startswith("auto_find_batch_size=True was switched off")]
     assert bool(switched_off) == (dist.get_rank() == 0)
     with pytest.raises(
-        ValueError, match=r"^split_batches=True cannot split batches of 3 over 2 processes; use a per_device_train_batch_size that is"
+        ValueError,
+        match=r"^split_batches=True cannot split batches of 3 over 2 processes; use a per_device_train_batch_size that is",  # noqa: E501
     ):
         trainer(tmp_path, {}, per_device_train_batch_size=3, **SPLIT)
-    with pytest.raises(ValueError, match=r"^gradient_accumulation_steps=4 and num_steps=2 of accelerator_config disagree"):
+    with pytest.raises(
+        ValueError, match=r"^gradient_accumulation_steps=4 and num_steps=2 of accelerator_config disagree"
+    ):
         trainer(tmp_path, {}, gradient_accumulation_steps=4, **STEPS_OF_2)
 
 
@@ -81,5 +86,7 @@ def test_what_changes_after_the_trainer_was_made_counts_or_is_refused(tmp_path):
     assert changed.state.log_history[0]["learning_rate"] == 0.25
     args, larger = made()
     args.per_device_train_batch_size = 4
-    with pytest.raises(ValueError, match=r"^The Trainer's arguments now make 8 samples per step, but the plan has 4; set batch"):
+    with pytest.raises(
+        ValueError, match=r"^The Trainer's arguments now make 8 samples per step, but the plan has 4; set batch"
+    ):
         larger.train()

@@ -1,4 +1,6 @@
-"""TRL's trainers on two ranks: what a plan estimates is what the step takes, reference models and their own losses included."""
+"""TRL's trainers on two ranks: what a plan estimates is what the step takes, reference models and their own losses
+included.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def _tokenizer():
     vocabulary = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", *WORDS])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="</s>"
+    )
 
 
 def _texts(count: int, length: int) -> list[str]:
@@ -34,7 +38,8 @@ def _config():
     from transformers import LlamaConfig
 
     return LlamaConfig(
-        num_hidden_layers=4, hidden_size=128, intermediate_size=344, num_attention_heads=4, vocab_size=4096, max_position_embeddings=128,
+        num_hidden_layers=4, hidden_size=128, intermediate_size=344, num_attention_heads=4, vocab_size=4096,
+        max_position_embeddings=128,
         tie_word_embeddings=False, bos_token_id=1, eos_token_id=2, pad_token_id=2, num_labels=1,
     )  # fmt: skip
 
@@ -51,12 +56,30 @@ def _trainer(kind: str):
             return trl.SFTTrainer, trl.SFTConfig, LlamaForCausalLM(_config()), {"text": long}, {}
         case "dpo":
             columns = {"prompt": prompt, "chosen": short, "rejected": long}
-            return trl.DPOTrainer, trl.DPOConfig, LlamaForCausalLM(_config()), columns, {"ref_model": LlamaForCausalLM(_config())}
+            return (
+                trl.DPOTrainer,
+                trl.DPOConfig,
+                LlamaForCausalLM(_config()),
+                columns,
+                {"ref_model": LlamaForCausalLM(_config())},
+            )
         case "kto":
             columns = {"prompt": prompt, "completion": long, "label": [row % 2 == 0 for row in range(32)]}
-            return trl.KTOTrainer, trl.KTOConfig, LlamaForCausalLM(_config()), columns, {"ref_model": LlamaForCausalLM(_config())}
+            return (
+                trl.KTOTrainer,
+                trl.KTOConfig,
+                LlamaForCausalLM(_config()),
+                columns,
+                {"ref_model": LlamaForCausalLM(_config())},
+            )
         case _:
-            return trl.RewardTrainer, trl.RewardConfig, LlamaForSequenceClassification(_config()), {"chosen": long, "rejected": short}, {}
+            return (
+                trl.RewardTrainer,
+                trl.RewardConfig,
+                LlamaForSequenceClassification(_config()),
+                {"chosen": long, "rejected": short},
+                {},
+            )
 
 
 @pytest.mark.slow
@@ -65,7 +88,8 @@ def _trainer(kind: str):
 def test_estimated_peak_is_within_five_percent_of_the_measured_one(kind, tmp_path):
     trainer_class, config_class, model, columns, more = _trainer(kind)
     args = config_class(
-        output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=4, max_steps=4, logging_steps=1, report_to=[],
+        output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=4, max_steps=4, logging_steps=1,
+        report_to=[],
         bf16=False, save_strategy="no", max_length=64, disable_tqdm=True,
     )  # fmt: skip
     trainer = with_osdp(trainer_class)(

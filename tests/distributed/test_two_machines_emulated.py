@@ -1,4 +1,7 @@
-"""Emulated machines for real: bytes over their link against theory, and nothing left behind. Skipped where not permitted."""
+"""Emulated machines for real: bytes over their link against theory, and nothing left behind.
+
+Skipped where not permitted.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,10 @@ def command(*arguments: str) -> list[str]:
 @pytest.mark.slow
 def test_bytes_over_the_link_are_those_of_theory():
     done = subprocess.run(
-        command("--rate=1gbit", "--timeout=200", "--", "-m", "tests.helpers.emulated_rank"), cwd=ROOT, stdout=subprocess.PIPE, text=True
+        command("--rate=1gbit", "--timeout=200", "--", "-m", "tests.helpers.emulated_rank"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert done.returncode == 0
     for name, row in json.loads(done.stdout.splitlines()[-1]).items():
@@ -65,7 +71,9 @@ for source in (0, 1, 0, 1):  # connections first
 def test_a_link_between_machines_of_two_rates_runs_at_the_lower_in_both_directions(rate, tmp_path):
     (tmp_path / "sends.py").write_text(SENDS)
     done = subprocess.run(
-        command(f"--rate={rate}", "--ranks=1", "--timeout=100", "--", str(tmp_path / "sends.py")), stdout=subprocess.PIPE, text=True
+        command(f"--rate={rate}", "--ranks=1", "--timeout=100", "--", str(tmp_path / "sends.py")),
+        stdout=subprocess.PIPE,
+        text=True,
     )
     seconds = [float(line) for line in done.stdout.splitlines()]
     at_the_lower = 8 * 2**21 / 20e6
@@ -74,13 +82,18 @@ def test_a_link_between_machines_of_two_rates_runs_at_the_lower_in_both_directio
 
 @pytest.mark.slow
 def test_a_failing_rank_ends_all_with_its_code():
-    done = subprocess.run(command("--ranks=1", "--timeout=100", "--", "--no-python", "false"), capture_output=True, text=True)
+    done = subprocess.run(
+        command("--ranks=1", "--timeout=100", "--", "--no-python", "false"), capture_output=True, text=True
+    )
     assert done.returncode == 1
 
 
 @pytest.mark.parametrize(
     "how",
-    ["SIGKILL of the caller", *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGKILL", "SIGINT", "SIGTERM"))],
+    [
+        "SIGKILL of the caller",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("SIGKILL", "SIGINT", "SIGTERM")),
+    ],
 )
 def test_nothing_is_left_of_what_was_interrupted(how):
     number = getattr(signal, how.split()[0])
@@ -99,7 +112,9 @@ def emulating(caller: list[str]) -> Iterator[tuple[subprocess.Popen, str]]:
     """Two machines that sleep; yields the started process, and the argument by which the sleepers are known."""
     marked = f"{100_000 + os.getpid()}.{time.monotonic_ns()}"
     process = subprocess.Popen(
-        [*caller, *command("--ranks=1", "--", "--no-python", "sleep", marked)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*caller, *command("--ranks=1", "--", "--no-python", "sleep", marked)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
     try:
         yield process, marked

@@ -1,4 +1,6 @@
-"""Ranks that run different modules in a step train and evaluate as DDP with `find_unused_parameters`, in every layout."""
+"""Ranks that run different modules in a step train and evaluate as DDP with `find_unused_parameters`, in every
+layout.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Block(nn.Module):
 
 
 class Parts(nn.Module):
-    """Blocks of one shape: a tower for pictures, layers that may be dropped, one for each task, and parameters that some losses use."""
+    """Blocks of one shape: a tower for pictures, layers that may be dropped, one for each task, and parameters that
+    some losses use.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +127,9 @@ def assert_equal_weights(model: nn.Module, expected: nn.Module) -> None:
     found = full_state_dict(model)
     if dist.get_rank() == 0:
         for name, weight in expected.state_dict().items():
-            torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                found[name], weight, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -150,14 +156,18 @@ def trains_as_ddp(layout: str) -> None:
                 one.zero_grad()
             with torch.no_grad():  # as an evaluation within training
                 own = case(step + 1, rank)
-                assert torch.allclose(model(inputs(50, rank), **own), expected(inputs(50, rank), **own), rtol=0, atol=1e-12)
+                assert torch.allclose(
+                    model(inputs(50, rank), **own), expected(inputs(50, rank), **own), rtol=0, atol=1e-12
+                )
         assert_equal_weights(model, expected)
 
 
 @pytest.mark.on_ranks(4, timeout_s=150)
 def test_different_modules_on_four_ranks_train_as_ddp():
     for layout in ("hsdp", "mixed", "two_stage"):
-        trains_as_ddp_with(layout, lambda step, rank: {**pictures(step, rank), **dropped_layers(step, rank), **tasks(step, rank % 2)})
+        trains_as_ddp_with(
+            layout, lambda step, rank: {**pictures(step, rank), **dropped_layers(step, rank), **tasks(step, rank % 2)}
+        )
 
 
 def trains_as_ddp_with(layout: str, case: Callable[[int, int], dict[str, object]]) -> None:
@@ -179,7 +189,8 @@ def test_micro_steps_with_different_modules_train_as_ddp():
                 for micro in range(2):
                     number = 2 * step + micro
                     averaged_sum = [
-                        expected(inputs(number, other), **pictures(number, other), **parameters(number, other)) for other in range(ranks)
+                        expected(inputs(number, other), **pictures(number, other), **parameters(number, other))
+                        for other in range(ranks)
                     ]
                     (sum(averaged_sum) / ranks).backward()
                     with micro_step(model, is_last=micro == 1, plan=plan):
@@ -201,7 +212,9 @@ def test_units_that_only_earlier_micro_steps_use_are_reduced():
         for step, seen in enumerate([(True, True), (False, False), (False, True)]):  # by rank, in the first micro-step
             for micro in range(2):
                 number = 2 * step + micro
-                losses = [expected(inputs(number, other), picture=micro == 0 and seen[other]) for other in range(ranks)]
+                losses = [
+                    expected(inputs(number, other), picture=micro == 0 and seen[other]) for other in range(ranks)
+                ]
                 (sum(losses) / ranks).backward()
                 with micro_step(model, is_last=micro == 1, plan=plan):
                     model(inputs(number, rank), picture=micro == 0 and seen[rank]).backward()
@@ -251,7 +264,10 @@ def test_usual_training_needs_no_further_agreement():
 
 @pytest.mark.parametrize("case", ["no gradients", "a read", "no backward"])
 def test_different_parts_of_a_step_are_refused_within_seconds(case):
-    with pytest.raises(RankFailure, match=r"OSDPError: Ranks run different parts of a step: rank . .* and rank . .*; call the model and"):
+    with pytest.raises(
+        RankFailure,
+        match=r"OSDPError: Ranks run different parts of a step: rank . .* and rank . .*; call the model and",
+    ):
         run_ranks(runs_different_parts, 2, case, timeout_s=30)
 
 
@@ -280,7 +296,8 @@ def test_ranks_generate_with_and_without_a_picture():
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4),
-        text_config=transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=50, initializer_range=0.5, eos_token_id=None),
+        text_config=transformers.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=50, initializer_range=0.5,
+                                             eos_token_id=None),
         image_token_id=49, vision_feature_layer=-1, image_seq_length=4,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -288,7 +305,9 @@ def test_ranks_generate_with_and_without_a_picture():
     model = copy.deepcopy(expected)
     units = find_units(model)
     apply_plan(model, plan_of(units, 2, "zero3"), units, meshes=Meshes("cpu"))
-    register_fsdp_forward_method(model, "generate")  # as the Trainer does: pictures are encoded before the model is called
+    register_fsdp_forward_method(
+        model, "generate"
+    )  # as the Trainer does: pictures are encoded before the model is called
     text = torch.arange(3, 12)[None]
     with_picture = torch.cat([torch.full((1, 4), 49), text], dim=1)
     pixels = torch.randn(1, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

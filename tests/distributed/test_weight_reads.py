@@ -131,7 +131,11 @@ CASES = {
     for model in ("gpt2", "llama")
     for kind in KINDS
     for layout in LAYOUTS
-    for suffix, options in (("", {}), ("-accumulate", {"accumulation_steps": 2}), ("-checkpointing", {"checkpointing": True}))
+    for suffix, options in (
+        ("", {}),
+        ("-accumulate", {"accumulation_steps": 2}),
+        ("-checkpointing", {"checkpointing": True}),
+    )
     if not options or layout in ("mixed", "everything")
 }
 EVERYDAY = {
@@ -169,7 +173,9 @@ def run_cases(names: tuple[str, ...]) -> dict[str, Trained]:
 
 @functools.cache
 def reference(model_name: str, kind: str, accumulation_steps: int) -> Trained:
-    return train_whole(_model(model_name, kind), accumulation_steps=accumulation_steps, loss_of=KINDS[kind][1], steps=STEPS)
+    return train_whole(
+        _model(model_name, kind), accumulation_steps=accumulation_steps, loss_of=KINDS[kind][1], steps=STEPS
+    )
 
 
 @functools.cache
@@ -195,7 +201,12 @@ def test_training_with_read_weights_equals_one_process(world_size, name):
 
 UNGUARDED = tuple(
     (model, kind, layout)
-    for model, kind in (("llama", "forward_reads_head"), ("llama", "loss_reads_head"), ("gpt2", "penalties"), ("llama", "read_first"))
+    for model, kind in (
+        ("llama", "forward_reads_head"),
+        ("llama", "loss_reads_head"),
+        ("gpt2", "penalties"),
+        ("llama", "read_first"),
+    )
     for layout in ("zero3", "replicate", "mixed")
 )
 
@@ -229,7 +240,9 @@ def test_guard_raises_on_all_ranks_where_reads_are_not_gathered():
     assert raised == {kind for _, kind, _ in UNGUARDED}, "the guard is needed for every way to read"
     warm = tiny_model("llama")
     _warm_forward(warm)
-    with pytest.raises(UnreducedGradientError, match=r"Unit 'model\.layers\.1' got a gradient for its weight that was not reduced"):
+    with pytest.raises(
+        UnreducedGradientError, match=r"Unit 'model\.layers\.1' got a gradient for its weight that was not reduced"
+    ):
         train_sharded(*sharded(warm, "zero2", meshes))
 
 

@@ -1,4 +1,6 @@
-"""Work on weights between steps: averages, whole parameters, torch's clipping; as in one process, or refused in a line."""
+"""Work on weights between steps: averages, whole parameters, torch's clipping; as in one process, or refused in a
+line.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,11 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, max
     is_whole = not any(isinstance(p, DTensor) for p in model.parameters())
     part, parts = (0, 1) if is_whole else (dist.get_rank(), dist.get_world_size())
     (tiny_loss(model, tiny_batch(number, part=part, parts=parts)) * model.scale).backward()
-    norm = torch.zeros(()) if max_norm is None else clip_of_an_early_import(model.parameters(), max_norm, error_if_nonfinite=True)
+    norm = (
+        torch.zeros(())
+        if max_norm is None
+        else clip_of_an_early_import(model.parameters(), max_norm, error_if_nonfinite=True)
+    )
     optimizer.step()
     optimizer.zero_grad()
     return float(norm)
@@ -148,7 +154,9 @@ def test_sums_over_layouts_and_work_with_gradients():
     model, alone = sharded("mixed"), whole_model()
     with AcrossLayouts("Work on weights in on_step_end"):
         norm = sum(parameter.detach().norm() ** 2 for parameter in model.parameters())
-        distance = sum(((p.detach() - q.detach()) ** 2).sum() for p, q in zip(alone.parameters(), model.parameters(), strict=True))
+        distance = sum(
+            ((p.detach() - q.detach()) ** 2).sum() for p, q in zip(alone.parameters(), model.parameters(), strict=True)
+        )
         with pytest.raises((RuntimeError, ValueError), match="got mixed"):
             (model.lm_head.weight * alone.lm_head.weight.detach()).sum()  # a gradient would flow past FSDP2
     assert float(norm) == pytest.approx(float(sum(p.detach().norm() ** 2 for p in alone.parameters())), rel=TOLERANCE)
@@ -196,8 +204,13 @@ def test_full_parameters_are_whole_inside_and_shards_with_the_first_ranks_change
 def test_full_parameters_restore_shards_after_an_error_and_refuse_calls():
     model = sharded("mixed")
     before = copy.deepcopy(full_state_dict(model))
-    for call in (lambda: tiny_loss(model, tiny_batch(0)), lambda: model.lm_head(torch.ones(1, 64, dtype=torch.float64))):
-        with pytest.raises(OSDPError, match=r"was called within hf_osdp\.full_parameters, where its units cannot gather"):
+    for call in (
+        lambda: tiny_loss(model, tiny_batch(0)),
+        lambda: model.lm_head(torch.ones(1, 64, dtype=torch.float64)),
+    ):
+        with pytest.raises(
+            OSDPError, match=r"was called within hf_osdp\.full_parameters, where its units cannot gather"
+        ):
             with hf_osdp.full_parameters(model):
                 model.lm_head.weight.data.zero_()
                 call()
@@ -228,7 +241,13 @@ def test_whole_weights_are_loaded_and_parts_are_saved(tmp_path):
             if dist.get_rank() == 0:  # whole weights need no other rank
                 model.model.save_pretrained(folder / "alone")
         dist.barrier()
-        assert worst(type(alone.model).from_pretrained(folder / "alone", dtype=torch.float64).state_dict(), saved.state_dict()) == 0.0
+        assert (
+            worst(
+                type(alone.model).from_pretrained(folder / "alone", dtype=torch.float64).state_dict(),
+                saved.state_dict(),
+            )
+            == 0.0
+        )
         with hf_osdp.full_parameters(model.model.layers[1], write_back=False) as block:
             torch.save(block.state_dict(), folder / f"block{dist.get_rank()}.pt")
         block = torch.load(folder / f"block{dist.get_rank()}.pt", weights_only=True)
@@ -277,7 +296,9 @@ def test_callbacks_average_weights_as_under_the_stock_trainer(tmp_path, averaged
     assert_close(history(trainer), averaged[0], 1e-9)
     assert worst(callback.average.module.state_dict(), averaged[1]) < 1e-9
     trainer = PlannedTrainer(model=tiny_model("gpt2"), callbacks=[Stacks()], **options)
-    said = "^Code between steps mixes whole tensors with shards of weights; do this within `with hf_osdp.full_parameters"
+    said = (
+        "^Code between steps mixes whole tensors with shards of weights; do this within `with hf_osdp.full_parameters"
+    )
     with pytest.raises(OSDPError, match=said):
         trainer.train()
 
@@ -285,7 +306,9 @@ def test_callbacks_average_weights_as_under_the_stock_trainer(tmp_path, averaged
 @pytest.mark.on_ranks(2)
 def test_merged_adapters_are_saved_as_in_one_process(tmp_path):
     peft = pytest.importorskip("peft", reason="needs the extra `trainers`")
-    config = peft.LoraConfig(r=4, lora_dropout=0.0, task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=4, lora_dropout=0.0, task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], init_lora_weights=False
+    )
     for inside in (False, True):
         merged = []
         for layout in ("mixed", None):

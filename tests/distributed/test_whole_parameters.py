@@ -1,4 +1,6 @@
-"""Optimizers that look at whole parameters: units that they train are replicated, frozen ones sharded; they train as one process does."""
+"""Optimizers that look at whole parameters: units that they train are replicated, frozen ones sharded; they train
+as one process does.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class GlobalNorm(torch.optim.Optimizer):
             held = [p for p in group["params"] if p.grad is not None]
             norm = torch.stack([p.grad.norm() for p in held]).norm()
             for parameter in held:
-                self.state[parameter].setdefault("momentum", torch.zeros_like(parameter)).lerp_(parameter.grad / norm, 0.5)
+                self.state[parameter].setdefault("momentum", torch.zeros_like(parameter)).lerp_(
+                    parameter.grad / norm, 0.5
+                )
                 parameter.add_(self.state[parameter]["momentum"], alpha=-group["lr"])
 
 
@@ -90,10 +94,14 @@ def plan_for(model: nn.Module) -> Plan:
 
 
 def on_ranks(kind: str, folder: str = "", start: int = 0, steps: int = 3) -> tuple[dict, dict, list, list]:
-    """Train by the plan, from a checkpoint if there is one; return weights, planned and held bytes of states, and this rank's replicas."""
+    """Train by the plan, from a checkpoint if there is one; return weights, planned and held bytes of states, and
+    this rank's replicas.
+    """
     model = partly_frozen(seed=start)
     units, plan = find_units(model), plan_for(model)
-    optimizer = trained_by_plan(model, plan, lambda: KINDS[kind](model.parameters()), range(start, start + steps), folder)
+    optimizer = trained_by_plan(
+        model, plan, lambda: KINDS[kind](model.parameters()), range(start, start + steps), folder
+    )
     spec = spec_of_optimizer(optimizer, device_type="cpu")
     stepped = {name: p for name, p in model.named_parameters() if p in optimizer.state}
     planned = [sum(spec.state_bytes(p, 1) for unit in units for p in unit.trainable if p.name in stepped)]
@@ -112,7 +120,9 @@ def alone(kind: str, steps: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_equals_one_process_replicas_stay_equal_and_states_take_what_is_planned(kind):
     (weights, nbytes, *first), (_, _, *second) = run_ranks(on_ranks, 2, kind, timeout_s=200)
-    assert worst(weights, alone(kind, 3)) < (1e-2 if kind == "muon" else 1e-12), "Muon multiplies in bf16, whatever it is given"
+    assert worst(weights, alone(kind, 3)) < (1e-2 if kind == "muon" else 1e-12), (
+        "Muon multiplies in bf16, whatever it is given"
+    )
     assert nbytes["planned"] == nbytes["held"]
     for one, other in zip(first, second, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
@@ -131,7 +141,7 @@ def test_parameters_that_are_sharded_or_in_slices_are_refused():
     model = partly_frozen()
     plan = plan_of(find_units(model), 2, "zero3")
     apply_plan(model, plan, find_units(model), meshes=Meshes("cpu"))
-    said = r"^Adafactor is not element-wise: it needs whole parameters, and \d+ of \d+ are sharded, in slices or on the host; plan for"
+    said = r"^Adafactor is not element-wise: it needs whole parameters, and \d+ of \d+ are sharded, in slices or on the host; plan for"  # noqa: E501
     with pytest.raises(OSDPError, match=said):
         check_optimizer(Adafactor(model.parameters()))
     check_optimizer(Adafactor([p for p in model.parameters() if not p.requires_grad]))
@@ -147,7 +157,9 @@ def test_parameters_that_are_sharded_or_in_slices_are_refused():
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory) -> dict[str, list[float]]:
-    trainer = StockTrainer(model=partly_frozen(), args=of_trainer(tmp_path_factory.mktemp("one"), 8), train_dataset=tokens())
+    trainer = StockTrainer(
+        model=partly_frozen(), args=of_trainer(tmp_path_factory.mktemp("one"), 8), train_dataset=tokens()
+    )
     trainer.train()
     return history(trainer)
 
@@ -170,22 +182,36 @@ def test_trainer_plans_for_adafactor_resumes_and_equals_the_stock_one(tmp_path, 
     trainer.train()
     assert isinstance(getattr(trainer.optimizer, "optimizer", trainer.optimizer), Adafactor)
     assert_close(history(trainer), stock, 1e-6)
-    again = PlannedTrainer(model=partly_frozen(seed=1), args=args, train_dataset=tokens(), osdp=small_devices(memory_limit="1GiB"))
+    again = PlannedTrainer(
+        model=partly_frozen(seed=1), args=args, train_dataset=tokens(), osdp=small_devices(memory_limit="1GiB")
+    )
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_close(history(again), {"loss": stock["loss"][2:]}, 1e-6)
     with pytest.raises(InfeasibleError, match="an element-wise optimizer, which may be sharded"):
         limit = least_bytes(tmp_path, "adamw_torch") + 2**10
-        PlannedTrainer(model=partly_frozen(), args=args, train_dataset=tokens(), osdp=small_devices(memory_limit=limit, micro_batch_size=1))
+        PlannedTrainer(
+            model=partly_frozen(),
+            args=args,
+            train_dataset=tokens(),
+            osdp=small_devices(memory_limit=limit, micro_batch_size=1),
+        )
     given = plan_of(find_units(partly_frozen()), 2, "zero3")
     given = replace(given, sequence_length=LENGTH, micro_batch_size=4)
-    with pytest.raises(PlanError, match=r"^adafactor needs whole parameters, and the plan has .* sharded or on the host; plan again"):
+    with pytest.raises(
+        PlanError, match=r"^adafactor needs whole parameters, and the plan has .* sharded or on the host; plan again"
+    ):
         PlannedTrainer(model=partly_frozen(), args=args, train_dataset=tokens(), osdp=OSDPConfig(plan=given))
 
 
 def least_bytes(folder, optim: str) -> int:
     args = arguments(str(folder), per_device_train_batch_size=4, optim=optim)
     with pytest.raises(InfeasibleError) as caught:
-        PlannedTrainer(model=partly_frozen(), args=args, train_dataset=tokens(), osdp=small_devices(memory_limit=2**16, micro_batch_size=1))
+        PlannedTrainer(
+            model=partly_frozen(),
+            args=args,
+            train_dataset=tokens(),
+            osdp=small_devices(memory_limit=2**16, micro_batch_size=1),
+        )
     return caught.value.least_peak_bytes
 
 
@@ -203,7 +229,9 @@ def test_accelerate_plans_for_adafactor_beside_adamw_and_a_plain_loop_for_adafac
     assert {unit.shard_size for unit in plain.plan.units} == {1}
     trained(plain.module, Adafactor(plain.parameters()), plain.plan, range(2))
     with pytest.raises(ValueError, match="optimizer is of type AdamW; give an OptimizerSpec"):
-        OptimalShardedDataParallel(tiny_model("gpt2"), small_devices(global_batch_size=8), optimizer=torch.optim.AdamW(matrices))
+        OptimalShardedDataParallel(
+            tiny_model("gpt2"), small_devices(global_batch_size=8), optimizer=torch.optim.AdamW(matrices)
+        )
 
 
 def test_what_is_counted_is_what_the_name_says():
@@ -225,7 +253,8 @@ def test_rounding_at_random_is_refused_where_there_are_replicas_alone():
         optimizer = torchao.AdamW8bit(model.parameters(), bf16_stochastic_round=True)
         if refused:
             with pytest.raises(
-                OSDPError, match=r"^AdamW8bit rounds parameters in bf16 at random .* use strategy='fsdp', which has no replicas"
+                OSDPError,
+                match=r"^AdamW8bit rounds parameters in bf16 at random .* use strategy='fsdp', which has no replicas",
             ):
                 step_on_shards(optimizer, model)
         else:

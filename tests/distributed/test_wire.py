@@ -1,4 +1,6 @@
-"""Fewer bits on the wire: what is sent and decoded, that ranks never drift apart, and that the same code path is exact without rounding."""
+"""Fewer bits on the wire: what is sent and decoded, that ranks never drift apart, and that the same code path is
+exact without rounding.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def test_each_value_is_within_its_block_s_precision(wire, elements):
     blocks = zip(values.split(wire.block_size), decoded.split(wire.block_size), strict=True)
     pairs = [(values, decoded)] if wire is BF16 else list(blocks)[-3:]
     for before, after in pairs if elements else ():
-        assert (before - after).abs().max() <= LARGEST_ERROR[wire] * before.abs().max() * (32**0.5 if wire is INT4 else 1)
+        assert (before - after).abs().max() <= LARGEST_ERROR[wire] * before.abs().max() * (
+            32**0.5 if wire is INT4 else 1
+        )
     total = torch.ones(elements)
     codes = torch.empty(wire.nbytes(elements), dtype=torch.uint8)
     encode(values, codes, wire)
@@ -95,7 +99,9 @@ def test_zeros_stay_zeros():
 
 
 def test_allowed_formats_are_no_coarser_than_asked():
-    assert formats_up_to(None) == () and formats_up_to(INT8) == (BF16, INT8) and formats_up_to(INT4) == tuple(WireFormat)
+    assert (
+        formats_up_to(None) == () and formats_up_to(INT8) == (BF16, INT8) and formats_up_to(INT4) == tuple(WireFormat)
+    )
 
 
 @pytest.mark.on_ranks(3)
@@ -105,7 +111,9 @@ def test_collectives_give_every_rank_the_same_bits_near_the_exact_result():
         within = {BF16: 0.01, INT8: 0.02, INT4: 0.2}[wire]
         sends = WireTransport(BackendTransport(coalesces=False), wire)
         for elements in (1, 2, 700, 3000):
-            mine = [torch.randn(elements, generator=torch.Generator().manual_seed(10 * elements + r)) for r in range(world)]
+            mine = [
+                torch.randn(elements, generator=torch.Generator().manual_seed(10 * elements + r)) for r in range(world)
+            ]
             mean, reduced = sum(mine) / world, mine[rank].clone()
             sends.all_reduce(reduced, dist.ReduceOp.AVG, dist.group.WORLD)
             everyone = [torch.empty_like(reduced) for _ in range(world)]
@@ -167,11 +175,14 @@ def test_all_reduce_between_replicas_is_announced_to_who_measures():
     assert heard == [("all_reduce", 2, 12)]
 
 
-# ---------------------------------------------------------------------------------------------------------------- in training
+# ---------------------------------------------------------------------------------------------------------------- in
+# training
 
 
 def wired(plan: Plan, wire: WireFormat) -> Plan:
-    """Two nodes of two: what goes between them is sent so; whole shards over all of them are gathered in two stages."""
+    """Two nodes of two: what goes between them is sent so; whole shards over all of them are gathered in two
+    stages.
+    """
     units = []
     for unit in plan.units:
         staged = replace(unit, shard_size=4, stage_size=2) if unit.shard_size == 4 else unit
@@ -184,7 +195,9 @@ def wired(plan: Plan, wire: WireFormat) -> Plan:
 def applied(layout: str, wire: WireFormat, model_name: str = "gpt2", steps: int = 1) -> tuple[torch.nn.Module, Plan]:
     model = tiny_model(model_name)
     units = find_units(model)
-    plan = wired(plan_of(units, dist.get_world_size(), layout, accumulation_steps=steps, reduce_every_micro_step=None), wire)
+    plan = wired(
+        plan_of(units, dist.get_world_size(), layout, accumulation_steps=steps, reduce_every_micro_step=None), wire
+    )
     apply_plan(model, plan, units, meshes=Meshes("cpu"))
     verify_applied(model, plan, units)
     return model, plan
@@ -234,7 +247,9 @@ def test_replicas_and_gathered_parameters_stay_equal_to_the_bit_over_twenty_step
             losses.append(loss.item())
         assert losses[-1] < losses[0]
         for name, parameter in model.named_parameters():
-            assert_same_on_all_ranks(name, parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.data)
+            assert_same_on_all_ranks(
+                name, parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.data
+            )
         model.unshard()
         for name, parameter in model.named_parameters():
             if not hasattr(parameter, "full_tensor"):
@@ -251,19 +266,24 @@ def test_a_format_that_was_changed_after_the_plan_is_named():
         verify_applied(model, exact, units)
 
 
-# ------------------------------------------------------------------------------------------------------- under the Trainer
+# ------------------------------------------------------------------------------------------------------- under the
+# Trainer
 
 
 def gpt2() -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=2, n_embd=WIDTH, n_head=4, vocab_size=61, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    config = GPT2Config(
+        n_layer=2, n_embd=WIDTH, n_head=4, vocab_size=61, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
     return GPT2LMHeadModel(config).double().train()
 
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory) -> dict[str, list[float]]:
     trainer = StockTrainer(
-        model=gpt2(), args=arguments(str(tmp_path_factory.mktemp("one")), per_device_train_batch_size=8), train_dataset=tokens()
+        model=gpt2(),
+        args=arguments(str(tmp_path_factory.mktemp("one")), per_device_train_batch_size=8),
+        train_dataset=tokens(),
     )
     trainer.train()
     return history(trainer)
@@ -272,18 +292,24 @@ def stock(tmp_path_factory) -> dict[str, list[float]]:
 @pytest.mark.on_ranks(2, nodes=2, init=False)
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_trainer_sends_what_the_planner_chose_saves_masters_and_resumes(tmp_path, stock, strategy):
-    """Two machines of one rank: near the stock run, as far as rounding allows; the resumed half sends what the whole run sent."""
+    """Two machines of one rank: near the stock run, as far as rounding allows; the resumed half sends what the
+    whole run sent.
+    """
     args = arguments(str(tmp_path), per_device_train_batch_size=4, save_strategy="steps", save_steps=2)
     slow = replace(preset("cpu", nodes=2), inter_node=Link(latency_s=1e-4, bytes_per_s=1e6, source="made up"))
     options = {"hardware": slow, "memory_limit": "1GiB", "strategy": strategy}
-    trainer = PlannedTrainer(model=gpt2(), args=args, train_dataset=tokens(), osdp=OSDPConfig(**options, communication="int4"))
+    trainer = PlannedTrainer(
+        model=gpt2(), args=args, train_dataset=tokens(), osdp=OSDPConfig(**options, communication="int4")
+    )
     trainer.train()
     wires = {wire for unit in trainer._run.plan.units for wire in unit.wires.items()}
     assert wires == ({("replicas", INT4)} if strategy == "ddp" else {("gather", INT8), ("reduce", INT4)})
     assert_close(history(trainer), stock, 0.03)
     with pytest.raises(AssertionError):
         assert_close(history(trainer), stock, 1e-9)  # it did round
-    again = PlannedTrainer(model=gpt2(), args=args, train_dataset=tokens(), osdp=OSDPConfig(**options, communication="int4"))
+    again = PlannedTrainer(
+        model=gpt2(), args=args, train_dataset=tokens(), osdp=OSDPConfig(**options, communication="int4")
+    )
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_close(history(again), {"loss": history(trainer)["loss"][2:]}, 1e-12)
     exact = PlannedTrainer(model=gpt2(), args=args, train_dataset=tokens(), osdp=OSDPConfig(**options))

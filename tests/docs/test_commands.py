@@ -1,4 +1,6 @@
-"""Every command of every page is run: here with a small model, by the test that is named, or elsewhere for the reason that is given."""
+"""Every command of every page is run: here with a small model, by the test that is named, or elsewhere for the
+reason that is given.
+"""
 
 from __future__ import annotations
 
@@ -14,34 +16,39 @@ from hf_osdp.cli.app import app
 from .test_pages import FENCE, TEXTS, names_in, text
 
 BLOCKS = [
-    [line.strip() for line in re.sub(r"\\\n\s*", " ", block["code"]).splitlines() if line.strip() and not line.startswith("#")]
+    [
+        line.strip()
+        for line in re.sub(r"\\\n\s*", " ", block["code"]).splitlines()
+        if line.strip() and not line.startswith("#")
+    ]
     for name in TEXTS
     for block in FENCE.finditer(text(name))
     if block["language"] == "bash"
 ]
 PLANNING = re.compile(r"hf-osdp (plan|explain|compare|what-if|doctor) ")
-SHAPE = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+SHAPE = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 128,
+         "num_attention_heads": 4,
          "num_key_value_heads": 4, "vocab_size": 300, "max_position_embeddings": 8192}  # fmt: skip
 RUN_BY = {
     r"hf-osdp app$|playwright screenshot ": "tests/unit/cli/test_browser.py::test_page_answers_three_questions",
     r"hf-osdp convert ": "tests/unit/checkpoint/test_convert.py::test_command_writes_what_from_pretrained_reads",
-    r".* -m hf_osdp profile ": "tests/unit/cli/test_profile_command.py::test_profile_under_a_launcher_is_shown_and_written_by_rank_zero",
+    r".* -m hf_osdp profile ": "tests/unit/cli/test_profile_command.py::test_profile_under_a_launcher_is_shown_and_written_by_rank_zero",  # noqa: E501
     r".* -m hf_osdp\.run ": "tests/distributed/test_run.py::test_launchers_start_it",
-    r".*recipes/run_clm\.py recipes/gpt2/demo\.yaml$": "tests/recipes/test_run_clm.py::test_two_processes_train_and_save",
-    r"cpu recipes/run_\w+\.py recipes/": "tests/recipes/test_files_of_arguments.py::test_each_file_trains_a_tiny_model",
-    r"torchrun .* docs/snippets/|torchrun --nproc-per-node 2 train\.py$": "tests/docs/test_snippets.py::test_as_the_page_says",
-    r".*recipes/run_mlm\.py recipes/bert_large/": "tests/recipes/test_run_mlm.py::test_the_recipe_for_two_machines_is_bert_large",
+    r".*recipes/run_clm\.py recipes/gpt2/demo\.yaml$": "tests/recipes/test_run_clm.py::test_two_processes_train_and_save",  # noqa: E501
+    r"cpu recipes/run_\w+\.py recipes/": "tests/recipes/test_files_of_arguments.py::test_each_file_trains_a_tiny_model",  # noqa: E501
+    r"torchrun .* docs/snippets/|torchrun --nproc-per-node 2 train\.py$": "tests/docs/test_snippets.py::test_as_the_page_says",  # noqa: E501
+    r".*recipes/run_mlm\.py recipes/bert_large/": "tests/recipes/test_run_mlm.py::test_the_recipe_for_two_machines_is_bert_large",  # noqa: E501
     r"python -m benchmarks\.compatibility ": "tests/compatibility/test_rows.py::test_row_is_as_expected",
-    r"python -m benchmarks\.gpu_suite .*": "tests/unit/benchmarks/test_gpu_suite.py::test_the_whole_rehearsal_ends_well",
+    r"python -m benchmarks\.gpu_suite .*": "tests/unit/benchmarks/test_gpu_suite.py::test_the_whole_rehearsal_ends_well",  # noqa: E501
     r"python benchmarks/limits\.py ": "tests/unit/benchmarks/test_limits.py::test_figures_of_an_earlier_run_are_drawn",
-    r"python benchmarks/two_machines/": "tests/distributed/test_two_machines_emulated.py::test_bytes_over_the_link_are_those_of_theory",
-    r".*two_machines\.yaml .* train\.py|torchrun --nnodes 2 .* train\.py": "tests/distributed/test_launches.py::test_torchrun_trains",
-    r"#SBATCH --(n|g|t)|#!/bin/bash|export |srun --kill": "tests/distributed/test_launches.py::test_the_batch_file_trains",
+    r"python benchmarks/two_machines/": "tests/distributed/test_two_machines_emulated.py::test_bytes_over_the_link_are_those_of_theory",  # noqa: E501
+    r".*two_machines\.yaml .* train\.py|torchrun --nnodes 2 .* train\.py": "tests/distributed/test_launches.py::test_torchrun_trains",  # noqa: E501
+    r"#SBATCH --(n|g|t)|#!/bin/bash|export |srun --kill": "tests/distributed/test_launches.py::test_the_batch_file_trains",  # noqa: E501
     r"python -m sphinx ": "tests/docs/test_site.py::test_the_command_that_is_documented_is_the_one_that_builds",
 }
 """The beginning of a command → the test that runs it, or what it stands for with less work."""
 ELSEWHERE = {
-    r"python3 -m venv |pip install |ruff |python -m pytest ": "the script of CI does it; a test cannot install or start all tests",
+    r"python3 -m venv |pip install |ruff |python -m pytest ": "the script of CI does it; a test cannot install or start all tests",  # noqa: E501
     r"#SBATCH --(requeue|signal)|srun torchrun ": "needs SLURM, which starts a job again",
     r"cosmic-ray |cr-|nice .*cosmic-ray |python -m tests\.mutation": "takes hours; docs/mutation.md has the results",
     r"python -m coverage ": "runs the tests themselves",
@@ -52,7 +59,9 @@ ELSEWHERE = {
 
 
 def places(command: str) -> list[str]:
-    return [place for place in (*RUN_BY, *ELSEWHERE) if re.match(place, command)] + [PLANNING.pattern] * bool(PLANNING.match(command))
+    return [place for place in (*RUN_BY, *ELSEWHERE) if re.match(place, command)] + [PLANNING.pattern] * bool(
+        PLANNING.match(command)
+    )
 
 
 def test_every_command_is_run_or_has_a_reason():
@@ -68,7 +77,9 @@ def test_the_tests_that_run_commands_are_there(test):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", [block for block in BLOCKS if any(map(PLANNING.match, block))], ids=lambda block: block[-1][:50])
+@pytest.mark.parametrize(
+    "block", [block for block in BLOCKS if any(map(PLANNING.match, block))], ids=lambda block: block[-1][:50]
+)
 def test_planning_commands_run(block, tmp_path, monkeypatch):
     """With the options of the page, in its order and in one folder; a small model stands in for the page's."""
     pytest.importorskip("altair")

@@ -20,10 +20,15 @@ ROWS = [
     if line.startswith("| `")
 ]
 NAMED = {name: row for row in ROWS for name in re.findall(r"`(\w+)`", row[0])}
-OF_PLUGIN = {"version": "fsdp_version", "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap", "offload_params": "cpu_offload"}
+OF_PLUGIN = {
+    "version": "fsdp_version",
+    "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
+    "offload_params": "cpu_offload",
+}
 VALUES = {"auto_wrap_policy": "size_based_wrap", "limit_all_gathers": False}
 """Of options of which True is no value, or the default."""
-IN_FILE = {"auto_wrap_policy": "SIZE_BASED_WRAP", "transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "min_num_params": "1000",
+IN_FILE = {"auto_wrap_policy": "SIZE_BASED_WRAP", "transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+           "min_num_params": "1000",
            "backward_prefetch": "BACKWARD_PRE", "state_dict_type": "SHARDED_STATE_DICT"}  # fmt: skip
 VARIABLES = {"transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
 
@@ -31,21 +36,33 @@ VARIABLES = {"transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
 @pytest.fixture(autouse=True)
 def launched(monkeypatch):
     """As `accelerate launch` starts a process with the page's second file."""
-    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": "{'osdp': True}"}.items():
+    for name, value in {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_SHARDING_STRATEGY": "{'osdp': True}",
+    }.items():
         monkeypatch.setenv(name, value)
 
 
 def fields_of(plugin: OSDPPlugin) -> dict[str, str]:
-    return {field.name: str(getattr(plugin, field.name)) for field in dataclasses.fields(plugin) if field.name != "auto_wrap_policy"}
+    return {
+        field.name: str(getattr(plugin, field.name))
+        for field in dataclasses.fields(plugin)
+        if field.name != "auto_wrap_policy"
+    }
 
 
 def test_every_option_of_the_file_and_of_the_plugin_has_a_row():
     flags = {
-        option.removeprefix("--fsdp_") for action in launch_command_parser()._actions for option in action.option_strings
+        option.removeprefix("--fsdp_") for action in launch_command_parser()._actions for option in action.option_strings  # noqa: E501
         if option.startswith("--fsdp_")
     }  # fmt: skip
     fields = {field.name for field in dataclasses.fields(FullyShardedDataParallelPlugin)}
-    fields -= {"state_dict_config", "optim_state_dict_config", *OF_PLUGIN.values()}  # the first two follow from state_dict_type
+    fields -= {
+        "state_dict_config",
+        "optim_state_dict_config",
+        *OF_PLUGIN.values(),
+    }  # the first two follow from state_dict_type
     assert flags | fields <= set(NAMED)
 
 
@@ -67,7 +84,9 @@ def test_what_has_no_effect_in_the_file_changes_nothing(name, monkeypatch):
     assert fields_of(OSDPPlugin()) == plain
 
 
-@pytest.mark.parametrize("name", [name for name, row in NAMED.items() if row[1].startswith("taken") and name != "cpu_offload"])
+@pytest.mark.parametrize(
+    "name", [name for name, row in NAMED.items() if row[1].startswith("taken") and name != "cpu_offload"]
+)
 def test_what_is_taken_from_the_file_changes_the_plugin(name, monkeypatch):
     plain = OSDPPlugin()
     monkeypatch.setenv(VARIABLES.get(name, f"FSDP_{name.upper()}"), IN_FILE.get(name, "true"))

@@ -19,7 +19,14 @@ from hf_osdp.cli.app import app
 from .pages import DOCS, ROOT, page
 
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
-ELSEWHERE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "recipes/README.md", "recipes/bert_large/README.md")
+ELSEWHERE = (
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "recipes/README.md",
+    "recipes/bert_large/README.md",
+)
 """Files in Markdown that lie outside of docs/; most are pages of the site."""
 TEXTS = (*(f"docs/{name}" for name in PAGES), *ELSEWHERE)
 EQUATION_PAGES = ("planner.md", "planner_search.md")
@@ -39,7 +46,10 @@ def text(name: str) -> str:
 def equations() -> dict[str, dict[str, list[str]]]:
     """Each section of the pages about the planner, with the names that its fields have."""
     sections = [section for name in EQUATION_PAGES for section in EQUATION.finditer(page(name))]
-    return {s["title"]: {f["name"]: re.findall(r"`([^`]+)`", f["value"]) for f in FIELD.finditer(s["body"])} for s in sections}
+    return {
+        s["title"]: {f["name"]: re.findall(r"`([^`]+)`", f["value"]) for f in FIELD.finditer(s["body"])}
+        for s in sections
+    }
 
 
 def named(path: str) -> object:
@@ -111,7 +121,11 @@ def test_the_reference_has_every_public_name():
 
 
 def test_every_page_is_in_the_contents():
-    listed = {line for block in re.findall(r"```\{toctree\}\n(.*?)```", page("index.md"), re.DOTALL) for line in block.splitlines()}
+    listed = {
+        line
+        for block in re.findall(r"```\{toctree\}\n(.*?)```", page("index.md"), re.DOTALL)
+        for line in block.splitlines()
+    }
     names = [name.removesuffix(".md") for name in PAGES if name != "index.md"]
     assert not [name for name in names if not any(fnmatch.fnmatchcase(name, line) for line in listed)]
 

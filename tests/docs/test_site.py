@@ -16,7 +16,9 @@ from .pages import ROOT
 
 
 def built(folder: str) -> tuple[int, str]:
-    """Build the site in this process, which `run_ranks` forked from one that has imported torch; exit code and warnings."""
+    """Build the site in this process, which `run_ranks` forked from one that has imported torch; exit code and
+    warnings.
+    """
     from sphinx.cmd.build import build_main
 
     os.chdir(ROOT)
@@ -36,9 +38,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_command_that_is_documented_is_the_one_that_builds():
     command = "python -m sphinx -W -b html docs docs/_build/html"
-    assert command in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8") and command in (ROOT / "docs" / "conf.py").read_text(
-        encoding="utf-8"
-    )
+    assert command in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8") and command in (
+        ROOT / "docs" / "conf.py"
+    ).read_text(encoding="utf-8")
     assert "docs/_build" in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
 
 
@@ -60,7 +62,10 @@ def test_formulas_need_no_script(site):
 
 def test_the_program_says_its_own_options_and_presets(site):
     commands, presets = ((site / f"{name}.html").read_text(encoding="utf-8") for name in ("cli", "presets"))
-    assert all(f"hf-osdp {name}</h2>" in re.sub(r"<a class=\"headerlink.*?</a>", "", commands) for name in ("plan", "explain", "convert"))
+    assert all(
+        f"hf-osdp {name}</h2>" in re.sub(r"<a class=\"headerlink.*?</a>", "", commands)
+        for name in ("plan", "explain", "convert")
+    )
     assert "--memory-limit" in commands and "a100-80" in presets and "data sheet" in presets
 
 

@@ -76,7 +76,9 @@ def test_the_same_training(tmp_path):
 def test_the_native_plan(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=16, vocab_size=61)).save_pretrained(tmp_path)
+    GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=16, vocab_size=61)).save_pretrained(
+        tmp_path
+    )
     assert "{'transformer.h.*': 'free_full_weight'}" in on_two_ranks("native_plan", tmp_path, str(tmp_path))
 
 
@@ -84,7 +86,11 @@ def test_the_native_plan(tmp_path):
 def test_the_plan_on_paper_prints_what_the_page_says(tmp_path):
     printed = run_ranks(ran, 1, "plan_on_paper", str(tmp_path), init=False)[0]
     shown = re.search(r"it prints\n\n```text\n(.*?)```", page("quickstart.md"), re.DOTALL)[1]
-    assert printed.startswith(shown) and "plan.proven_optimal=" in printed and "No plan fits 2.0 GiB per device" in printed
+    assert (
+        printed.startswith(shown)
+        and "plan.proven_optimal=" in printed
+        and "No plan fits 2.0 GiB per device" in printed
+    )
 
 
 @pytest.mark.slow
@@ -102,7 +108,9 @@ def assert_ends_well(command: list[object], folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["with_trainer", "with_accelerator", "plain_loop", "same_training"])
 def test_as_the_page_says(name, tmp_path):
-    assert f"torchrun --nproc-per-node 2 docs/snippets/{name}.py" in (SNIPPETS / f"{name}.py").read_text(encoding="utf-8")
+    assert f"torchrun --nproc-per-node 2 docs/snippets/{name}.py" in (SNIPPETS / f"{name}.py").read_text(
+        encoding="utf-8"
+    )
     assert_ends_well([*TORCHRUN, "--standalone", "--nproc-per-node", "2", SNIPPETS / f"{name}.py"], tmp_path)
 
 

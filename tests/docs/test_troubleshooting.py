@@ -1,4 +1,6 @@
-"""The troubleshooting pages quote messages that are really raised, and have every one of the errors that a run may end with."""
+"""The troubleshooting pages quote messages that are really raised, and have every one of the errors that a run may
+end with.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ PAGES = ("troubleshooting.md", "troubleshooting_runs.md", "troubleshooting_train
 FOREIGN = "## Messages of torch, Accelerate and transformers"
 ENTRY = re.compile(r"^`(?P<message>[^`\n]+)`\n: ", re.MULTILINE)
 BLANK = re.compile(r"‹[^›]*›")
-COVERED = ("InfeasibleError", "CheckpointError", "PlanError", "PlanMismatchError", "HardwareError", "ProfileError", "LaunchError")
+COVERED = (
+    "InfeasibleError",
+    "CheckpointError",
+    "PlanError",
+    "PlanMismatchError",
+    "HardwareError",
+    "ProfileError",
+    "LaunchError",
+)
 
 
 def messages() -> list[str]:
@@ -52,7 +62,12 @@ def test_every_error_of_these_kinds_has_an_entry(name):
         text
         for tree in source_trees()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == name and node.args and (text := text_of(node.args[0]))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == name
+        and node.args
+        and (text := text_of(node.args[0]))
     ]
-    missing = [text.replace(PLACE, "‹...›") for text in raised if not any(says(text, message) for message in messages())]
+    missing = [
+        text.replace(PLACE, "‹...›") for text in raised if not any(says(text, message) for message in messages())
+    ]
     assert raised and not missing, "no page of troubleshooting has an entry for these"

@@ -16,7 +16,10 @@ from hf_osdp.cli.app import app
 from .bad_inputs import Give, NotRefused
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-STANDS_FOR = {"SIZES": "--sequence-length 16 --global-batch-size 32", "DEVICES": "--device titan-rtx --devices-per-node 4"}
+STANDS_FOR = {
+    "SIZES": "--sequence-length 16 --global-batch-size 32",
+    "DEVICES": "--device titan-rtx --devices-per-node 4",
+}
 
 
 @contextmanager
@@ -51,8 +54,15 @@ def command(given: str, folder: Path) -> Give:
     def run() -> None:
         with _inside(folder):
             done = CliRunner().invoke(app, words)
-        if done.exit_code not in (1, 2) or done.stdout or not done.stderr.startswith("hf-osdp: ") or not done.stderr.endswith("\n"):
-            raise NotRefused(f"exit code {done.exit_code}, stdout {done.stdout!r}, stderr {done.stderr!r}") from done.exception
+        if (
+            done.exit_code not in (1, 2)
+            or done.stdout
+            or not done.stderr.startswith("hf-osdp: ")
+            or not done.stderr.endswith("\n")
+        ):
+            raise NotRefused(
+                f"exit code {done.exit_code}, stdout {done.stdout!r}, stderr {done.stderr!r}"
+            ) from done.exception
         raise ValueError(done.stderr.removeprefix("hf-osdp: ").removesuffix("\n"))
 
     return run
@@ -66,7 +76,9 @@ def recipe(given: str, folder: Path) -> Give:
         with _inside(folder):
             module = importlib.import_module("run_mlm" if "--grouping" in words or "--mlm" in words else "run_clm")
             argv = [str(folder / word) if (folder / word).exists() else word for word in words.split()]
-            model_args, *_, options = module.parse_arguments((module.ModelArguments, module.DataArguments, module.TrainingArguments), argv)
+            model_args, *_, options = module.parse_arguments(
+                (module.ModelArguments, module.DataArguments, module.TrainingArguments), argv
+            )
             return module.with_grouping(model_args.grouping, options) if "--grouping" in words else options
 
     return parse

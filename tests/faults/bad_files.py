@@ -41,7 +41,9 @@ def description() -> ModelDescription:
 @cache
 def plan() -> Plan:
     """Of four processes."""
-    return search(problem(description(), preset("cpu", devices_per_node=4), TrainingJob(global_batch_size=8), 2**33)).plan
+    return search(
+        problem(description(), preset("cpu", devices_per_node=4), TrainingJob(global_batch_size=8), 2**33)
+    ).plan
 
 
 def unsigned_plan() -> dict[str, Any]:
@@ -110,7 +112,9 @@ OTHER_RUNS: dict[str, Give] = {
     "global_batch_size=16 beside a plan of 8": lambda: check_given_plan(plan(), OSDPConfig(global_batch_size=16)),
     "samples of 64 tokens beside a plan of 32": lambda: check_given_plan(plan(), OSDPConfig(sequence_length=64)),
     "memory_limit=1MiB beside a plan of more": lambda: check_given_plan(plan(), OSDPConfig(memory_limit=2**20)),
-    "a limit beside a plan without a peak": lambda: check_given_plan(replace(plan(), peak_bytes=None), OSDPConfig(memory_limit=2**20)),
+    "a limit beside a plan without a peak": lambda: check_given_plan(
+        replace(plan(), peak_bytes=None), OSDPConfig(memory_limit=2**20)
+    ),
 }
 PROFILES: dict[str, Change] = {
     "no such file": None,

@@ -1,4 +1,7 @@
-"""The rows of docs/bad_inputs.md and bad_inputs_files.md. `python -m tests.faults.bad_inputs` writes lines that differ anew."""
+"""The rows of docs/bad_inputs.md and bad_inputs_files.md.
+
+`python -m tests.faults.bad_inputs` writes lines that differ anew.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,9 @@ def rows(page: str) -> Iterator[Row]:
     for line in page.splitlines():
         section = line.removeprefix("## ") if line.startswith("## ") else section
         if found := _ROW.match(line):
-            yield Row(section=section, given=found["given"].replace("\\|", "|"), line=found["line"].replace("\\|", "|"))
+            yield Row(
+                section=section, given=found["given"].replace("\\|", "|"), line=found["line"].replace("\\|", "|")
+            )
 
 
 def give(row: Row, folder: Path) -> Give:

@@ -1,4 +1,6 @@
-"""Wrong options of OSDPConfig, the Trainer, plain loops and launchers; optimizers, models, batches and output folders."""
+"""Wrong options of OSDPConfig, the Trainer, plain loops and launchers; optimizers, models, batches and output
+folders.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def option(given: str, folder: Path) -> Give:
 
 def trainer(given: str, folder: Path) -> Give:
     def asked(osdp: object = None, fsdp_config: dict[str, object] | None = None) -> object:
-        return requested_config(osdp, SimpleNamespace(fsdp=[], fsdp_plugin_args=None, fsdp_config=fsdp_config, torch_compile=False))
+        return requested_config(
+            osdp, SimpleNamespace(fsdp=[], fsdp_plugin_args=None, fsdp_config=fsdp_config, torch_compile=False)
+        )
 
     return lambda: eval(given, {"Trainer": asked, "TrainingArguments": asked})
 
@@ -58,12 +62,19 @@ def plain_loop(given: str, folder: Path) -> Give:
     return lambda: eval(given, names)
 
 
-READERS = {"RANK": launched_rank, "WORLD_SIZE": check_ranks, "MASTER_PORT": check_ranks, "OSDP_LAUNCH_TIMEOUT_S": launch_timeout_s}
+READERS = {
+    "RANK": launched_rank,
+    "WORLD_SIZE": check_ranks,
+    "MASTER_PORT": check_ranks,
+    "OSDP_LAUNCH_TIMEOUT_S": launch_timeout_s,
+}
 TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 def launched(given: str, folder: Path) -> Give:
-    """A key of the accelerate configuration file, which becomes a variable, or a variable that a launcher or a user sets."""
+    """A key of the accelerate configuration file, which becomes a variable, or a variable that a launcher or a user
+    sets.
+    """
     if ": " in given:
         name, value = given.split(": ", 1)
         usual = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": "{'osdp': True}"}
@@ -118,16 +129,20 @@ OPTIMIZERS: dict[str, Give] = {
     "torch.optim.Muon(...) beside an operator in slices": of_slices,
     "torch.optim.LBFGS(...)": lambda: spec_of_optimizer(torch.optim.LBFGS(weights()), device_type="cpu"),
     "an optimizer of one's own that adds noise": lambda: check_optimizer(Noisy(weights(), {})),
-    "an optimizer of another model": lambda: release_parameters(torch.optim.AdamW(weights()), parameter_names(nn.Linear(4, 4))),
+    "an optimizer of another model": lambda: release_parameters(
+        torch.optim.AdamW(weights()), parameter_names(nn.Linear(4, 4))
+    ),
     "an optimizer that took steps before sharding": with_state,
 }
 MODELS: dict[str, Give] = {
     'block_classes="LlamaDecoderLayer" for GPT-2': lambda: find_units(tiny_model("gpt2"), ["LlamaDecoderLayer"]),
-    "parameters of complex numbers": lambda: find_units(nn.Sequential(*(nn.Linear(2, 2, dtype=torch.complex64) for _ in range(2)))),
+    "parameters of complex numbers": lambda: find_units(nn.Sequential(*(nn.Linear(2, 2,
+                                                                                  dtype=torch.complex64) for _ in range(2)))),  # noqa: E501
     "a head that was replaced, and tie_word_embeddings=True": lambda: check_model(untied()),
     "model.requires_grad_(False)": lambda: check_model(tiny_model("gpt2").requires_grad_(False)),
     "global_batch_size=33 on 4 processes": lambda: TrainingJob(global_batch_size=33).micro_batch_sizes(4),
-    "micro_batch_size=5 of 8 samples": lambda: TrainingJob(global_batch_size=32, micro_batch_size=5).micro_batch_sizes(4),
+    "micro_batch_size=5 of 8 samples": lambda: TrainingJob(global_batch_size=32,
+                                                           micro_batch_size=5).micro_batch_sizes(4),
     'mixed_precision="fp8"': lambda: Precision.named("fp8"),
     'hardware="abacus"': lambda: preset("abacus"),
     "memory_limit=4KiB": lambda: search(
@@ -135,7 +150,8 @@ MODELS: dict[str, Give] = {
     ),
 }  # fmt: skip
 FOLDERS = {
-    "output_dir, which is a file": "out", "output_dir below a file": "out/run", "output_dir on a disk that takes no files": "/proc/run",
+    "output_dir, which is a file": "out", "output_dir below a file": "out/run",
+    "output_dir on a disk that takes no files": "/proc/run",
 }  # fmt: skip
 
 

@@ -2,10 +2,11 @@
 
     python -m tests.faults.kills --kills 100 --seed 0
 
-Each start is killed in a phase and after a time that a seeded generator picks, by SIGKILL of one rank or of all. What must hold: nearly
-always the other ranks end by themselves; the next start goes on from the last checkpoint that was complete; the final weights are
-those of a run that nobody killed, to the bit. Ranks that wait for the dead one in torch, as in the forming of a group, do not end; here as
-under torchrun they are sent SIGTERM, and SIGKILL 30 s after it.
+Each start is killed in a phase and after a time that a seeded generator picks, by SIGKILL of one rank or of all. What
+must hold: nearly always the other ranks end by themselves; the next start goes on from the last checkpoint that was
+complete; the final weights are those of a run that nobody killed, to the bit. Ranks that wait for the dead one in
+torch, as in the forming of a group, do not end; here as under torchrun they are sent SIGTERM, and SIGKILL 30 s after
+it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from tests.helpers.distributed import Rank, ranks_of
 
 WORLD = 2
 ENDS_WITHIN_S = 5.0
-"""How long the ranks that were not killed may take to end by themselves, before they are ended as torchrun ends them."""
+"""How long the ranks that were not killed may take to end by themselves, before they are ended as torchrun ends
+them.
+"""
 LAUNCHER_WAITS_S = 30.0
 """From torchrun's SIGTERM to its SIGKILL."""
 MOST_ENDED = 0.1
@@ -65,7 +68,9 @@ class Outcome:
 
 
 def run(kills: int, seed: int, folder: Path) -> Outcome:
-    """Train one after the other in a folder until there were so many kills, whose phases, moments and victims a seed picks."""
+    """Train one after the other in a folder until there were so many kills, whose phases, moments and victims a
+    seed picks.
+    """
     chance, outcome = random.Random(seed), Outcome()
     wanted: dict[Training, dict[str, torch.Tensor]] = {}
     while outcome.kills.total() < kills:
@@ -78,9 +83,13 @@ def run(kills: int, seed: int, folder: Path) -> Outcome:
         outcome.trainings += 1
         final = load_file(place / FINAL)
         if different := [name for name, value in wanted[training].items() if not torch.equal(final[name], value)]:
-            outcome.problems.append(f"{place.name} ({training}): {len(different)} weights differ, such as {different[0]}")
+            outcome.problems.append(
+                f"{place.name} ({training}): {len(different)} weights differ, such as {different[0]}"
+            )
     if len(outcome.were_ended) > max(1, MOST_ENDED * outcome.kills.total()):
-        outcome.problems.append(f"others had to be ended after {len(outcome.were_ended)} of {outcome.kills.total()} kills")
+        outcome.problems.append(
+            f"others had to be ended after {len(outcome.were_ended)} of {outcome.kills.total()} kills"
+        )
     return outcome
 
 
@@ -99,7 +108,9 @@ def _one_training(training: Training, place: Path, chance: random.Random, outcom
         (place / "marks").unlink(missing_ok=True)
         before = max((int(path.name.rpartition("-")[2]) for path in place.glob("checkpoint-*")), default=0)
         environment = {"TORCHELASTIC_RESTART_COUNT": str(starts)}
-        with ranks_of(train, WORLD, training, str(place), timeout_s=START_S, init=training.loop == "plain", env=environment) as ranks:
+        with ranks_of(
+            train, WORLD, training, str(place), timeout_s=START_S, init=training.loop == "plain", env=environment
+        ) as ranks:
             if outcome.kills.total() < kills:
                 _kill_sometime(ranks, place, chance, outcome, resumes=starts > 0)
             elif not _wait(START_S, lambda ranks=ranks: _ended(ranks)) or any(rank.returncode for rank in ranks):
@@ -172,9 +183,16 @@ def main() -> None:
     console = Console(width=100)
     console.print(table)
     if ends := sorted(outcome.ending_s):
-        console.print(f"From a rank's death to the end of the other: median {statistics.median(ends):.2f} s, longest {ends[-1]:.2f} s.")
-    console.print(f"Ended as torchrun ends them, after {ENDS_WITHIN_S:g} s: {', '.join(outcome.were_ended) or 'none'}.")
-    console.print(*(outcome.problems or ["Nothing was lost: every final weight as without a kill, to the bit."]), sep="\n")
+        console.print(
+            f"From a rank's death to the end of the other: median {statistics.median(ends):.2f} s, longest"
+            f" {ends[-1]:.2f} s."
+        )
+    console.print(
+        f"Ended as torchrun ends them, after {ENDS_WITHIN_S:g} s: {', '.join(outcome.were_ended) or 'none'}."
+    )
+    console.print(
+        *(outcome.problems or ["Nothing was lost: every final weight as without a kill, to the bit."]), sep="\n"
+    )
     raise SystemExit(bool(outcome.problems))
 
 

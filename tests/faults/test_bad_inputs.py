@@ -1,4 +1,6 @@
-"""Every wrong input of docs/bad_inputs*.md is told in the one line that the page says, and nothing is written or lost."""
+"""Every wrong input of docs/bad_inputs*.md is told in the one line that the page says, and nothing is written or
+lost.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_wrong_input_is_told_in_one_line_and_loses_nothing(row: Row, tmp_path):
 
 def test_line_that_differs_and_input_that_is_taken_are_noticed(tmp_path):
     row = replace(ROWS[0], line="FOLDER/x has 3; use ‹n›.")
-    assert row.matches(f"{tmp_path}/x has 3; use 5.", tmp_path) and not row.matches(f"{tmp_path}/x has 4; use 5.", tmp_path)
+    assert row.matches(f"{tmp_path}/x has 3; use 5.", tmp_path) and not row.matches(
+        f"{tmp_path}/x has 4; use 5.", tmp_path
+    )
     with pytest.raises(NotRefused):
         refusal(lambda: None)
     with pytest.raises(KeyError):

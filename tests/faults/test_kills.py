@@ -25,7 +25,16 @@ ENDS_WITHIN_S = 150.0
 
 
 def command(loop: str, folder: Path, *words: object, restarts: int = 0) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        str(restarts),
+    ]
     return [*torchrun, "-m", "tests.faults.training", loop, str(folder), *map(str, words)]
 
 
@@ -52,7 +61,8 @@ def test_ranks_that_torchrun_starts_again_go_on(tmp_path, loop):
     # TrainingArguments form the group before hf_osdp can clear torchrun's store: docs/fault_tolerance.md
     own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if loop == "trainer" else {}
     done = subprocess.run(
-        command(loop, folder, 6, restarts=1), cwd=ROOT, env=environment(**own_store), timeout=ENDS_WITHIN_S, capture_output=True, text=True
+        command(loop, folder, 6, restarts=1), cwd=ROOT, env=environment(**own_store), timeout=ENDS_WITHIN_S,
+        capture_output=True, text=True
     )  # fmt: skip
     assert done.returncode == 0, ends_of(done.stderr)
     assert "resume checkpoint-4" in marks(folder) and marks(folder)[-1] == "done"
@@ -63,7 +73,9 @@ def test_ranks_that_torchrun_starts_again_go_on(tmp_path, loop):
 def test_job_with_sigterm_saves_and_requeued_goes_on(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    with subprocess.Popen(command("trainer", folder), cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True) as job:
+    with subprocess.Popen(
+        command("trainer", folder), cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
+    ) as job:
         deadline = time.monotonic() + ENDS_WITHIN_S
         while marks(folder).count("step") < 2:
             assert time.monotonic() < deadline and job.poll() is None
@@ -74,7 +86,9 @@ def test_job_with_sigterm_saves_and_requeued_goes_on(tmp_path):
     saved = sorted(int(path.name.rpartition("-")[2]) for path in folder.glob("checkpoint-*"))
     assert saved and saved[-1] < STEPS, ends_of(errors)
     assert "SIGTERM: training saves checkpoint-" in errors
-    requeued = subprocess.run(command("trainer", folder), cwd=ROOT, env=environment(SLURM_RESTART_COUNT="1"), timeout=ENDS_WITHIN_S)
+    requeued = subprocess.run(
+        command("trainer", folder), cwd=ROOT, env=environment(SLURM_RESTART_COUNT="1"), timeout=ENDS_WITHIN_S
+    )
     assert requeued.returncode == 0 and f"resume checkpoint-{saved[-1]}" in marks(folder)
     assert saved[-1] % SAVE_EVERY or marks(folder).count("step") < 2 * STEPS
     assert_as_uninterrupted("trainer", folder, tmp_path)

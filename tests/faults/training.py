@@ -1,6 +1,8 @@
-"""A training of two ranks that is killed and started again: what runs on a rank, and the marks by which its killer knows where it is.
+"""A training of two ranks that is killed and started again: what runs on a rank, and the marks by which its killer
+knows where it is.
 
-Under torchrun it kills one of its own ranks in its first start: `python -m tests.faults.training trainer FOLDER [STEP]`.
+Under torchrun it kills one of its own ranks in its first start: `python -m tests.faults.training trainer FOLDER
+[STEP]`.
 """
 
 from __future__ import annotations
@@ -106,12 +108,16 @@ def model() -> GPT2LMHeadModel:
 def _by_trainer(training: Training, folder: str, mark: Callable[[str], None]) -> dict[str, torch.Tensor]:
     rows = torch.randint(0, 61, (SAMPLES * STEPS, LENGTH), generator=torch.Generator().manual_seed(3))
     arguments = TrainingArguments(
-        folder, per_device_train_batch_size=SAMPLES // 2, max_steps=STEPS, save_strategy="steps", save_steps=SAVE_EVERY,
-        save_total_limit=2, use_cpu=True, report_to="none", disable_tqdm=True, learning_rate=1e-2, seed=1, logging_strategy="no",
+        folder, per_device_train_batch_size=SAMPLES // 2, max_steps=STEPS, save_strategy="steps",
+        save_steps=SAVE_EVERY,
+        save_total_limit=2, use_cpu=True, report_to="none", disable_tqdm=True, learning_rate=1e-2, seed=1,
+        logging_strategy="no",
         fsdp_config={"state_dict_type": "SHARDED_STATE_DICT" if training.sharded else "FULL_STATE_DICT"},
     )  # fmt: skip
     osdp = OSDPConfig(hardware=preset("cpu", devices_per_node=2), async_save=training.in_background, compare=False)
-    trainer = Trainer(model=model(), args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows], osdp=osdp)
+    trainer = Trainer(
+        model=model(), args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows], osdp=osdp
+    )
     trainer.add_callback(_MarkSteps(mark))
     trainer.train()
     return trainer.accelerator.get_state_dict(trainer.model)
@@ -127,7 +133,9 @@ class _MarkSteps(transformers.TrainerCallback):
 
 def _by_plain_loop(training: Training, folder: str, mark: Callable[[str], None]) -> dict[str, torch.Tensor]:
     hardware = preset("cpu", devices_per_node=2)
-    sharded = OptimalShardedDataParallel(model(), OSDPConfig(sequence_length=LENGTH, global_batch_size=SAMPLES, hardware=hardware))
+    sharded = OptimalShardedDataParallel(
+        model(), OSDPConfig(sequence_length=LENGTH, global_batch_size=SAMPLES, hardware=hardware)
+    )
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-2)
     last, start = last_checkpoint(folder), 0
     if last is not None:
@@ -143,7 +151,9 @@ def _by_plain_loop(training: Training, folder: str, mark: Callable[[str], None])
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % SAVE_EVERY == 0:
-            sharded.save_checkpoint(f"{folder}/checkpoint-{step + 1}", optimizer, progress={"step": step + 1}, sharded=training.sharded)
+            sharded.save_checkpoint(
+                f"{folder}/checkpoint-{step + 1}", optimizer, progress={"step": step + 1}, sharded=training.sharded
+            )
     return sharded.full_state_dict()
 
 
@@ -152,7 +162,9 @@ def main(loop: str, folder: str, step: str | None = None) -> None:
     torch.set_num_threads(1)
     if step is not None and os.environ["RANK"] == "1" and not restart_count():
         steps = iter(range(1, int(step)))
-        _before(torch.optim.AdamW, "step", lambda *a: None if next(steps, None) else os.kill(os.getpid(), signal.SIGKILL))
+        _before(
+            torch.optim.AdamW, "step", lambda *a: None if next(steps, None) else os.kill(os.getpid(), signal.SIGKILL)
+        )
     if loop == "plain":
         form_process_group(needed=True)
     train(Training(loop=loop, sharded=True), folder)

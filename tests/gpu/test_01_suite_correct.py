@@ -1,4 +1,7 @@
-"""The suite's steps on one rank and on several, most telling first: whether CUDA and NCCL runs are right. `pytest -m gpu tests/gpu`"""
+"""The suite's steps on one rank and on several, most telling first: whether CUDA and NCCL runs are right.
+
+`pytest -m gpu tests/gpu`
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(step.name, marks=pytest.mark.timeout(step.limit_s + 60)) for step in STEPS.values() if step.part in (1, 2)]
+    "name",
+    [
+        pytest.param(step.name, marks=pytest.mark.timeout(step.limit_s + 60))
+        for step in STEPS.values()
+        if step.part in (1, 2)
+    ],
 )
 def test_step_meets_its_aims(name, tmp_path):
     record = run_step(STEPS[name], tmp_path, rehearses=False)

@@ -1,4 +1,7 @@
-"""Activations on the host of a real GPU: equality with plain torch, memory, and copies beside compute. `pytest -m gpu tests/gpu`"""
+"""Activations on the host of a real GPU: equality with plain torch, memory, and copies beside compute.
+
+`pytest -m gpu tests/gpu`
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,15 @@ def way(request) -> Way:
 
 
 def twelve_blocks() -> nn.Module:
-    """GPT-2 whose blocks save much more than they have parameters; its attention adds up in the same order each time."""
+    """GPT-2 whose blocks save much more than they have parameters; its attention adds up in the same order each
+    time.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     config = GPT2Config(
-        n_layer=12, n_embd=256, n_head=4, n_positions=LENGTH, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, use_cache=False,
+        n_layer=12, n_embd=256, n_head=4, n_positions=LENGTH, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0,
+        use_cache=False,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
     model = GPT2LMHeadModel(config).to(CUDA).train()
@@ -58,7 +64,11 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 def gradients(model: nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
     """Of all parameters but those that lookups share, whose gradients are added up in any order."""
     loss_of(model, ids).backward()
-    found = [parameter.grad for name, parameter in model.named_parameters() if not any(part in name for part in ("wte", "wpe", "embed"))]
+    found = [
+        parameter.grad
+        for name, parameter in model.named_parameters()
+        if not any(part in name for part in ("wte", "wpe", "embed"))
+    ]
     model.zero_grad()
     return found
 
@@ -88,7 +98,9 @@ def step_bytes(model: nn.Module, ids: torch.Tensor) -> tuple[int, int]:
 
 
 def test_the_device_is_relieved_of_what_is_saved(way):
-    """Forward leaves little more than embeddings and head; backward has one block back at a time, beside the gradients."""
+    """Forward leaves little more than embeddings and head; backward has one block back at a time, beside the
+    gradients.
+    """
     ids = batch()
     plain_peak, plain_left = step_bytes(twelve_blocks(), ids)
     peak, left = step_bytes(changed(twelve_blocks(), way), ids)

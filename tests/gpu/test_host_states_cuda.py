@@ -1,4 +1,6 @@
-"""Optimizer states on the host beside a real GPU, in one process, with and without FSDP2, against states on the device."""
+"""Optimizer states on the host beside a real GPU, in one process, with and without FSDP2, against states on the
+device.
+"""
 
 from __future__ import annotations
 

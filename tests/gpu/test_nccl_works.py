@@ -1,4 +1,6 @@
-"""What NCCL hands back for a collective, and which device a process takes: in processes of their own, which a fault would end."""
+"""What NCCL hands back for a collective, and which device a process takes: in processes of their own, which a fault
+would end.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tiny models of many architectures, and a short training of each: by the plan that a search finds, or in one process."""
+"""Tiny models of many architectures, and a short training of each: by the plan that a search finds, or in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -30,24 +32,39 @@ SAMPLES = 4
 """Samples of one optimizer step, over all ranks."""
 STEPS = 2
 
-_TEXT = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
+_TEXT = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 100,
+}
 _BERT = {**_TEXT, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _LLAMA = {**_TEXT, "num_key_value_heads": 1, "head_dim": 16}
 _BART = {
-    "encoder_layers": 2, "decoder_layers": 2, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "dropout": 0.0,
-    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 100, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
+    "encoder_layers": 2, "decoder_layers": 2, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+    "dropout": 0.0,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 100, "pad_token_id": 1,
+    "bos_token_id": 0, "eos_token_id": 2,
 }  # fmt: skip
-_VISION = {**{name: value for name, value in _BERT.items() if name != "vocab_size"}, "image_size": 32, "patch_size": 8, "num_labels": 5}
+_VISION = {
+    **{name: value for name, value in _BERT.items() if name != "vocab_size"},
+    "image_size": 32,
+    "patch_size": 8,
+    "num_labels": 5,
+}
 TINY: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {
-        "n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 100, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0,
+        "n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 100, "n_positions": 64, "bos_token_id": 0,
+        "eos_token_id": 0,
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     },
     "BertForMaskedLM": _BERT,
     "BertForSequenceClassification": {**_BERT, "num_labels": 3},
     "RobertaForMaskedLM": {**_BERT, "max_position_embeddings": 66},
     "DistilBertForMaskedLM": {
-        "n_layers": 2, "dim": 32, "n_heads": 2, "hidden_dim": 64, "vocab_size": 100, "dropout": 0.0, "attention_dropout": 0.0,
+        "n_layers": 2, "dim": 32, "n_heads": 2, "hidden_dim": 64, "vocab_size": 100, "dropout": 0.0,
+        "attention_dropout": 0.0,
     },
     "T5ForConditionalGeneration": {
         "num_layers": 2, "d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "vocab_size": 100, "dropout_rate": 0.0,
@@ -55,7 +72,8 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "BartForConditionalGeneration": {**_BART, "decoder_start_token_id": 2},
     "OPTForCausalLM": {
-        "num_hidden_layers": 2, "hidden_size": 32, "ffn_dim": 64, "num_attention_heads": 2, "vocab_size": 100, "word_embed_proj_dim": 32,
+        "num_hidden_layers": 2, "hidden_size": 32, "ffn_dim": 64, "num_attention_heads": 2, "vocab_size": 100,
+        "word_embed_proj_dim": 32,
         "dropout": 0.0,
     },
     "LlamaForCausalLM": _LLAMA,
@@ -73,11 +91,13 @@ TINY: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {**_LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "ViTForImageClassification": _VISION,
     "SwinForImageClassification": {
-        "image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4, "num_labels": 5,
+        "image_size": 32, "patch_size": 2, "embed_dim": 16, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4,
+        "num_labels": 5,
         "drop_path_rate": 0.0,
     },
     "WhisperForConditionalGeneration": {
-        **_BART, "max_source_positions": 30, "max_target_positions": 40, "num_mel_bins": 8, "decoder_start_token_id": 2,
+        **_BART, "max_source_positions": 30, "max_target_positions": 40, "num_mel_bins": 8,
+        "decoder_start_token_id": 2,
     },
     "AlbertForMaskedLM": {**_BERT, "embedding_size": 16, "classifier_dropout_prob": 0.0},
     "ElectraForMaskedLM": {**_BERT, "embedding_size": 32},
@@ -99,7 +119,9 @@ def tiny_config(name: str, **changes: Any) -> Any:
 def tiny_architecture(name: str) -> nn.Module:
     """The same weights at each call, in float64."""
     torch.manual_seed(0)
-    model = getattr(transformers, name)._from_config(tiny_config(name), experts_implementation="eager")  # others have no float64
+    model = getattr(transformers, name)._from_config(
+        tiny_config(name), experts_implementation="eager"
+    )  # others have no float64
     return model.to(torch.float64).train()
 
 
@@ -107,7 +129,9 @@ def tiny_architecture(name: str) -> nn.Module:
 def _no_float32() -> Iterator[None]:
     """Where Gemma's norm asks for float32, in which sums depend on their order in the 8th digit, it gets float64."""
     stock = torch.Tensor.float
-    torch.Tensor.float = lambda tensor: tensor.double() if tensor.is_floating_point() else stock(tensor)  # positions stay as they are
+    torch.Tensor.float = lambda tensor: (
+        tensor.double() if tensor.is_floating_point() else stock(tensor)
+    )  # positions stay as they are
     try:
         yield
     finally:
@@ -140,7 +164,9 @@ def loss_of(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
 
 
 def units_of(model: nn.Module) -> tuple[UnitDescription, ...]:
-    """The model's units as a description has them; a trace, which takes seconds, tells only which of them run several times."""
+    """The model's units as a description has them; a trace, which takes seconds, tells only which of them run
+    several times.
+    """
     classes = BLOCK_CLASSES.get(type(model).__name__)
     if classes is None:
         return find_units(model)
@@ -148,7 +174,9 @@ def units_of(model: nn.Module) -> tuple[UnitDescription, ...]:
 
 
 def _with_statistics_of_the_first(parts: int) -> Loss:
-    """The loss of a batch in parts, of which the first alone moves batch norm's running statistics: those of rank 0 are saved."""
+    """The loss of a batch in parts, of which the first alone moves batch norm's running statistics: those of rank 0
+    are saved.
+    """
     numbers = itertools.count()
 
     def loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -163,7 +191,9 @@ def _with_statistics_of_the_first(parts: int) -> Loss:
 
 @_no_float32()
 def train_alone(name: str, world_size: int) -> Trained:
-    """The reference: one process, the whole batch; in parts, as ranks have it, where batch norm takes its statistics of each."""
+    """The reference: one process, the whole batch; in parts, as ranks have it, where batch norm takes its
+    statistics of each.
+    """
     model = tiny_architecture(name)
     parts = world_size if has_running_statistics(model) else 1
     loss = _with_statistics_of_the_first(parts)
@@ -172,8 +202,8 @@ def train_alone(name: str, world_size: int) -> Trained:
 
 @_no_float32()
 def train_by_plan(name: str, meshes: Meshes | None = None) -> tuple[Plan, Trained]:
-    """The same on all ranks of the process group, with every layout in turn, and blocks that are recomputed or wait on the host (not
-    those with batch norm)."""
+    """The same on all ranks of the process group, with every layout in turn, and blocks that are recomputed or wait on
+    the host (not those with batch norm)."""
     model = tiny_architecture(name)
     units = units_of(model)
     plan = plan_of(units, dist.get_world_size(), "mixed" if has_running_statistics(model) else "everything")

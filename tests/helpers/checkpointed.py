@@ -134,7 +134,9 @@ def folders(parent: Path, legs: Sequence[Leg]) -> list[str | None]:
 def trained_by_plan(
     model: nn.Module, plan: Plan, make_optimizer: Callable[[], torch.optim.Optimizer], steps: range, folder: str = ""
 ) -> torch.optim.Optimizer:
-    """Apply a plan, train these steps from the checkpoint before them, and return the optimizer; with a folder, save one after."""
+    """Apply a plan, train these steps from the checkpoint before them, and return the optimizer; with a folder,
+    save one after.
+    """
     units = find_units(model)
     apply_plan(model, plan, units, meshes=Meshes("cpu"))
     optimizer = make_optimizer()
@@ -144,5 +146,13 @@ def trained_by_plan(
         load_loop(f"{folder}/{steps.start}", model, optimizer, others={})
     trained(model, optimizer, plan, steps)
     if folder:
-        save_loop(CheckpointWriter(), f"{folder}/{steps.stop}", model, optimizer, others={}, progress={}, sharded=steps.start == 0)
+        save_loop(
+            CheckpointWriter(),
+            f"{folder}/{steps.stop}",
+            model,
+            optimizer,
+            others={},
+            progress={},
+            sharded=steps.start == 0,
+        )
     return optimizer

@@ -20,15 +20,28 @@ from hf_osdp.planner.description import (
 
 
 def transformer(
-    *, layers: int = 4, hidden: int = 64, vocabulary: int = 512, sequence_length: int = 32, dtype: DType = DType.FLOAT32
+    *,
+    layers: int = 4,
+    hidden: int = 64,
+    vocabulary: int = 512,
+    sequence_length: int = 32,
+    dtype: DType = DType.FLOAT32,
 ) -> ModelDescription:
     """A decoder with tied embeddings, its costs from the usual formulas."""
     token = sequence_length * hidden * dtype.itemsize
     logits = sequence_length * vocabulary * 4
     root = _unit("", GatherSpan.STEP, {"positions": (sequence_length, hidden), "norm": (hidden,)}, dtype)
     tied = _unit("embedding+head", GatherSpan.STEP, {"embedding.weight": (vocabulary, hidden)}, dtype)
-    block = {"qkv": (3 * hidden, hidden), "out": (hidden, hidden), "up": (4 * hidden, hidden), "down": (hidden, 4 * hidden)}
-    blocks = [_unit(f"layers.{i}", GatherSpan.USE, {f"layers.{i}.{k}": v for k, v in block.items()}, dtype) for i in range(layers)]
+    block = {
+        "qkv": (3 * hidden, hidden),
+        "out": (hidden, hidden),
+        "up": (4 * hidden, hidden),
+        "down": (hidden, 4 * hidden),
+    }
+    blocks = [
+        _unit(f"layers.{i}", GatherSpan.USE, {f"layers.{i}.{k}": v for k, v in block.items()}, dtype)
+        for i in range(layers)
+    ]
     weights = 12 * hidden * hidden
     middle = Segment(
         unit=0,
@@ -44,7 +57,9 @@ def transformer(
         forward=_phase(0, 2 * logits, matmul, 6 * logits),
         backward=_phase(vocabulary * hidden * dtype.itemsize, 2 * logits, 2 * matmul, 6 * logits),
     )
-    embedding = Segment(unit=0, saved_bytes=Affine(per_sample=token), forward=_phase(0, 2 * token), backward=_phase(0, 2 * token))
+    embedding = Segment(
+        unit=0, saved_bytes=Affine(per_sample=token), forward=_phase(0, 2 * token), backward=_phase(0, 2 * token)
+    )
     return ModelDescription(
         model_name="transformer",
         model_class="Transformer",
@@ -52,7 +67,11 @@ def transformer(
         sequence_length=sequence_length,
         compute_dtype=dtype,
         units=(root, tied, *blocks),
-        segments=(_segment(embedding, unit=1), *(_segment(middle, unit=2 + i) for i in range(layers)), _segment(head, unit=1)),
+        segments=(
+            _segment(embedding, unit=1),
+            *(_segment(middle, unit=2 + i) for i in range(layers)),
+            _segment(head, unit=1),
+        ),
         input_bytes=Affine(per_sample=16 * sequence_length),
     )
 
@@ -67,27 +86,37 @@ def at_random(
 ) -> ModelDescription:
     """A few blocks of `kinds` kinds in runs, with arbitrary bytes and times; the root may or may not come between.
 
-    `tied` adds weights that are shared by an embedding, a head, and sometimes something between; `called` the same as a unit that
-    is freed between its calls. `recomputable` blocks have costs for recomputation that have nothing to do with their others, and can
-    offload some of what they save, or more.
+    `tied` adds weights that are shared by an embedding, a head, and sometimes something between; `called` the same as
+    a unit that is freed between its calls. `recomputable` blocks have costs for recomputation that have nothing to do
+    with their others, and can offload some of what they save, or more.
     """
     dice = random.Random(seed)
     units = [_unit("", GatherSpan.STEP, {"root": (dice.randint(1, 40), dice.randint(1, 20))}, DType.FLOAT32)]
     segments = [_random_segment(dice, 0)] if dice.random() < 0.8 else []
     made = [
-        ({f"w{j}": (dice.randint(1, 60), dice.randint(1, 40)) for j in range(dice.randint(1, 2))}, _random_segment(dice, 0))
+        (
+            {f"w{j}": (dice.randint(1, 60), dice.randint(1, 40)) for j in range(dice.randint(1, 2))},
+            _random_segment(dice, 0),
+        )
         for _ in range(kinds)
     ]
     again = [_random_ways(random.Random(seed + 1 + kind)) for kind in range(kinds)]
     own = [Affine(per_sample=random.Random(seed - 1 - kind).choice([500, 1000, 5000])) for kind in range(kinds)]
     for index in range(blocks):
         shapes, segment = made[index * kinds // blocks]
-        units.append(_unit(f"b{index}", GatherSpan.USE, {f"b{index}.{k}": v for k, v in shapes.items()}, DType.FLOAT32))
+        units.append(
+            _unit(f"b{index}", GatherSpan.USE, {f"b{index}.{k}": v for k, v in shapes.items()}, DType.FLOAT32)
+        )
         segments.append(_segment(segment, unit=len(units) - 1))
         if recomputable:
             kind = index * kinds // blocks
-            others = (replace(_segment(way, unit=len(units) - 1), own_saved_bytes=own[kind], sent_bytes=own[kind]) for way in again[kind])
-            segments[-1] = replace(segments[-1], own_saved_bytes=own[kind - 1], sent_bytes=own[kind - 1], recomputed=ways(*others))
+            others = (
+                replace(_segment(way, unit=len(units) - 1), own_saved_bytes=own[kind], sent_bytes=own[kind])
+                for way in again[kind]
+            )
+            segments[-1] = replace(
+                segments[-1], own_saved_bytes=own[kind - 1], sent_bytes=own[kind - 1], recomputed=ways(*others)
+            )
         if dice.random() < 0.1:
             segments.append(_random_segment(dice, 0))
     if tied or called:
@@ -103,7 +132,9 @@ def at_random(
     if (
         recomputable and segments[-1].unit == 0 and dice.random() < 0.5
     ):  # blocks that are recomputed hold something that the model lets go of in the end
-        segments[-1] = replace(segments[-1], held_bytes=Affine(constant=dice.randint(0, 5000), per_sample=dice.randint(0, 2000)))
+        segments[-1] = replace(
+            segments[-1], held_bytes=Affine(constant=dice.randint(0, 5000), per_sample=dice.randint(0, 2000))
+        )
     return ModelDescription(
         model_name=f"random {seed}",
         model_class="Random",
@@ -116,7 +147,9 @@ def at_random(
 
 
 def ways(*costs: Segment) -> tuple[RecomputedSegment, ...]:
-    """Return ways to recompute a block that cost this much: the first saves its input alone, each other one operator."""
+    """Return ways to recompute a block that cost this much: the first saves its input alone, each other one
+    operator.
+    """
     ways = (Recomputation(saved_calls=(f"op#{number}",) if number else ()) for number in range(len(costs)))
     return tuple(RecomputedSegment(recomputation=way, costs=one) for way, one in zip(ways, costs, strict=True))
 
@@ -126,7 +159,9 @@ def _random_ways(dice: random.Random) -> list[Segment]:
 
 
 def _with_gradients(dice: random.Random, units: list[UnitDescription], segments: list[Segment]) -> list[Segment]:
-    """Segments that say of some parameters gathered for the whole step where their gradients come: mostly in stretches of these units."""
+    """Segments that say of some parameters gathered for the whole step where their gradients come: mostly in
+    stretches of these units.
+    """
     names = [p.name for unit in units if unit.span is GatherSpan.STEP for p in unit.parameters if dice.random() < 0.5]
     stretches = [i for i, segment in enumerate(segments) if units[segment.unit].span is GatherSpan.STEP]
     for name in names if stretches else ():

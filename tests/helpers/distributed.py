@@ -56,7 +56,9 @@ class Rank:
         self.pid = pid
         self.returncode: int | None = None
         self._exit_code = exit_code
-        self._result, self._error, self._output = (folder / f"{name}{number}" for name in ("result", "error", "output"))
+        self._result, self._error, self._output = (
+            folder / f"{name}{number}" for name in ("result", "error", "output")
+        )
 
     def poll(self) -> int | None:
         """Its exit code; None while it runs."""
@@ -94,12 +96,14 @@ class Rank:
         return self._output.stat().st_mtime
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0, **options: Any) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0, **options: Any
+) -> list[Any]:
     """Call `fn(*args)` on `world_size` fresh processes that form one gloo process group.
 
     Each process has what `torchrun` sets (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, ...), one OpenMP thread, and the
-    repository on its path; torch and transformers are imported already (see `rank`). The rendezvous store listens on a port
-    that the system picked, so runs cannot collide.
+    repository on its path; torch and transformers are imported already (see `rank`). The rendezvous store listens on a
+    port that the system picked, so runs cannot collide.
 
     Args:
         fn: a function at the top of an importable module (processes import it by name).
@@ -144,24 +148,34 @@ def ranks_of(
         world_size: number of ranks.
         *args: given to every rank.
         timeout_s: seconds after which every rank is ended.
-        init: form the process group before `fn` is called; False leaves it to `fn`, which may do so once (a second group
-            would find the addresses of the first in the store).
+        init: form the process group before `fn` is called; False leaves it to `fn`, which may do so once (a second
+            group would find the addresses of the first in the store).
         env: further environment variables.
         nodes: how many nodes the ranks are told to be on, equally many on each; all run here.
-        one_gpu: the ranks see this machine's first GPU, all the same one, and their NCCL takes each for a machine of its own; they
-            are new processes, as CUDA cannot be used in a fork. `fn` forms the process group.
+        one_gpu: the ranks see this machine's first GPU, all the same one, and their NCCL takes each for a machine of
+            its own; they are new processes, as CUDA cannot be used in a fork. `fn` forms the process group.
     """
     if fn.__module__ == "__main__" or "<locals>" in fn.__qualname__:
-        raise ValueError(f"run_ranks needs a function at the top of an importable module, not {fn.__module__}.{fn.__qualname__}.")
+        raise ValueError(
+            f"run_ranks needs a function at the top of an importable module, not {fn.__module__}.{fn.__qualname__}."
+        )
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     common = {
-        **os.environ, **_FIXED, "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-        "LOCAL_WORLD_SIZE": str(world_size // nodes), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+        **os.environ, **_FIXED, "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "LOCAL_WORLD_SIZE": str(world_size // nodes), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="hf_osdp_ranks_") as name:
         folder = Path(name)
-        content = {"path": sys.path, "fn": pickle.dumps(fn), "args": pickle.dumps(args), "timeout_s": timeout_s, "init": init}
+        content = {
+            "path": sys.path,
+            "fn": pickle.dumps(fn),
+            "args": pickle.dumps(args),
+            "timeout_s": timeout_s,
+            "init": init,
+        }
         (folder / TASK).write_bytes(pickle.dumps(content))
         ranks: list[Rank] = []
         try:
@@ -180,8 +194,8 @@ def ranks_of(
 
 
 def _on_one_gpu(rank: int) -> dict[str, str]:
-    """With these NCCL lets several ranks share a GPU: it takes each for a machine of its own (NCCL_HOSTID), and sends through the
-    loopback interface. Right for what is correct; times mean nothing."""
+    """With these NCCL lets several ranks share a GPU: it takes each for a machine of its own (NCCL_HOSTID), and sends
+    through the loopback interface. Right for what is correct; times mean nothing."""
     return {
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0], "LOCAL_RANK": "0",
         "NCCL_HOSTID": f"rank-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1",
@@ -219,7 +233,8 @@ def _server(preload: str) -> subprocess.Popen:
     """Started at the first use, one for each list of packages; it ends when its input does, with this process."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.helpers.rank", "serve"],
-        cwd=ROOT, env={**os.environ, **_FIXED, "OSDP_TEST_PRELOAD": preload}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        cwd=ROOT, env={**os.environ, **_FIXED, "OSDP_TEST_PRELOAD": preload}, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         start_new_session=True,
     )  # fmt: skip
 
@@ -231,19 +246,26 @@ def _failure(ranks: list[Rank], timeout_s: float) -> RankFailure:
     errors = {number: rank.error for number, rank in enumerate(ranks) if rank.error}
     # A rank that died or ran out of time raises nothing itself; the others then do because they lost it.
     first_error = min((error["time"] for error in errors.values()), default=math.inf)
-    timed_out = [number for number, rank in enumerate(ranks) if codes[number] == _EXIT_TIMEOUT and rank.written_s <= first_error]
+    timed_out = [
+        number for number, rank in enumerate(ranks) if codes[number] == _EXIT_TIMEOUT and rank.written_s <= first_error
+    ]
     if errors and not died and not timed_out:
         number = min(errors, key=lambda r: errors[r]["time"])
         others = ", ".join(f"rank {r}: {errors[r]['type']}" for r in sorted(errors) if r != number)
-        message = f"rank {number} of {len(ranks)} raised\n{errors[number]['traceback']}" + (f"\nthen {others}" if others else "")
+        message = f"rank {number} of {len(ranks)} raised\n{errors[number]['traceback']}" + (
+            f"\nthen {others}" if others else ""
+        )
         return RankFailure(message, rank=number, error_type=errors[number]["type"])
     bad = died or timed_out or [number for number, code in enumerate(codes) if code != 0]
     what = f"was ended by signal {-codes[bad[0]]}" if died else f"did not end within {timeout_s} s"
     output = "\n".join(f"--- rank {number}\n{ranks[number].output[-_OUTPUT_TAIL:]}" for number in bad)
-    return RankFailure(f"rank {bad[0]} {what} (exit codes {codes})\n{output}", rank=bad[0], error_type="died" if died else "timeout")
+    return RankFailure(
+        f"rank {bad[0]} {what} (exit codes {codes})\n{output}", rank=bad[0], error_type="died" if died else "timeout"
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------- whole programs
+# ----------------------------------------------------------------------------------------------------------- whole
+# programs
 
 
 def free_port() -> str:
@@ -254,7 +276,9 @@ def free_port() -> str:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Variables for a program that is started as a user starts one, launcher included: on the CPU, with this repository on its path."""
+    """Variables for a program that is started as a user starts one, launcher included: on the CPU, with this
+    repository on its path.
+    """
     return {**os.environ, **_FIXED, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", **more}
 
 

@@ -1,4 +1,6 @@
-"""Tensors that say they are on another device than the CPU, for code that tells devices apart where there is one only."""
+"""Tensors that say they are on another device than the CPU, for code that tells devices apart where there is one
+only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A rank of emulated machines: a few layouts of a tiny GPT-2 take a step each; rank 0 prints bytes counted and in theory."""
+"""A rank of emulated machines: a few layouts of a tiny GPT-2 take a step each; rank 0 prints bytes counted and in
+theory.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def main() -> None:
     batch = Batch(micro_batch_size=1, accumulation_steps=1)
     for name, (choice, sends) in LAYOUTS.items():
         plan = Plan.of(description, [choice] * len(description.units), batch, world_size=4)
-        contender = Contender(GPT2LMHeadModel(SIZES.config()).train(), Entrant(plan=plan, sends=sends), description, job, meshes)
+        contender = Contender(
+            GPT2LMHeadModel(SIZES.config()).train(), Entrant(plan=plan, sends=sends), description, job, meshes
+        )
         payload = bytes_sent(plan, description, 2, stock_reduce_scatter=sends is Sends.STOCK)
         theory = with_headers(payload, mtu=MTU, packet_bytes=GSO_BYTES)
         found[name] = {"sent": contender.measure(2).sent_bytes, "theory": theory}

@@ -23,9 +23,18 @@ def toy_hardware(
     **more: Any,
 ) -> Hardware:
     """Devices of round figures; links are latency in seconds and bytes a second."""
-    inside, outside = (Link(latency_s=latency_s, bytes_per_s=bytes_per_s, source="made up") for latency_s, bytes_per_s in (intra, inter))
+    inside, outside = (
+        Link(latency_s=latency_s, bytes_per_s=bytes_per_s, source="made up")
+        for latency_s, bytes_per_s in (intra, inter)
+    )
     rates = {DType.FLOAT32: flops_per_s}
-    device = DeviceSpec(name="toy", memory_bytes=memory_bytes, flops_per_s=rates, memory_bytes_per_s=memory_bytes_per_s, source="made up")
+    device = DeviceSpec(
+        name="toy",
+        memory_bytes=memory_bytes,
+        flops_per_s=rates,
+        memory_bytes_per_s=memory_bytes_per_s,
+        source="made up",
+    )
     return Hardware(
         nodes=nodes, devices_per_node=devices_per_node, device=device, intra_node=inside, inter_node=outside,
         **{"backend": Backend.NCCL, **more},
@@ -33,15 +42,17 @@ def toy_hardware(
 
 
 def bare_preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
-    """A preset without a host and a margin, whose device reserves nothing and whose CPU issues work in no time: context, communicators and
-    launches would outweigh tiny models."""
+    """A preset without a host and a margin, whose device reserves nothing and whose CPU issues work in no time:
+    context, communicators and launches would outweigh tiny models."""
     hardware = preset(name, nodes=nodes, devices_per_node=devices_per_node)
     device = replace(hardware.device, reserved_bytes=0, communicator_bytes=0, operator_s=0.0, unit_s=0.0)
     return replace(hardware, device=device, host=None, margin=0.0)
 
 
 def take_preset() -> None:
-    """Have this process plan for the preset `cpu` in place of measuring, which takes seconds and is tested elsewhere."""
+    """Have this process plan for the preset `cpu` in place of measuring, which takes seconds and is tested
+    elsewhere.
+    """
     from hf_osdp.planning import cache
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))

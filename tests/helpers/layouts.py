@@ -7,16 +7,37 @@ from dataclasses import replace
 from torch import nn
 
 from hf_osdp.modeling.units import find_units
-from hf_osdp.planner.description import Activations, DType, GatherSpan, ModelDescription, Recomputation, UnitDescription
+from hf_osdp.planner.description import (
+    Activations,
+    DType,
+    GatherSpan,
+    ModelDescription,
+    Recomputation,
+    UnitDescription,
+)
 from hf_osdp.planner.plan import Plan, UnitDecision
 
 SELECTIVE = Activations(
     recomputation=Recomputation(
-        saved_calls=("addmm#0", "addmm#2", "mm#1", "mm#4", "bmm#1", "attention#0", "native_layer_norm#1", "_softmax#0", "div#1")
+        saved_calls=(
+            "addmm#0",
+            "addmm#2",
+            "mm#1",
+            "mm#4",
+            "bmm#1",
+            "attention#0",
+            "native_layer_norm#1",
+            "_softmax#0",
+            "div#1",
+        )
     )
 )
 """Outputs of some operators are saved, as far as a block has them."""
-BUDGETS = (Activations.SAVE, Activations.RECOMPUTE, *(Activations(recomputation=Recomputation(budget=part)) for part in (0.28, 0.53)))
+BUDGETS = (
+    Activations.SAVE,
+    Activations.RECOMPUTE,
+    *(Activations(recomputation=Recomputation(budget=part)) for part in (0.28, 0.53)),
+)
 """What compiled blocks may do."""
 LAYOUTS = ("replicate", "zero2", "zero3", "two_stage", "hsdp", "mixed", "everything", "compiled")
 
@@ -29,8 +50,9 @@ def plan_of(
     accumulation_steps: int = 1,
     reduce_every_micro_step: bool | None = True,
 ) -> Plan:
-    """One layout for all units, or `mixed`: every layout in turn. Two stages take the world as two nodes of several ranks.
-    `everything` adds to that blocks that are recomputed, wholly or in part, and units on the host; `compiled` compiles the blocks.
+    """One layout for all units, or `mixed`: every layout in turn. Two stages take the world as two nodes of several
+    ranks. `everything` adds to that blocks that are recomputed, wholly or in part, and units on the host; `compiled`
+    compiles the blocks.
 
     `reduce_every_micro_step=None` lets every third unit reduce, the others hold.
     """
@@ -45,7 +67,9 @@ def plan_of(
         micro_batch_size=1,
         accumulation_steps=accumulation_steps,
         model_fingerprint=fingerprint_of(units),
-        compiled_classes=tuple({unit.class_name: None for unit in units if _is_block(unit)}) if layout == "compiled" else (),
+        compiled_classes=tuple({unit.class_name: None for unit in units if _is_block(unit)})
+        if layout == "compiled"
+        else (),
     )
 
 
@@ -54,17 +78,31 @@ def _is_block(unit: UnitDescription) -> bool:
 
 
 def mixed_plan(
-    model: nn.Module, world_size: int, *, sequence_length: int, micro_batch_size: int, accumulation_steps: int, reduce: bool
+    model: nn.Module,
+    world_size: int,
+    *,
+    sequence_length: int,
+    micro_batch_size: int,
+    accumulation_steps: int,
+    reduce: bool,
 ) -> Plan:
     """Every layout in turn, for a model's batches of these sizes."""
-    plan = plan_of(find_units(model), world_size, "mixed", accumulation_steps=accumulation_steps, reduce_every_micro_step=reduce)
+    plan = plan_of(
+        find_units(model), world_size, "mixed", accumulation_steps=accumulation_steps, reduce_every_micro_step=reduce
+    )
     return replace(plan, micro_batch_size=micro_batch_size, sequence_length=sequence_length)
 
 
 def fingerprint_of(units: tuple[UnitDescription, ...]) -> str:
     """The fingerprint of any description with these units."""
     return ModelDescription(
-        model_name="", model_class="", block_classes=(), sequence_length=1, compute_dtype=DType.FLOAT32, units=units, segments=()
+        model_name="",
+        model_class="",
+        block_classes=(),
+        sequence_length=1,
+        compute_dtype=DType.FLOAT32,
+        units=units,
+        segments=(),
     ).fingerprint
 
 
@@ -84,7 +122,8 @@ def _decision(unit: UnitDescription, index: int, world_size: int, layout: str) -
             shard_size, reshard = group, True
         case "mixed" | "everything" | "compiled":
             meshes = [
-                (group, True, 1), (world_size, False, 1), (1, True, 1), (world_size, True, group), (group, False, 1), (world_size, True, 1),
+                (group, True, 1), (world_size, False, 1), (1, True, 1), (world_size, True, group), (group, False, 1),
+                (world_size, True, 1),
                 (1, False, 1), (world_size, False, group),
             ]  # fmt: skip
             shard_size, reshard, stage_size = meshes[index % len(meshes)]

@@ -1,4 +1,6 @@
-"""Models trained by optimizers that quantize their states in blocks, whole and under plans; `make` makes such an optimizer."""
+"""Models trained by optimizers that quantize their states in blocks, whole and under plans; `make` makes such an
+optimizer.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,15 @@ from .training import trained
 Run = TypeVar("Run", bound=Callable)
 Make = Callable[[str, nn.Module, float], torch.optim.Optimizer]
 WIDTH, ODD_WIDTH = 128, 72
-"""With the first, blocks of 256 lie inside shards of whole rows; with the second, shards of some matrices have no whole blocks."""
+"""With the first, blocks of 256 lie inside shards of whole rows; with the second, shards of some matrices have no
+whole blocks.
+"""
 
 
 def eagerly(function: Run) -> Run:
-    """Decorate what need not be compiled: torchao compiles its steps once for each shape, which takes longer than all else."""
+    """Decorate what need not be compiled: torchao compiles its steps once for each shape, which takes longer than
+    all else.
+    """
     return torch.compiler.set_stance("force_eager")(function)
 
 
@@ -39,7 +45,16 @@ def gpt2(width: int, *, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return (
         GPT2LMHeadModel(
-            GPT2Config(n_layer=2, n_embd=width, n_head=4, vocab_size=61, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+            GPT2Config(
+                n_layer=2,
+                n_embd=width,
+                n_head=4,
+                vocab_size=61,
+                n_positions=16,
+                resid_pdrop=0,
+                embd_pdrop=0,
+                attn_pdrop=0,
+            )
         )
         .double()
         .train()
@@ -83,14 +98,18 @@ def held(make: Make, kind: str, width: int, layout: str) -> tuple[dict[str, int]
 
 
 @eagerly
-def chain(make: Make, kind: str, width: int, folder: str, layout: str, slices: int, is_sharded: bool, start: int) -> tuple[dict, dict]:
+def chain(
+    make: Make, kind: str, width: int, folder: str, layout: str, slices: int, is_sharded: bool, start: int
+) -> tuple[dict, dict]:
     """Two steps from a checkpoint, under another plan."""
     model, plan = sharded(width, layout, seed=start, slices=slices)
     optimizer = make(kind, model, 0.3 if start else 1e-2)
     if start:
         load_loop(f"{folder}/{start}", model, optimizer, others={})
     trained(model, optimizer, plan, range(start, start + 2))
-    save_loop(CheckpointWriter(), f"{folder}/{start + 2}", model, optimizer, others={}, progress={}, sharded=is_sharded)
+    save_loop(
+        CheckpointWriter(), f"{folder}/{start + 2}", model, optimizer, others={}, progress={}, sharded=is_sharded
+    )
     return full_state_dict(model), full_optimizer_state_dict(model, optimizer).get("state", {})
 
 

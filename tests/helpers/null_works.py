@@ -28,7 +28,9 @@ def extension() -> str:
     with (folder / "one_at_a_time").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         (folder / "lock").unlink(missing_ok=True)  # torch's own, which a process that was killed leaves behind
-        return cpp_extension.load("null_works", [str(_SOURCE)], extra_cflags=["-O0"], build_directory=str(folder)).__file__
+        return cpp_extension.load(
+            "null_works", [str(_SOURCE)], extra_cflags=["-O0"], build_directory=str(folder)
+        ).__file__
 
 
 def form(path: str, *, timeout_s: float = 120.0, **where: object) -> None:

@@ -1,4 +1,6 @@
-"""Properties that run in two sizes: a few examples every day, the same ones each time, and many others where it is slow."""
+"""Properties that run in two sizes: a few examples every day, the same ones each time, and many others where it is
+slow.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Ranks of `run_ranks`, as forks of one process that has imported the slow packages once (`python -m tests.helpers.rank serve`), or each a
-new process (`python -m tests.helpers.rank FOLDER RANK`).
+"""Ranks of `run_ranks`, as forks of one process that has imported the slow packages once (`python -m
+tests.helpers.rank serve`), or each a new process (`python -m tests.helpers.rank FOLDER RANK`).
 
-The process that forks has one thread of Python's, forms no group and sets nothing, so that a fork is what a new process would be after the
-same imports.
+The process that forks has one thread of Python's, forms no group and sets nothing, so that a fork is what a new
+process would be after the same imports.
 """
 
 from __future__ import annotations
@@ -27,22 +27,28 @@ EXIT_ERROR = 3
 TASK = "task"
 SLOW_PACKAGES = (
     "torch.distributed.checkpoint", "transformers.models.bert.modeling_bert", "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.llama.modeling_llama", "transformers.trainer", "datasets", "pytest", "hf_osdp.integrations.plain_loop",
+    "transformers.models.llama.modeling_llama", "transformers.trainer", "datasets", "pytest",
+    "hf_osdp.integrations.plain_loop",
     "hf_osdp.integrations.trainer", "hf_osdp.cli.app",
 )  # fmt: skip
 """What ranks import, which takes one some seconds."""
 
 
 def serve() -> None:
-    """Answer each line of JSON by one: `{"folder": path, "rank": 0, "env": {...}}` by a process id, `{"pid": 1}` by its exit code or
-    null while it runs. Ends with whoever asks. OSDP_TEST_PRELOAD names further packages, with commas."""
+    """Answer each line of JSON by one: `{"folder": path, "rank": 0, "env": {...}}` by a process id, `{"pid": 1}` by
+    its exit code or null while it runs. Ends with whoever asks. OSDP_TEST_PRELOAD names further packages, with
+    commas."""
     for name in (*SLOW_PACKAGES, *filter(None, os.environ.get("OSDP_TEST_PRELOAD", "").split(","))):
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # else each rank's first collections go through all of it, and copy its pages
     for line in sys.stdin.buffer:
         request = json.loads(line)
-        answer = _exit_code(request["pid"]) if "pid" in request else _fork(Path(request["folder"]), request["rank"], request["env"])
+        answer = (
+            _exit_code(request["pid"])
+            if "pid" in request
+            else _fork(Path(request["folder"]), request["rank"], request["env"])
+        )
         os.write(1, json.dumps(answer).encode() + b"\n")
 
 
@@ -91,7 +97,11 @@ def main(folder: Path, rank: int) -> int:
     try:
         result = pickle.dumps(_call(task))
     except BaseException as error:
-        found = {"time": time.time(), "type": type(error).__name__, "traceback": traceback.format_exc() + _values(error)}
+        found = {
+            "time": time.time(),
+            "type": type(error).__name__,
+            "traceback": traceback.format_exc() + _values(error),
+        }
         _write(folder / f"error{rank}", pickle.dumps(found))
         return EXIT_ERROR
     _write(folder / f"result{rank}", result)
@@ -119,7 +129,9 @@ def _values(error: BaseException) -> str:
     if not isinstance(error, AssertionError):
         return ""
     tests = str(Path(__file__).parents[1])
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename.startswith(tests)]
+    frames = [
+        frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename.startswith(tests)
+    ]
     return "".join(f"    {name} = {repr(value)[:300]}\n" for name, value in frames[-1].f_locals.items())
 
 
@@ -137,7 +149,9 @@ def _end_with_parent(parent: int) -> None:
 
 
 def as_script(fn: Callable[..., Any], *args: Any) -> None:
-    """End as the interpreter ends a script: with what it wrote, its exit code, and what multiprocessing registers with atexit."""
+    """End as the interpreter ends a script: with what it wrote, its exit code, and what multiprocessing registers
+    with atexit.
+    """
     from multiprocessing import util
 
     code: object = 0

@@ -16,5 +16,8 @@ def slow_but(cases: Iterable[Any], daily: Container[Any]) -> list[Any]:
         daily: those that run every day.
     """
     return [
-        case if case in daily else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases
+        case
+        if case in daily
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for case in cases
     ]

@@ -7,7 +7,15 @@ from functools import lru_cache
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM, BertConfig, GPT2Config, LlamaConfig, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    T5Config,
+)
 
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.cost.memory import MemoryEstimate, estimate_memory
@@ -25,13 +33,17 @@ _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def choices_of_layout(layout: str, description: ModelDescription, world: int) -> list[UnitLayout]:
-    """One choice a unit: one layout for all, or in `mixed` six that take turns. Two stages take the world as pairs of ranks."""
+    """One choice a unit: one layout for all, or in `mixed` six that take turns.
+
+    Two stages take the world as pairs of ranks.
+    """
     half = max(1, world // 2)
     mixed = [(1, False, 1), (world, False, 1), (half, True, 1), (2, False, 1), (world, True, 1), (half, False, 2)]
     choices = []
     for index, unit in enumerate(description.units):
         shard_size, keep, stage_size = {
-            "ddp": (1, False, 1), "zero2": (world, True, 1), "zero3": (world, False, 1), "two_stage": (world, False, 2),
+            "ddp": (1, False, 1), "zero2": (world, True, 1), "zero3": (world, False, 1),
+            "two_stage": (world, False, 2),
             "hsdp": (half, False, 1), "mixed": mixed[index % 6],
         }[layout]  # fmt: skip
         kept = unit.span is GatherSpan.STEP or (unit.span is GatherSpan.USE and (keep or world == 1))
@@ -39,10 +51,13 @@ def choices_of_layout(layout: str, description: ModelDescription, world: int) ->
     return choices
 
 
-def _llama(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocabulary: int, positions: int) -> LlamaConfig:
+def _llama(
+    layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocabulary: int, positions: int
+) -> LlamaConfig:
     return LlamaConfig(
         num_hidden_layers=layers, hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, vocab_size=vocabulary, max_position_embeddings=positions, tie_word_embeddings=False,
+        num_key_value_heads=kv_heads, vocab_size=vocabulary, max_position_embeddings=positions,
+        tie_word_embeddings=False,
     )  # fmt: skip
 
 
@@ -60,7 +75,10 @@ _MODELS = {
     "llama": (_llama(4, 256, 688, 4, 2, 8000, 256), AutoModelForCausalLM),
     "t5": (_T5, AutoModelForSeq2SeqLM),
     "dropout": (GPT2Config(n_layer=3, n_embd=256, n_head=4, n_positions=256), AutoModelForCausalLM),
-    "small gpt2": (GPT2Config(n_layer=2, n_embd=256, n_head=4, n_positions=128, vocab_size=2000, **_NO_DROPOUT), AutoModelForCausalLM),
+    "small gpt2": (
+        GPT2Config(n_layer=2, n_embd=256, n_head=4, n_positions=128, vocab_size=2000, **_NO_DROPOUT),
+        AutoModelForCausalLM,
+    ),
     "small llama": (_llama(2, 256, 688, 4, 2, 4000, 128), AutoModelForCausalLM),
     "frozen": (_llama(3, 512, 2048, 4, 4, 500, 64), AutoModelForCausalLM),
     "deep gpt2": (GPT2Config(n_layer=6, n_embd=256, n_head=4, n_positions=256), AutoModelForCausalLM),
@@ -107,17 +125,26 @@ class Trial:
     hold: tuple[bool, ...] = (False,)
     states_on_host: tuple[bool, ...] = (False,)
     wires: tuple[dict[str, WireFormat], ...] = ({},)
-    """What units send in fewer bits, as fields of `UnitLayout`; units that are replicated to all send to replicas alone."""
+    """What units send in fewer bits, as fields of `UnitLayout`; units that are replicated to all send to replicas
+    alone.
+    """
 
     def __str__(self) -> str:
         """Only what differs from the defaults, for the names of tests."""
-        values = ((field.name, getattr(self, field.name)) for field in fields(self) if getattr(self, field.name) != field.default)
-        return ", ".join(f"{name} {value.describe() if isinstance(value, ModelSplit) else value}" for name, value in values)
+        values = (
+            (field.name, getattr(self, field.name))
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        )
+        return ", ".join(
+            f"{name} {value.describe() if isinstance(value, ModelSplit) else value}" for name, value in values
+        )
 
     @property
     def description(self) -> ModelDescription:
         return _described(
-            self.model, sequence_length=self.length, compute_dtype=Precision.named(self.precision).compute, device_type=self.device_type,
+            self.model, sequence_length=self.length, compute_dtype=Precision.named(self.precision).compute,
+            device_type=self.device_type,
             split=self.split, activation_checkpointing=self.checkpointing,
         )  # fmt: skip
 
@@ -148,7 +175,9 @@ class Trial:
             found[index] = replace(found[index], **sent)
         for turn, index in enumerate(sorted(description.recomputable)):
             found[index] = replace(found[index], activations=self.activations[turn % len(self.activations)])
-        assert {layout.activations for layout in found} >= set(self.activations) - {Activations.SAVE}, "the case is what it is called"
+        assert {layout.activations for layout in found} >= set(self.activations) - {Activations.SAVE}, (
+            "the case is what it is called"
+        )
         return found
 
     def run(self) -> tuple[MemoryEstimate, Simulation]:
@@ -159,7 +188,9 @@ class Trial:
         )  # fmt: skip
 
     def check(self, *, under: float, over: float) -> tuple[MemoryEstimate, Simulation]:
-        """Run, and hold (estimate - simulated) / simulated between these bounds; falling short is what runs out of memory."""
+        """Run, and hold (estimate - simulated) / simulated between these bounds; falling short is what runs out of
+        memory.
+        """
         estimate, simulated = self.run()
         error = estimate.peak_bytes / simulated.peak_bytes - 1
         assert -under <= error <= over, f"{error:+.2%}"
@@ -167,7 +198,14 @@ class Trial:
 
 
 def estimate_and_simulation(
-    model: Any, description: ModelDescription, layouts: list[UnitLayout], *, job: TrainingJob, batch: Batch, world: int, **options: Any
+    model: Any,
+    description: ModelDescription,
+    layouts: list[UnitLayout],
+    *,
+    job: TrainingJob,
+    batch: Batch,
+    world: int,
+    **options: Any,
 ) -> tuple[MemoryEstimate, Simulation]:
     """Return the estimate of a plan, and its step on fake tensors; `options` are those of `simulate`."""
     plan = Plan.of(description, layouts, batch, world_size=world)

@@ -43,7 +43,9 @@ class Trained:
         return {
             "loss": _greatest(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True)),
             "norm": _greatest(abs(a - b) for a, b in zip(self.norms, other.norms, strict=True)),
-            "parameter": _greatest((self.parameters[name] - other.parameters[name]).abs().max().item() for name in self.parameters),
+            "parameter": _greatest(
+                (self.parameters[name] - other.parameters[name]).abs().max().item() for name in self.parameters
+            ),
         }
 
 
@@ -55,7 +57,9 @@ def assert_trained_alike(found: Trained, reference: Callable[[], Trained], toler
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan | None, steps: range) -> None:
-    """Take steps of a model to which a plan was applied, this rank with its part of each batch; all of it without one."""
+    """Take steps of a model to which a plan was applied, this rank with its part of each batch; all of it without
+    one.
+    """
     rank, parts = (dist.get_rank(), dist.get_world_size()) if plan is not None else (0, 1)
     for step in steps:
         with micro_step(model, is_last=True, plan=plan):
@@ -85,7 +89,8 @@ def train_alone(model_name: str, *, accumulation_steps: int = 1, device: str = "
 
 
 def train_whole(
-    model: nn.Module, *, accumulation_steps: int = 1, loss_of: Loss = tiny_loss, batch_of: Batches = tiny_batch, steps: int = STEPS,
+    model: nn.Module, *, accumulation_steps: int = 1, loss_of: Loss = tiny_loss, batch_of: Batches = tiny_batch,
+    steps: int = STEPS,
     lr: float = 1e-3,
 ) -> Trained:  # fmt: skip
     """The same for a model as it is."""
@@ -95,13 +100,20 @@ def train_whole(
         optimizer.zero_grad()
         total = 0.0
         for part in range(accumulation_steps):
-            loss = loss_of(model, _on_device_of(model, batch_of(step, part=part, parts=accumulation_steps))) / accumulation_steps
+            loss = (
+                loss_of(model, _on_device_of(model, batch_of(step, part=part, parts=accumulation_steps)))
+                / accumulation_steps
+            )
             loss.backward()
             total += loss.item()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
         losses.append(total)
-    return Trained(losses=tuple(losses), norms=tuple(norms), parameters={k: v.clone().cpu() for k, v in model.state_dict().items()})
+    return Trained(
+        losses=tuple(losses),
+        norms=tuple(norms),
+        parameters={k: v.clone().cpu() for k, v in model.state_dict().items()},
+    )
 
 
 def train_by_layout(
@@ -119,7 +131,13 @@ def train_by_layout(
     if checkpointing:
         wrap_blocks(model)
     units = find_units(model)
-    plan = plan_of(units, meshes.world_size, layout, accumulation_steps=accumulation_steps, reduce_every_micro_step=reduce_every_micro_step)
+    plan = plan_of(
+        units,
+        meshes.world_size,
+        layout,
+        accumulation_steps=accumulation_steps,
+        reduce_every_micro_step=reduce_every_micro_step,
+    )
     apply_plan(model, plan, units, meshes=meshes)
     verify_applied(model, plan, units)
     move_to_device(model, collective_device())
@@ -129,7 +147,8 @@ def train_by_layout(
 
 
 def train_sharded(
-    model: nn.Module, plan: Plan, *, loss_of: Loss = tiny_loss, batch_of: Batches = tiny_batch, steps: int | range = STEPS,
+    model: nn.Module, plan: Plan, *, loss_of: Loss = tiny_loss, batch_of: Batches = tiny_batch,
+    steps: int | range = STEPS,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Trained:  # fmt: skip
     """Run the reference's steps, or some of them, on a model that is sharded already."""
@@ -141,7 +160,9 @@ def train_sharded(
         total = torch.zeros((), dtype=torch.float64, device=collective_device())
         for part in range(k):
             with micro_step(model, is_last=part == k - 1, plan=plan):
-                loss = loss_of(model, _on_device_of(model, batch_of(step, part=part * world + rank, parts=world * k))) / k
+                loss = (
+                    loss_of(model, _on_device_of(model, batch_of(step, part=part * world + rank, parts=world * k))) / k
+                )
                 loss.backward()
             total += loss.detach()
         norms.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
@@ -153,7 +174,12 @@ def train_sharded(
 
 def wrap_blocks(model: nn.Module) -> None:
     """Activation checkpointing around every block, as Accelerate does it."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing, checkpoint_wrapper
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        apply_activation_checkpointing,
+        checkpoint_wrapper,
+    )
 
     blocks = {"GPT2Block", "BertLayer", "LlamaDecoderLayer"}
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda module: type(module).__name__ in blocks)
+    apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=checkpoint_wrapper, check_fn=lambda module: type(module).__name__ in blocks
+    )

@@ -1,4 +1,6 @@
-"""Keep a part of the mutants of a cosmic-ray session, the same ones each time: `python -m tests.mutation.sample SESSION PERCENT`."""
+"""Keep a part of the mutants of a cosmic-ray session, the same ones each time: `python -m tests.mutation.sample
+SESSION PERCENT`.
+"""
 
 from __future__ import annotations
 

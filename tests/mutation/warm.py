@@ -1,4 +1,5 @@
-"""pytest in forks of a process that has imported the slow packages, so that a mutant costs its tests and not their imports.
+"""pytest in forks of a process that has imported the slow packages, so that a mutant costs its tests and not their
+imports.
 
     python -m tests.mutation.warm serve SOCKET &
     python -S tests/mutation/warm.py ask SOCKET ARGUMENTS OF PYTEST
@@ -26,7 +27,9 @@ def serve(path: str) -> None:
     import torch.distributed.tensor  # noqa: F401
 
     found = [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.shrink]
-    hypothesis.settings.register_profile("mutants", phases=found, report_multiple_bugs=False)  # one example that fails is enough
+    hypothesis.settings.register_profile(
+        "mutants", phases=found, report_multiple_bugs=False
+    )  # one example that fails is enough
     hypothesis.settings.load_profile("mutants")
     if os.path.exists(path):
         os.unlink(path)
@@ -64,7 +67,10 @@ def _tests(pytest, arguments: list[str]) -> int:
 
 
 def ask(path: str, arguments: list[str]) -> int:
-    """The exit code of pytest with these arguments. Without an answer there is none: a mutant is not noticed by a server that is gone."""
+    """The exit code of pytest with these arguments.
+
+    Without an answer there is none: a mutant is not noticed by a server that is gone.
+    """
     with socket.socket(socket.AF_UNIX) as asking:
         while asking.connect_ex(path):
             time.sleep(0.1)

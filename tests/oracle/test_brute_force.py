@@ -79,8 +79,13 @@ def instance(seed: int):
     if not recomputable:  # nor can they be offloaded; to ask for it is refused
         job = replace(job, offload_activations=None, recompute=job.recompute and None)
     for blocks in (4, 3, 2, 1):
-        description = at_random(seed, kinds=min(kinds, blocks), blocks=blocks, tied=tied, called=called, recomputable=recomputable)
-        spaces = (search_spaces(problem(description, hardware, job), batch)[-1] for batch in batches(job, hardware.world_size))
+        description = at_random(
+            seed, kinds=min(kinds, blocks), blocks=blocks, tied=tied, called=called, recomputable=recomputable
+        )
+        spaces = (
+            search_spaces(problem(description, hardware, job), batch)[-1]
+            for batch in batches(job, hardware.world_size)
+        )
         if sum(math.prod(map(len, space)) for space in spaces) <= MOST_PLANS:
             break
     return description, hardware, job, dice
@@ -97,7 +102,9 @@ def test_search_equals_brute_force(seed):
     check_against(plans, description, hardware, job, dice)
 
 
-def check_against(plans, description: ModelDescription, hardware: Hardware, job: TrainingJob, dice: random.Random) -> None:
+def check_against(
+    plans, description: ModelDescription, hardware: Hardware, job: TrainingJob, dice: random.Random
+) -> None:
     """Hold searches against all plans, at four limits and where nothing fits."""
     peaks = sorted({peak for peak, _ in plans})
     limits = {peaks[0], dice.choice(peaks), peaks[len(peaks) // 3], dice.randint(peaks[0], peaks[-1])}
@@ -120,10 +127,16 @@ MIXED = 160
 def test_search_equals_brute_force_where_communicators_take_memory(seed):
     dice = random.Random(seed)
     nodes, per_node = dice.choice([(1, 6), (1, 8), (2, 4), (4, 2), (2, 8), (1, 12)])
-    hardware = replace(small_hardware(dice), nodes=nodes, devices_per_node=per_node, host=None, margin=dice.choice([None, 0.0, 0.1]))
+    hardware = replace(
+        small_hardware(dice), nodes=nodes, devices_per_node=per_node, host=None, margin=dice.choice([None, 0.0, 0.1])
+    )
     reserved = dict(reserved_bytes=dice.choice([0, 5000]), communicator_bytes=dice.choice([1, 300, 2000, 20_000]))
     hardware = replace(hardware, device=replace(hardware.device, **reserved))
-    job = TrainingJob(global_batch_size=hardware.world_size, recompute=False, optimizer=OptimizerSpec(states=2, step=OptimizerStep.FOREACH))
+    job = TrainingJob(
+        global_batch_size=hardware.world_size,
+        recompute=False,
+        optimizer=OptimizerSpec(states=2, step=OptimizerStep.FOREACH),
+    )
     description = at_random(seed, kinds=2, blocks=2, tied=dice.random() < 0.5)
     check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
 
@@ -134,7 +147,9 @@ def test_search_equals_brute_force_where_fewer_bits_may_be_sent(seed):
     dice = random.Random(seed)
     nodes, per_node = dice.choice([(1, 2), (2, 1), (2, 2), (3, 1)])
     hardware = replace(small_hardware(dice), nodes=nodes, devices_per_node=per_node, host=None)
-    job = TrainingJob(global_batch_size=hardware.world_size, recompute=False, communication=dice.choice(list(WireFormat)))
+    job = TrainingJob(
+        global_batch_size=hardware.world_size, recompute=False, communication=dice.choice(list(WireFormat))
+    )
     job = replace(job, precision=Precision.named(dice.choice(["no", "bf16"])))
     description = at_random(seed, kinds=1, blocks=2 if nodes * per_node < 4 else 1, tied=dice.random() < 0.5)
     check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)
@@ -160,6 +175,8 @@ def test_search_equals_brute_force_where_matrices_are_gathered_in_the_step(seed)
     description = at_random(seed, kinds=2, blocks=2, tied=dice.random() < 0.5)
     shapes = sorted({p.shape for unit in description.units for p in unit.trainable if len(p.shape) == 2})
     given = tuple(shape for shape in shapes if dice.random() < 0.7)
-    optimizer = OptimizerSpec(states=dice.choice([1, 2]), step=dice.choice(list(OptimizerStep)), loop_scratch=0.0, matrices=given)
+    optimizer = OptimizerSpec(
+        states=dice.choice([1, 2]), step=dice.choice(list(OptimizerStep)), loop_scratch=0.0, matrices=given
+    )
     job = TrainingJob(global_batch_size=hardware.world_size, recompute=False, optimizer=optimizer)
     check_against(list(every_plan(description, hardware, job)), description, hardware, job, dice)

@@ -1,7 +1,9 @@
-"""Rows of more than SHORT_ROW equal units: what the rule of `planner/search/options.py` promises, against brute force over positions.
+"""Rows of more than SHORT_ROW equal units: what the rule of `planner/search/options.py` promises, against brute force
+over positions.
 
-Promised: the plan is optimal among those whose middle units are laid out by the rule. Not promised: that no other order
-of the middle would be faster. The brute force here is a second writing of memory.py over arrays, one entry a layout.
+Promised: the plan is optimal among those whose middle units are laid out by the rule. Not promised: that no other
+order of the middle would be faster. The brute force here is a second writing of memory.py over arrays, one entry a
+layout.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ def row_of(seed: int, blocks: int) -> ModelDescription:
     small = at_random(seed, kinds=1, blocks=1)
     root, block = small.units
     units = [
-        replace(block, fqn=f"b{i}", parameters=tuple(replace(p, name=f"b{i}.{p.name}") for p in block.parameters)) for i in range(blocks)
+        replace(block, fqn=f"b{i}", parameters=tuple(replace(p, name=f"b{i}.{p.name}") for p in block.parameters))
+        for i in range(blocks)
     ]
     segments = [
         part for segment in small.segments
@@ -52,7 +55,9 @@ def row_of(seed: int, blocks: int) -> ModelDescription:
 
 def instance(seed: int) -> tuple[ModelDescription, Hardware, TrainingJob]:
     dice = random.Random(seed)
-    hardware = toy_hardware(1, WORLD, intra=(1e-6, dice.choice([1e7, 1e8])), backend=dice.choice(list(Backend))).with_margin(0.0)
+    hardware = toy_hardware(
+        1, WORLD, intra=(1e-6, dice.choice([1e7, 1e8])), backend=dice.choice(list(Backend))
+    ).with_margin(0.0)
     job = TrainingJob(
         global_batch_size=WORLD * dice.choice([1, 2]),
         micro_batch_size=1,
@@ -94,13 +99,20 @@ def every_layout(description: ModelDescription, hardware: Hardware, job: Trainin
     peaks, seconds = [], []
     for root in space[0]:
         choices = [[root], *blocks]
-        terms = [[unit_bytes(u, c, WORLD, job, batch) for c in own] for u, own in zip(description.units, choices, strict=True)]
+        terms = [
+            [unit_bytes(u, c, WORLD, job, batch) for c in own]
+            for u, own in zip(description.units, choices, strict=True)
+        ]
         times = [[timer(index, choice).total_s for choice in own] for index, own in enumerate(choices)]
         parts = np.array_split(table, -(-table.shape[1] // CHUNK), axis=1)
-        peaks.append(np.concatenate([_peaks(description, job, terms[0][0], terms[1:], choices[1:], part) for part in parts]))
+        peaks.append(
+            np.concatenate([_peaks(description, job, terms[0][0], terms[1:], choices[1:], part) for part in parts])
+        )
         seconds.append(times[0][0] + sum(np.array(own)[column] for own, column in zip(times[1:], table, strict=True)))
         _spot_check(description, hardware, job, batch, choices, table, peaks[-1], seconds[-1])
-    return Layouts(peaks=np.concatenate(peaks), seconds=np.concatenate(seconds), by_rule=np.tile(by_rule, len(space[0])))
+    return Layouts(
+        peaks=np.concatenate(peaks), seconds=np.concatenate(seconds), by_rule=np.tile(by_rule, len(space[0]))
+    )
 
 
 def _peaks(description: ModelDescription, job: TrainingJob, root, terms, choices, table) -> np.ndarray:
@@ -149,7 +161,9 @@ def _peaks(description: ModelDescription, job: TrainingJob, root, terms, choices
         whole = level + costs(segment, "gradient") + ahead + of("reduce_input", block)
         moment(whole + of("unsharded_gradients", block))
         after, reduced = of("gradients_after", block), of("reduced_after", block)
-        moment(whole + after + reduced + of("last_gradient", block) + np.maximum(0, of("reduce_output", block) - reduced))
+        moment(
+            whole + after + reduced + of("last_gradient", block) + np.maximum(0, of("reduce_output", block) - reduced)
+        )
         level, buffers = level + after + reduced, buffers + reduced
         tail = of("reduce_tail", block)
     level = level + sum(of("gradients_settled", b) for b in blocks) - root.gathered
@@ -161,7 +175,11 @@ def _peaks(description: ModelDescription, job: TrainingJob, root, terms, choices
     moment(
         level
         - buffers
-        + (np.maximum.reduce([*scratch, np.full(table.shape[1], root.step_scratch)]) if loop else sum(scratch) + root.step_scratch)
+        + (
+            np.maximum.reduce([*scratch, np.full(table.shape[1], root.step_scratch)])
+            if loop
+            else sum(scratch) + root.step_scratch
+        )
     )
     return highest
 
@@ -171,7 +189,9 @@ def _spot_check(description, hardware, job, batch, choices, table, peaks, second
     for index in random.Random(0).sample(range(table.shape[1]), 5):
         chosen = [choices[0][0], *(own[k] for own, k in zip(choices[1:], table[:, index], strict=True))]
         assert estimate_memory(description, chosen, WORLD, job, batch).peak_bytes == peaks[index]
-        assert estimate_time(description, chosen, hardware, job, batch).step_s == pytest.approx(seconds[index], rel=1e-9)
+        assert estimate_time(description, chosen, hardware, job, batch).step_s == pytest.approx(
+            seconds[index], rel=1e-9
+        )
 
 
 def limits_between(layouts: Layouts, count: int) -> list[int]:

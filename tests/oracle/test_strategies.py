@@ -1,4 +1,6 @@
-"""What must be true of searches on a transformer: the extremes, monotony, known strategies found again, true errors."""
+"""What must be true of searches on a transformer: the extremes, monotony, known strategies found again, true
+errors.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,18 @@ MODEL = transformer(layers=6)
 
 
 def machine(
-    backend: Backend, nodes: int = 1, devices_per_node: int = 4, *, flops_per_s: float = 1e12, inter: float = 1e7, hop_s: float = 1e-6
+    backend: Backend,
+    nodes: int = 1,
+    devices_per_node: int = 4,
+    *,
+    flops_per_s: float = 1e12,
+    inter: float = 1e7,
+    hop_s: float = 1e-6,
 ) -> Hardware:
     """Devices whose copies and updates cost next to nothing, so that links and overlap decide."""
     return toy_hardware(
-        nodes, devices_per_node, memory_bytes=AMPLE, flops_per_s=flops_per_s, memory_bytes_per_s=1e12, intra=(hop_s, 1e8),
+        nodes, devices_per_node, memory_bytes=AMPLE, flops_per_s=flops_per_s, memory_bytes_per_s=1e12,
+        intra=(hop_s, 1e8),
         inter=(10 * hop_s, inter), backend=backend, margin=0.0,
     )  # fmt: skip
 
@@ -96,7 +105,9 @@ def test_more_memory_gives_a_deep_model_a_faster_plan():
     from hf_osdp.tracing.describe import describe
 
     config = GPT2Config(n_layer=128, n_embd=25600, n_head=160, n_positions=2048)
-    model = describe(config, sequence_length=2048, compute_dtype=DType.BFLOAT16, device_type="cuda", recomputation=True)
+    model = describe(
+        config, sequence_length=2048, compute_dtype=DType.BFLOAT16, device_type="cuda", recomputation=True
+    )
     hardware = preset("h100", nodes=128, devices_per_node=8)
     job = TrainingJob(global_batch_size=2048, precision=Precision.named("bf16"))
     least = least_memory(problem(model, hardware, job))
@@ -118,7 +129,8 @@ MICRO_STEPS = TrainingJob(global_batch_size=64, micro_batch_size=1, reduce_every
 SINGLE = {
     # what is sharded is gathered in each of 16 micro-steps, which nothing hides; replicas are reduced once
     Strategy.DDP: machine(Backend.NCCL, flops_per_s=1e18),
-    # hops cost nothing, so that an all-gather with a reduce-scatter sends what an all-reduce does, and the update is cut in 4
+    # hops cost nothing, so that an all-gather with a reduce-scatter sends what an all-reduce does, and the update is
+    # cut in 4
     Strategy.ZERO2: machine(Backend.NCCL, flops_per_s=1e18, hop_s=0.0),
     # the memory for it is the least that will do
     Strategy.FSDP: machine(Backend.NCCL),
@@ -141,7 +153,9 @@ def test_single_strategy_is_found_again_where_it_is_best(strategy):
     assert found.plan.step_s == pytest.approx(single.plan.step_s, rel=1e-12)
     assert found.plan.peak_bytes == single.plan.peak_bytes
     others = [
-        row for row in compare_strategies(problem(description, hardware, job, single.plan.peak_bytes))[1:] if row.strategy is not strategy
+        row
+        for row in compare_strategies(problem(description, hardware, job, single.plan.peak_bytes))[1:]
+        if row.strategy is not strategy
     ]
     assert all(row.result is None or row.result.plan.step_s > single.plan.step_s for row in others)
 
@@ -154,7 +168,12 @@ def test_hsdp_shards_within_the_node():
 # what does not fit
 
 
-RUNNING = [(strategy, name) for strategy in Strategy for name in NAMES if strategy is not Strategy.TWO_STAGE or name.startswith("2 x")]
+RUNNING = [
+    (strategy, name)
+    for strategy in Strategy
+    for name in NAMES
+    if strategy is not Strategy.TWO_STAGE or name.startswith("2 x")
+]
 """Two stages need several nodes."""
 
 
@@ -169,7 +188,9 @@ def test_infeasible_error_gives_the_tightest_limit(name, strategy):
 
 
 def apply_remedy(remedy: str, limit: int, hardware: Hardware, strategy: Strategy) -> SearchResult | None:
-    """Search with the one change; None where the change is to the model and its precision, which need another trace."""
+    """Search with the one change; None where the change is to the model and its precision, which need another
+    trace.
+    """
     if remedy.startswith("strategy osdp"):
         return search(problem(MODEL, hardware, JOB, limit))
     if match := re.fullmatch(r"(\d+) devices with a global batch of (\d+)", remedy):
@@ -188,7 +209,9 @@ def apply_remedy(remedy: str, limit: int, hardware: Hardware, strategy: Strategy
 def test_remedies_are_true(name, strategy):
     limit = infeasible(name, strategy).least_peak_bytes - 1
     error = infeasible(name, strategy, limit)
-    applied = [apply_remedy(remedy, limit, MACHINES[name], strategy) for remedy in error.remedies]  # none of them raises
+    applied = [
+        apply_remedy(remedy, limit, MACHINES[name], strategy) for remedy in error.remedies
+    ]  # none of them raises
     assert any(applied)
     assert all(remedy in str(error) for remedy in error.remedies)
     assert "\n" not in str(error)
@@ -207,7 +230,12 @@ def test_more_devices_are_a_remedy_where_states_fill_the_memory():
 @pytest.mark.parametrize("name", NAMES)
 def test_search_is_deterministic(name):
     least = infeasible(name).least_peak_bytes
-    asked = problem(MODEL, MACHINES[name], JOB, least + (search(problem(MODEL, MACHINES[name], JOB, AMPLE)).peak_bytes - least) // 3)
+    asked = problem(
+        MODEL,
+        MACHINES[name],
+        JOB,
+        least + (search(problem(MODEL, MACHINES[name], JOB, AMPLE)).peak_bytes - least) // 3,
+    )
     first = search(asked)
     _searched.cache_clear()
     assert search(asked) == first

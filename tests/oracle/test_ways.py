@@ -31,7 +31,9 @@ FIXED = [
 
 def instance(seed: int):
     dice = random.Random(seed)
-    hardware = replace(small_hardware(dice), backend=dice.choice(list(Backend)), host=replace(small_host(dice), memory_bytes=10**9))
+    hardware = replace(
+        small_hardware(dice), backend=dice.choice(list(Backend)), host=replace(small_host(dice), memory_bytes=10**9)
+    )
     description = at_random(seed, kinds=1, blocks=dice.choice([4, 12]), recomputable=True)
     return description, hardware, TrainingJob(global_batch_size=4 * hardware.world_size)
 
@@ -56,7 +58,9 @@ def slower_again(segment: Segment) -> Segment:
 
 def test_nothing_is_given_up_where_memory_is_ample():
     description, hardware, job = instance(3)
-    description = replace(description, segments=tuple(slower_again(s) if s.recomputed else s for s in description.segments))
+    description = replace(
+        description, segments=tuple(slower_again(s) if s.recomputed else s for s in description.segments)
+    )
     plan = search(problem(description, hardware, job, 10**12)).plan
     assert {unit.activations for unit in plan.units} == {Activations.SAVE}
     assert not any(unit.on_host for unit in plan.units)

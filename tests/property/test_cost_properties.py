@@ -34,10 +34,16 @@ jobs = st.builds(
     precision=st.sampled_from([Precision.named("no"), Precision.named("bf16")]),
     optimizer=st.builds(OptimizerSpec, states=st.sampled_from([0, 1, 2]), step=st.sampled_from(OptimizerStep)),
 )
-CAST = TrainingJob(global_batch_size=48, precision=Precision.named("bf16"), optimizer=OptimizerSpec(states=0, step=OptimizerStep.FOREACH))
+CAST = TrainingJob(
+    global_batch_size=48,
+    precision=Precision.named("bf16"),
+    optimizer=OptimizerSpec(states=0, step=OptimizerStep.FOREACH),
+)
 
 
-def arbitrary(seed: int, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> list[UnitLayout]:
+def arbitrary(
+    seed: int, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch
+) -> list[UnitLayout]:
     """Any layout for each unit."""
     *_, space = search_spaces(problem(description, hardware, job), batch)
     dice = random.Random(seed)
@@ -69,8 +75,13 @@ def test_no_plan_peaks_below_the_floor(seed, world, job, backend):
         *_, space = search_spaces(asked, batch)
         candidate = Candidate(problem=asked, batch=batch, timeline=build_timeline(BatchCosts(asked, batch), space))
         frugal = candidate.frugal()
-        plans = [[frugal[i] for i in range(len(frugal))], *(arbitrary(seed + k, description, hardware, job, batch) for k in range(5))]
-        peaks = [estimate_memory(description, layouts, hardware.world_size, job, batch).peak_bytes for layouts in plans]
+        plans = [
+            [frugal[i] for i in range(len(frugal))],
+            *(arbitrary(seed + k, description, hardware, job, batch) for k in range(5)),
+        ]
+        peaks = [
+            estimate_memory(description, layouts, hardware.world_size, job, batch).peak_bytes for layouts in plans
+        ]
         assert min(peaks) >= candidate.floor_bytes
 
 
@@ -81,7 +92,9 @@ def test_collectives_take_longer_for_more_bytes_and_all_reduce_as_long_as_both_o
     fewer, more = sorted((one, other))
     for size in divisors(hardware.world_size):
         for ring in (shard_ring(hardware, size), replicate_ring(hardware, size)):
-            less_s, more_s = ({c: collective_seconds(hardware, c, ring, nbytes) for c in Collective} for nbytes in (fewer, more))
+            less_s, more_s = (
+                {c: collective_seconds(hardware, c, ring, nbytes) for c in Collective} for nbytes in (fewer, more)
+            )
             assert all(0 <= less_s[c] <= more_s[c] for c in Collective)
             both = more_s[Collective.ALL_GATHER] + more_s[Collective.REDUCE_SCATTER]
             assert abs(more_s[Collective.ALL_REDUCE] - both) <= 1e-9 * both

@@ -1,4 +1,6 @@
-"""Plans and profiles survive their JSON form; whatever is done to a file of either, or of a plan with inputs, is read or is its error."""
+"""Plans and profiles survive their JSON form; whatever is done to a file of either, or of a plan with inputs, is
+read or is its error.
+"""
 
 from __future__ import annotations
 
@@ -53,40 +55,52 @@ counts = st.integers(1, 2**20)
 work_times = st.builds(WorkTime, call_s=seconds, tensor_s=seconds, seconds_per_byte=seconds)
 links = st.builds(Link, latency_s=seconds, bytes_per_s=rates, source=texts, assumed=st.booleans())
 devices = st.builds(
-    DeviceSpec, name=texts, memory_bytes=st.integers(1, 2**50), flops_per_s=st.dictionaries(st.sampled_from(DType), rates, max_size=3),
+    DeviceSpec, name=texts, memory_bytes=st.integers(1, 2**50),
+    flops_per_s=st.dictionaries(st.sampled_from(DType), rates, max_size=3),
     memory_bytes_per_s=rates, source=texts, operator_s=seconds, reserved_bytes=counts, communicator_bytes=counts,
 )  # fmt: skip
 hosts = st.builds(
-    HostSpec, memory_bytes=st.integers(1, 2**50), to_device_bytes_per_s=rates, to_host_bytes_per_s=rates, update_bytes_per_s=rates,
+    HostSpec, memory_bytes=st.integers(1, 2**50), to_device_bytes_per_s=rates, to_host_bytes_per_s=rates,
+    update_bytes_per_s=rates,
     source=texts,
 )  # fmt: skip
 timings = st.builds(
-    CollectiveTiming, collective=st.sampled_from(Collective), group_size=st.integers(2, 64), latency_s=seconds, seconds_per_byte=seconds,
+    CollectiveTiming, collective=st.sampled_from(Collective), group_size=st.integers(2, 64), latency_s=seconds,
+    seconds_per_byte=seconds,
     crosses_nodes=st.booleans(),
 )  # fmt: skip
 handlings = st.builds(
-    FsdpOverhead, gather=work_times, reduce=work_times, updates=st.fixed_dictionaries({step: work_times for step in OptimizerStep})
+    FsdpOverhead,
+    gather=work_times,
+    reduce=work_times,
+    updates=st.fixed_dictionaries({step: work_times for step in OptimizerStep}),
 )
 hardwares = st.builds(
-    Hardware, device=devices, nodes=st.integers(1, 256), devices_per_node=st.integers(1, 256), intra_node=links, inter_node=links,
+    Hardware, device=devices, nodes=st.integers(1, 256), devices_per_node=st.integers(1, 256), intra_node=links,
+    inter_node=links,
     backend=st.sampled_from(Backend), timings=st.lists(timings, max_size=2).map(tuple), host=st.none() | hosts,
     fsdp_overhead=st.none() | handlings,
-    codecs=st.lists(st.builds(CodecTime, wire=st.sampled_from(WireFormat), encode_s=seconds, decode_s=seconds), max_size=2).map(tuple),
+    codecs=st.lists(st.builds(CodecTime, wire=st.sampled_from(WireFormat), encode_s=seconds, decode_s=seconds),
+                    max_size=2).map(tuple),
 )  # fmt: skip
 segments = st.builds(
     SegmentTimes, class_name=texts, sequence_length=counts, compute_dtype=st.sampled_from(DType),
     parameter_shapes=st.lists(st.lists(counts, max_size=3).map(tuple), max_size=3).map(tuple),
     work=st.builds(SegmentWork, forward_flops=rates, forward_bytes=rates, backward_flops=rates, backward_bytes=rates),
-    points=st.lists(st.builds(TimePoint, samples=counts, forward_s=seconds, backward_s=seconds), min_size=1, max_size=3).map(tuple),
+    points=st.lists(st.builds(TimePoint, samples=counts, forward_s=seconds, backward_s=seconds), min_size=1,
+                    max_size=3).map(tuple),
 )  # fmt: skip
 profiles = st.builds(
     Profile, hardware=hardwares, segments=st.lists(segments, max_size=2).map(tuple),
-    device_names=st.lists(texts, max_size=2).map(tuple), model=texts, versions=st.dictionaries(texts, texts, max_size=2), date=texts,
+    device_names=st.lists(texts, max_size=2).map(tuple), model=texts,
+    versions=st.dictionaries(texts, texts, max_size=2), date=texts,
 )  # fmt: skip
 
 
 operators = st.from_regex(r"[a-z]{1,5}(\.[a-z0-9]{1,3}){0,2}", fullmatch=True)
-sliced = st.lists(st.builds(OperatorSplit, fqn=operators, slices=st.integers(2, 64)), max_size=3, unique_by=lambda split: split.fqn)
+sliced = st.lists(
+    st.builds(OperatorSplit, fqn=operators, slices=st.integers(2, 64)), max_size=3, unique_by=lambda split: split.fqn
+)
 switches = st.booleans()
 
 
@@ -97,9 +111,12 @@ def plans_of(world_size: int) -> st.SearchStrategy[Plan]:
     )  # fmt: skip
     return st.builds(
         Plan, world_size=st.just(world_size), strategy=st.sampled_from(["osdp", "ddp"]), micro_batch_size=counts,
-        units=st.lists(units, min_size=1, max_size=8, unique_by=lambda unit: unit.fqn).map(tuple), accumulation_steps=counts,
-        split=st.builds(ModelSplit, operators=switches, sliced=sliced.map(tuple)), model_fingerprint=texts, model_name=texts,
-        sequence_length=counts, memory_limit_bytes=st.none() | counts, peak_bytes=st.none() | counts, step_s=st.none() | seconds,
+        units=st.lists(units, min_size=1, max_size=8, unique_by=lambda unit: unit.fqn).map(tuple),
+        accumulation_steps=counts,
+        split=st.builds(ModelSplit, operators=switches, sliced=sliced.map(tuple)), model_fingerprint=texts,
+        model_name=texts,
+        sequence_length=counts, memory_limit_bytes=st.none() | counts, peak_bytes=st.none() | counts,
+        step_s=st.none() | seconds,
         proven_optimal=switches, hardware=texts,
     )  # fmt: skip
 
@@ -119,16 +136,27 @@ MODEL = transformer(layers=2)
 JOB = TrainingJob(global_batch_size=8)
 FULL = toy_hardware(
     devices_per_node=4,
-    timings=(CollectiveTiming(collective=Collective.ALL_GATHER, group_size=4, latency_s=1e-5, seconds_per_byte=1e-10),),
-    host=HostSpec(memory_bytes=2**36, to_device_bytes_per_s=1e10, to_host_bytes_per_s=1e10, update_bytes_per_s=1e10, source="made up"),
-    fsdp_overhead=FsdpOverhead(gather=WorkTime(), reduce=WorkTime(), updates={step: WorkTime() for step in OptimizerStep}),
+    timings=(
+        CollectiveTiming(collective=Collective.ALL_GATHER, group_size=4, latency_s=1e-5, seconds_per_byte=1e-10),
+    ),
+    host=HostSpec(
+        memory_bytes=2**36,
+        to_device_bytes_per_s=1e10,
+        to_host_bytes_per_s=1e10,
+        update_bytes_per_s=1e10,
+        source="made up",
+    ),
+    fsdp_overhead=FsdpOverhead(
+        gather=WorkTime(), reduce=WorkTime(), updates={step: WorkTime() for step in OptimizerStep}
+    ),
 )
 PLAN = search(problem(MODEL, FULL, JOB, 2**30)).plan
 PROFILE = Profile(
     hardware=FULL,
     segments=tuple(
         SegmentTimes(
-            class_name=MODEL.units[s.unit].class_name, parameter_shapes=tuple(p.shape for p in MODEL.units[s.unit].parameters),
+            class_name=MODEL.units[s.unit].class_name,
+            parameter_shapes=tuple(p.shape for p in MODEL.units[s.unit].parameters),
             sequence_length=MODEL.sequence_length, compute_dtype=MODEL.compute_dtype, work=SegmentWork.of(s),
             points=(TimePoint(samples=1, forward_s=1e-3, backward_s=2e-3),),
         )
@@ -140,7 +168,9 @@ PROFILE = Profile(
 
 
 def read_inputs(text: str | bytes) -> None:
-    """A file of a plan with what it was made from; what can be read can be explained, or is refused as any model may be."""
+    """A file of a plan with what it was made from; what can be read can be explained, or is refused as any model
+    may be.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -177,7 +207,11 @@ def read_profile(text: str | bytes) -> None:
 FILES: dict[str, tuple[Callable[..., None], type[Exception], Any]] = {
     "plan": (read_plan, PlanError, json.loads(PLAN.to_json())),
     "profile": (read_profile, ProfileError, json.loads(PROFILE.to_json())),
-    "plan with inputs": (read_inputs, PlanError, plan_file_content(PLAN, PlanInputs(description=MODEL, job=JOB, hardware=FULL))),
+    "plan with inputs": (
+        read_inputs,
+        PlanError,
+        plan_file_content(PLAN, PlanInputs(description=MODEL, job=JOB, hardware=FULL)),
+    ),
 }
 files = st.sampled_from(list(FILES))
 
@@ -207,13 +241,16 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 EXTREMES = [
-    None, True, -1, 0, 1, 10**6, 10**18, 2**63 - 1, -(2**63), 10**30, 1e-300, 1e30, 1e308, float("nan"), float("inf"), "", "x" * 5000,
+    None, True, -1, 0, 1, 10**6, 10**18, 2**63 - 1, -(2**63), 10**30, 1e-300, 1e30, 1e308, float("nan"), float("inf"),
+    "", "x" * 5000,
     "\x1b[2J", "../../etc/passwd", [], [[]], {}, [1] * 1000, {"plan": {}},
 ]  # fmt: skip
 
 
 def damaged(kind: str, dice: random.Random) -> str:
-    """The content with one to three fields changed, dropped, doubled, swapped or renamed, and no fingerprint that would tell."""
+    """The content with one to three fields changed, dropped, doubled, swapped or renamed, and no fingerprint that
+    would tell.
+    """
     content = copy.deepcopy(FILES[kind][2])
     for plan in (content, content.get("plan", {})):
         plan.pop("fingerprint", None)
@@ -252,7 +289,10 @@ def test_bytes_that_are_lost_or_put_in_are_read_or_refused(kind, begin, end, put
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | texts,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts | st.sampled_from(["plan", "version", "units"]), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(texts | st.sampled_from(["plan", "version", "units"]), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 

@@ -18,7 +18,10 @@ Groups = list[list[int]]
 
 
 def groups(axes: dict[str, int], axis: str) -> Groups:
-    """The ranks of each group along an axis, as torch's meshes have them: rank 0, 1, ... in the order of their places."""
+    """The ranks of each group along an axis, as torch's meshes have them: rank 0, 1, ...
+
+    in the order of their places.
+    """
     ranks = np.arange(np.prod(list(axes.values()))).reshape(list(axes.values()))
     return np.moveaxis(ranks, list(axes).index(axis), -1).reshape(-1, axes[axis]).tolist()
 
@@ -28,7 +31,9 @@ def assert_partition(found: Groups, world_size: int) -> None:
 
 
 def assert_cross_once(some: Groups, others: Groups) -> None:
-    """Every group of the one kind has exactly one rank in common with each group of the other that it meets, each rank lies in one."""
+    """Every group of the one kind has exactly one rank in common with each group of the other that it meets, each
+    rank lies in one.
+    """
     place = {rank: index for index, group in enumerate(others) for rank in group}
     for group in some:
         assert len({place[rank] for rank in group}) == len(group)
@@ -46,7 +51,9 @@ def test_shard_and_replicate_groups_partition_the_ranks(world_size):
         assert np.prod(list(axes.values())) == world_size and axes[SHARD_AXIS] == shard_size
         shards = groups(axes, SHARD_AXIS)
         assert_partition(shards, world_size)
-        assert all(group == list(range(group[0], group[0] + shard_size)) for group in shards), "shard groups are neighbours"
+        assert all(group == list(range(group[0], group[0] + shard_size)) for group in shards), (
+            "shard groups are neighbours"
+        )
         if shard_size < world_size:
             replicas = groups(axes, REPLICATE_AXIS)
             assert_partition(replicas, world_size)
@@ -86,15 +93,21 @@ def test_two_stages_reach_all_of_the_shard_group_once(world_size):
             for group in shards:
                 for place, rank in enumerate(group):
                     assert sorted(other for neighbour in inside[rank] for other in across[neighbour]) == group
-                    assert place == across[rank].index(rank) * stage_size + inside[rank].index(rank), "shards come in rank order"
+                    assert place == across[rank].index(rank) * stage_size + inside[rank].index(rank), (
+                        "shards come in rank order"
+                    )
 
 
 def ring_of(found: Groups, per_node: int) -> Ring:
     """Hops that leave a node, of the worst group; groups that leave one node at once."""
-    hops = [[(a // per_node, b // per_node) for a, b in zip(group, [*group[1:], group[0]], strict=True)] for group in found]
+    hops = [
+        [(a // per_node, b // per_node) for a, b in zip(group, [*group[1:], group[0]], strict=True)] for group in found
+    ]
     leaving = [[a for a, b in ring if a != b] for ring in hops]
     links = [node for ring in leaving for node in ring]
-    return Ring(size=len(found[0]), node_crossings=max(map(len, leaving)), sharing=max(map(links.count, links), default=1))
+    return Ring(
+        size=len(found[0]), node_crossings=max(map(len, leaving)), sharing=max(map(links.count, links), default=1)
+    )
 
 
 @holds(st.integers(1, 12), st.integers(1, 12), few=40, many=144)

@@ -1,4 +1,6 @@
-"""Every moment of a step as a sum over units and segments, each on its own, beside the walk that carries a level along."""
+"""Every moment of a step as a sum over units and segments, each on its own, beside the walk that carries a level
+along.
+"""
 
 from __future__ import annotations
 
@@ -22,29 +24,41 @@ from tests.helpers.properties import holds
 class Sums:
     """What is there at a moment, found anew each time. `done` are units whose gradients were reduced."""
 
-    def __init__(self, description: ModelDescription, choices: list[UnitLayout], world_size: int, job: TrainingJob, batch: Batch):
+    def __init__(
+        self, description: ModelDescription, choices: list[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
+    ):
         self.description, self.job, self.samples = description, job, batch.micro_batch_size
-        self.units = [unit_bytes(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)]
+        self.units = [
+            unit_bytes(u, c, world_size, job, batch) for u, c in zip(description.units, choices, strict=True)
+        ]
         if world_size == 1 and any(choice.on_host for choice in choices):
             tails = [reduce_input(unit, 1, job) for unit in description.units]
             self.units = [replace(unit, reduce_tail=tail) for unit, tail in zip(self.units, tails, strict=True)]
         spans = [unit.span for unit in description.units]
         self.where = [segment.unit for segment in description.segments]
-        own = [SegmentBytes.of(s, spans[s.unit], self.samples, choices[s.unit].activations) for s in description.segments]
+        own = [
+            SegmentBytes.of(s, spans[s.unit], self.samples, choices[s.unit].activations) for s in description.segments
+        ]
         recomputes = any(choice.activations.recomputes for choice in choices)
-        held = [s.under(choices[s.unit].activations).held_bytes.bytes(self.samples) if recomputes else 0 for s in description.segments]
+        held = [
+            s.under(choices[s.unit].activations).held_bytes.bytes(self.samples) if recomputes else 0
+            for s in description.segments
+        ]
         self.bytes = [replace(terms, saved=terms.saved + more) for terms, more in zip(own, held, strict=True)]
         self.whole = [i for i, span in enumerate(spans) if span is GatherSpan.STEP]
         self.passing = [i for i, span in enumerate(spans) if span is not GatherSpan.STEP and i in self.where]
         self.first = {unit: self.where.index(unit) for unit in self.passing}
         self.ahead = [0 if unit is None else self.units[unit].prefetched for unit in gathered_ahead(description)]
 
-    def moment(self, phase: str, unit: int | None, *, gathered: int, activations: int, gradients: int, buffers: int) -> tuple:
+    def moment(
+        self, phase: str, unit: int | None, *, gathered: int, activations: int, gradients: int, buffers: int
+    ) -> tuple:
         label = "(all)" if unit is None else self.description.units[unit].label
         held = {name: sum(getattr(unit, name) for unit in self.units) for name in ("parameters", "optimizer")}
         outputs = self.description.output_bytes.bytes(self.samples) if self.job.holds_outputs else 0
         there = dict(
-            held, gathered=gathered, activations=activations, gradients=gradients + sum(u.gradients_held for u in self.units),
+            held, gathered=gathered, activations=activations,
+            gradients=gradients + sum(u.gradients_held for u in self.units),
             buffers=buffers, correction=self.job.correction_bytes,
             model_buffers=self.description.buffer_bytes + self.description.input_bytes.bytes(self.samples) + outputs,
         )  # fmt: skip
@@ -61,11 +75,17 @@ class Sums:
             terms = self.units[unit]
             there = self.gathered([u for u in self.passing if self.first[u] < i], self.whole)
             before = [u for u in self.where[:i] if u not in self.whole]
-            buffer = self.units[before[-1]].gather_buffer if before else max((self.units[u].gather_buffer for u in self.whole), default=0)
+            buffer = (
+                self.units[before[-1]].gather_buffer
+                if before
+                else max((self.units[u].gather_buffer for u in self.whole), default=0)
+            )
             own = buffer
             if unit not in self.whole:
                 gather = there + buffer + terms.gather_buffer + terms.gathered
-                yield self.moment("forward: gather", unit, gathered=gather, activations=self.saved(i), gradients=0, buffers=0)
+                yield self.moment(
+                    "forward: gather", unit, gathered=gather, activations=self.saved(i), gradients=0, buffers=0
+                )
                 own = terms.gather_buffer + terms.gathered
             running = self.saved(i) + self.bytes[i].forward_peak
             yield self.moment("forward", unit, gathered=there + own, activations=running, gradients=0, buffers=0)
@@ -74,12 +94,20 @@ class Sums:
         """Those that are there when segment i begins its backward."""
         later = set(self.where[i + 1 :])
         parameters = [(u, p) for u in self.whole if u in self.where for p in self.description.units[u].parameters]
-        whole = sum(p.numel * self.job.precision.gathered_dtype(p).itemsize for u, p in parameters if self.comes(u, p.name) > i)
+        whole = sum(
+            p.numel * self.job.precision.gathered_dtype(p).itemsize for u, p in parameters if self.comes(u, p.name) > i
+        )
         reduced = sum(self.units[u].gradients_after for u in self.passing if self.first[u] > i)
-        return whole + reduced + sum(self.units[u].waiting_gradients for u in self.passing if self.first[u] <= i and u in later)
+        return (
+            whole
+            + reduced
+            + sum(self.units[u].waiting_gradients for u in self.passing if self.first[u] <= i and u in later)
+        )
 
     def comes(self, unit: int, name: str) -> int:
-        """The segment from whose backward on there is a gradient of a parameter that is gathered for the whole step."""
+        """The segment from whose backward on there is a gradient of a parameter that is gathered for the whole
+        step.
+        """
         in_blocks_too = [i for i, segment in enumerate(self.description.segments) if name in segment.gradients]
         traced = max(in_blocks_too, default=max(i for i, u in enumerate(self.where) if u == unit))
         stretches = [i for i, u in enumerate(self.where) if u in self.whole]
@@ -101,7 +129,13 @@ class Sums:
             own = 0
             if unit not in self.whole:
                 own, cast = (0, 0) if terms.kept else (terms.gathered, terms.cast_buffer)
-                yield self.moment("backward: gather", unit, gathered=there + own + terms.prefetched, buffers=buffers + tail + cast, **level)
+                yield self.moment(
+                    "backward: gather",
+                    unit,
+                    gathered=there + own + terms.prefetched,
+                    buffers=buffers + tail + cast,
+                    **level,
+                )
             level["activations"] += self.bytes[i].backward_peak + self.merging(i)
             yield self.moment("backward", unit, gathered=there + own + self.ahead[i], buffers=buffers + tail, **level)
             if unit not in self.whole and self.first[unit] == i:
@@ -114,7 +148,8 @@ class Sums:
                 )  # fmt: skip
                 after = buffers + terms.reduced_after + terms.reduce_input + terms.reduce_work
                 yield self.moment(
-                    "backward: reduce", unit, activations=saved, gradients=gradients + terms.gradients_after, buffers=after, **left
+                    "backward: reduce", unit, activations=saved, gradients=gradients + terms.gradients_after,
+                    buffers=after, **left
                 )  # fmt: skip
 
     def finish(self) -> Iterator[tuple]:
@@ -131,12 +166,16 @@ class Sums:
             buffers = sum(self.units[u].reduced_after for u in (*self.passing, *reduced)) + terms.reduce_input
             yield self.moment("reduce", unit, gradients=gradients(reduced, waiting), buffers=buffers, **level)
             more = terms.reduced_after + terms.reduce_work
-            yield self.moment("reduce", unit, gradients=gradients([*reduced, unit], waiting[1:]), buffers=buffers + more, **level)
+            yield self.moment(
+                "reduce", unit, gradients=gradients([*reduced, unit], waiting[1:]), buffers=buffers + more, **level
+            )
         scratch = [unit.step_scratch for unit in self.units]
         highest = max(scratch) if self.job.optimizer.step is OptimizerStep.FOR_LOOP else sum(scratch)
         highest = max(highest, *(unit.states_passing for unit in self.units))
         shards = sum(self.units[u].gradients_after + self.units[u].gradients_settled for u in self.whole)
-        yield self.moment("optimizer step", None, gathered=0, activations=0, gradients=settled + shards, buffers=highest)
+        yield self.moment(
+            "optimizer step", None, gathered=0, activations=0, gradients=settled + shards, buffers=highest
+        )
 
 
 jobs = st.builds(
@@ -150,7 +189,9 @@ jobs = st.builds(
 batches = st.builds(Batch, micro_batch_size=st.integers(1, 3), accumulation_steps=st.integers(1, 2))
 
 
-def random_choices(dice: random.Random, description: ModelDescription, world_size: int, batch: Batch) -> list[UnitLayout]:
+def random_choices(
+    dice: random.Random, description: ModelDescription, world_size: int, batch: Batch
+) -> list[UnitLayout]:
     """Any layout of each unit, with every other decision that it may take."""
     found = []
     for index, unit in enumerate(description.units):
@@ -160,7 +201,9 @@ def random_choices(dice: random.Random, description: ModelDescription, world_siz
         kept = dice.choice(Activations.BASIC) if index in description.recomputable else Activations.SAVE
         away = dice.random() < 0.2
         states = not away and dice.random() < 0.2
-        found.append(replace(layout, reduce_every_micro_step=not hold, activations=kept, on_host=away, states_on_host=states))
+        found.append(
+            replace(layout, reduce_every_micro_step=not hold, activations=kept, on_host=away, states_on_host=states)
+        )
     return found
 
 
@@ -168,7 +211,9 @@ def without_root(description: ModelDescription) -> ModelDescription:
     """Blocks alone, of which none is gathered for the whole step."""
     (root,) = [i for i, unit in enumerate(description.units) if unit.span is GatherSpan.STEP]
     assert root == 0
-    segments = tuple(s.each(lambda costs: replace(costs, unit=costs.unit - 1)) for s in description.segments if s.unit != root)
+    segments = tuple(
+        s.each(lambda costs: replace(costs, unit=costs.unit - 1)) for s in description.segments if s.unit != root
+    )
     return replace(description, units=description.units[1:], segments=segments)
 
 
@@ -184,7 +229,9 @@ def without_root(description: ModelDescription) -> ModelDescription:
 def test_each_moment_is_the_sum_of_what_is_there(seed, world_size, job, batch, kind):
     description = at_random(seed, kinds=2, blocks=4, recomputable=True, tied=kind == "tied", called=kind == "called")
     description = without_root(description) if kind == "rootless" else description
-    description = replace(description, buffer_bytes=13, input_bytes=Affine(per_sample=17), output_bytes=Affine(per_sample=19))
+    description = replace(
+        description, buffer_bytes=13, input_bytes=Affine(per_sample=17), output_bytes=Affine(per_sample=19)
+    )
     choices = random_choices(random.Random(seed), description, world_size, batch)
     sums = Sums(description, choices, world_size, job, batch)
     found = estimate_memory(description, choices, world_size, job, batch)
@@ -203,14 +250,19 @@ def test_segments_of_units_gathered_for_the_step_may_free_more_than_they_save():
 
 def test_estimate_of_no_unit_is_empty():
     nothing = replace(at_random(0, kinds=1, blocks=1), units=(), segments=())
-    found = estimate_memory(nothing, [], 2, TrainingJob(global_batch_size=2), Batch(micro_batch_size=1, accumulation_steps=1))
+    found = estimate_memory(
+        nothing, [], 2, TrainingJob(global_batch_size=2), Batch(micro_batch_size=1, accumulation_steps=1)
+    )
     assert (found.host_bytes, found.peak_bytes) == (0, 0)
 
 
 @pytest.mark.parametrize("holds_outputs", [False, True])
 def test_resident_bytes_are_buffers_batch_outputs_and_the_correction(holds_outputs):
     description = replace(
-        at_random(0, kinds=1, blocks=1), buffer_bytes=13, input_bytes=Affine(per_sample=17), output_bytes=Affine(per_sample=19)
+        at_random(0, kinds=1, blocks=1),
+        buffer_bytes=13,
+        input_bytes=Affine(per_sample=17),
+        output_bytes=Affine(per_sample=19),
     )
     job = TrainingJob(global_batch_size=3, holds_outputs=holds_outputs, correction_bytes=77)
     assert resident_bytes(description, job, 3) == 13 + 3 * 17 + (3 * 19 if holds_outputs else 0) + 77

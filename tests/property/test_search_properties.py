@@ -1,4 +1,6 @@
-"""What a search finds, on random small models: it fits, nothing uniform is faster, more memory is never slower, the least is tight."""
+"""What a search finds, on random small models: it fits, nothing uniform is faster, more memory is never slower, the
+least is tight.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,12 @@ jobs = st.builds(
     reduce_every_micro_step=st.sampled_from([None, True, False]),
 )
 models = st.builds(
-    at_random, st.integers(0, 10**6), kinds=st.integers(1, 3), blocks=st.integers(3, 6), tied=st.booleans(), recomputable=st.booleans()
+    at_random,
+    st.integers(0, 10**6),
+    kinds=st.integers(1, 3),
+    blocks=st.integers(3, 6),
+    tied=st.booleans(),
+    recomputable=st.booleans(),
 )
 parts = st.floats(0, 1)
 
@@ -54,7 +61,10 @@ def hardware_of(world: tuple[int, int], backend: Backend) -> Hardware:
 
 def limit_between(model: ModelDescription, hardware: Hardware, job: TrainingJob, part: float) -> int:
     """Some of the way from the least that any plan needs to what the fastest plan of all needs."""
-    least, ample = least_memory(problem(model, hardware, job)), search(problem(model, hardware, job, AMPLE)).plan.peak_bytes
+    least, ample = (
+        least_memory(problem(model, hardware, job)),
+        search(problem(model, hardware, job, AMPLE)).plan.peak_bytes,
+    )
     return least + math.floor(part * max(0, ample - least))
 
 
@@ -79,7 +89,9 @@ def test_no_uniform_layout_that_fits_is_faster(model, world, backend, job, part)
         *_, space = search_spaces(problem(model, hardware, job), batch)
         for choice in set(itertools.chain(*space)):
             choices = [
-                choice if choice in own else min(own, key=lambda c: (c.shard_size != choice.shard_size, not c.reshard_after_forward))
+                choice
+                if choice in own
+                else min(own, key=lambda c: (c.shard_size != choice.shard_size, not c.reshard_after_forward))
                 for own in space
             ]
             if estimate_memory(model, choices, hardware.world_size, job, batch).peak_bytes <= limit:
@@ -119,7 +131,10 @@ def test_the_least_limit_is_met_and_one_byte_less_is_not(model, world, backend, 
 
 def renamed(model: ModelDescription, seed: int) -> ModelDescription:
     """Other names, whose alphabetical order is another."""
-    units = [unit if not unit.fqn else replace(unit, fqn=f"m{random.Random(seed + i).random()}") for i, unit in enumerate(model.units)]
+    units = [
+        unit if not unit.fqn else replace(unit, fqn=f"m{random.Random(seed + i).random()}")
+        for i, unit in enumerate(model.units)
+    ]
     return replace(model, units=tuple(units))
 
 
@@ -173,7 +188,9 @@ def heavier(model: ModelDescription, factor: int) -> ModelDescription:
         return replace(segment, **lines, **phases)
 
     units = tuple(
-        replace(unit, parameters=tuple(replace(p, shape=(*p.shape[:-1], p.shape[-1] * factor)) for p in unit.parameters))
+        replace(
+            unit, parameters=tuple(replace(p, shape=(*p.shape[:-1], p.shape[-1] * factor)) for p in unit.parameters)
+        )
         for unit in model.units
     )
     return replace(model, units=units, segments=tuple(segment.each(scaled) for segment in model.segments))
@@ -182,7 +199,9 @@ def heavier(model: ModelDescription, factor: int) -> ModelDescription:
 @holds(models, worlds, jobs, st.sampled_from([2, 16]), few=8, many=300)
 def test_a_model_of_twice_the_bytes_needs_twice_the_memory(model, world, job, factor):
     hardware = hardware_of(world, Backend.NCCL)
-    assert least_memory(problem(heavier(model, factor), hardware, job)) == factor * least_memory(problem(model, hardware, job))
+    assert least_memory(problem(heavier(model, factor), hardware, job)) == factor * least_memory(
+        problem(model, hardware, job)
+    )
 
 
 def faster(hardware: Hardware, factor: int) -> Hardware:
@@ -204,6 +223,8 @@ def faster(hardware: Hardware, factor: int) -> Hardware:
 def test_a_machine_that_is_faster_in_everything_takes_the_time_by_the_factor(model, world, backend, job, part, factor):
     hardware = hardware_of(world, backend)
     limit = limit_between(model, hardware, job, part)
-    slow_s, fast_s = (search(problem(model, machine, job, limit)).time.step_s for machine in (hardware, faster(hardware, factor)))
+    slow_s, fast_s = (
+        search(problem(model, machine, job, limit)).time.step_s for machine in (hardware, faster(hardware, factor))
+    )
     assert fast_s * factor == pytest.approx(slow_s, rel=EQUAL)
     assert least_memory(problem(model, faster(hardware, factor), job)) == least_memory(problem(model, hardware, job))

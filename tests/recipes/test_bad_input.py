@@ -1,4 +1,6 @@
-"""Bad input of every recipe beside that of docs/bad_inputs.md: one clear line on stderr, exit code 2, and nothing written."""
+"""Bad input of every recipe beside that of docs/bad_inputs.md: one clear line on stderr, exit code 2, and nothing
+written.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,19 @@ from tests.recipes.conftest import Recipe
 CASES: dict[str, dict[str, tuple[dict[str, object], str]]] = {
     "run_clm": {
         "missing training file": (dict(train_file="none.txt"), "Cannot read none.txt: Unable to find"),
-        "missing validation file": (dict(train_file="some.txt", validation_file="none.txt"), "Cannot read some.txt: Unable to find"),
+        "missing validation file": (
+            dict(train_file="some.txt", validation_file="none.txt"),
+            "Cannot read some.txt: Unable to find",
+        ),
         "empty training file": (dict(train_file="empty.txt"), "Cannot read empty.txt: "),
-        "too short for a block": (dict(train_file="some.txt", validation_file="some.txt"), "less than one block of 32"),
-        "unknown kind of file": (dict(train_file="some.pdf"), "Cannot read some.pdf: use files of one kind: .txt, .json, .jsonl, .csv."),
+        "too short for a block": (
+            dict(train_file="some.txt", validation_file="some.txt"),
+            "less than one block of 32",
+        ),
+        "unknown kind of file": (
+            dict(train_file="some.pdf"),
+            "Cannot read some.pdf: use files of one kind: .txt, .json, .jsonl, .csv.",
+        ),
         "one line, nothing to split": (dict(train_file="line.txt"), "Cannot read line.txt: With n_samples=1"),
         "another encoding": (dict(train_file="latin.txt"), "Cannot read latin.txt: 'utf-8' codec can't decode"),
         "malformed line of JSON": (dict(train_file="lines.jsonl"), "Cannot read lines.jsonl: "),
@@ -33,7 +44,10 @@ CASES: dict[str, dict[str, tuple[dict[str, object], str]]] = {
         "upper-case extension of JSON": (dict(train_file="LINES.JSONL"), "Cannot read LINES.JSONL: "),
         "longer than the positions": (dict(block_size=64), "block_size=64 is longer than the model's 32 positions"),
         "limit below the feasible": (dict(memory_limit="100KiB", operator_splitting=False), "No plan fits 100.0 KiB"),
-        "plan for another world": (dict(plan="world2.json", hardware=None), "The plan is for 2 processes, but 1 are running"),
+        "plan for another world": (
+            dict(plan="world2.json", hardware=None),
+            "The plan is for 2 processes, but 1 are running",
+        ),
         "unknown override": (
             dict(config_overrides="n_layers=2"),
             "Cannot use config_overrides=n_layers=2: key n_layers isn't in the original config",
@@ -43,21 +57,39 @@ CASES: dict[str, dict[str, tuple[dict[str, object], str]]] = {
             "Cannot use config_overrides=n_layer=two: invalid literal for int",
         ),
         "unknown model type": (dict(model_type="gpt9", config_overrides=None), "model_type='gpt9'"),
-        "no checkpoint": (dict(resume_from_checkpoint="nowhere"), "There is no checkpoint nowhere; give the path of a checkpoint"),
-        "adapters of nothing": (dict(lora_rank=2), "lora_rank=2 trains adapters of a pretrained model; give model_name_or_path"),
+        "no checkpoint": (
+            dict(resume_from_checkpoint="nowhere"),
+            "There is no checkpoint nowhere; give the path of a checkpoint",
+        ),
+        "adapters of nothing": (
+            dict(lora_rank=2),
+            "lora_rank=2 trains adapters of a pretrained model; give model_name_or_path",
+        ),
         "nothing to do": (dict(do_train=None, do_eval=None), "Nothing to do"),
         "fp16 on one CPU process": (dict(fp16=True), "use bf16"),
-        "tracker that is not there": (dict(report_to="wandb"), "report_to=wandb is not installed here; install it, or use one of"),
+        "tracker that is not there": (
+            dict(report_to="wandb"),
+            "report_to=wandb is not installed here; install it, or use one of",
+        ),
         "stream without an end": (dict(streaming=True, max_steps=None), "streaming=true needs max_steps"),
         "negative buffer": (dict(streaming=True, shuffle_buffer=-1), "shuffle_buffer=-1 must be at least 0"),
-        "stream of nothing": (dict(streaming=True, do_eval=None, train_file="empty.txt"), "the train text has less than one block"),
+        "stream of nothing": (
+            dict(streaming=True, do_eval=None, train_file="empty.txt"),
+            "the train text has less than one block",
+        ),
         "stream of numbers": (
             dict(streaming=True, train_file="numbers.jsonl"),
             "numbers.jsonl: it needs a column `text` of text",
         ),
-        "stream of other columns": (dict(streaming=True, train_file="other.csv"), "its first row is {'name': 'Anna', 'words': 'fine'}"),
+        "stream of other columns": (
+            dict(streaming=True, train_file="other.csv"),
+            "its first row is {'name': 'Anna', 'words': 'fine'}",
+        ),
         "malformed stream": (dict(streaming=True, train_file="lines.jsonl"), "Cannot read lines.jsonl: "),
-        "stream in another encoding": (dict(streaming=True, train_file="latin.txt"), "Cannot read latin.txt: 'utf-8' codec"),
+        "stream in another encoding": (
+            dict(streaming=True, train_file="latin.txt"),
+            "Cannot read latin.txt: 'utf-8' codec",
+        ),
         "stream without validation": (
             dict(streaming=True, train_file="line.txt", max_eval_samples=None),
             "give validation_file, or max_eval_samples",
@@ -73,7 +105,10 @@ CASES: dict[str, dict[str, tuple[dict[str, object], str]]] = {
             "grouping=none is strategy fsdp; leave out strategy, plan and osdp false",
         ),
         "groups of one process": (dict(grouping="group_sharding"), "strategy=hsdp needs a group size"),
-        "stages on one machine": (dict(grouping="communication_with_groups"), "strategy=two_stage needs several nodes"),
+        "stages on one machine": (
+            dict(grouping="communication_with_groups"),
+            "strategy=two_stage needs several nodes",
+        ),
         "causal model": (
             dict(model_type="gpt2"),
             "Cannot use model_type='gpt2': gpt2 is not a masked language model; use one such as bert or roberta",
@@ -86,31 +121,52 @@ CASES: dict[str, dict[str, tuple[dict[str, object], str]]] = {
         ),
     },
     "run_clm_no_trainer": {
-        "less than a step": (dict(max_train_samples=3), "has 3 blocks of 32 tokens, less than the 4 samples of one optimizer step"),
+        "less than a step": (
+            dict(max_train_samples=3),
+            "has 3 blocks of 32 tokens, less than the 4 samples of one optimizer step",
+        ),
         "micro-batch that does not divide": (dict(micro_batch_size=3), "micro_batch_size=3 does not divide"),
         "switched off": (dict(osdp=False), "osdp"),
         "unknown schedule": (
             dict(lr_scheduler_type="zigzag"),
             "--lr_scheduler_type/--lr-scheduler-type: invalid choice: 'zigzag' (choose from",
         ),
-        "unknown precision": (dict(mixed_precision="fp8"), "--mixed_precision/--mixed-precision: invalid choice: 'fp8' (choose from"),
+        "unknown precision": (
+            dict(mixed_precision="fp8"),
+            "--mixed_precision/--mixed-precision: invalid choice: 'fp8' (choose from",
+        ),
         "no learning": (dict(learning_rate=0), "learning_rate=0.0 must be greater than 0"),
         "no steps": (dict(max_steps=0), "max_steps=0 must be at least 1"),
-        "no checkpoint": (dict(resume_from_checkpoint="nowhere"), "There is no checkpoint nowhere; give the path of a checkpoint"),
+        "no checkpoint": (
+            dict(resume_from_checkpoint="nowhere"),
+            "There is no checkpoint nowhere; give the path of a checkpoint",
+        ),
         "argument of the Trainer": (dict(do_train=True), "do_train"),
     },
     "train_plain": {
-        "less than a step": (dict(max_train_samples=3), "The train text has 3 blocks of 32 tokens; give text for 8 or more"),
+        "less than a step": (
+            dict(max_train_samples=3),
+            "The train text has 3 blocks of 32 tokens; give text for 8 or more",
+        ),
         "unknown precision": (dict(mixed_precision="fp8"), "fp8"),
         "no steps": (dict(steps=0), "steps=0 must be at least 1"),
         "unknown flag": (dict(max_steps=3), "max_steps"),
         "no streams here": (dict(streaming=True), "streaming"),
     },
     "run_glue": {
-        "unknown task": (dict(task_name="mnli"), "task_name='mnli' is not known; use one of sst2, rte, cola, or train_file"),
+        "unknown task": (
+            dict(task_name="mnli"),
+            "task_name='mnli' is not known; use one of sst2, rte, cola, or train_file",
+        ),
         "no labels": (dict(train_file="plain.jsonl"), "it needs sentence, label or sentence1, sentence2, label"),
-        "columns of another task": (dict(train_file="pairs.jsonl", task_name="sst2"), "it needs sentence, label, and text in all but"),
-        "labels of text": (dict(train_file="words.jsonl"), "Cannot use words.jsonl: its labels are string; they must be integers"),
+        "columns of another task": (
+            dict(train_file="pairs.jsonl", task_name="sst2"),
+            "it needs sentence, label, and text in all but",
+        ),
+        "labels of text": (
+            dict(train_file="words.jsonl"),
+            "Cannot use words.jsonl: its labels are string; they must be integers",
+        ),
         "negative labels": (dict(train_file="hidden.jsonl"), "hidden.jsonl: it has rows without a label"),
         "one label only": (dict(train_file="same.jsonl"), "same.jsonl: all training labels are 1"),
         "numbers for text": (
@@ -118,14 +174,23 @@ CASES: dict[str, dict[str, tuple[dict[str, object], str]]] = {
             "sentences.jsonl: it needs sentence, label or sentence1, sentence2, label, and text in all but `label`",
         ),
         "unknown metric": (dict(metric="no_such_metric"), "Cannot load the metric no_such_metric"),
-        "longer than the positions": (dict(max_seq_length=64), "max_seq_length=64 is longer than the model's 32 positions"),
+        "longer than the positions": (
+            dict(max_seq_length=64),
+            "max_seq_length=64 is longer than the model's 32 positions",
+        ),
         "no length": (dict(max_seq_length=0), "max_seq_length=0 must be at least 1"),
-        "patience without a best model": (dict(early_stopping_patience=2), "early_stopping_patience=2 needs load_best_model_at_end: true"),
+        "patience without a best model": (
+            dict(early_stopping_patience=2),
+            "early_stopping_patience=2 needs load_best_model_at_end: true",
+        ),
         "best by what is not computed": (
             dict(metric_for_best_model="f1"),
             "metric_for_best_model=f1 is not computed; use accuracy or loss",
         ),
-        "no classifier": (dict(model_type="whisper", config_overrides=None), "is not a model for sentence classification"),
+        "no classifier": (
+            dict(model_type="whisper", config_overrides=None),
+            "is not a model for sentence classification",
+        ),
         "hub without a network": (dict(task_name="rte"), "Cannot use nyu-mll/glue, rte: "),
     },
 }
@@ -137,14 +202,22 @@ def bad_files(tmp_path: Path) -> None:
     """Every file that a case names and that exists."""
     texts = {
         "empty.txt": " \n", "some.txt": "A few words only.\n", "some.pdf": "A few words only.\n",
-        "line.txt": "A few words only. " * 200, "numbers.jsonl": '{"text": 1}\n{"text": 2}\n', "other.csv": "name,words\nAnna,fine\n",
+        "line.txt": "A few words only. " * 200, "numbers.jsonl": '{"text": 1}\n{"text": 2}\n',
+        "other.csv": "name,words\nAnna,fine\n",
         **dict.fromkeys(("lines.jsonl", "LINES.JSONL", "whole.json"), '{"text": "fine"}\n{"text": \n'),
     }  # fmt: skip
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "latin.txt").write_bytes("Été à la mer.\n".encode("latin-1") * 50)
     unit = {"fqn": "", "shard_size": 1, "reshard_after_forward": False}
-    plan = {"world_size": 2, "strategy": "osdp", "micro_batch_size": 4, "accumulation_steps": 1, "model_fingerprint": "0", "units": [unit]}
+    plan = {
+        "world_size": 2,
+        "strategy": "osdp",
+        "micro_batch_size": 4,
+        "accumulation_steps": 1,
+        "model_fingerprint": "0",
+        "units": [unit],
+    }
     (tmp_path / "world2.json").write_text(json.dumps(plan))
 
     sentences = [{"sentence": f"word {number}", "label": number % 2} for number in range(20)]

@@ -24,12 +24,15 @@ NOTEBOOK = Path(__file__).parents[2] / "recipes" / "notebooks" / "plan_and_train
 TINY = {
     "SMALL": {"n_layer": 2, "n_head": 2, "n_embd": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "LENGTH": 32, "VOCABULARY": 300, "SAMPLES": 128, "EPOCHS": 2, "BATCH": 8, "LIMIT": 3 * 2**20,
-    "LARGE": {"n_layer": 2, "n_head": 2, "n_embd": 64}, "LARGE_LENGTH": 64, "LARGE_BATCH": 16, "LARGE_LIMIT": 1800 * 2**20,
+    "LARGE": {"n_layer": 2, "n_head": 2, "n_embd": 64}, "LARGE_LENGTH": 64, "LARGE_BATCH": 16,
+    "LARGE_LIMIT": 1800 * 2**20,
 }  # fmt: skip
 CELL_SECONDS, END_SECONDS = 120, 10
 MARK = "OSDP_TEST_NOTEBOOK"
 MAX_BYTES = 1_000_000
-PERPLEXITY = re.compile(r"perplexity (before training|after epoch \d+|of the saved model|after one epoch more): ([\d.]+)")
+PERPLEXITY = re.compile(
+    r"perplexity (before training|after epoch \d+|of the saved model|after one epoch more): ([\d.]+)"
+)
 
 
 def with_values(notebook: nbformat.NotebookNode, values: dict[str, object]) -> nbformat.NotebookNode:
@@ -49,7 +52,9 @@ def outputs_of(notebook: nbformat.NotebookNode, *kinds: str) -> list[nbformat.No
 
 def text_of(notebook: nbformat.NotebookNode) -> str:
     """All that the outputs say, in order."""
-    return "".join(output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs_of(notebook))
+    return "".join(
+        output.get("text") or output.get("data", {}).get("text/plain", "") for output in outputs_of(notebook)
+    )
 
 
 def problems(notebook: nbformat.NotebookNode) -> list[str]:
@@ -66,15 +71,27 @@ def charts(notebook: nbformat.NotebookNode) -> list[bytes]:
 def processes_with(mark: str) -> list[psutil.Process]:
     """Processes that have `mark` in their environment and still run."""
     found = psutil.process_iter(["environ", "status"])  # None for another user's
-    return [p for p in found if (p.info["environ"] or {}).get(MARK) == mark and p.info["status"] != psutil.STATUS_ZOMBIE]
+    return [
+        p for p in found if (p.info["environ"] or {}).get(MARK) == mark and p.info["status"] != psutil.STATUS_ZOMBIE
+    ]
 
 
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """Of the kernel: a user's, without a network and without a limit on threads. No process outlives the test."""
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
-    kept = {name: value for name, value in os.environ.items() if not re.fullmatch(r"(OMP|MKL)_NUM_THREADS|TOKENIZERS_PARALLELISM", name)}
-    yield {**kept, MARK: str(tmp_path), "IPYTHONDIR": str(tmp_path / "ipython"), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not re.fullmatch(r"(OMP|MKL)_NUM_THREADS|TOKENIZERS_PARALLELISM", name)
+    }
+    yield {
+        **kept,
+        MARK: str(tmp_path),
+        "IPYTHONDIR": str(tmp_path / "ipython"),
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     for process in processes_with(str(tmp_path)):
         process.kill()
 
@@ -105,7 +122,10 @@ def test_notebook_runs_in_a_kernel_and_leaves_no_process(tmp_path: Path, environ
         report = json.loads((folder / name / "osdp_report.json").read_text())
         assert Plan.from_json(json.dumps(report["plan"])) == plan
         estimated, measured = report["estimated"], report["measured"]
-        assert measured["peak_bytes"] == pytest.approx(estimated["peak_bytes"], rel=0.02) and estimated["peak_bytes"] <= TINY["LIMIT"]
+        assert (
+            measured["peak_bytes"] == pytest.approx(estimated["peak_bytes"], rel=0.02)
+            and estimated["peak_bytes"] <= TINY["LIMIT"]
+        )
         assert measured["median_step_s"] > 0
         _, loaded = AutoModelForCausalLM.from_pretrained(folder / name, output_loading_info=True)
         assert not loaded["missing_keys"] and not loaded["unexpected_keys"]
@@ -127,7 +147,9 @@ def test_committed_outputs_are_of_one_complete_run():
 
 def test_committed_outputs_name_no_path_of_a_machine():
     said = re.sub(r'"image/png": "[^"]*"', "", NOTEBOOK.read_text(encoding="utf-8"))
-    assert not re.findall(r"(?<![\w.])/(?:home|root|tmp|work|usr|opt|Users|var)\b[^\"]{0,60}|site-packages|file://", said)
+    assert not re.findall(
+        r"(?<![\w.])/(?:home|root|tmp|work|usr|opt|Users|var)\b[^\"]{0,60}|site-packages|file://", said
+    )
 
 
 def test_notebook_is_short_and_uses_public_names_alone():

@@ -22,7 +22,8 @@ from tests.recipes.ranks import run_together
 ROOT = Path(__file__).parents[2]
 SCRIPT = "run_clm"
 FIGURES = {
-    "step", "epoch", "loss", "perplexity", "learning_rate", "grad_norm", "loss_scale", "tokens_per_s", "free_device_memory_bytes",
+    "step", "epoch", "loss", "perplexity", "learning_rate", "grad_norm", "loss_scale", "tokens_per_s",
+    "free_device_memory_bytes",
 }  # fmt: skip
 
 
@@ -41,7 +42,9 @@ def test_two_processes_train_and_save(recipe):
 
 @pytest.mark.slow
 def test_stream_trains_as_its_text_does_and_resumes(recipe):
-    """Two micro-batches a step on two ranks: every sample once, in the same order, from the start and from a checkpoint."""
+    """Two micro-batches a step on two ranks: every sample once, in the same order, from the start and from a
+    checkpoint.
+    """
     options = dict(micro_batch_size=2, logging_steps=1)
     stream = dict(**options, streaming=True, shuffle_buffer=0, max_train_samples=None)
     jobs = [
@@ -55,8 +58,13 @@ def test_stream_trains_as_its_text_does_and_resumes(recipe):
     steps, streamed = ([line for line in log if "loss" in line] for log in (text, stream))
     assert [line["step"] for line in streamed] == [1, 2, 3, 4, 5, 6, 4, 5, 6]
     for line in streamed:
-        assert (line["loss"], line["grad_norm"]) == (steps[line["step"] - 1]["loss"], steps[line["step"] - 1]["grad_norm"])
-    assert all(line.keys() == FIGURES and line["perplexity"] == pytest.approx(math.exp(line["loss"])) for line in steps)
+        assert (line["loss"], line["grad_norm"]) == (
+            steps[line["step"] - 1]["loss"],
+            steps[line["step"] - 1]["grad_norm"],
+        )
+    assert all(
+        line.keys() == FIGURES and line["perplexity"] == pytest.approx(math.exp(line["loss"])) for line in steps
+    )
     assert steps[0]["learning_rate"] == 0.02 and steps[0]["loss_scale"] == 1.0
     assert min(line[name] for line in steps for name in ("grad_norm", "tokens_per_s", "free_device_memory_bytes")) > 0
     assert [line["step"] for line in text if "eval_loss" in line] == [0, 6]
@@ -65,8 +73,14 @@ def test_stream_trains_as_its_text_does_and_resumes(recipe):
 
 def test_file_of_arguments_first_and_flags_win(recipe):
     short = recipe.folder / "short.yaml"
-    short.write_text(f"max_steps: 1\nlearning_rate: 1e-3\nseed: 7\nstrategy: ddp\noutput_dir: {recipe.folder / 'nowhere'}\n")
-    run_together(recipe.folder, [recipe.job("out", str(short), max_steps=2, learning_rate=None, max_train_samples=16)], processes=1)
+    short.write_text(
+        f"max_steps: 1\nlearning_rate: 1e-3\nseed: 7\nstrategy: ddp\noutput_dir: {recipe.folder / 'nowhere'}\n"
+    )
+    run_together(
+        recipe.folder,
+        [recipe.job("out", str(short), max_steps=2, learning_rate=None, max_train_samples=16)],
+        processes=1,
+    )
     state = json.loads((recipe.output / "trainer_state.json").read_text())
     assert state["global_step"] == 2
     assert not (recipe.folder / "nowhere").exists()
@@ -76,7 +90,8 @@ def test_file_of_arguments_first_and_flags_win(recipe):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "options"), [("run_clm", {"do_eval": False, "fp16": True}), ("run_clm_no_trainer", {"mixed_precision": "fp16"})]
+    ("script", "options"),
+    [("run_clm", {"do_eval": False, "fp16": True}), ("run_clm_no_trainer", {"mixed_precision": "fp16"})],
 )
 def test_fp16_logs_its_loss_scale_and_keeps_float32_weights(tmp_path, script, options):
     recipe = Recipe(script, tmp_path)
@@ -100,7 +115,9 @@ def test_wikitext_with_the_vocabulary_of_gpt2(recipe):
     printed = recipe.run(**options)
     perplexity = perplexities(printed)
     assert perplexity["after"] < perplexity["before"]
-    stock = recipe.run(**{**options, "do_train": None, "osdp": False, "hardware": None, "output_dir": recipe.folder / "stock"})
+    stock = recipe.run(
+        **{**options, "do_train": None, "osdp": False, "hardware": None, "output_dir": recipe.folder / "stock"}
+    )
     assert float(re.search(r"perplexity: ([\d.]+)", stock).group(1)) == pytest.approx(perplexity["before"], rel=1e-6)
     assert not (recipe.folder / "stock" / "osdp_report.json").exists()
 
@@ -138,7 +155,11 @@ def test_infeasible_limit_ends_two_processes_with_one_line(recipe):
 def test_launcher_decides_unless_a_flag_does(monkeypatch, tmp_path, script, launched, flag, want):
     module = importlib.import_module(script)
     if launched is not None:
-        for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": launched}.items():
+        for name, value in {
+            "ACCELERATE_USE_FSDP": "true",
+            "FSDP_VERSION": "2",
+            "FSDP_SHARDING_STRATEGY": launched,
+        }.items():
             monkeypatch.setenv(name, value)
     argv = ["--memory_limit", "1GiB", "--output_dir", str(tmp_path), *(["--osdp", flag] if flag else [])]
     assert module.parse_arguments((module.ModelArguments, module.TrainingArguments), argv)[-1] == want

@@ -1,4 +1,6 @@
-"""Loops without the Trainer, Accelerate's and a plain one: they learn, log, go on to the bit, and evaluate each sample once."""
+"""Loops without the Trainer, Accelerate's and a plain one: they learn, log, go on to the bit, and evaluate each
+sample once.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = "run_clm_no_trainer"
 DROPOUT = "n_layer=2,n_head=2,n_embd=32,n_positions=32,resid_pdrop=0.1,embd_pdrop=0.1,attn_pdrop=0.1"
 OPTIONS = {
-    "config_overrides": DROPOUT, "micro_batch_size": 2, "max_steps": 10, "max_eval_samples": 19, "logging_steps": 1, "strategy": "fsdp",
+    "config_overrides": DROPOUT, "micro_batch_size": 2, "max_steps": 10, "max_eval_samples": 19, "logging_steps": 1,
+    "strategy": "fsdp",
 }  # fmt: skip
 
 
@@ -36,8 +39,8 @@ def plain_perplexity(folder: Path, samples: int) -> float:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> tuple[Path, list[str]]:
-    """Four on two ranks, all with dropout and two micro-batches a step: two epochs; from a checkpoint amid the first; with the file of
-    arguments, and on from there, into the same folder."""
+    """Four on two ranks, all with dropout and two micro-batches a step: two epochs; from a checkpoint amid the first;
+    with the file of arguments, and on from there, into the same folder."""
     loop = Recipe(SCRIPT, tmp_path_factory.mktemp("loop"))
     file = str(ROOT / "recipes" / "gpt2" / "no_trainer.yaml")
     short = {**OPTIONS, "max_steps": 4, "warmup_steps": 0}
@@ -83,7 +86,9 @@ def test_log_of_a_resumed_run_keeps_its_lines(runs):
     assert perplexities(printed[2])["after"] == perplexities(printed[3])["after"]
     log = log_of(folder / "short")
     assert [line["step"] for line in log] == [1, 2, 3, 4, 3, 4]
-    assert [line["loss"] for line in log[4:]] == [line["loss"] for line in log[2:4]] and log[3]["loss"] < log[0]["loss"]
+    assert [line["loss"] for line in log[4:]] == [line["loss"] for line in log[2:4]] and log[3]["loss"] < log[0][
+        "loss"
+    ]
 
 
 @pytest.mark.slow
@@ -92,7 +97,10 @@ def test_plain_loop_trains_and_saves_under_torchrun(tmp_path):
     plain = Recipe("train_plain", tmp_path)
     file = str(ROOT / "recipes" / "gpt2" / "plain.yaml")
     printed = plain.run(file, processes=2, steps=10, global_batch_size=16, micro_batch_size=4, logging_steps=2)
-    losses = [float(value) for value in re.findall(r"^step \d+: loss ([\d.]+), gradient norm [\d.]+, \d+ tokens/s$", printed, re.M)]
+    losses = [
+        float(value)
+        for value in re.findall(r"^step \d+: loss ([\d.]+), gradient norm [\d.]+, \d+ tokens/s$", printed, re.M)
+    ]
     assert len(losses) == 5 and losses[-1] < 0.9 * losses[0]
     perplexity = perplexities(printed)
     assert perplexity["after"] < 0.7 * perplexity["before"]
@@ -103,7 +111,9 @@ def test_plain_loop_trains_and_saves_under_torchrun(tmp_path):
 def test_file_of_arguments_is_that_of_the_trainer():
     import yaml
 
-    demo, own = (yaml.safe_load((ROOT / "recipes" / "gpt2" / f"{name}.yaml").read_text()) for name in ("demo", "no_trainer"))
+    demo, own = (
+        yaml.safe_load((ROOT / "recipes" / "gpt2" / f"{name}.yaml").read_text()) for name in ("demo", "no_trainer")
+    )
     assert own.items() - demo.items() == {("output_dir", "runs/gpt2-no-trainer")}
     assert demo.keys() - own.keys() == {"do_train", "do_eval", "save_strategy", "report_to"}
 
@@ -112,4 +122,7 @@ def test_only_matrices_decay():
     from run_clm_no_trainer import parameter_groups
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
-    assert [(len(group["params"]), group["weight_decay"]) for group in parameter_groups(model, 0.1)] == [(1, 0.1), (3, 0.0)]
+    assert [(len(group["params"]), group["weight_decay"]) for group in parameter_groups(model, 0.1)] == [
+        (1, 0.1),
+        (3, 0.0),
+    ]

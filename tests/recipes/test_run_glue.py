@@ -25,13 +25,20 @@ from tests.recipes.conftest import log_of
 from tests.recipes.ranks import run_together
 
 SCRIPT = "run_glue"
-PAIRS = [("it rains .", "the street is wet .", 0), ("it rains .", "the sun shines .", 1), ("a dog runs .", "an animal runs .", 0)] * 24
+PAIRS = [
+    ("it rains .", "the street is wet .", 0),
+    ("it rains .", "the sun shines .", 1),
+    ("a dog runs .", "an animal runs .", 0),
+] * 24
 
 
 @pytest.fixture
 def pairs(recipe) -> Path:
     """72 pairs of sentences; two thirds have label 0."""
-    rows = [{"sentence1": first, "sentence2": second, "label": label, "idx": number} for number, (first, second, label) in enumerate(PAIRS)]
+    rows = [
+        {"sentence1": first, "sentence2": second, "label": label, "idx": number}
+        for number, (first, second, label) in enumerate(PAIRS)
+    ]
     (path := recipe.folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -42,10 +49,15 @@ def scores(output: str, metric: str = "accuracy") -> dict[str, float]:
 
 @pytest.mark.slow
 def test_two_processes_learn_stop_early_and_save(recipe, pairs, pretrained):
-    """From what run_mlm.py saved, pairs learned by heart; training ends once the best accuracy is no longer beaten. Adapters too."""
+    """From what run_mlm.py saved, pairs learned by heart; training ends once the best accuracy is no longer beaten.
+
+    Adapters too.
+    """
     common = dict(
-        train_file=pairs, validation_file=pairs, max_eval_samples=None, max_train_samples=None, model_name_or_path=pretrained.output,
-        config_overrides=None, logging_steps=1, eval_strategy="steps", eval_steps=6, save_strategy="steps", save_steps=6,
+        train_file=pairs, validation_file=pairs, max_eval_samples=None, max_train_samples=None,
+        model_name_or_path=pretrained.output,
+        config_overrides=None, logging_steps=1, eval_strategy="steps", eval_steps=6, save_strategy="steps",
+        save_steps=6,
         load_best_model_at_end=True, metric_for_best_model="accuracy",
     )  # fmt: skip
     job = recipe.job("out", max_steps=60, learning_rate=0.005, save_total_limit=1, early_stopping_patience=2, **common)
@@ -55,7 +67,10 @@ def test_two_processes_learn_stop_early_and_save(recipe, pairs, pretrained):
     assert scores(printed)["after"] == 1.0
     log = log_of(recipe.output)
     steps = [line for line in log if "loss" in line]
-    losses, accuracies = [line["loss"] for line in steps], [line["eval_accuracy"] for line in log if "eval_accuracy" in line][1:]
+    losses, accuracies = (
+        [line["loss"] for line in steps],
+        [line["eval_accuracy"] for line in log if "eval_accuracy" in line][1:],
+    )
     assert losses[-1] < 0.3 * losses[0] and losses[0] < 1.5  # not the sum over processes
     assert all(line["samples_per_s"] > 0 and not line.keys() & {"perplexity", "tokens_per_s"} for line in steps)
     best = accuracies.index(1.0)
@@ -65,7 +80,9 @@ def test_two_processes_learn_stop_early_and_save(recipe, pairs, pretrained):
     tokenizer = AutoTokenizer.from_pretrained(recipe.output)
     with torch.no_grad():
         logits = model(
-            **tokenizer([pair[0] for pair in PAIRS[:3]], [pair[1] for pair in PAIRS[:3]], padding=True, return_tensors="pt")
+            **tokenizer(
+                [pair[0] for pair in PAIRS[:3]], [pair[1] for pair in PAIRS[:3]], padding=True, return_tensors="pt"
+            )
         ).logits
     assert logits.argmax(-1).tolist() == [0, 1, 0]
     assert json.loads((recipe.output / "osdp_report.json").read_text())["plan"]["world_size"] == 2
@@ -80,7 +97,12 @@ def assert_adapters_are_saved(folder: Path, base: Path, accuracy: float) -> None
     names = {name for name, parameter in model.named_parameters() if "lora_B" in name and parameter.abs().max() > 0}
     assert len(names) == 12, "two layers with six projections each were trained"
     batch = tokenizer(
-        [pair[0] for pair in PAIRS], [pair[1] for pair in PAIRS], padding="max_length", truncation=True, max_length=16, return_tensors="pt"
+        [pair[0] for pair in PAIRS],
+        [pair[1] for pair in PAIRS],
+        padding="max_length",
+        truncation=True,
+        max_length=16,
+        return_tensors="pt",
     )
     with torch.no_grad():
         right = model(**batch).logits.argmax(-1) == torch.tensor([pair[2] for pair in PAIRS])
@@ -92,7 +114,9 @@ def test_adapters_save_heads_of_several_layers_whole(tmp_path):
     peft = pytest.importorskip("peft")
     from run_glue import ModelArguments, with_adapters
 
-    config = RobertaConfig(num_hidden_layers=1, num_attention_heads=2, hidden_size=8, intermediate_size=16, vocab_size=50, num_labels=2)
+    config = RobertaConfig(
+        num_hidden_layers=1, num_attention_heads=2, hidden_size=8, intermediate_size=16, vocab_size=50, num_labels=2
+    )
     RobertaForMaskedLM(config).save_pretrained(tmp_path / "base")
     load = AutoModelForSequenceClassification.from_pretrained
     start, info = load(tmp_path / "base", output_loading_info=True)
@@ -126,7 +150,8 @@ def test_step_does_not_depend_on_micro_batches_and_padding(recipe, pairs):
     """The only step, of 8 samples in micro-batches of 2, against all 8 at once in transformers alone."""
     save_classifier(recipe.folder / "start")
     job = recipe.job(
-        "out", train_file=pairs, config_overrides=None, model_name_or_path=recipe.folder / "start", max_steps=1, logging_steps=1,
+        "out", train_file=pairs, config_overrides=None, model_name_or_path=recipe.folder / "start", max_steps=1,
+        logging_steps=1,
         max_train_samples=8, per_device_train_batch_size=8, micro_batch_size=2, pad_to_max_length=False, do_eval=None,
     )  # fmt: skip
     run_together(recipe.folder, [job], processes=1)
@@ -135,7 +160,11 @@ def test_step_does_not_depend_on_micro_batches_and_padding(recipe, pairs):
     model = BertForSequenceClassification.from_pretrained(recipe.folder / "start")
     tokenizer = AutoTokenizer.from_pretrained(recipe.folder / "start")
     batch = tokenizer(
-        [pair[0] for pair in PAIRS[:8]], [pair[1] for pair in PAIRS[:8]], padding="max_length", max_length=16, return_tensors="pt"
+        [pair[0] for pair in PAIRS[:8]],
+        [pair[1] for pair in PAIRS[:8]],
+        padding="max_length",
+        max_length=16,
+        return_tensors="pt",
     )
     loss = model(**batch, labels=torch.tensor([pair[2] for pair in PAIRS[:8]])).loss
     loss.backward()
@@ -145,17 +174,21 @@ def test_step_does_not_depend_on_micro_batches_and_padding(recipe, pairs):
 
 @pytest.mark.slow
 @needs_shared_data
-@pytest.mark.parametrize(("task", "metric"), [("sst2", "accuracy"), ("rte", "accuracy"), ("cola", "matthews_correlation")])
+@pytest.mark.parametrize(
+    ("task", "metric"), [("sst2", "accuracy"), ("rte", "accuracy"), ("cola", "matthews_correlation")]
+)
 def test_tasks_of_glue_from_files(recipe, task, metric):
     folder = SHARED_DATA / "glue" / task
     printed = recipe.run(
-        processes=2, task_name=task, train_file=folder / "train.jsonl", validation_file=folder / "validation.jsonl", max_steps=3,
+        processes=2, task_name=task, train_file=folder / "train.jsonl", validation_file=folder / "validation.jsonl",
+        max_steps=3,
         max_seq_length=32, tokenizer_name=SHARED_DATA / "tokenizers" / "bert-base-uncased", learning_rate=1e-4,
     )  # fmt: skip
     assert set(scores(printed, metric)) == {"before", "after"}
 
 
-# ------------------------------------------------------------------------------------------------------ metrics and data
+# ------------------------------------------------------------------------------------------------------ metrics and
+# data
 
 
 @pytest.mark.parametrize(

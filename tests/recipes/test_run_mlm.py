@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForMaskedLM, AutoTokenizer, BertConfig, BertTokenizer, DistilBertConfig, RobertaConfig, TrainingArguments
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    BertConfig,
+    BertTokenizer,
+    DistilBertConfig,
+    RobertaConfig,
+    TrainingArguments,
+)
 from transformers.modeling_outputs import MaskedLMOutput
 
 from hf_osdp import OSDPConfig
@@ -25,7 +33,10 @@ def test_two_processes_train_and_save(pretrained):
     perplexity = perplexities(pretrained.printed)
     assert perplexity["after"] < 0.7 * perplexity["before"]
 
-    model, tokenizer = load_saved(pretrained.output, AutoModelForMaskedLM), AutoTokenizer.from_pretrained(pretrained.output)
+    model, tokenizer = (
+        load_saved(pretrained.output, AutoModelForMaskedLM),
+        AutoTokenizer.from_pretrained(pretrained.output),
+    )
     pair = tokenizer("The class", "a statement")
     assert pair["token_type_ids"] == sorted(pair["token_type_ids"]) and set(pair["token_type_ids"]) == {0, 1}
     assert tokenizer.decode(tokenizer("The class statement")["input_ids"]) == "[CLS] the class statement [SEP]"
@@ -43,11 +54,14 @@ def test_switches_of_a_run_take_effect(pretrained):
     assert [line["learning_rate"] for line in steps] == pytest.approx(rates, abs=1e-9)
     arguments = torch.load(pretrained.output / "training_args.bin", weights_only=False)
     assert arguments.bf16 and arguments.gradient_checkpointing
-    assert len({line["loss"] for line in steps}) == 20 and any(line["loss"] % 2**-7 for line in steps)  # a mean in float32
+    assert len({line["loss"] for line in steps}) == 20 and any(
+        line["loss"] % 2**-7 for line in steps
+    )  # a mean in float32
     assert bool(list(pretrained.output.glob("runs/*/events.out.tfevents.*"))) == (pretrained.tracker == "tensorboard")
 
 
-# ------------------------------------------------------------------------------------------------------------- groupings
+# -------------------------------------------------------------------------------------------------------------
+# groupings
 
 LAYOUTS = {"group_sharding": {(2, 1)}, "communication_with_groups": {(4, 2)}, "none": {(4, 1)}}
 """Shard size and stage size of every unit on 2 nodes of 2."""
@@ -72,7 +86,8 @@ def test_every_grouping_trains_the_same_on_two_nodes(recipe):
 
 
 @pytest.mark.parametrize(
-    ("grouping", "strategy"), [("group_sharding", "hsdp"), ("communication_with_groups", "two_stage"), ("none", "fsdp"), (None, None)]
+    ("grouping", "strategy"),
+    [("group_sharding", "hsdp"), ("communication_with_groups", "two_stage"), ("none", "fsdp"), (None, None)],
 )
 def test_grouping_is_a_strategy(grouping, strategy):
     options = options_of(*([] if grouping is None else ["--grouping", grouping]))
@@ -83,7 +98,9 @@ def test_grouping_is_a_strategy(grouping, strategy):
 def options_of(*argv: str) -> dict[str, object]:
     import run_mlm
 
-    model_args, _, osdp = run_mlm.parse_arguments((run_mlm.ModelArguments, TrainingArguments), ["--output_dir", "out", *argv])
+    model_args, _, osdp = run_mlm.parse_arguments(
+        (run_mlm.ModelArguments, TrainingArguments), ["--output_dir", "out", *argv]
+    )
     return run_mlm.with_grouping(model_args.grouping, osdp)
 
 
@@ -91,7 +108,8 @@ def test_grouping_goes_before_the_strategy_of_the_launcher(monkeypatch):
     from hf_osdp.integrations.trainer_arguments import requested_config
 
     for name, value in {
-        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": "{'osdp': True, 'strategy': 'ddp', 'compare': False}",
+        "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
+        "FSDP_SHARDING_STRATEGY": "{'osdp': True, 'strategy': 'ddp', 'compare': False}",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
     config = requested_config(options_of("--grouping", "group_sharding"), None)
@@ -99,23 +117,42 @@ def test_grouping_goes_before_the_strategy_of_the_launcher(monkeypatch):
 
 
 def test_the_recipe_for_two_machines_is_bert_large():
-    """What bert-large-uncased's configuration on the hub says; the vocabulary that is trained on the text may be smaller."""
+    """What bert-large-uncased's configuration on the hub says; the vocabulary that is trained on the text may be
+    smaller.
+    """
     from run_mlm import DataArguments, ModelArguments, load_config, load_tokenizer, parse_arguments, with_grouping
 
     text = Dataset.from_dict({"text": TEXTS})
     for name in ("two_machines", "demo"):
-        argv = [str(ROOT / "recipes" / "bert_large" / f"{name}.yaml"), "--grouping", "group_sharding", "--vocab_size", "290"]
+        argv = [
+            str(ROOT / "recipes" / "bert_large" / f"{name}.yaml"),
+            "--grouping",
+            "group_sharding",
+            "--vocab_size",
+            "290",
+        ]
         model_args, data_args, args, osdp = parse_arguments((ModelArguments, DataArguments, TrainingArguments), argv)
         config = load_config(model_args)
         load_tokenizer(model_args, config, text)
-        assert (with_grouping(model_args.grouping, osdp), args.do_train, args.do_eval) == ({"strategy": "hsdp"}, True, True)
+        assert (with_grouping(model_args.grouping, osdp), args.do_train, args.do_eval) == (
+            {"strategy": "hsdp"},
+            True,
+            True,
+        )
         assert data_args.block_size == config.max_position_embeddings
         if name == "two_machines":
-            shape = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.intermediate_size, config.vocab_size)
+            shape = (
+                config.num_hidden_layers,
+                config.hidden_size,
+                config.num_attention_heads,
+                config.intermediate_size,
+                config.vocab_size,
+            )
             assert shape == (24, 1024, 16, 4096, 30522)
 
 
-# ---------------------------------------------------------------------------------------------------- tokenizers and masks
+# ---------------------------------------------------------------------------------------------------- tokenizers and
+# masks
 
 TEXTS = ["The class statement defines a class object.", "A name — bound to a thing — in a scope."] * 20
 
@@ -132,7 +169,9 @@ def test_trained_tokenizer_fits_the_model_and_is_reproducible(config):
     words = config is not RobertaConfig
     assert ("token_type_ids" in tokenizer("class")) == words
     assert "class" in tokenizer.tokenize("The class")[-1] and len(tokenizer) <= 330
-    assert tokenizer("class")["input_ids"][0] == tokenizer.cls_token_id and tokenizer.mask_token == ("[MASK]" if words else "<mask>")
+    assert tokenizer("class")["input_ids"][0] == tokenizer.cls_token_id and tokenizer.mask_token == (
+        "[MASK]" if words else "<mask>"
+    )
 
 
 @pytest.fixture
@@ -178,4 +217,6 @@ def test_mean_over_labels_weighs_masked_tokens_equally_over_micro_batches():
     labels[0, 1:] = labels[1:, ::2] = -100  # one masked token in the first micro-batch, twelve in the others
     masked = (labels != -100).sum()
     parts = [mean_over_labels(MaskedLMOutput(logits=logits[i : i + 1]), labels[i : i + 1], masked) for i in range(4)]
-    assert sum(parts).item() == pytest.approx(mean_over_labels(MaskedLMOutput(logits=logits), labels).item(), rel=1e-12)
+    assert sum(parts).item() == pytest.approx(
+        mean_over_labels(MaskedLMOutput(logits=logits), labels).item(), rel=1e-12
+    )

@@ -12,7 +12,9 @@ from hf_osdp.integrations.launch import run_script
 from tests.recipes.ranks import run_together
 
 pytest.importorskip("trl", reason="needs the extra `trainers`")
-TEXTS = [f"Once upon a time there was a little girl named Lily who had {number} dogs and a cat." for number in range(32)]
+TEXTS = [
+    f"Once upon a time there was a little girl named Lily who had {number} dogs and a cat." for number in range(32)
+]
 
 
 @pytest.fixture
@@ -20,11 +22,15 @@ def argv(tmp_path) -> list[str]:
     """A tiny model with its tokenizer, and local text."""
     tokenizer = GPT2Tokenizer().train_new_from_iterator(TEXTS, 300, show_progress=False)
     tokenizer.save_pretrained(tmp_path / "base")
-    GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64, vocab_size=300)).save_pretrained(tmp_path / "base")
+    GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=64, vocab_size=300)).save_pretrained(
+        tmp_path / "base"
+    )
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     options = {
-        "model_name_or_path": tmp_path / "base", "train_file": tmp_path / "train.jsonl", "max_steps": 8, "learning_rate": 0.02,
-        "per_device_train_batch_size": 4, "max_length": 48, "logging_steps": 1, "save_strategy": "no", "memory_limit": "64MiB",
+        "model_name_or_path": tmp_path / "base", "train_file": tmp_path / "train.jsonl", "max_steps": 8,
+        "learning_rate": 0.02,
+        "per_device_train_batch_size": 4, "max_length": 48, "logging_steps": 1, "save_strategy": "no",
+        "memory_limit": "64MiB",
         "use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True,
     }  # fmt: skip
     return ["sft.py", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
@@ -33,7 +39,10 @@ def argv(tmp_path) -> list[str]:
 def test_two_processes_fine_tune_and_save_the_model_and_adapters(argv, tmp_path):
     whole, adapters = tmp_path / "whole", tmp_path / "adapters"
     lora = ["--use_peft", "true", "--lora_r", "4", "--output_dir", str(adapters)]
-    runs = [("sft", [*argv, "--save_strategy", "steps", "--save_steps", "8", "--output_dir", str(whole)]), ("sft", [*argv, *lora])]
+    runs = [
+        ("sft", [*argv, "--save_strategy", "steps", "--save_steps", "8", "--output_dir", str(whole)]),
+        ("sft", [*argv, *lora]),
+    ]
     run_together(tmp_path, runs if pytest.importorskip("peft") else runs[:1])
     history = json.loads((whole / "checkpoint-8" / "trainer_state.json").read_text())["log_history"]
     losses = [line["loss"] for line in history if "loss" in line]
@@ -50,7 +59,14 @@ def test_two_processes_fine_tune_and_save_the_model_and_adapters(argv, tmp_path)
 def test_data_are_named_once(monkeypatch, capsys, tmp_path, extra):
     import sft
 
-    monkeypatch.setattr(sys, "argv", ["sft.py", "--model_name_or_path", "x", "--use_cpu", "--output_dir", str(tmp_path / "out"), *extra])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["sft.py", "--model_name_or_path", "x", "--use_cpu", "--output_dir", str(tmp_path / "out"), *extra],
+    )
     with pytest.raises(SystemExit) as stop:
         run_script(sft.main)
-    assert stop.value.code == 2 and "error: Give model_name_or_path, and one of dataset_name and train_file." in capsys.readouterr().err
+    assert (
+        stop.value.code == 2
+        and "error: Give model_name_or_path, and one of dataset_name and train_file." in capsys.readouterr().err
+    )

@@ -1,4 +1,6 @@
-"""Estimated peak of models with LoRA adapters against FSDP2's real step on fake tensors, under the plans that the search finds."""
+"""Estimated peak of models with LoRA adapters against FSDP2's real step on fake tensors, under the plans that the
+search finds.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ TOKENS, SAMPLES = 256, 8
 MODELS = {
     "gpt2": (GPT2Config(n_layer=6, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), ("c_attn",)),
     "llama": (
-        LlamaConfig(num_hidden_layers=6, hidden_size=1024, intermediate_size=2816, num_attention_heads=16, vocab_size=8000),
+        LlamaConfig(num_hidden_layers=6, hidden_size=1024, intermediate_size=2816, num_attention_heads=16,
+                    vocab_size=8000),
         (),
     ),
     "bert": (BertConfig(num_hidden_layers=4), ()),
@@ -38,7 +41,8 @@ CASES = list(product(MODELS, ("no", "bf16"), ("least", "half way", "none")))
 
 
 @pytest.mark.parametrize(
-    ("name", "precision", "limit"), [pytest.param(*case, marks=() if case == EVERYDAY else pytest.mark.slow) for case in CASES]
+    ("name", "precision", "limit"),
+    [pytest.param(*case, marks=() if case == EVERYDAY else pytest.mark.slow) for case in CASES],
 )
 def test_peak_with_adapters(name, precision, limit):
     config, targets = MODELS[name]
@@ -49,6 +53,8 @@ def test_peak_with_adapters(name, precision, limit):
         global_batch_size=SAMPLES * HARDWARE.world_size, micro_batch_size=SAMPLES, precision=Precision.named(precision)
     )  # fmt: skip
     ends = [least_memory(problem(description, HARDWARE, job, strategy=strategy)) for strategy in ("osdp", "ddp")]
-    found = search(problem(description, HARDWARE, job, {"least": ends[0], "half way": sum(ends) // 2, "none": 2**40}[limit]))
+    found = search(
+        problem(description, HARDWARE, job, {"least": ends[0], "half way": sum(ends) // 2, "none": 2**40}[limit])
+    )
     simulated = simulate(model, found.plan, description=description, job=job, device_type="cuda").peak_bytes
     assert found.memory.peak_bytes == pytest.approx(simulated, rel=WORST.get(name, 0.001))

@@ -1,4 +1,6 @@
-"""Modules that store tensors in themselves: what recomputation leaves alive is in the estimate; scalars and single units, too."""
+"""Modules that store tensors in themselves: what recomputation leaves alive is in the estimate; scalars and single
+units, too.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ JOB = TrainingJob(global_batch_size=4 * WORLD, micro_batch_size=4)
 class Block(nn.Module):
     def __init__(self, keeps: bool) -> None:
         super().__init__()
-        self.inner, self.outer, self.keeps, self.state = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), keeps, None
+        self.inner, self.outer, self.keeps, self.state = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+            keeps,
+            None,
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x).tanh().exp()
@@ -58,7 +65,9 @@ def test_a_state_that_keeps_the_recomputed_graph_alive_is_in_the_estimate(keeps)
     again = [segment.recomputed[0].costs for segment in description.segments if segment.recomputed]
     grows = again[0].gradient_bytes(4) > again[-1].gradient_bytes(4) + 4 * ROWS * WIDTH * 4
     assert grows is keeps
-    estimate, simulated = estimate_and_simulation(model, description, choices, job=JOB, batch=BATCH, world=WORLD, inputs=rows)
+    estimate, simulated = estimate_and_simulation(
+        model, description, choices, job=JOB, batch=BATCH, world=WORLD, inputs=rows
+    )
     assert -0.01 <= estimate.peak_bytes / simulated.peak_bytes - 1 <= 0.03
 
 

@@ -1,4 +1,6 @@
-"""Experts with fewer rows than ranks, and large parameters in the root: what FSDP2 allocates for them is in the estimate."""
+"""Experts with fewer rows than ranks, and large parameters in the root: what FSDP2 allocates for them is in the
+estimate.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ BATCH = Batch(micro_batch_size=1, accumulation_steps=1)
 def check(model, layout: str, precision: str, **options) -> None:
     """Hold the estimate within 1 % of the simulation."""
     job = TrainingJob(global_batch_size=WORLD, precision=Precision.named(precision))
-    description = describe(model, sequence_length=TOKENS, compute_dtype=job.precision.compute, device_type="cuda", **options)
+    description = describe(
+        model, sequence_length=TOKENS, compute_dtype=job.precision.compute, device_type="cuda", **options
+    )
     layouts = choices_of_layout(layout, description, WORLD)
     estimate, simulated = estimate_and_simulation(
         model, description, layouts, job=job, batch=BATCH, world=WORLD, device_type="cuda", **options
@@ -45,7 +49,9 @@ class LargeEmbedding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(20_000, 128), nn.Linear(128, 10)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128)) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128)) for _ in range(4)
+        )
 
     def forward(self, tokens, labels):
         hidden = self.embedding(tokens)

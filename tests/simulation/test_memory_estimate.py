@@ -17,7 +17,12 @@ UNDER, OVER = 0.01, 0.02
     ("name", "layout"),
     slow_but(
         product(("gpt2", "bert", "llama"), LAYOUTS),
-        daily=[*(("gpt2", layout) for layout in LAYOUTS), ("bert", "mixed"), ("llama", "two_stage"), ("llama", "hsdp")],
+        daily=[
+            *(("gpt2", layout) for layout in LAYOUTS),
+            ("bert", "mixed"),
+            ("llama", "two_stage"),
+            ("llama", "hsdp"),
+        ],
     ),
 )
 def test_peak_of_each_layout(name, layout):
@@ -38,12 +43,15 @@ TRIALS = [
         Trial(layout="zero2", optimizer=step, device_type="cpu", **SMALL)
         for step in (OptimizerStep.FOREACH, OptimizerStep.FOR_LOOP)
     ),
-    *(Trial(layout="ddp", world=1, precision="bf16", samples=2, length=length, device_type="cpu") for length in (16, 128)),
+    *(Trial(layout="ddp", world=1, precision="bf16", samples=2, length=length, device_type="cpu") for length in (16,
+                                                                                                                 128)),
     *(Trial(layout=layout, holds_outputs=True, device_type="cpu") for layout in ("ddp", "zero3")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("trial", slow_but(TRIALS, daily=[TRIALS[i] for i in (1, 3, 5, 7, 8, 11, 12, 13, 14, 17)]), ids=str)
+@pytest.mark.parametrize(
+    "trial", slow_but(TRIALS, daily=[TRIALS[i] for i in (1, 3, 5, 7, 8, 11, 12, 13, 14, 17)]), ids=str
+)
 def test_peak_of_other_sizes_precisions_and_steps(trial):
     trial.check(under=UNDER, over=OVER)
 
@@ -54,16 +62,22 @@ HELD = {"reduced": (False,), "held": (True,), "by unit": (True, True, False)}
 @pytest.mark.parametrize(
     ("layout", "hold"),
     slow_but(
-        product(("ddp", "zero3", "mixed"), HELD), daily=[("ddp", "reduced"), ("zero3", "held"), ("mixed", "by unit"), ("zero3", "reduced")]
+        product(("ddp", "zero3", "mixed"), HELD),
+        daily=[("ddp", "reduced"), ("zero3", "held"), ("mixed", "by unit"), ("zero3", "reduced")],
     ),
 )
 def test_peak_with_accumulation(layout, hold):
-    Trial(layout=layout, length=64, samples=1, steps=3, hold=HELD[hold], device_type="cpu").check(under=UNDER, over=OVER)
+    Trial(layout=layout, length=64, samples=1, steps=3, hold=HELD[hold], device_type="cpu").check(
+        under=UNDER, over=OVER
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    slow_but(product(("t5", "dropout", "llama"), ("no", "bf16")), daily=[("t5", "bf16"), ("dropout", "no"), ("llama", "bf16")]),
+    slow_but(
+        product(("t5", "dropout", "llama"), ("no", "bf16")),
+        daily=[("t5", "bf16"), ("dropout", "no"), ("llama", "bf16")],
+    ),
 )
 def test_peak_of_checkpointed_blocks_with_the_kernels_of_cuda(name, precision):
     Trial(model=name, precision=precision, checkpointing=True).check(under=UNDER, over=OVER)

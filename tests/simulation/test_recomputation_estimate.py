@@ -25,7 +25,13 @@ from tests.helpers.simulation import estimate_and_simulation
 WORLD, SAMPLES = 8, 4
 LENGTH = {False: 256, True: 1024}
 """Of eager and compiled blocks: Inductor orders kernels otherwise where parameters are larger than activations."""
-WIDE = {"hidden_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 16, "vocab_size": 1000, "max_position_embeddings": 1024}
+WIDE = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "vocab_size": 1000,
+    "max_position_embeddings": 1024,
+}
 CONFIGS = {
     "gpt2": GPT2Config(n_embd=1024, n_layer=3, n_head=16, n_positions=1024, vocab_size=1000),
     "llama": LlamaConfig(**WIDE, intermediate_size=2816, num_key_value_heads=4),
@@ -33,21 +39,29 @@ CONFIGS = {
     "t5": T5Config(d_model=1024, d_ff=4096, num_layers=2, num_heads=16, d_kv=64, vocab_size=1000),
 }
 OVER = {("t5", False): 0.02, ("gpt2", True): 0.02, ("t5", True): 0.035}
-"""Most that an estimate is above the simulation, where that is more than 0.01: what T5's first blocks hand to the others, a position bias,
-is taken to be held wherever any block is recomputed."""
+"""Most that an estimate is above the simulation, where that is more than 0.01: what T5's first blocks hand to the
+others, a position bias, is taken to be held wherever any block is recomputed."""
 PRECISIONS = {"cpu": "no", "cuda": "bf16"}
 CASES = [
     (name, device_type, shard, compiled)
     for compiled in (False, True) for name in CONFIGS for device_type in PRECISIONS for shard in (WORLD, 1)
 ]  # fmt: skip
-JOB = {name: TrainingJob(global_batch_size=WORLD * SAMPLES, precision=Precision.named(name)) for name in PRECISIONS.values()}
+JOB = {
+    name: TrainingJob(global_batch_size=WORLD * SAMPLES, precision=Precision.named(name))
+    for name in PRECISIONS.values()
+}
 
 
 @functools.cache
 def described(name: str, device_type: str, compiled: bool) -> tuple[Any, ModelDescription]:
     model, compute = build_on_meta(CONFIGS[name]), Precision.named(PRECISIONS[device_type]).compute
     return model, describe(
-        model, sequence_length=LENGTH[compiled], device_type=device_type, compute_dtype=compute, compile=compiled, micro_batch_size=SAMPLES
+        model,
+        sequence_length=LENGTH[compiled],
+        device_type=device_type,
+        compute_dtype=compute,
+        compile=compiled,
+        micro_batch_size=SAMPLES,
     )
 
 
@@ -70,7 +84,7 @@ def errors() -> Iterator[dict[str, list[float]]]:
     yield found
     for kind, each in found.items():
         sizes = [abs(error) for error in each]
-        print(f"\n{kind} blocks, {len(each)} peaks: mean error {statistics.fmean(sizes):.2%}, worst {max(each, key=abs):+.2%}, "
+        print(f"\n{kind} blocks, {len(each)} peaks: mean error {statistics.fmean(sizes):.2%}, worst {max(each, key=abs):+.2%}, "  # noqa: E501
               f"most under {min(each):+.2%}")  # fmt: skip
 
 
@@ -97,9 +111,15 @@ def test_peak_of_a_compiled_loss_in_pieces(name, device_type):
     config = copy.deepcopy(CONFIGS[name])
     config.vocab_size = 32000
     model, compute = build_on_meta(config), Precision.named(PRECISIONS[device_type]).compute
-    options = {"sequence_length": LENGTH[True], "device_type": device_type, "compute_dtype": compute, "recomputation": False}
+    options = {
+        "sequence_length": LENGTH[True],
+        "device_type": device_type,
+        "compute_dtype": compute,
+        "recomputation": False,
+    }
     whole, description = (
-        describe(model, **options, compile=True, micro_batch_size=SAMPLES, split=ModelSplit(loss_pieces=pieces)) for pieces in (1, 8)
+        describe(model, **options, compile=True, micro_batch_size=SAMPLES, split=ModelSplit(loss_pieces=pieces))
+        for pieces in (1, 8)
     )
     job, batch = JOB[PRECISIONS[device_type]], Batch(micro_batch_size=SAMPLES, accumulation_steps=1)
     estimate, simulated = estimate_and_simulation(

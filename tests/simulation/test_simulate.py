@@ -29,7 +29,9 @@ from tests.helpers.problems import problem
 from tests.helpers.simulation import estimate_and_simulation
 
 WORLD = 8
-CONFIG = GPT2Config(n_layer=3, n_embd=128, n_head=4, n_positions=128, vocab_size=2000, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+CONFIG = GPT2Config(
+    n_layer=3, n_embd=128, n_head=4, n_positions=128, vocab_size=2000, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+)
 HARDWARE = preset("a100-40", devices_per_node=WORLD).with_margin(0.0)
 RESERVED = HARDWARE.unavoidable_bytes
 BATCH = Batch(micro_batch_size=2, accumulation_steps=1)
@@ -42,7 +44,9 @@ def description():
 
 
 def sharded_plan(description) -> Plan:
-    choices = [UnitLayout(shard_size=WORLD, reshard_after_forward=unit.span.value != "step") for unit in description.units]
+    choices = [
+        UnitLayout(shard_size=WORLD, reshard_after_forward=unit.span.value != "step") for unit in description.units
+    ]
     return Plan.of(description, choices, BATCH, world_size=WORLD)
 
 
@@ -75,8 +79,12 @@ def test_torchs_own_tracker_finds_the_same_peak_to_the_byte():
     description = describe(config, sequence_length=64)
     plan = sharded_plan(description)
     simulated = simulate(config, plan, description=description, job=JOB).peak_bytes
-    peak_by_torch(config, description, plan)  # the first time, the tracker counts what DTensor makes to find out shapes
-    with _separate_shape_propagation():  # torch 2.11 makes them each time, as long as the whole parameters: 338 MB that no device allocates
+    peak_by_torch(
+        config, description, plan
+    )  # the first time, the tracker counts what DTensor makes to find out shapes
+    with (
+        _separate_shape_propagation()
+    ):  # torch 2.11 makes them each time, as long as the whole parameters: 338 MB that no device allocates
         assert simulated == peak_by_torch(config, description, plan)
 
 
@@ -100,13 +108,16 @@ def test_the_optimizer_has_as_many_states_as_stated(description, states, held):
 def test_states_of_8_bits_are_simulated_as_they_are_counted(description):
     """By whole parameters, with short blocks, and embeddings in float32."""
     spec = bitsandbytes_of_trainer("adamw_bnb_8bit")
-    held = simulate(CONFIG, sharded_plan(description), description=description, job=replace(JOB, optimizer=spec)).breakdown.optimizer
+    held = simulate(
+        CONFIG, sharded_plan(description), description=description, job=replace(JOB, optimizer=spec)
+    ).breakdown.optimizer
     counted = sum(spec.state_bytes(p, WORLD) for unit in description.units for p in unit.parameters)
     assert counted <= held <= 1.02 * counted
 
 
 SQUARE = LlamaConfig(
-    num_hidden_layers=1, hidden_size=512, intermediate_size=16, num_attention_heads=1, num_key_value_heads=1, head_dim=8, vocab_size=512,
+    num_hidden_layers=1, hidden_size=512, intermediate_size=16, num_attention_heads=1, num_key_value_heads=1,
+    head_dim=8, vocab_size=512,
     tie_word_embeddings=False,
 )  # fmt: skip
 """Beside whose embedding nothing counts, so that its step is the highest moment."""
@@ -127,9 +138,13 @@ def test_step_of_muon_is_simulated_as_it_is_estimated_and_as_torchs_own_runs(rea
     described = describe(model, sequence_length=8)
     spec = OptimizerSpec(name="muon", states=1, step=OptimizerStep.FOR_LOOP, loop_scratch=0.0, matrices=((512, 512),))
     job = replace(JOB, optimizer=spec)
-    layouts = [UnitLayout(shard_size=WORLD, reshard_after_forward=unit.span.value != "step") for unit in described.units]
+    layouts = [
+        UnitLayout(shard_size=WORLD, reshard_after_forward=unit.span.value != "step") for unit in described.units
+    ]
     estimate, simulated = estimate_and_simulation(model, described, layouts, job=job, batch=BATCH, world=WORLD)
-    assert estimate.peak.phase == "optimizer step" and estimate.peak_bytes == pytest.approx(simulated.peak_bytes, rel=0.01)
+    assert estimate.peak.phase == "optimizer step" and estimate.peak_bytes == pytest.approx(
+        simulated.peak_bytes, rel=0.01
+    )
 
 
 def test_the_model_given_stays_as_it_is(description):

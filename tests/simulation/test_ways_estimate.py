@@ -1,4 +1,6 @@
-"""The estimate of plans that recompute, offload, split models or train a part of them, against FSDP2's step on fake tensors."""
+"""The estimate of plans that recompute, offload, split models or train a part of them, against FSDP2's step on fake
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,20 @@ HEAD = OperatorSplit(fqn="lm_head", slices=4)
 def mlp_slices(trial: Trial, slices: int, *sliced: OperatorSplit, **more) -> Trial:
     """Operator units, with the operators of each MLP in slices, so that attention can still be recomputed."""
     block, operators = (
-        ("transformer.h", ("c_fc", "c_proj")) if "gpt2" in trial.model else ("model.layers", ("gate_proj", "up_proj", "down_proj"))
+        ("transformer.h", ("c_fc", "c_proj"))
+        if "gpt2" in trial.model
+        else ("model.layers", ("gate_proj", "up_proj", "down_proj"))
     )
-    mlps = (OperatorSplit(fqn=f"{block}.{i}.mlp.{operator}", slices=slices) for i, operator in product(range(2), operators))
+    mlps = (
+        OperatorSplit(fqn=f"{block}.{i}.mlp.{operator}", slices=slices) for i, operator in product(range(2), operators)
+    )
     return replace(trial, split=ModelSplit(operators=True, sliced=(*mlps, *sliced)), **more)
 
 
 def head_slices(trial: Trial, layout: str, samples: int, precision: str, steps: int = 1) -> Trial:
-    return replace(trial, split=ModelSplit(sliced=(HEAD,)), layout=layout, samples=samples, precision=precision, steps=steps)
+    return replace(
+        trial, split=ModelSplit(sliced=(HEAD,)), layout=layout, samples=samples, precision=precision, steps=steps
+    )
 
 
 def loss_pieces(trial: Trial, **more) -> Trial:
@@ -46,10 +54,20 @@ DAILY = [
     mlp_slices(LLAMA, 2, HEAD, samples=8),
     head_slices(LLAMA, "mixed", 8, "bf16"),
     loss_pieces(LLAMA, samples=8, layout="mixed", precision="bf16"),
-    loss_pieces(replace(GPT2, model="bert"), samples=8, device_type="cpu"),  # the head's weight is read outside of its unit
+    loss_pieces(
+        replace(GPT2, model="bert"), samples=8, device_type="cpu"
+    ),  # the head's weight is read outside of its unit
     # every way in one plan
     mlp_slices(
-        LLAMA, 2, HEAD, layout="mixed", samples=4, steps=3, activations=(RECOMPUTE,), on_host=(False, True, False), hold=(False, True)
+        LLAMA,
+        2,
+        HEAD,
+        layout="mixed",
+        samples=4,
+        steps=3,
+        activations=(RECOMPUTE,),
+        on_host=(False, True, False),
+        hold=(False, True),
     ),
     # their blocks reduce little, so that the peak is where the next unit is gathered in forward
     replace(GPT2, model="frozen", length=8),
@@ -84,7 +102,9 @@ def test_peak_where_the_first_blocks_input_is_held_by_llama_too(kept):
 
     Where parameters are float32 the first norm saves it in any case.
     """
-    replace(LLAMA, samples=8, precision="bf16", activations=(kept,)).check(under=0.01, over=0.03 if kept == RECOMPUTE else 0.015)
+    replace(LLAMA, samples=8, precision="bf16", activations=(kept,)).check(
+        under=0.01, over=0.03 if kept == RECOMPUTE else 0.015
+    )
 
 
 AWAY = [
@@ -99,7 +119,9 @@ AWAY = [
 
 @pytest.mark.parametrize("trial", slow_but(AWAY, daily=AWAY[:2]), ids=str)
 def test_peaks_of_device_and_host_with_activations_there(trial):
-    """Over by one hidden state, 1.2 % of a model as small: the model's forward holds the first block's input until it ends."""
+    """Over by one hidden state, 1.2 % of a model as small: the model's forward holds the first block's input until
+    it ends.
+    """
     estimate, simulated = trial.check(under=0.005, over=0.015)
     if OFFLOAD in trial.activations:  # how many tensors share the bytes is not known, and each takes a power of two
         assert simulated.host_bytes <= estimate.host_bytes <= 2.1 * simulated.host_bytes
@@ -108,7 +130,9 @@ def test_peaks_of_device_and_host_with_activations_there(trial):
 
 
 def test_device_is_relieved_of_activations_that_the_host_holds():
-    saved, away, inputs_away = (replace(GPT2, samples=8, activations=(kept,)).run()[1] for kept in (SAVE, OFFLOAD, RECOMPUTE_OFFLOAD))
+    saved, away, inputs_away = (
+        replace(GPT2, samples=8, activations=(kept,)).run()[1] for kept in (SAVE, OFFLOAD, RECOMPUTE_OFFLOAD)
+    )
     assert saved.host_bytes == 0 < inputs_away.host_bytes < away.host_bytes
     assert max(away.peak_bytes, inputs_away.peak_bytes) < 0.75 * saved.peak_bytes
 
@@ -130,7 +154,9 @@ def test_peaks_of_device_and_host_with_states_there(trial):
     assert -0.005 <= estimate.host_bytes / simulated.host_bytes - 1 <= 0.01
 
 
-@pytest.mark.parametrize(("hold", "layout"), slow_but(product([True, False], ["ddp", "zero3"]), daily=[(True, "ddp"), (False, "zero3")]))
+@pytest.mark.parametrize(
+    ("hold", "layout"), slow_but(product([True, False], ["ddp", "zero3"]), daily=[(True, "ddp"), (False, "zero3")])
+)
 def test_peaks_with_accumulation_and_states_on_the_host(hold, layout):
     replace(STATES, layout=layout, world=4, steps=3, hold=(hold,)).check(under=0.005, over=0.03)
 
@@ -138,14 +164,19 @@ def test_peaks_with_accumulation_and_states_on_the_host(hold, layout):
 def test_states_on_the_host_leave_none_on_the_device():
     here, there = (replace(STATES, world=2, on_host=(way,)).run() for way in (False, True))
     assert here[0].host_bytes == here[1].host_bytes == 0
-    assert there[1].peak_bytes < 0.7 * here[1].peak_bytes and there[1].breakdown.parameters == there[1].breakdown.optimizer == 0
+    assert (
+        there[1].peak_bytes < 0.7 * here[1].peak_bytes
+        and there[1].breakdown.parameters == there[1].breakdown.optimizer == 0
+    )
 
 
 OPTIMIZER_AWAY = [
     replace(GPT2, states_on_host=(True,)),
     replace(LLAMA, layout="mixed", precision="bf16", states_on_host=(True, False), optimizer=OptimizerStep.FOREACH),
     replace(GPT2, model="gpt2", world=1, layout="ddp", states_on_host=(True,), optimizer=OptimizerStep.FOR_LOOP),
-    replace(LLAMA, samples=4, steps=3, states_on_host=(True, False, False), on_host=(False, True, False), hold=(True,)),
+    replace(
+        LLAMA, samples=4, steps=3, states_on_host=(True, False, False), on_host=(False, True, False), hold=(True,)
+    ),
 ]
 
 

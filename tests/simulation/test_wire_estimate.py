@@ -1,4 +1,6 @@
-"""The estimate of plans that send fewer bits, against FSDP2's step on fake tensors: codes and temporaries are counted where they are."""
+"""The estimate of plans that send fewer bits, against FSDP2's step on fake tensors: codes and temporaries are
+counted where they are.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-_BERT = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
+_BERT = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 100,
+}
 _LLAMA = {**_BERT, "num_key_value_heads": 1, "head_dim": 16}
 _BART = {
     "encoder_layers": 2, "decoder_layers": 2, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
@@ -17,23 +23,28 @@ _BART = {
 }  # fmt: skip
 _ARGUMENTS = {
     "GPT2LMHeadModel": {
-        "n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 100, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0,
+        "n_layer": 3, "n_embd": 32, "n_head": 2, "vocab_size": 100, "n_positions": 64, "bos_token_id": 0,
+        "eos_token_id": 0,
     },
     "BertForMaskedLM": _BERT,
     "BertForSequenceClassification": _BERT,
     "RobertaForMaskedLM": {**_BERT, "max_position_embeddings": 66},
     "DistilBertForMaskedLM": {"n_layers": 2, "dim": 32, "n_heads": 2, "hidden_dim": 64, "vocab_size": 100},
-    "T5ForConditionalGeneration": {"num_layers": 2, "d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "vocab_size": 100},
+    "T5ForConditionalGeneration": {"num_layers": 2, "d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16,
+                                   "vocab_size": 100},
     "BartForConditionalGeneration": _BART,
     "OPTForCausalLM": {
-        "num_hidden_layers": 2, "hidden_size": 32, "ffn_dim": 64, "num_attention_heads": 2, "vocab_size": 100, "word_embed_proj_dim": 32,
+        "num_hidden_layers": 2, "hidden_size": 32, "ffn_dim": 64, "num_attention_heads": 2, "vocab_size": 100,
+        "word_embed_proj_dim": 32,
     },
     "LlamaForCausalLM": _LLAMA,
     "Qwen2ForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
     "GemmaForCausalLM": _LLAMA,
-    "ViTForImageClassification": {**{k: v for k, v in _BERT.items() if k != "vocab_size"}, "image_size": 32, "patch_size": 8},
-    "WhisperForConditionalGeneration": {**_BART, "max_source_positions": 30, "max_target_positions": 40, "num_mel_bins": 8},
+    "ViTForImageClassification": {**{k: v for k, v in _BERT.items() if k != "vocab_size"}, "image_size": 32,
+                                  "patch_size": 8},
+    "WhisperForConditionalGeneration": {**_BART, "max_source_positions": 30, "max_target_positions": 40,
+                                        "num_mel_bins": 8},
     "MixtralForCausalLM": {**_LLAMA, "num_local_experts": 4},
     "AlbertForMaskedLM": {**_BERT, "embedding_size": 16},
 }  # fmt: skip

@@ -12,12 +12,23 @@ import pytest
 
 import hf_osdp
 
-HEAVY = ("torch", "transformers", "accelerate", "datasets", "evaluate", "ortools", "pandas", "numpy", "rich", "pydantic")
+HEAVY = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "evaluate",
+    "ortools",
+    "pandas",
+    "numpy",
+    "rich",
+    "pydantic",
+)
 
 
 def loaded_by(statement: str) -> set[str]:
     """Top-level packages that a fresh interpreter has after `statement`."""
-    code = f"import sys; {statement}; import json; print(json.dumps(sorted({{name.partition('.')[0] for name in sys.modules}})))"
+    code = f"import sys; {statement}; import json; print(json.dumps(sorted({{name.partition('.')[0] for name in sys.modules}})))"  # noqa: E501
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     return set(json.loads(done.stdout))
 
@@ -41,7 +52,8 @@ def test_planner_plans_without_framework():
         "from hf_osdp.planner.description import *;"
         "unit = UnitDescription(fqn='u', module_names=('u',), class_name='B', span=GatherSpan.USE,"
         " parameters=(ParameterSpec(name='w', shape=(8, 8), dtype=DType.FLOAT32),));"
-        "model = ModelDescription(model_name='m', model_class='M', block_classes=('B',), sequence_length=1, compute_dtype=DType.FLOAT32,"
+        "model = ModelDescription(model_name='m', model_class='M', block_classes=('B',), sequence_length=1,"
+        " compute_dtype=DType.FLOAT32,"
         " units=(unit,), segments=(Segment(unit=0),));"
         "hardware, job = preset('cpu', devices_per_node=2), TrainingJob(global_batch_size=2);"
         "result = search(PlanningProblem(description=model, hardware=hardware, job=job, memory_limit_bytes=2000));"
@@ -51,7 +63,11 @@ def test_planner_plans_without_framework():
 
 
 def test_package_does_not_import_what_only_recipes_need():
-    nodes = [node for path in Path(hf_osdp.__file__).parent.rglob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    nodes = [
+        node
+        for path in Path(hf_osdp.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    ]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
     assert not {name.partition(".")[0] for name in names} & {"datasets", "evaluate"}

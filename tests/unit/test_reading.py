@@ -41,7 +41,8 @@ def refused(read, *args, **options) -> str:
         ("9" * 10**6, "is not JSON (Exceeds the limit"),
         ('["\\u001b[2J"]', "has the text '\\x1b[2J', which has control characters"),
         ('{"\\ud800": 1}', "which has control characters"),
-        ('"' + "x" * (MOST_CHARACTERS + 1) + '"', f"has {MOST_CHARACTERS + 1} characters, more than {MOST_CHARACTERS}"),
+        ('"' + "x" * (MOST_CHARACTERS + 1) + '"',
+         f"has {MOST_CHARACTERS + 1} characters, more than {MOST_CHARACTERS}"),
     ],
 )  # fmt: skip
 def test_parse_json_refuses_in_one_line(text, problem):
@@ -60,7 +61,10 @@ def test_read_bytes_refuses_what_is_no_file_or_too_large(tmp_path):
     def of(path, **options) -> str:
         return refused(read_bytes, path, "plan", **options)
 
-    assert of(tmp_path / "none") == f"Cannot read the plan {tmp_path / 'none'}: No such file or directory; give a file that can be read."
+    assert (
+        of(tmp_path / "none")
+        == f"Cannot read the plan {tmp_path / 'none'}: No such file or directory; give a file that can be read."
+    )
     assert of(tmp_path) == f"Cannot read the plan {tmp_path}: Is a directory; give a file that can be read."
     assert "embedded null" in of("a\0b")
     os.mkfifo(tmp_path / "pipe")  # opening it would wait for a writer for ever
@@ -76,6 +80,9 @@ def test_read_bytes_refuses_what_is_no_file_or_too_large(tmp_path):
 def test_read_json_names_the_file(tmp_path):
     path = tmp_path / "x.json"
     path.write_text('{"a": NaN}')
-    assert refused(read_json, path, "profile") == f"{path} has NaN, which is not a number; it is not a profile that can be read."
+    assert (
+        refused(read_json, path, "profile")
+        == f"{path} has NaN, which is not a number; it is not a profile that can be read."
+    )
     path.write_text('{"a": [1]}')
     assert read_json(path, "profile") == {"a": [1]}

@@ -26,7 +26,12 @@ def test_ci_runs_second_command_of_readme():
 
 
 def test_files_that_commands_name_exist():
-    for name in ("constraints.txt", "accelerate_configs/osdp_cpu.yaml", "recipes/run_clm.py", "recipes/gpt2/demo.yaml"):
+    for name in (
+        "constraints.txt",
+        "accelerate_configs/osdp_cpu.yaml",
+        "recipes/run_clm.py",
+        "recipes/gpt2/demo.yaml",
+    ):
         assert (ROOT / name).is_file()
 
 

@@ -19,11 +19,13 @@ SOURCES = sorted(path for folder in ("hf_osdp", "recipes", "benchmarks") for pat
 REFERENCES = {
     f"{module}.{name}"
     for module, names in {
-        "pickle": ("load", "loads", "Unpickler", "_Unpickler"), "_pickle": ("load", "loads", "Unpickler"), "dill": ("load", "loads"),
+        "pickle": ("load", "loads", "Unpickler", "_Unpickler"), "_pickle": ("load", "loads", "Unpickler"),
+        "dill": ("load", "loads"),
         "joblib": ("load",), "marshal": ("load", "loads"), "shelve": ("open",), "pandas": ("read_pickle",),
         "yaml": ("load", "load_all", "full_load", "unsafe_load", "Loader", "FullLoader", "UnsafeLoader"),
         "os": ("system", "popen"), "subprocess": ("getoutput", "getstatusoutput"),
-        "runpy": ("run_path",), "torch.hub": ("load",), "torch.jit": ("load",), "builtins": ("eval", "exec", "compile", "__import__"),
+        "runpy": ("run_path",), "torch.hub": ("load",), "torch.jit": ("load",),
+        "builtins": ("eval", "exec", "compile", "__import__"),
     }.items()
     for name in names
 }  # fmt: skip
@@ -31,12 +33,18 @@ REFERENCES = {
 KEYWORDS = {"weights_only": False, "allow_pickle": True, "shell": True, "trust_remote_code": True}
 """Arguments that make a harmless call such a one."""
 ALLOWED = {
-    ("hf_osdp/distributed/consensus.py", "pickle.loads"): "what rank 0 of this very run sends, by the process group; no file",
+    (
+        "hf_osdp/distributed/consensus.py",
+        "pickle.loads",
+    ): "what rank 0 of this very run sends, by the process group; no file",
     ("hf_osdp/run.py", "runpy.run_path"): "the user's own script, named on the command line, as Python itself runs it",
     ("benchmarks/compatibility/run.py", "pickle.loads"): "what this run's own ranks wrote into its temporary folder",
     ("benchmarks/compatibility/saving_rows.py", "weights_only=False"): "a file that the row has just written",
     ("benchmarks/compatibility/saving_rows.py", "torch.load without weights_only=True"): "the same",
-    ("hf_osdp/checkpoint/safe.py", "pickle._Unpickler"): "base of one that knows torch's own dataclasses and refuses all else",
+    (
+        "hf_osdp/checkpoint/safe.py",
+        "pickle._Unpickler",
+    ): "base of one that knows torch's own dataclasses and refuses all else",
 }
 
 
@@ -60,7 +68,10 @@ def findings(source: str) -> set[str]:
         if isinstance(node, ast.Call):
             given = {keyword.arg: getattr(keyword.value, "value", None) for keyword in node.keywords}
             found |= {f"{name}={bad}" for name, bad in KEYWORDS.items() if given.get(name) is bad}
-            if full_name(node.func, names) in ("torch.load", "torch.serialization.load") and given.get("weights_only") is not True:
+            if (
+                full_name(node.func, names) in ("torch.load", "torch.serialization.load")
+                and given.get("weights_only") is not True
+            ):
                 found.add("torch.load without weights_only=True")
     return found
 
@@ -75,22 +86,28 @@ def full_name(node: ast.expr, names: dict[str, str]) -> str | None:
 
 
 def test_source_uses_nothing_that_runs_a_file():
-    found = {(str(path.relative_to(ROOT)), what) for path in SOURCES for what in findings(path.read_text(encoding="utf-8"))}
+    found = {
+        (str(path.relative_to(ROOT)), what) for path in SOURCES for what in findings(path.read_text(encoding="utf-8"))
+    }
     assert len(SOURCES) > 150
     assert found - set(ALLOWED) == set(), "read it by hf_osdp.reading, or say in ALLOWED why it is safe"
     assert set(ALLOWED) - found == set(), "no longer there: take it out of ALLOWED"
 
 
 BAD = (
-    "import pickle\npickle.load(f)", "import pickle as p\np.loads(b)", "from pickle import loads as x", "from pickle import Unpickler",
-    "import torch\ntorch.load(f)", "import torch as t\nt.load(f, weights_only=False)", "from torch import load\nload(f)",
+    "import pickle\npickle.load(f)", "import pickle as p\np.loads(b)", "from pickle import loads as x",
+    "from pickle import Unpickler",
+    "import torch\ntorch.load(f)", "import torch as t\nt.load(f, weights_only=False)",
+    "from torch import load\nload(f)",
     "import torch\ntorch.load(f, weights_only=flag)", "import yaml\nyaml.load(f, Loader=yaml.SafeLoader)",
     "import yaml\nyaml.unsafe_load(f)", "eval(text)", "exec(text)", "list(map(eval, texts))", "__import__(name)",
-    "import subprocess\nsubprocess.run(x, shell=True)", "import os\nos.system(x)", "import numpy\nnumpy.load(f, allow_pickle=True)",
+    "import subprocess\nsubprocess.run(x, shell=True)", "import os\nos.system(x)",
+    "import numpy\nnumpy.load(f, allow_pickle=True)",
     "X.from_pretrained(x, trust_remote_code=True)",
 )  # fmt: skip
 HARMLESS = (
-    "import torch\ntorch.load(f, weights_only=True)", "import yaml\nyaml.safe_load(f)", "model.eval()", "import re\nre.compile(x)",
+    "import torch\ntorch.load(f, weights_only=True)", "import yaml\nyaml.safe_load(f)", "model.eval()",
+    "import re\nre.compile(x)",
     "import pickle\npickle.dumps(x)", "import subprocess\nsubprocess.run(['ls'])", "import ast\nast.literal_eval(x)",
 )  # fmt: skip
 
@@ -114,7 +131,9 @@ sys.addaudithook(_watch)  # there is no way to take it off again
 
 
 def test_explain_opens_runs_and_renders_nothing_that_a_plan_names(tmp_path, capsys):
-    """All names of a plan file are paths, markup and programs; explaining it opens none, and prints them as they are."""
+    """All names of a plan file are paths, markup and programs; explaining it opens none, and prints them as they
+    are.
+    """
     from typer.testing import CliRunner
 
     from hf_osdp.cli.app import app

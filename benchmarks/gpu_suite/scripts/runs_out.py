@@ -1,13 +1,19 @@
 """A plain loop whose last rank finds less memory than its plan needs: `runs_out.py raise|replan cuda|cpu`.
 
-On CUDA, torch's allocator gets a limit below the need of training, in the first start only. On the CPU, a block raises the same error.
+On CUDA, torch's allocator gets a limit below the need of training, in the first start only. On the CPU, a block raises
+the same error.
 """
 
 import os
 import sys
 
 if "RANK" in os.environ:  # ranks that share the GPU of a machine
-    own = {"LOCAL_RANK": "0", "NCCL_HOSTID": f"rank-{os.environ['RANK']}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    own = {
+        "LOCAL_RANK": "0",
+        "NCCL_HOSTID": f"rank-{os.environ['RANK']}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+    }
     os.environ.update(own)
 
 import torch
@@ -65,7 +71,9 @@ def take_memory(model: torch.nn.Module, device: str) -> None:
         return
 
     def fail(*args: object) -> None:
-        raise torch.OutOfMemoryError("Tried to allocate 512.00 KiB. Of the allocated memory 3.90 MiB is allocated by PyTorch")
+        raise torch.OutOfMemoryError(
+            "Tried to allocate 512.00 KiB. Of the allocated memory 3.90 MiB is allocated by PyTorch"
+        )
 
     model.module.transformer.h[1].mlp.register_forward_pre_hook(fail)
 

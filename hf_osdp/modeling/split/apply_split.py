@@ -16,7 +16,9 @@ from .names import canonical_name, keep_names
 
 
 class SplitHead(DefersLogits, SplitLinear):
-    """Vocabulary projection in slices that also computes the training loss, so that whole logits exist only if they are read."""
+    """Vocabulary projection in slices that also computes the training loss, so that whole logits exist only if they
+    are read.
+    """
 
     slice_class = VocabularySlice
     _tied: tuple[SplitEmbedding, ...] = ()
@@ -27,14 +29,19 @@ class SplitHead(DefersLogits, SplitLinear):
         self.pieces = slices
 
     def tie(self, source: nn.Embedding) -> SplitEmbedding:
-        """Return the embedding that uses this head's slices. Only the embedding registers them, so that each parameter has one owner."""
+        """Return the embedding that uses this head's slices.
+
+        Only the embedding registers them, so that each parameter has one owner.
+        """
         embedding = SplitEmbedding(source, self.slices, self.sizes)
         del self.slices
         self._tied = (embedding,)
         return embedding
 
     def untie(self) -> dict[nn.Module, nn.Module]:
-        """Give the head own slices of the same memory, so that a trace separates gradients of projection and lookup; return old by new."""
+        """Give the head own slices of the same memory, so that a trace separates gradients of projection and
+        lookup; return old by new.
+        """
         if not self._tied:
             return {}
         shared, own = self._tied[0].slices, nn.ModuleList()
@@ -50,9 +57,17 @@ class SplitHead(DefersLogits, SplitLinear):
         return super().__getattr__(name)
 
     def sum_of(
-        self, hidden: torch.Tensor, targets: torch.Tensor, changes: tuple[Change, ...], ignore_index: int, label_smoothing: float
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        changes: tuple[Change, ...],
+        ignore_index: int,
+        label_smoothing: float,
     ) -> torch.Tensor | None:
-        """Return the sum of the tokens' losses: log Σ_j exp(lse_j) over slices j minus the target's logit. Smoothing needs all logits."""
+        """Return the sum of the tokens' losses: log Σ_j exp(lse_j) over slices j minus the target's logit.
+
+        Smoothing needs all logits.
+        """
         if label_smoothing:
             return None
         if hidden.dtype is torch.float64:  # stays float64, although transformers' losses round to float32
@@ -71,11 +86,12 @@ class SplitHead(DefersLogits, SplitLinear):
 def split_operators(model: nn.Module, splits: Sequence[OperatorSplit]) -> None:
     """Split operators into slices, in place, before the model is sharded.
 
-    An `nn.Linear` or a GPT-2 `Conv1D` becomes a `SplitLinear`; a causal language model's vocabulary projection becomes a
-    `SplitHead`, together with the embedding that it is tied to. `state_dict` and `load_state_dict` of the model keep
+    An `nn.Linear` or a GPT-2 `Conv1D` becomes a `SplitLinear`; a causal language model's vocabulary projection becomes
+    a `SplitHead`, together with the embedding that it is tied to. `state_dict` and `load_state_dict` of the model keep
     Hugging Face names and shapes until it is sharded; then use `hf_osdp.sharding.state`.
 
-    Raise ValueError if a name is not in the model, OSDPError if an operator cannot be split; the model is then unchanged.
+    Raise ValueError if a name is not in the model, OSDPError if an operator cannot be split; the model is then
+    unchanged.
     """
     modules = {canonical_name(name): module for name, module in model.named_modules(remove_duplicate=False)}
     planned = [_check(model, modules, split) for split in splits]
@@ -98,8 +114,12 @@ def _stay_tied(*args: object, **kwargs: object) -> None:
     """Do nothing, in place of `tie_weights`: head and embedding always share their slices."""
 
 
-def _check(model: nn.Module, modules: dict[str, nn.Module], split: OperatorSplit) -> tuple[nn.Module | None, nn.Embedding | None]:
-    """Return the language model whose head the operator is, and the embedding that is tied to it, if there are such."""
+def _check(
+    model: nn.Module, modules: dict[str, nn.Module], split: OperatorSplit
+) -> tuple[nn.Module | None, nn.Embedding | None]:
+    """Return the language model whose head the operator is, and the embedding that is tied to it, if there are
+    such.
+    """
     module = modules.get(split.fqn)
     if module is None:
         leaf = split.fqn.rpartition(".")[2]
@@ -109,9 +129,14 @@ def _check(model: nn.Module, modules: dict[str, nn.Module], split: OperatorSplit
     _check_class(split, module)
     features = cast(nn.Parameter, module.weight).shape[1 if is_conv1d(module) else 0]
     if split.slices > features:
-        raise ValueError(f"{split.fqn!r} has {features} output features, too few for {split.slices} slices; use at most {features}.")
+        raise ValueError(
+            f"{split.fqn!r} has {features} output features, too few for {split.slices} slices; use at most {features}."
+        )
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        raise OSDPError(f"{split.fqn!r} has hooks, which a split operator would not call; split before setting hooks, or leave it whole.")
+        raise OSDPError(
+            f"{split.fqn!r} has hooks, which a split operator would not call; split before setting hooks, or leave it"
+            " whole."
+        )
     own = {id(parameter) for parameter in module._parameters.values() if parameter is not None}
     sharing = {
         canonical_name(name): other
@@ -121,11 +146,15 @@ def _check(model: nn.Module, modules: dict[str, nn.Module], split: OperatorSplit
     owner = next((m for m in model.modules() if getattr(m, "get_output_embeddings", lambda: None)() is module), None)
     if owner is not None:
         if "labels" not in arguments_of(owner):
-            raise OSDPError(f"{split.fqn!r} of {type(owner).__name__} cannot be split: its forward takes no labels; leave the head whole.")
+            raise OSDPError(
+                f"{split.fqn!r} of {type(owner).__name__} cannot be split: its forward takes no labels; leave the head"
+                " whole."
+            )
         return owner, _tied_embedding(split.fqn, module, sharing, owner)
     if sharing:
         raise OSDPError(
-            f"{split.fqn!r} shares its weight or bias with {next(iter(sharing))!r}, which is not split with it; leave it whole."
+            f"{split.fqn!r} shares its weight or bias with {next(iter(sharing))!r}, which is not split with it; leave"
+            " it whole."
         )
     return None, None
 
@@ -133,25 +162,38 @@ def _check(model: nn.Module, modules: dict[str, nn.Module], split: OperatorSplit
 def _check_class(split: OperatorSplit, module: nn.Module) -> None:
     """Refuse subclasses, because slices would not run their code, and operators that are already split or sharded."""
     if isinstance(module, SplitOperator):
-        raise OSDPError(f"{split.fqn!r} is already in {len(module.sizes)} slices; split a model only once, after loading.")
+        raise OSDPError(
+            f"{split.fqn!r} is already in {len(module.sizes)} slices; split a model only once, after loading."
+        )
     if any(hasattr(parameter, "placements") for parameter in module.parameters()):
         raise OSDPError(f"{split.fqn!r} is already sharded; split operators before the model is sharded.")
     if isinstance(module, nn.Embedding):
-        raise OSDPError(f"{split.fqn!r} is an embedding, which is split only together with a tied head; name the head.")
+        raise OSDPError(
+            f"{split.fqn!r} is an embedding, which is split only together with a tied head; name the head."
+        )
     if type(module) is not nn.Linear and not is_conv1d(module):
-        raise OSDPError(f"{split.fqn!r} is a {type(module).__name__}, but only nn.Linear and GPT-2's Conv1D can be split; leave it whole.")
+        raise OSDPError(
+            f"{split.fqn!r} is a {type(module).__name__}, but only nn.Linear and GPT-2's Conv1D can be split; leave it"
+            " whole."
+        )
 
 
 def _tied_embedding(fqn: str, head: nn.Module, sharing: dict[str, nn.Module], owner: nn.Module) -> nn.Embedding | None:
     if not sharing:
         return None
     embedding = next(iter(sharing.values()))
-    if len(sharing) == 1 and head.bias is None and type(embedding) is nn.Embedding and embedding is owner.get_input_embeddings():
+    if (
+        len(sharing) == 1
+        and head.bias is None
+        and type(embedding) is nn.Embedding
+        and embedding is owner.get_input_embeddings()
+    ):
         if embedding.max_norm is None and not (embedding.scale_grad_by_freq or embedding.sparse):
             return embedding
     names = ", ".join(map(repr, sharing))
     raise OSDPError(
-        f"{fqn!r} shares parameters with {names}; a tied head can be split only without bias, with one plain nn.Embedding; leave it whole."
+        f"{fqn!r} shares parameters with {names}; a tied head can be split only without bias, with one plain"
+        " nn.Embedding; leave it whole."
     )
 
 

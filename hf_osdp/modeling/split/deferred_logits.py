@@ -31,8 +31,8 @@ def changed(logits: torch.Tensor, changes: tuple[Change, ...]) -> torch.Tensor:
 class DeferredLogits:
     """Logits that are computed when something reads them, and in pieces when `F.cross_entropy` reads them.
 
-    Casts, views that keep the vocabulary as the last dimension, slices of tokens, scales by numbers and tanh are stored and applied
-    to each piece. All other operations get a tensor of all logits.
+    Casts, views that keep the vocabulary as the last dimension, slices of tokens, scales by numbers and tanh are
+    stored and applied to each piece. All other operations get a tensor of all logits.
     """
 
     def __init__(self, head: DefersLogits, hidden: torch.Tensor, changes: tuple[Change, ...] = ()) -> None:
@@ -87,12 +87,22 @@ class DeferredLogits:
         return partial(self._changed, name) if name in _KEPT else getattr(self.whole(), name)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
+    def __torch_function__(
+        cls,
+        func: Any,  # noqa: ANN401
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
         given = kwargs or {}
         if func is F.cross_entropy:
             bound = _CROSS_ENTROPY.bind(*args, **given)
             bound.apply_defaults()
-            found = bound.arguments["input"]._cross_entropy(**bound.arguments) if isinstance(bound.arguments["input"], cls) else None
+            found = (
+                bound.arguments["input"]._cross_entropy(**bound.arguments)
+                if isinstance(bound.arguments["input"], cls)
+                else None
+            )
             if found is not None:
                 return found
         if func is torch.tanh and len(args) == 1 and not given:
@@ -111,7 +121,13 @@ class DeferredLogits:
         return DeferredLogits(self._head, self._hidden, (*self._changes, (method, *args)))
 
     def _cross_entropy(
-        self, target: torch.Tensor, ignore_index: int, reduction: str, label_smoothing: float, weight: object, **deprecated: Any
+        self,
+        target: torch.Tensor,
+        ignore_index: int,
+        reduction: str,
+        label_smoothing: float,
+        weight: object,
+        **deprecated: Any,
     ) -> torch.Tensor | None:
         """Return the loss, or None if it is not a sum or mean over tokens with one class each."""
         classes = target.dim() == 1 and not target.is_floating_point() and self.dim() == 2
@@ -135,7 +151,8 @@ def _refuse_in_place(name: str) -> None:
     """Refuse methods that would change or observe a tensor of all logits, which the loss does not use."""
     if (name.endswith("_") and not name.endswith("__")) or name in ("register_hook", "retain_grad"):
         raise OSDPError(
-            f"{name} of the logits has no effect on a loss in pieces; write logits = logits.{name.rstrip('_')}(...), or plan with"
+            f"{name} of the logits has no effect on a loss in pieces; write logits = logits.{name.rstrip('_')}(...),"
+            " or plan with"
             " split_vocabulary=False."
         )
 
@@ -155,7 +172,9 @@ class DefersLogits(nn.Module):
     _has_warned: bool = False
 
     def __call__(self, hidden: torch.Tensor) -> Any:  # noqa: ANN401
-        """Defer the projection before any hook of the module runs, so that FSDP2 gathers the weight when it is used."""
+        """Defer the projection before any hook of the module runs, so that FSDP2 gathers the weight when it is
+        used.
+        """
         return DeferredLogits(self, hidden) if self.defers else self.project(hidden)
 
     def project(self, *arguments: Any) -> torch.Tensor:
@@ -163,9 +182,16 @@ class DefersLogits(nn.Module):
         return cast(torch.Tensor, super().__call__(*arguments))
 
     def sum_of(
-        self, hidden: torch.Tensor, targets: torch.Tensor, changes: tuple[Change, ...], ignore_index: int, label_smoothing: float
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        changes: tuple[Change, ...],
+        ignore_index: int,
+        label_smoothing: float,
     ) -> torch.Tensor | None:
-        """Return the sum of the tokens' losses from hidden states `[N, in]` and targets `[N]`; None if it needs all logits."""
+        """Return the sum of the tokens' losses from hidden states `[N, in]` and targets `[N]`; None if it needs all
+        logits.
+        """
         raise NotImplementedError
 
     def warn_of_whole(self) -> None:
@@ -173,13 +199,16 @@ class DefersLogits(nn.Module):
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "The logits are read in training, so the loss in %d pieces saves no memory; the results are the same.", self.pieces
+                "The logits are read in training, so the loss in %d pieces saves no memory; the results are the same.",
+                self.pieces,
             )
 
 
 def defer_logits(owner: nn.Module, head: DefersLogits) -> None:
     """Make a head defer its logits while its model, `owner`, trains with labels."""
-    owner.register_forward_pre_hook(partial(_start_deferring, head, arguments_of(owner).index("labels")), with_kwargs=True)
+    owner.register_forward_pre_hook(
+        partial(_start_deferring, head, arguments_of(owner).index("labels")), with_kwargs=True
+    )
     owner.register_forward_hook(partial(_stop_deferring, head), always_call=True)
 
 
@@ -188,7 +217,9 @@ def arguments_of(module: nn.Module) -> list[str]:
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
-def _start_deferring(head: DefersLogits, labels_at: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _start_deferring(
+    head: DefersLogits, labels_at: int, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     labels = args[labels_at] if len(args) > labels_at else kwargs.get("labels")
     head.defers = labels is not None and model.training
 

@@ -27,7 +27,8 @@ def is_conv1d(module: nn.Module) -> bool:
 class LinearSlice(nn.Module):
     """Some of an operator's output features: a part of its weight and of its bias.
 
-    The weight is `[features, in]`, or `[in, features]` if `transposed`, as in GPT-2's `Conv1D`; contiguous slices share memory.
+    The weight is `[features, in]`, or `[in, features]` if `transposed`, as in GPT-2's `Conv1D`; contiguous slices
+    share memory.
     """
 
     bias: nn.Parameter | None
@@ -42,7 +43,8 @@ class LinearSlice(nn.Module):
         if not self.transposed:
             return F.linear(x, self.weight, self.bias)
         y = torch.addmm(cast(torch.Tensor, self.bias), x.view(-1, x.shape[-1]), self.weight)
-        # Not a view: FSDP2 hooks a unit's output and warns about views, because in-place changes of a view lose the hook.
+        # Not a view: FSDP2 hooks a unit's output and warns about views, because in-place changes of a view lose the
+        # hook.
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], self.weight.shape[1]))
 
 
@@ -56,10 +58,12 @@ class VocabularySlice(LinearSlice):
     """Padding row of a tied embedding, which is not trained, if it is in this slice."""
 
     def forward(self, x: torch.Tensor, other: torch.Tensor | None = None, changes: tuple[Change, ...] = ()) -> Any:  # noqa: ANN401
-        """Compute logits; with targets in `other`, their statistics after `changes`; with ids in `x`, the rows of these ids.
+        """Compute logits; with targets in `other`, their statistics after `changes`; with ids in `x`, the rows of
+        these ids.
 
-        Hidden states `[..., in]` give `[..., features]`; with targets `[...]` in the slice, log-sum-exp and target's logit, each `[...]`.
-        Ids in the slice, of any shape, give `[..., in]`; `other` is then one float that requires grad if the lookup is trained.
+        Hidden states `[..., in]` give `[..., features]`; with targets `[...]` in the slice, log-sum-exp and target's
+        logit, each `[...]`. Ids in the slice, of any shape, give `[..., in]`; `other` is then one float that requires
+        grad if the lookup is trained.
         """
         if not x.is_floating_point():
             return _Lookup.apply(self.weight, x, other, self.padding)
@@ -71,7 +75,9 @@ class VocabularySlice(LinearSlice):
         return checkpoint(self._statistics, x, other, changes, use_reentrant=False, preserve_rng_state=False)
 
     def _statistics(self, hidden: torch.Tensor, targets: torch.Tensor, changes: tuple[Change, ...]) -> object:
-        """Return log-sum-exp and the targets' logits; low-precision logits are cast to float32 first, as in transformers' losses."""
+        """Return log-sum-exp and the targets' logits; low-precision logits are cast to float32 first, as in
+        transformers' losses.
+        """
         logits = changed(super().forward(hidden), changes)
         return _Statistics.apply(logits.float() if logits.itemsize < 4 else logits, targets)
 
@@ -99,15 +105,18 @@ class SplitOperator(nn.Module):
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         if name in ("weight", "bias") and "leaves" in self.__dict__:
-            raise AttributeError(f"{type(self).__name__} has no {name!r}: it is split into {len(self.sizes)} slices; leave it whole.")
+            raise AttributeError(
+                f"{type(self).__name__} has no {name!r}: it is split into {len(self.sizes)} slices; leave it whole."
+            )
         return super().__getattr__(name)
 
 
 class SplitLinear(SplitOperator):
     """An `nn.Linear` or GPT-2 `Conv1D` whose output features are computed slice by slice and concatenated.
 
-    Outputs are bitwise equal to the whole operator's if the BLAS uses one kernel for both widths; in float64 MKL uses another, which rounds
-    the last digits differently. The slices take the source's weights; do not use the source afterwards.
+    Outputs are bitwise equal to the whole operator's if the BLAS uses one kernel for both widths; in float64 MKL uses
+    another, which rounds the last digits differently. The slices take the source's weights; do not use the source
+    afterwards.
     """
 
     slice_class = LinearSlice
@@ -121,8 +130,12 @@ class SplitLinear(SplitOperator):
         self.sizes = slice_sizes(self.out_features, slices)
         self.leaves = {"weight": dim} if bias is None else {"weight": dim, "bias": 0}
         weights = _split_parameter(weight, self.sizes, dim)
-        biases: Sequence[nn.Parameter | None] = [None] * slices if bias is None else _split_parameter(bias, self.sizes, 0)
-        self.slices = nn.ModuleList(self.slice_class(w, b, transposed=transposed) for w, b in zip(weights, biases, strict=True))
+        biases: Sequence[nn.Parameter | None] = (
+            [None] * slices if bias is None else _split_parameter(bias, self.sizes, 0)
+        )
+        self.slices = nn.ModuleList(
+            self.slice_class(w, b, transposed=transposed) for w, b in zip(weights, biases, strict=True)
+        )
         self.train(source.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -135,7 +148,11 @@ class SplitEmbedding(SplitOperator):
 
     def __init__(self, source: nn.Embedding, slices: nn.ModuleList, sizes: tuple[int, ...]) -> None:
         super().__init__()
-        self.num_embeddings, self.embedding_dim, self.padding_idx = source.num_embeddings, source.embedding_dim, source.padding_idx
+        self.num_embeddings, self.embedding_dim, self.padding_idx = (
+            source.num_embeddings,
+            source.embedding_dim,
+            source.padding_idx,
+        )
         self.sizes, self.leaves, self.slices = sizes, {"weight": 0}, slices
         start = 0
         for part, size in zip(cast("list[VocabularySlice]", slices), sizes, strict=True):
@@ -149,7 +166,9 @@ class SplitEmbedding(SplitOperator):
         rows: torch.Tensor | None = None
         for part, local, inside in self.local(ids):
             # FSDP2 frees and reduces a unit when its inputs have gradients, but ids have none
-            found = part(local, torch.zeros(1, device=ids.device, requires_grad=True) if torch.is_grad_enabled() else None)
+            found = part(
+                local, torch.zeros(1, device=ids.device, requires_grad=True) if torch.is_grad_enabled() else None
+            )
             rows = found if rows is None else torch.where(inside.unsqueeze(-1), found, rows)
         assert rows is not None
         return rows
@@ -159,7 +178,13 @@ class _Lookup(torch.autograd.Function):
     """Look up rows of a weight. The third input only receives a gradient, after the weight's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, ids: torch.Tensor, anchor: torch.Tensor | None, padding: int | None) -> torch.Tensor:  # noqa: ANN401
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        weight: torch.Tensor,
+        ids: torch.Tensor,
+        anchor: torch.Tensor | None,
+        padding: int | None,
+    ) -> torch.Tensor:
         ctx.save_for_backward(ids)
         ctx.rows, ctx.padding = weight.shape[0], -1 if padding is None else padding
         return F.embedding(ids, weight)
@@ -168,7 +193,11 @@ class _Lookup(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         (ids,) = ctx.saved_tensors
-        rows = torch.ops.aten.embedding_dense_backward(grad, ids, ctx.rows, ctx.padding, False) if ctx.needs_input_grad[0] else None
+        rows = (
+            torch.ops.aten.embedding_dense_backward(grad, ids, ctx.rows, ctx.padding, False)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         return rows, None, grad.new_zeros(1) if ctx.needs_input_grad[2] else None, None
 
 
@@ -192,7 +221,10 @@ class _Statistics(torch.autograd.Function):
 
 
 def _split_parameter(parameter: nn.Parameter, sizes: tuple[int, ...], dim: int) -> list[nn.Parameter]:
-    """Split a parameter; contiguous slices share its memory, others are copied, because FSDP2 needs contiguous parameters."""
-    # .data again: otherwise slices of one storage share a version counter, and each would see the others' in-place updates.
+    """Split a parameter; contiguous slices share its memory, others are copied, because FSDP2 needs contiguous
+    parameters.
+    """
+    # .data again: otherwise slices of one storage share a version counter, and each would see the others' in-place
+    # updates.
     parts = [part.contiguous().data for part in torch.split(parameter.data, list(sizes), dim)]
     return [nn.Parameter(part, requires_grad=parameter.requires_grad) for part in parts]

@@ -45,7 +45,9 @@ class SlicedName:
         """Return the slices of a whole value; if the value already has `parts`, return those."""
         parts = getattr(value, "parts", None)
         # Contiguous, because torch broadcasts the memory of a tensor and ignores its strides.
-        return [part.contiguous() for part in torch.split(value, list(self.sizes), self.dim)] if parts is None else parts
+        return (
+            [part.contiguous() for part in torch.split(value, list(self.sizes), self.dim)] if parts is None else parts
+        )
 
 
 def canonical_name(name: str) -> str:
@@ -59,13 +61,17 @@ def is_split(model: nn.Module) -> bool:
 
 
 def slice_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the modules that are slices, each once, in the model's order; a tied head's slices have its embedding's names."""
+    """Return the names of the modules that are slices, each once, in the model's order; a tied head's slices have
+    its embedding's names.
+    """
     slices = {id(part) for module in model.modules() if isinstance(module, SplitOperator) for part in module.slices}
     return tuple(canonical_name(name) for name, module in model.named_modules() if id(module) in slices)
 
 
 def split_names(model: nn.Module) -> dict[str, SlicedName]:
-    """Return each parameter that is split, by its Hugging Face name; all names of a tied weight have the same slices."""
+    """Return each parameter that is split, by its Hugging Face name; all names of a tied weight have the same
+    slices.
+    """
     home = {id(module): canonical_name(name) for name, module in model.named_modules()}
     found = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -84,11 +90,13 @@ def concatenated(parts: Sequence[torch.Tensor], whole: SlicedName) -> torch.Tens
     return torch.cat([part.detach() for part in parts], dim=whole.dim)
 
 
-def merge_state_dict(state: Mapping[str, Any], model: nn.Module, *, join: Join = concatenated, tied: bool = True) -> dict[str, Any]:
+def merge_state_dict(
+    state: Mapping[str, Any], model: nn.Module, *, join: Join = concatenated, tied: bool = True
+) -> dict[str, Any]:
     """Return a state dict with Hugging Face names and shapes; other entries and the order are unchanged.
 
-    `join` combines the slices into one value, which is stored under all names of a tied weight if `tied`, else only under the first.
-    Raise OSDPError if slices of a parameter are missing.
+    `join` combines the slices into one value, which is stored under all names of a tied weight if `tied`, else only
+    under the first. Raise OSDPError if slices of a parameter are missing.
     """
     wholes: dict[str, list[SlicedName]] = {}
     for whole in split_names(model).values():
@@ -99,7 +107,9 @@ def merge_state_dict(state: Mapping[str, Any], model: nn.Module, *, join: Join =
         if name in wholes:
             whole = wholes[name][0]
             if missing := [part for part in whole.parts if part not in state]:
-                raise OSDPError(f"{missing[0]!r} is not in the state, but {name!r} is; give all slices of {whole.name!r}.")
+                raise OSDPError(
+                    f"{missing[0]!r} is not in the state, but {name!r} is; give all slices of {whole.name!r}."
+                )
             joined = join([state[part] for part in whole.parts], whole)
             merged |= {same.name: joined for same in wholes[name][: None if tied else 1]}
         elif name not in others:
@@ -115,7 +125,9 @@ def split_state_dict(state: Mapping[str, Any], model: nn.Module) -> dict[str, An
         if whole is None:
             found[name] = value
         elif tuple(value.shape) != whole.shape:
-            raise RuntimeError(f"size mismatch for {name}: shape {tuple(value.shape)} was given, but the model's is {whole.shape}.")
+            raise RuntimeError(
+                f"size mismatch for {name}: shape {tuple(value.shape)} was given, but the model's is {whole.shape}."
+            )
         else:
             found.update(zip(whole.parts, whole.cut(value), strict=True))
     return found
@@ -124,13 +136,16 @@ def split_state_dict(state: Mapping[str, Any], model: nn.Module) -> dict[str, An
 def merge_optimizer_state(state: Mapping[str, Any], model: nn.Module, *, join: Join = concatenated) -> dict[str, Any]:
     """Return an optimizer's state dict by parameter names, with Hugging Face names and shapes.
 
-    `state` has the form of `get_optimizer_state_dict`: `{"state": {name: {...}}, "param_groups": [{"params": [names], ...}]}`. `join`
-    combines the slices of a state tensor; a scalar, such as `step`, is taken from the first slice.
+    `state` has the form of `get_optimizer_state_dict`: `{"state": {name: {...}}, "param_groups": [{"params": [names],
+    ...}]}`. `join` combines the slices of a state tensor; a scalar, such as `step`, is taken from the first slice.
     """
 
     def merged(states: Sequence[dict[str, Any]], whole: SlicedName) -> dict[str, Any]:
         columns = {key: [own[key] for own in states] for key in states[0]}
-        return {key: join(values, whole) if whole.is_like(values[0], whole.sizes) else values[0] for key, values in columns.items()}
+        return {
+            key: join(values, whole) if whole.is_like(values[0], whole.sizes) else values[0]
+            for key, values in columns.items()
+        }
 
     groups = [{**group, "params": _merged_names(group["params"], model)} for group in state["param_groups"]]
     return {"state": merge_state_dict(state["state"], model, join=merged, tied=False), "param_groups": groups}
@@ -151,11 +166,20 @@ def split_optimizer_state(state: Mapping[str, Any], model: nn.Module) -> dict[st
         found |= {part: {} for part in whole.parts}
         for key, value in own.items():
             is_whole = whole.is_like(value, (whole.shape[whole.dim],))
-            copies = whole.cut(value) if is_whole else [value.clone() if torch.is_tensor(value) else value for _ in whole.parts]
+            copies = (
+                whole.cut(value)
+                if is_whole
+                else [value.clone() if torch.is_tensor(value) else value for _ in whole.parts]
+            )
             for part, one in zip(whole.parts, copies, strict=True):
                 found[part][key] = one
     groups = [
-        {**group, "params": [part for name in group["params"] for part in (sliced[name].parts if name in sliced else (name,))]}
+        {
+            **group,
+            "params": [
+                part for name in group["params"] for part in (sliced[name].parts if name in sliced else (name,))
+            ],
+        }
         for group in state["param_groups"]
     ]
     return {"state": found, "param_groups": groups}
@@ -184,19 +208,25 @@ def _replace(state: dict[str, Any], prefix: str, change: Callable[[dict[str, Any
 
 
 def keep_positions(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Make `state_dict` and `load_state_dict` of a split model's optimizer use the positions of the whole model's parameters.
+    """Make `state_dict` and `load_state_dict` of a split model's optimizer use the positions of the whole model's
+    parameters.
 
-    In each group all slices of a parameter must be consecutive. Nothing changes for sharded parameters, for which torch uses names.
+    In each group all slices of a parameter must be consecutive. Nothing changes for sharded parameters, for which
+    torch uses names.
     """
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    if not any(getattr(hook, "func", None) is _merge_positions for hook in optimizer._optimizer_state_dict_post_hooks.values()):
+    if not any(
+        getattr(hook, "func", None) is _merge_positions for hook in optimizer._optimizer_state_dict_post_hooks.values()
+    ):
         optimizer.register_state_dict_post_hook(partial(_merge_positions, model))
         optimizer.register_load_state_dict_pre_hook(partial(_split_positions, model))
 
 
 @contextmanager
 def own_positions() -> Iterator[None]:
-    """Inside the context, state dicts of optimizers use the slices' positions, as torch's functions that use names expect."""
+    """Inside the context, state dicts of optimizers use the slices' positions, as torch's functions that use names
+    expect.
+    """
     token = _OWN_POSITIONS.set(True)
     try:
         yield
@@ -215,12 +245,16 @@ def _renamed(state: Mapping[str, Any], new: Mapping[Any, Any]) -> dict[str, Any]
     return {"state": {new[name]: own for name, own in state["state"].items()}, "param_groups": groups}
 
 
-def _merge_positions(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+def _merge_positions(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> dict[str, Any] | None:
     names = _plain_names(model, optimizer)
     return at_positions(merge_optimizer_state(_renamed(state, dict(enumerate(names))), model)) if names else None
 
 
-def _split_positions(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+def _split_positions(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> dict[str, Any] | None:
     names = _merged_names(_plain_names(model, optimizer), model)
     if not names or sum(len(group["params"]) for group in state["param_groups"]) != len(names):
         return None  # torch reports the mismatch
@@ -231,5 +265,7 @@ def _plain_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str
     """Return names of an optimizer's parameters by position; empty if it keeps its own positions or holds shards."""
     names = {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    keeps_own = _OWN_POSITIONS.get() or not all(parameter in names and not hasattr(parameter, "placements") for parameter in parameters)
+    keeps_own = _OWN_POSITIONS.get() or not all(
+        parameter in names and not hasattr(parameter, "placements") for parameter in parameters
+    )
     return [] if keeps_own else [names[parameter] for parameter in parameters]

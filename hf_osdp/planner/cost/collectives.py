@@ -1,4 +1,6 @@
-"""Seconds and buffer bytes of collectives in a plan's groups: as measured, else estimated by rings (docs/planner_search.md)."""
+"""Seconds and buffer bytes of collectives in a plan's groups: as measured, else estimated by rings
+(docs/planner_search.md).
+"""
 
 from __future__ import annotations
 
@@ -39,20 +41,29 @@ def replicate_ring(hardware: Hardware, shard_size: int) -> Ring:
 
 
 def between_ring(hardware: Hardware, shard_size: int, stage_size: int) -> Ring:
-    """Return the groups between nodes of collectives in two stages: ranks with the same local rank in nodes of `stage_size`."""
+    """Return the groups between nodes of collectives in two stages: ranks with the same local rank in nodes of
+    `stage_size`.
+    """
     return _ring(hardware.devices_per_node, shard_size, stage_size, neighbours=False)
 
 
 def sharded_seconds(
-    hardware: Hardware, collective: Collective, shard_size: int, stage_size: int, nbytes: int, sent_bytes: int | None = None
+    hardware: Hardware,
+    collective: Collective,
+    shard_size: int,
+    stage_size: int,
+    nbytes: int,
+    sent_bytes: int | None = None,
 ) -> float:
     """Return the seconds of an all-gather or reduce-scatter of a whole tensor of `nbytes` among `shard_size` ranks.
 
-    It runs in one stage (`stage_size=1`), or in two stages, one after the other: between nodes, and among `stage_size` ranks of a node.
-    `sent_bytes` are the bytes of an encoded tensor, which in two stages is sent only between nodes.
+    It runs in one stage (`stage_size=1`), or in two stages, one after the other: between nodes, and among `stage_size`
+    ranks of a node. `sent_bytes` are the bytes of an encoded tensor, which in two stages is sent only between nodes.
     """
     if stage_size == 1:
-        return collective_seconds(hardware, collective, shard_ring(hardware, shard_size), nbytes if sent_bytes is None else sent_bytes)
+        return collective_seconds(
+            hardware, collective, shard_ring(hardware, shard_size), nbytes if sent_bytes is None else sent_bytes
+        )
     if nbytes == 0:
         return 0.0
     between, within = between_ring(hardware, shard_size, stage_size), shard_ring(hardware, stage_size)
@@ -79,7 +90,9 @@ def collective_seconds(hardware: Hardware, collective: Collective, ring: Ring, n
 
 @functools.lru_cache(maxsize=512)
 def _ring(per_node: int, world_size: int, size: int, *, neighbours: bool) -> Ring:
-    """Return the slowest group of `size` neighbours, or of every `size`-th rank: with most hops between nodes and the most shared link."""
+    """Return the slowest group of `size` neighbours, or of every `size`-th rank: with most hops between nodes and
+    the most shared link.
+    """
     if neighbours:
         groups = [range(start, start + size) for start in range(0, world_size, size)]
     else:
@@ -126,7 +139,9 @@ class Message:
         return self.wire.gathered_bytes(self.elements, self.ranks) + self.wire.temporary_bytes(part)
 
     def reduce_buffers(self, *, sums_apart: bool) -> int:
-        """Return the bytes of a reduction beside input and output: codes both ways, temporaries, with `sums_apart` a float32 sum."""
+        """Return the bytes of a reduction beside input and output: codes both ways, temporaries, with `sums_apart`
+        a float32 sum.
+        """
         if self.wire is None:
             return 0
         sums = 4 * -(-self.elements // self.ranks) if sums_apart else 0
@@ -148,7 +163,9 @@ class Message:
 
 
 def messages(unit: UnitDescription, layout: UnitLayout, world_size: int) -> tuple[Message, Message, Message]:
-    """Return the messages of a unit's all-gather, of its reduce-scatter, and of the all-reduce of a rank's shard between replicas."""
+    """Return the messages of a unit's all-gather, of its reduce-scatter, and of the all-reduce of a rank's shard
+    between replicas.
+    """
     g, between = layout.shard_size, layout.shard_size // layout.stage_size
     held, trained = (sum(p.sharded_numel(g) for p in parameters) for parameters in (unit.parameters, unit.trainable))
     return (
@@ -163,7 +180,8 @@ def unit_collective_seconds(
 ) -> tuple[float, float, float]:
     """Return the seconds of a unit's all-gather, reduce-scatter and all-reduce between replicas, coding included.
 
-    `gathered_bytes` and `reduced_bytes` are those of the whole tensor; the all-reduce takes the rank's part of `reduced_bytes`.
+    `gathered_bytes` and `reduced_bytes` are those of the whole tensor; the all-reduce takes the rank's part of
+    `reduced_bytes`.
     """
     gather, scatter, replicas = messages(unit, layout, hardware.world_size)
     size, stage = layout.shard_size, layout.stage_size

@@ -35,7 +35,9 @@ class Correction:
     def of_hardware(self, hardware: Hardware) -> Hardware:
         """Return the hardware with the observed collectives, which take precedence."""
         seen = {timing.key for timing in self.timings}
-        return replace(hardware, timings=(*self.timings, *(timing for timing in hardware.timings if timing.key not in seen)))
+        return replace(
+            hardware, timings=(*self.timings, *(timing for timing in hardware.timings if timing.key not in seen))
+        )
 
     def of_description(self, description: ModelDescription, hardware: Hardware) -> ModelDescription:
         """Return the description with every phase's time on this hardware multiplied by the factor."""
@@ -64,8 +66,8 @@ def correction_of(
 ) -> Correction:
     """Return the correction that follows from an observation of a plan.
 
-    The peak gives `extra_bytes`. With the observed collectives, the compute factor solves  step(factor) = step_s;  step rises with the
-    factor, exposed communication included.
+    The peak gives `extra_bytes`. With the observed collectives, the compute factor solves  step(factor) = step_s;
+    step rises with the factor, exposed communication included.
 
     Args:
         plan: the plan that was observed.

@@ -26,8 +26,13 @@ class PlanEstimate:
     """Seconds in each collective per optimizer step, overlapped with compute or not."""
 
 
-def estimate_plan(plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware | None = None) -> PlanEstimate:
-    """Estimate memory of a plan, and with `hardware` time too. The plan must be for this description (`Plan.check`)."""
+def estimate_plan(
+    plan: Plan, description: ModelDescription, job: TrainingJob, hardware: Hardware | None = None
+) -> PlanEstimate:
+    """Estimate memory of a plan, and with `hardware` time too.
+
+    The plan must be for this description (`Plan.check`).
+    """
     layouts = plan.layouts(description)
     memory = estimate_memory(description, layouts, plan.world_size, job, plan.batch)
     if hardware is None:
@@ -40,8 +45,12 @@ def estimate_plan(plan: Plan, description: ModelDescription, job: TrainingJob, h
     )
 
 
-def _collectives(plan: Plan, layouts: Sequence[UnitLayout], calls: Sequence[int], timer: UnitTimer) -> dict[Collective, float]:
-    """Return the seconds of a step in each collective: gathers of every micro-step, reduce-scatters, one all-reduce between replicas."""
+def _collectives(
+    plan: Plan, layouts: Sequence[UnitLayout], calls: Sequence[int], timer: UnitTimer
+) -> dict[Collective, float]:
+    """Return the seconds of a step in each collective: gathers of every micro-step, reduce-scatters, one all-reduce
+    between replicas.
+    """
     seconds = dict.fromkeys(Collective, 0.0)
     for index, (times, layout) in enumerate(zip(calls, layouts, strict=True)):
         terms = timer.terms(index, layout)

@@ -23,7 +23,9 @@ class MemoryBreakdown:
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
-    """Saved activations, workspace of the running segment, logits, loss, unsharded gradients of the running segment."""
+    """Saved activations, workspace of the running segment, logits, loss, unsharded gradients of the running
+    segment.
+    """
     gathered: int = 0
     """Unsharded parameters and gather buffers."""
     buffers: int = 0
@@ -44,7 +46,9 @@ class Moment:
     """A point of the step at which memory may peak."""
 
     phase: str
-    """`forward: gather`, `forward`, `backward: gather`, `backward`, `backward: reduce`, `reduce` or `optimizer step`."""
+    """`forward: gather`, `forward`, `backward: gather`, `backward`, `backward: reduce`, `reduce` or `optimizer
+    step`.
+    """
     unit: str
     breakdown: MemoryBreakdown
 
@@ -63,14 +67,21 @@ class SegmentBytes:
     forward_peak: int
     backward_peak: int
     host: int
-    """Page-locked memory of the host, whose tensors are rounded up to powers of two. A block's input is one tensor, rounded exactly; the
-    sizes of other saved tensors are unknown, so that their sum is doubled."""
+    """Page-locked memory of the host, whose tensors are rounded up to powers of two. A block's input is one tensor,
+    rounded exactly; the sizes of other saved tensors are unknown, so that their sum is doubled."""
 
     @classmethod
     def of(
-        cls, segment: Segment, span: GatherSpan, samples: int, activations: Activations = Activations.SAVE, *, recomputes: bool = False
+        cls,
+        segment: Segment,
+        span: GatherSpan,
+        samples: int,
+        activations: Activations = Activations.SAVE,
+        *,
+        recomputes: bool = False,
     ) -> SegmentBytes:
-        """Return the terms at a micro-batch size under a choice of activations; `recomputes`: some block is recomputed.
+        """Return the terms at a micro-batch size under a choice of activations; `recomputes`: some block is
+        recomputed.
 
         Offloaded activations leave the device at the end of forward and return at the start of backward.
         """
@@ -105,7 +116,10 @@ class MemoryEstimate:
     host_bytes: int = 0
     """States and offloaded activations of one rank on the host."""
     communicators: int = 0
-    """Number of NCCL communicators. Their memory is not in the moments; `DeviceSpec.communicator_bytes` is the memory of each."""
+    """Number of NCCL communicators.
+
+    Their memory is not in the moments; `DeviceSpec.communicator_bytes` is the memory of each.
+    """
 
     @property
     def peak(self) -> Moment:
@@ -131,14 +145,22 @@ class MemoryEstimate:
 def estimate_memory(
     description: ModelDescription, layouts: Sequence[UnitLayout], world_size: int, job: TrainingJob, batch: Batch
 ) -> MemoryEstimate:
-    """Return every moment of one optimizer step on the fullest rank; `layouts` has one layout per unit, in the description's order."""
+    """Return every moment of one optimizer step on the fullest rank; `layouts` has one layout per unit, in the
+    description's order.
+    """
     on_host = any(layout.on_host for layout in layouts)
     unit_terms = partial(unit_bytes, world_size=world_size, job=job, batch=batch, beside_host=on_host)
     pairs = zip(range(len(description.units)), layouts, strict=True)
     units = [*starmap(once_per_shape(description.units, unit_terms), pairs)]
     recomputes = any(layout.activations.recomputes for layout in layouts)
     segments = [
-        SegmentBytes.of(s, description.units[s.unit].span, batch.micro_batch_size, layouts[s.unit].activations, recomputes=recomputes)
+        SegmentBytes.of(
+            s,
+            description.units[s.unit].span,
+            batch.micro_batch_size,
+            layouts[s.unit].activations,
+            recomputes=recomputes,
+        )
         for s in description.segments
     ]
     host_bytes = sum(unit.host for unit in units) + max((unit.host_moment for unit in units), default=0)
@@ -155,7 +177,11 @@ def estimate_memory(
 
 
 def peak_of_terms(
-    description: ModelDescription, units: Sequence[UnitBytes], segments: Sequence[SegmentBytes], job: TrainingJob, batch: Batch
+    description: ModelDescription,
+    units: Sequence[UnitBytes],
+    segments: Sequence[SegmentBytes],
+    job: TrainingJob,
+    batch: Batch,
 ) -> int:
     """Return the peak of a step whose units and segments have these terms, which need not come from one plan."""
     return max(sum(level.values()) for _, _, level in _Walk(description, units, segments, job, batch).moments())
@@ -167,7 +193,9 @@ def combined_scratch(job: TrainingJob, scratch: Sequence[int]) -> int:
 
 
 def resident_bytes(description: ModelDescription, job: TrainingJob, samples: int) -> int:
-    """Return the bytes that do not depend on layouts: the module's buffers, the batch, outputs that the loop holds, and the correction."""
+    """Return the bytes that do not depend on layouts: the module's buffers, the batch, outputs that the loop holds,
+    and the correction.
+    """
     return _model_buffers(description, job, samples) + job.correction_bytes
 
 
@@ -182,7 +210,9 @@ def first_uses(description: ModelDescription) -> dict[int, int]:
 
 
 def merging_segments(description: ModelDescription, job: TrainingJob) -> dict[int, int]:
-    """Return the bytes of the sum of a shared parameter's gradients, by the unit's first segment, which backward reaches last."""
+    """Return the bytes of the sum of a shared parameter's gradients, by the unit's first segment, which backward
+    reaches last.
+    """
     first, units = first_uses(description), enumerate(description.units)
     several = ((i, unit) for i, unit in units if i in first and (unit.shared or unit.span is GatherSpan.CALLS))
     return {first[i]: nbytes for i, unit in several if (nbytes := merged_gradients(unit, job))}
@@ -191,9 +221,10 @@ def merging_segments(description: ModelDescription, job: TrainingJob) -> dict[in
 def gathered_ahead(description: ModelDescription) -> tuple[int | None, ...]:
     """Return for each segment the unit whose gather is prefetched while the segment's backward computes, or None.
 
-    FSDP2 prefetches the group whose forward ended before (`FSDPParamGroup._backward_prefetch`). The root's forward ends last, so that its
-    segments are not in this order. Segments of shared weights are not in it either if one of the modules never runs (T5's `shared`). If all
-    run, nothing is prefetched where the shared weights are next, because they are still gathered.
+    FSDP2 prefetches the group whose forward ended before (`FSDPParamGroup._backward_prefetch`). The root's forward
+    ends last, so that its segments are not in this order. Segments of shared weights are not in it either if one of
+    the modules never runs (T5's `shared`). If all run, nothing is prefetched where the shared weights are next,
+    because they are still gathered.
     """
     runs = Counter(segment.unit for segment in description.segments)
     ahead: list[int | None] = []
@@ -212,7 +243,12 @@ class _Walk:
     """A walk through one micro-step in FSDP2's order, which records every moment."""
 
     def __init__(
-        self, description: ModelDescription, units: Sequence[UnitBytes], segments: Sequence[SegmentBytes], job: TrainingJob, batch: Batch
+        self,
+        description: ModelDescription,
+        units: Sequence[UnitBytes],
+        segments: Sequence[SegmentBytes],
+        job: TrainingJob,
+        batch: Batch,
     ) -> None:
         self.description, self.units, self.segments, self.job = description, units, segments, job
         self.first_use = first_uses(description)
@@ -238,7 +274,9 @@ class _Walk:
         self._finish()
         return self.found
 
-    def _moment(self, phase: str, unit: int | None, *, activations: int = 0, gathered: int = 0, buffers: int = 0) -> None:
+    def _moment(
+        self, phase: str, unit: int | None, *, activations: int = 0, gathered: int = 0, buffers: int = 0
+    ) -> None:
         level = self.level.copy()
         level["activations"] += activations
         level["gathered"] += gathered
@@ -258,7 +296,8 @@ class _Walk:
             if number in self.whole_step:
                 self._moment("forward", number, activations=terms.forward_peak, gathered=buffer)
             else:
-                # FSDP2 frees the gather buffer of the preceding unit only after this unit has been copied out of its own
+                # FSDP2 frees the gather buffer of the preceding unit only after this unit has been copied out of its
+                # own
                 self._moment("forward: gather", number, gathered=buffer + unit.gather_buffer + unit.gathered)
                 buffer = unit.gather_buffer
                 self._moment("forward", number, activations=terms.forward_peak, gathered=buffer + unit.gathered)
@@ -290,14 +329,23 @@ class _Walk:
                 continue
             self._add(gathered=-unit.kept, gradients=-unit.waiting_gradients if number in waiting else 0)
             self._reduce(
-                "backward: reduce", number, unit.gradients_after, unit.unsharded_gradients, gathered=ahead, activations=terms.gradient
+                "backward: reduce",
+                number,
+                unit.gradients_after,
+                unit.unsharded_gradients,
+                gathered=ahead,
+                activations=terms.gradient,
             )
             in_flight = unit.reduce_tail
         idle = set(self.whole_step) - {segment.unit for segment in segments}
         self._add(gradients=sum(self.units[i].unsharded_gradients for i in idle))
 
-    def _reduce(self, phase: str, number: int, left: int, whole: int = 0, *, gathered: int = 0, activations: int = 0) -> None:
-        """Record a reduction that adds `left` bytes of gradients; `whole` are bytes of unreduced gradients that are not in the level."""
+    def _reduce(
+        self, phase: str, number: int, left: int, whole: int = 0, *, gathered: int = 0, activations: int = 0
+    ) -> None:
+        """Record a reduction that adds `left` bytes of gradients; `whole` are bytes of unreduced gradients that are
+        not in the level.
+        """
         unit = self.units[number]
         self._moment(phase, number, activations=activations + whole, gathered=gathered, buffers=unit.reduce_input)
         self._add(gradients=left, buffers=unit.reduced_after)

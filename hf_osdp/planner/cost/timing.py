@@ -59,7 +59,9 @@ class TimeEstimate:
 
 
 def phase_affine(phase: PhaseCost, description: ModelDescription, hardware: Hardware) -> Affine:
-    """Return the seconds of a phase on one device as a function of samples: as measured, else by a roofline, on the CPU plus dispatch."""
+    """Return the seconds of a phase on one device as a function of samples: as measured, else by a roofline, on the
+    CPU plus dispatch.
+    """
     if phase.seconds is not None:
         return phase.seconds
     device = hardware.device
@@ -77,7 +79,8 @@ def phase_affine(phase: PhaseCost, description: ModelDescription, hardware: Hard
 def passes(
     description: ModelDescription, hardware: Hardware, samples: int, activations: Activations = Activations.SAVE
 ) -> list[tuple[float, float]]:
-    """Return the seconds of each segment's forward and backward in one micro-step, including time in which a GPU waits for the CPU.
+    """Return the seconds of each segment's forward and backward in one micro-step, including time in which a GPU waits
+    for the CPU.
 
     All units have the same choice of activations.
     """
@@ -100,10 +103,11 @@ def passes(
 def unit_work(
     description: ModelDescription, hardware: Hardware, samples: int, activations: Activations = Activations.SAVE
 ) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
-    """Return each unit's forward and backward compute in one micro-step, and the compute that its communication can overlap.
+    """Return each unit's forward and backward compute in one micro-step, and the compute that its communication can
+    overlap.
 
-    `activations` is the choice of the unit itself; the forward of the preceding segment counts as if everything were saved. The first
-    segment has no preceding one, so that its gather in forward overlaps nothing.
+    `activations` is the choice of the unit itself; the forward of the preceding segment counts as if everything were
+    saved. The first segment has no preceding one, so that its gather in forward overlaps nothing.
     """
     compute_s = [0.0] * len(description.units)
     calls: list[list[Windows]] = [[] for _ in description.units]
@@ -132,8 +136,12 @@ class HostTrip:
     """Time in which both copies use the device's memory bandwidth, which compute lacks."""
 
 
-def host_trips(description: ModelDescription, hardware: Hardware, samples: int, activations: Activations) -> tuple[HostTrip, ...]:
-    """Return each unit's copies under its own choice of activations; HardwareError if they need a host that is not known."""
+def host_trips(
+    description: ModelDescription, hardware: Hardware, samples: int, activations: Activations
+) -> tuple[HostTrip, ...]:
+    """Return each unit's copies under its own choice of activations; HardwareError if they need a host that is not
+    known.
+    """
     trips = [HostTrip()] * len(description.units)
     for segment in description.segments if activations.offloads else ():
         host, nbytes = host_of(hardware), segment.under(activations).sent_bytes.bytes(samples)
@@ -159,7 +167,9 @@ class UnitTimer:
 
     def _work(self, way: Recomputation | None) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
         """Return `unit_work` of a way to recompute."""
-        return unit_work(self._description, self._hardware, self._batch.micro_batch_size, Activations(recomputation=way))
+        return unit_work(
+            self._description, self._hardware, self._batch.micro_batch_size, Activations(recomputation=way)
+        )
 
     def __call__(self, index: int, layout: UnitLayout) -> UnitTime:
         """Return the seconds of a unit under a layout."""
@@ -169,7 +179,12 @@ class UnitTimer:
 
 
 def unit_time(
-    terms: UnitSeconds, layout: UnitLayout, windows: Windows, compute_s: float, batch: Batch, trip: HostTrip = HostTrip()
+    terms: UnitSeconds,
+    layout: UnitLayout,
+    windows: Windows,
+    compute_s: float,
+    batch: Batch,
+    trip: HostTrip = HostTrip(),
 ) -> UnitTime:
     """Return one unit's time in an optimizer step, from the terms of its layout."""
     micro_steps, scatters = batch.accumulation_steps, batch.reduce_scatters(layout)
@@ -181,7 +196,9 @@ def unit_time(
         forward += max(0.0, terms.gather_forward - call.forward) + max(0.0, terms.gather_backward - call.backward)
     further = len(windows.later)
     gathers = (1 + further) * (terms.gather_forward + terms.gather_backward)
-    copies = terms.copy_forward + terms.copy_backward + further * 2 * terms.copy_forward  # copies out of buffers in both passes
+    copies = (
+        terms.copy_forward + terms.copy_backward + further * 2 * terms.copy_forward
+    )  # copies out of buffers in both passes
     return UnitTime(
         compute_s=micro_steps * compute_s,
         communication_s=micro_steps * (gathers + trip.out + trip.back_beside + trip.back_before)
@@ -197,6 +214,8 @@ def unit_time(
 def estimate_time(
     description: ModelDescription, layouts: Sequence[UnitLayout], hardware: Hardware, job: TrainingJob, batch: Batch
 ) -> TimeEstimate:
-    """Return the seconds of one optimizer step, by unit and kind; `layouts` has one layout per unit, in the description's order."""
+    """Return the seconds of one optimizer step, by unit and kind; `layouts` has one layout per unit, in the
+    description's order.
+    """
     timer = UnitTimer(description, hardware, job, batch)
     return TimeEstimate(units=tuple(timer(index, layout) for index, layout in enumerate(layouts)))

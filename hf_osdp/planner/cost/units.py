@@ -1,4 +1,6 @@
-"""Costs of one layout for one unit, with FSDP2's allocations (torch/distributed/fsdp/_fully_shard): bytes on the fullest rank, seconds."""
+"""Costs of one layout for one unit, with FSDP2's allocations (torch/distributed/fsdp/_fully_shard): bytes on the
+fullest rank, seconds.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ class UnitBytes:
     gradients_after: int
     """Change of the gradients' bytes at the end of the unit's backward."""
     gradients_settled: int
-    """Change of the gradients' bytes at the end of the last micro-step: negative where held whole gradients become shards. Earlier
-    micro-steps end with whole gradients, so that this counts at the end of the step and not at each unit."""
+    """Change of the gradients' bytes at the end of the last micro-step: negative where held whole gradients become
+    shards. Earlier micro-steps end with whole gradients, so that this counts at the end of the step and not at each
+    unit."""
     reduced_after: int
     """Reduced gradients that FSDP2 keeps until the end of backward, beside the terms above."""
     gathered: int
@@ -41,15 +44,21 @@ class UnitBytes:
     gather_buffer: int
     """Output of the all-gather before it is copied out; 0 if nothing is sent."""
     cast_buffer: int
-    """Further bytes of a gather: parameters that are cast or copied to the device, and the buffer between two stages."""
+    """Further bytes of a gather: parameters that are cast or copied to the device, and the buffer between two
+    stages.
+    """
     unsharded_gradients: int
     """Gradients from autograd, before they are reduced or added to held whole gradients."""
     reduce_input: int
     """Input buffer of the reduce-scatter."""
     reduce_stage: int
-    """Buffer between two stages of the reduce-scatter with codes of fewer bits; or the codes between replicas, if they are larger."""
+    """Buffer between two stages of the reduce-scatter with codes of fewer bits; or the codes between replicas, if
+    they are larger.
+    """
     last_gradient: int
-    """The last parameter's gradient from autograd, which a loop variable of FSDP2's `foreach_reduce` keeps until that function returns."""
+    """The last parameter's gradient from autograd, which a loop variable of FSDP2's `foreach_reduce` keeps until
+    that function returns.
+    """
     reduce_tail: int
     """Input of the reduce-scatter while the backward of the next unit runs; it is freed when that backward ends."""
     reduce_output: int
@@ -61,8 +70,8 @@ class UnitBytes:
     host: int
     """Parameters, gradients and optimizer states on the host; no other term includes them."""
     states_passing: int = 0
-    """Most bytes on the device while parameters step one by one: a unit's states from the host with temporaries of one parameter, or
-    temporaries of one matrix."""
+    """Most bytes on the device while parameters step one by one: a unit's states from the host with temporaries of one
+    parameter, or temporaries of one matrix."""
     host_moment: int = 0
     """A gradient on the host that is added to the held one; one at a time over all units."""
     waiting_gradients: int = 0
@@ -80,13 +89,17 @@ class UnitBytes:
 
     @property
     def prefetched(self) -> int:
-        """Bytes of the unit's prefetched gather, which overlaps the backward of another unit; 0 if parameters are kept."""
+        """Bytes of the unit's prefetched gather, which overlaps the backward of another unit; 0 if parameters are
+        kept.
+        """
         return 0 if self.kept else self.gather_buffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitSeconds:
-    """Time terms of one unit under one layout, in seconds per micro-step; `all_reduce` and `optimizer` are per optimizer step."""
+    """Time terms of one unit under one layout, in seconds per micro-step; `all_reduce` and `optimizer` are per
+    optimizer step.
+    """
 
     gather_forward: float
     gather_backward: float
@@ -106,15 +119,20 @@ class UnitSeconds:
 
 
 def shape_ids(units: Sequence[UnitDescription]) -> tuple[int, ...]:
-    """Return a number for each unit; units have the same number if equal layouts cost the same, activations left out."""
+    """Return a number for each unit; units have the same number if equal layouts cost the same, activations left
+    out.
+    """
     known: dict[tuple[object, ...], int] = {}
     keys = (
-        (unit.span, tuple((p.shape, p.dtype, p.requires_grad, p.keeps_dtype, p.is_embedding) for p in unit.parameters)) for unit in units
+        (unit.span, tuple((p.shape, p.dtype, p.requires_grad, p.keeps_dtype, p.is_embedding) for p in unit.parameters))
+        for unit in units
     )
     return tuple(known.setdefault(key, len(known)) for key in keys)
 
 
-def once_per_shape(units: Sequence[UnitDescription], terms: Callable[[UnitDescription, UnitLayout], T]) -> Callable[[int, UnitLayout], T]:
+def once_per_shape(
+    units: Sequence[UnitDescription], terms: Callable[[UnitDescription, UnitLayout], T]
+) -> Callable[[int, UnitLayout], T]:
     """Return a function of a unit's index and a layout that computes `terms` once for equal units."""
     shapes = shape_ids(units)
     known: dict[tuple[object, ...], T] = {}
@@ -129,11 +147,18 @@ def once_per_shape(units: Sequence[UnitDescription], terms: Callable[[UnitDescri
 
 
 def unit_bytes(
-    unit: UnitDescription, layout: UnitLayout, world_size: int, job: TrainingJob, batch: Batch, *, beside_host: bool = False
+    unit: UnitDescription,
+    layout: UnitLayout,
+    world_size: int,
+    job: TrainingJob,
+    batch: Batch,
+    *,
+    beside_host: bool = False,
 ) -> UnitBytes:
     """Return the memory terms of a unit under a layout; `beside_host`: some unit of the plan is on the host.
 
-    In one process a unit without FSDP2 frees no reduce input; that of an earlier unit on the host is then still in flight after it.
+    In one process a unit without FSDP2 frees no reduce input; that of an earlier unit on the host is then still in
+    flight after it.
     """
     g, precision, trainable = layout.shard_size, job.precision, unit.trainable
     shards = [p.sharded_bytes(g) for p in trainable]
@@ -181,25 +206,31 @@ def unit_bytes(
         reduce_output=output,
         kept=0 if layout.reshard_after_forward else gathered,
         step_scratch=0 if layout.states_on_host else scratch,
-        states_passing=states + max(matrix, _step_scratch([max(shards, default=0)], job)) if layout.states_on_host else matrix,
+        states_passing=states + max(matrix, _step_scratch([max(shards, default=0)], job))
+        if layout.states_on_host
+        else matrix,
         host=_host_bytes(unit, layout, job),
         host_moment=max(shards, default=0) if layout.on_host and accumulates and not partial else 0,
     )
 
 
 def reduce_input(unit: UnitDescription, shard_size: int, job: TrainingJob) -> int:
-    """Return the bytes of the input of a reduce-scatter: each gradient's rows, padded to a multiple of the shard group.
+    """Return the bytes of the input of a reduce-scatter: each gradient's rows, padded to a multiple of the shard
+    group.
 
     See `_get_dim0_padded_size` in torch/distributed/fsdp/_fully_shard/_fsdp_common.py.
     """
-    return sum(shard_size * p.sharded_numel(shard_size) * job.precision.reduced_dtype(p).itemsize for p in unit.trainable)
+    return sum(
+        shard_size * p.sharded_numel(shard_size) * job.precision.reduced_dtype(p).itemsize for p in unit.trainable
+    )
 
 
 def gradients_arriving(description: ModelDescription, job: TrainingJob) -> tuple[int, ...]:
-    """Return for each segment the bytes of gradients, of parameters gathered for the whole step, that its backward adds.
+    """Return for each segment the bytes of gradients, of parameters gathered for the whole step, that its backward
+    adds.
 
-    A gradient without a traced time counts from the unit's last segment on. A gradient that a block's backward adds counts from the nearest
-    later segment of a unit gathered for the whole step, whose backward comes first.
+    A gradient without a traced time counts from the unit's last segment on. A gradient that a block's backward adds
+    counts from the nearest later segment of a unit gathered for the whole step, whose backward comes first.
     """
     segments, arriving = description.segments, [0] * len(description.segments)
     whole_step = [index for index, s in enumerate(segments) if description.units[s.unit].span is GatherSpan.STEP]
@@ -208,7 +239,9 @@ def gradients_arriving(description: ModelDescription, job: TrainingJob) -> tuple
     for unit, at_latest in last.items():
         for p in description.units[unit].trainable:
             comes = traced.get(p.name, at_latest)
-            arriving[next((index for index in whole_step if index >= comes), whole_step[-1])] += _whole([p], job.precision.gathered_dtype)
+            arriving[next((index for index in whole_step if index >= comes), whole_step[-1])] += _whole(
+                [p], job.precision.gathered_dtype
+            )
     return tuple(arriving)
 
 
@@ -225,7 +258,11 @@ def merged_gradients(unit: UnitDescription, job: TrainingJob) -> int:
 def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, job: TrainingJob) -> UnitSeconds:
     """Return the time terms of `unit` under `layout`."""
     g = layout.shard_size
-    gathered, reduced, shards = _gathered(unit, g, job), reduce_input(unit, g, job), [p.sharded_bytes(g) for p in unit.trainable]
+    gathered, reduced, shards = (
+        _gathered(unit, g, job),
+        reduce_input(unit, g, job),
+        [p.sharded_bytes(g) for p in unit.trainable],
+    )
     gather, scatter, replicas = unit_collective_seconds(unit, layout, hardware, gathered, reduced)
     copy_out, copy_in = 0.0, 0.0
     if hardware.world_size > 1 or layout.on_host:
@@ -258,8 +295,12 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
     )
 
 
-def _copy_seconds(unit: UnitDescription, g: int, gathered: int, reduced: int, hardware: Hardware) -> tuple[float, float]:
-    """Return FSDP2's seconds to gather and to reduce a unit without collectives: measured, else copies at memory speed."""
+def _copy_seconds(
+    unit: UnitDescription, g: int, gathered: int, reduced: int, hardware: Hardware
+) -> tuple[float, float]:
+    """Return FSDP2's seconds to gather and to reduce a unit without collectives: measured, else copies at memory
+    speed.
+    """
     rate, overhead = hardware.device.memory_bytes_per_s, hardware.fsdp_overhead
     reductions = 2 if g == 1 else 1  # the reduce-scatter of one rank is a second copy
     if overhead is None:
@@ -272,14 +313,17 @@ def host_of(hardware: Hardware) -> HostSpec:
     """Return the host of the devices; HardwareError if it is not known."""
     if hardware.host is None:
         raise HardwareError(
-            f"The plan puts states or activations on the host, but the host of {hardware.device.name} is not known; measure it by"
+            f"The plan puts states or activations on the host, but the host of {hardware.device.name} is not known;"
+            " measure it by"
             " hf-osdp profile."
         )
     return hardware.host
 
 
 def _update_seconds(shards: Sequence[int], hardware: Hardware, job: TrainingJob, *, on_host: bool) -> float:
-    """Return the time of the optimizer step on a rank's shards, and of clipping, which reads each gradient twice and writes it once."""
+    """Return the time of the optimizer step on a rank's shards, and of clipping, which reads each gradient twice
+    and writes it once.
+    """
     device, optimizer, tensors, nbytes = hardware.device, job.optimizer, len(shards), sum(shards)
     if on_host:
         clipped = 3 if job.clips_gradients else 0
@@ -302,17 +346,21 @@ def _whole(parameters: Iterable[ParameterSpec], dtype_of: Callable[[ParameterSpe
 
 
 def _cast_buffer(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) -> int:
-    """Return the bytes of a gather beyond gathered parameters and gather buffer: codes, buffer between stages, casts, copies.
+    """Return the bytes of a gather beyond gathered parameters and gather buffer: codes, buffer between stages, casts,
+    copies.
 
-    Casts and copies of shards never exceed the later gather buffer, because FSDP2 makes them before the gather. Replicas are copied to the
-    device, cast and copied into place, one after the other.
+    Casts and copies of shards never exceed the later gather buffer, because FSDP2 makes them before the gather.
+    Replicas are copied to the device, cast and copied into place, one after the other.
     """
     if (g := layout.shard_size) > 1:
         codes = messages(unit, layout, g)[0].gather_buffers()
         return codes + (_gathered(unit, g, job) // layout.stage_size if layout.two_stage else 0)
     highest = done = 0
     for p in unit.parameters:
-        whole, cast = p.numel * job.precision.gathered_dtype(p).itemsize, job.precision.gathered_dtype(p) is not p.dtype
+        whole, cast = (
+            p.numel * job.precision.gathered_dtype(p).itemsize,
+            job.precision.gathered_dtype(p) is not p.dtype,
+        )
         brought = p.numel * p.dtype.itemsize if layout.on_host else 0
         source = whole if cast else brought
         highest = max(highest, done + brought + (whole if cast else 0), done + source + whole)
@@ -329,7 +377,10 @@ def _reduce_stage(unit: UnitDescription, layout: UnitLayout, world_size: int, jo
 
 
 def _host_bytes(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) -> int:
-    """Return a unit's bytes on the host. Tensors that are copied are in page-locked memory, each rounded up to a power of two."""
+    """Return a unit's bytes on the host.
+
+    Tensors that are copied are in page-locked memory, each rounded up to a power of two.
+    """
     g = layout.shard_size
     if layout.states_on_host:
         return sum(pinned_bytes(nbytes) for p in unit.trainable for nbytes in job.optimizer.state_tensors(p, g))
@@ -340,11 +391,15 @@ def _host_bytes(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) -> 
 
 
 def pinned_bytes(nbytes: int) -> int:
-    """Return the bytes rounded up to a power of two, as torch allocates page-locked memory (`CachingHostAllocatorImpl::allocate`)."""
+    """Return the bytes rounded up to a power of two, as torch allocates page-locked memory
+    (`CachingHostAllocatorImpl::allocate`).
+    """
     return 1 << (nbytes - 1).bit_length() if nbytes else 0
 
 
 def _step_scratch(shards: Sequence[int], job: TrainingJob) -> int:
     if job.optimizer.step is OptimizerStep.FOREACH:
         return sum(shards)
-    return int(job.optimizer.loop_scratch * max(shards, default=0)) if job.optimizer.step is OptimizerStep.FOR_LOOP else 0
+    return (
+        int(job.optimizer.loop_scratch * max(shards, default=0)) if job.optimizer.step is OptimizerStep.FOR_LOOP else 0
+    )

@@ -1,4 +1,6 @@
-"""Candidates of a search, one for each batch in each search space, with bounds on time and peak that need no solver."""
+"""Candidates of a search, one for each batch in each search space, with bounds on time and peak that need no
+solver.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from .timeline import BatchCosts, build_timeline
 UNLIMITED = 2**60
 """More bytes than any device has."""
 ADVICE_WORK = 0.5
-"""Most work to answer whether any plan fits, where the answer is advice, in CP-SAT's deterministic seconds; nearly all take hundredths."""
+"""Most work to answer whether any plan fits, where the answer is advice, in CP-SAT's deterministic seconds; nearly
+all take hundredths.
+"""
 _ROUNDED = 1e-6
 """Relative rounding error of a bound of the linear solver."""
 
@@ -39,7 +43,9 @@ class Candidate:
     @cached_property
     def least_s(self) -> float:
         """Lower bound on the seconds of a step: each unit takes its fastest option."""
-        return sum(len(group.units) * min(option.seconds for option in group.options) for group in self.timeline.groups)
+        return sum(
+            len(group.units) * min(option.seconds for option in group.options) for group in self.timeline.groups
+        )
 
     @cached_property
     def floor_bytes(self) -> int:
@@ -57,13 +63,19 @@ class Candidate:
             terms |= dict.fromkeys(group.units, UnitBytes(**least))
             kept |= {unit: {o.layout.activations for o in group.options} for unit in group.units}
         samples = self.batch.micro_batch_size
-        segments = [SegmentBytes.least(s, description.units[s.unit].span, samples, kept[s.unit]) for s in description.segments]
-        return peak_of_terms(description, [terms[i] for i in range(len(terms))], segments, self.problem.job, self.batch)
+        segments = [
+            SegmentBytes.least(s, description.units[s.unit].span, samples, kept[s.unit]) for s in description.segments
+        ]
+        return peak_of_terms(
+            description, [terms[i] for i in range(len(terms))], segments, self.problem.job, self.batch
+        )
 
     def memory(self, layouts: Mapping[int, UnitLayout]) -> MemoryEstimate:
         """Return the memory of a plan."""
         ordered = [layouts[index] for index in range(len(layouts))]
-        return estimate_memory(self.problem.description, ordered, self.problem.hardware.world_size, self.problem.job, self.batch)
+        return estimate_memory(
+            self.problem.description, ordered, self.problem.hardware.world_size, self.problem.job, self.batch
+        )
 
     def needed_bytes(self, layouts: Mapping[int, UnitLayout]) -> int:
         """Return a plan's peak without the memory that every plan takes outside tensors."""
@@ -72,7 +84,9 @@ class Candidate:
     def quickest(self, limit_bytes: int) -> Solution | None:
         """Return the plan of each unit's fastest option if it fits, else None. It needs no solver."""
         layouts = self._each(lambda o: (o.seconds, o.stays))
-        return Solution(layouts=layouts, objective=self.least_s, proven=True) if self._fit(layouts, limit_bytes) else None
+        return (
+            Solution(layouts=layouts, objective=self.least_s, proven=True) if self._fit(layouts, limit_bytes) else None
+        )
 
     def frugal(self) -> dict[int, UnitLayout]:
         """Return the plan of each unit's most frugal option; its peak is usually the least of all plans."""
@@ -83,7 +97,9 @@ class Candidate:
 
     def fits(self, limit_bytes: int) -> bool:
         """Return whether a plan is found that fits; `ADVICE_WORK` limits the effort."""
-        return self.floor_bytes <= limit_bytes and (self._fit(self.frugal(), limit_bytes) or self.any_within(limit_bytes) is not None)
+        return self.floor_bytes <= limit_bytes and (
+            self._fit(self.frugal(), limit_bytes) or self.any_within(limit_bytes) is not None
+        )
 
     def any_within(self, limit_bytes: int) -> dict[int, UnitLayout] | None:
         """Return a plan that fits, or None if the solver finds none within `ADVICE_WORK`."""
@@ -92,7 +108,8 @@ class Candidate:
     def least(self) -> tuple[dict[int, UnitLayout], int]:
         """Return the plan with the lowest peak, and this peak as `needed_bytes` gives it.
 
-        Search for any plan below the lowest peak so far: in turns just below it, where usually there is none, and by bisection.
+        Search for any plan below the lowest peak so far: in turns just below it, where usually there is none, and by
+        bisection.
         """
         job, best = self.problem.job, self.frugal()
         if not self.timeline.fits_host(best):
@@ -132,16 +149,24 @@ def all_candidates(problem: PlanningProblem, *, smallest_first: bool = False) ->
 
 
 def possible_candidates(problem: PlanningProblem) -> list[Candidate]:
-    """Return the candidates whose states fit the host; HardwareError if there are none, OSDPError if each passes `UNLIMITED`."""
+    """Return the candidates whose states fit the host; HardwareError if there are none, OSDPError if each passes
+    `UNLIMITED`.
+    """
     every = list(all_candidates(problem))
-    fitting = [candidate for candidate in every if candidate.timeline.least_host_bytes <= candidate.timeline.host_limit_bytes]
+    fitting = [
+        candidate for candidate in every if candidate.timeline.least_host_bytes <= candidate.timeline.host_limit_bytes
+    ]
     if not fitting:
         least = min(candidate.timeline.least_host_bytes for candidate in every)
         raise HardwareError(
             f"States and activations on the host need {format_bytes(least)} of its memory for each rank, but it has"
-            f" {format_bytes(every[0].timeline.host_limit_bytes)} ({problem.hardware.device.name}). Leave host_offload and"
+            f" {format_bytes(every[0].timeline.host_limit_bytes)} ({problem.hardware.device.name}). Leave host_offload"
+            " and"
             " offload_activations to the planner, or use more devices."
         )
     if all(candidate.floor_bytes > UNLIMITED for candidate in fitting):
-        raise OSDPError(f"Each plan needs more than {format_bytes(UNLIMITED)} per device. The model's description is wrong; make it again.")
+        raise OSDPError(
+            f"Each plan needs more than {format_bytes(UNLIMITED)} per device. The model's description is wrong; make"
+            " it again."
+        )
     return fitting

@@ -46,9 +46,10 @@ def compare_strategies(
 ) -> tuple[StrategyResult, ...]:
     """Compare all strategies, each at its own best batch under the same limit, OSDP first.
 
-    A strategy that cannot run has a reason instead of a result. Two-stage has a row only for several nodes of several devices. If the job
-    leaves recomputation open, FSDP has further rows as scripts run it (`as_scripts_run`). If the job allows fewer bits on the wire, OSDP
-    and the strategy asked for use them and have a second row, `exact`, without them.
+    A strategy that cannot run has a reason instead of a result. Two-stage has a row only for several nodes of several
+    devices. If the job leaves recomputation open, FSDP has further rows as scripts run it (`as_scripts_run`). If the
+    job allows fewer bits on the wire, OSDP and the strategy asked for use them and have a second row, `exact`, without
+    them.
 
     Args:
         problem: the problem of the model without splits.
@@ -60,7 +61,9 @@ def compare_strategies(
     rows = []
     for one in Strategy:
         if several or one is not Strategy.TWO_STAGE:
-            asked = replace(problem, strategy=one, description=split if split and one is Strategy.OSDP else problem.description)
+            asked = replace(
+                problem, strategy=one, description=split if split and one is Strategy.OSDP else problem.description
+            )
             exact = replace(asked, job=replace(asked.job, communication=None))
             if exact != asked and one in (problem.strategy, Strategy.OSDP):
                 rows += [best_of(asked), best_of(exact, "exact")]
@@ -78,7 +81,8 @@ def compare_strategies(
 
 
 def as_scripts_run(problem: PlanningProblem, *, recompute: bool) -> PlanningProblem:
-    """Return the problem of a script without a planner: all blocks recomputed or none, nothing on the host unless the job requires it.
+    """Return the problem of a script without a planner: all blocks recomputed or none, nothing on the host unless the
+    job requires it.
 
     Without recomputation it has the defaults of Accelerate's FSDP2, which reduces gradients in the compute dtype.
     """
@@ -102,15 +106,20 @@ def best_of(problem: PlanningProblem, variant: str = "") -> StrategyResult:
     except ValueError:
         if strategy is not Strategy.HSDP and not problem.shards_whole:
             raise
-        reason = f"{problem.job.optimizer.name} needs whole parameters" if problem.shards_whole else "no group size between 1 and all"
+        reason = (
+            f"{problem.job.optimizer.name} needs whole parameters"
+            if problem.shards_whole
+            else "no group size between 1 and all"
+        )
         return StrategyResult(strategy=strategy, result=None, reason=reason, variant=variant)
 
 
 def frontier(problem: PlanningProblem, *, points: int = POINTS, at: Sequence[int] = ()) -> tuple[SearchResult, ...]:
     """Return points of the Pareto front of peak memory and throughput, by rising peak, up to the problem's limit.
 
-    Each point is the fastest plan under some limit (the ε-constraint method: Haimes, Lasdon, Wismer 1971). The next limit is the geometric
-    mean of the two limits whose gap has the largest product of memory and throughput, by ratios. Limits are without margin here.
+    Each point is the fastest plan under some limit (the ε-constraint method: Haimes, Lasdon, Wismer 1971). The next
+    limit is the geometric mean of the two limits whose gap has the largest product of memory and throughput, by
+    ratios. Limits are without margin here.
 
     Args:
         problem: the problem, whose limit is the right end of the front.
@@ -131,7 +140,9 @@ def frontier(problem: PlanningProblem, *, points: int = POINTS, at: Sequence[int
     last, least = fastest(problem.memory_limit_bytes), least_memory(problem)
     known = [fastest(least), last]
     for limit in at:
-        gaps = (gap for gap, ((low, _), (_, high)) in enumerate(itertools.pairwise(known)) if low < limit < high.peak_bytes)
+        gaps = (
+            gap for gap, ((low, _), (_, high)) in enumerate(itertools.pairwise(known)) if low < limit < high.peak_bytes
+        )
         if (gap := next(gaps, None)) is not None:
             known.insert(gap + 1, fastest(limit))
     for _ in range(points - 2):
@@ -144,7 +155,9 @@ def frontier(problem: PlanningProblem, *, points: int = POINTS, at: Sequence[int
 
 
 def _unknown(low_bytes: int, below: SearchResult, above: SearchResult) -> float:
-    """Return the area, by ratios, in which the front may lie between a limit and a later plan; 0 if it is too narrow to search."""
+    """Return the area, by ratios, in which the front may lie between a limit and a later plan; 0 if it is too
+    narrow to search.
+    """
     memory, rate = above.peak_bytes / low_bytes, below.time.step_s / above.time.step_s
     return 0.0 if memory < _NEAR or rate <= 1 else math.log(memory) * math.log(rate)
 
@@ -163,10 +176,12 @@ def choose_description(
     splits: Callable[[], Sequence[ModelSplit]],
     describe: Callable[[ModelSplit], ModelDescription],
 ) -> ModelDescription:
-    """Return the description of the plain or a split model whose best plan is fastest; if no plan fits, the one that needs least memory.
+    """Return the description of the plain or a split model whose best plan is fastest; if no plan fits, the one that
+    needs least memory.
 
-    Splits save memory. They are tried only if the limit slows the plain model down, or if blocks are compiled, because a loss in pieces is
-    then compiled too. Single strategies take the plain model. A split for which `describe` raises a DescriptionError is left out.
+    Splits save memory. They are tried only if the limit slows the plain model down, or if blocks are compiled, because
+    a loss in pieces is then compiled too. Single strategies take the plain model. A split for which `describe` raises
+    a DescriptionError is left out.
     """
     plain = problem.description
     if problem.strategy is not Strategy.OSDP:
@@ -187,6 +202,8 @@ def choose_description(
 
 
 def _rank(problem: PlanningProblem, cutoff_s: float = math.inf) -> tuple[bool, float]:
-    """Return a sort key: plans that fit first, by step time below the cutoff; then those that do not, by a bound on their memory."""
+    """Return a sort key: plans that fit first, by step time below the cutoff; then those that do not, by a bound on
+    their memory.
+    """
     found = search_or_floor(problem, cutoff_s=cutoff_s)
     return (True, float(found)) if isinstance(found, int) else (False, found.time.step_s)

@@ -1,4 +1,6 @@
-"""Variables and solvers of the integer program: CP-SAT for the whole program, GLOP and SCIP for its linear relaxation."""
+"""Variables and solvers of the integer program: CP-SAT for the whole program, GLOP and SCIP for its linear
+relaxation.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,13 @@ if TYPE_CHECKING:
 
 Value: TypeAlias = Callable[[Option], int]
 MIN_GAIN = 1e-7
-"""Relative difference of step time below which plans count as equal: no rate is known better, and a finer search takes long."""
+"""Relative difference of step time below which plans count as equal: no rate is known better, and a finer search
+takes long.
+"""
 _SLACK, _WHOLE_SLACK = 1e-7, 1e-9
-"""Relative loosening of each bound in relaxations over real and over whole numbers, so that rounding excludes no feasible plan."""
+"""Relative loosening of each bound in relaxations over real and over whole numbers, so that rounding excludes no
+feasible plan.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +38,9 @@ class Relaxation:
     bound: float
     """Lower bound on the objective of every plan."""
     added: dict[UnitGroup, dict[Option, float]]
-    """Reduced costs: the least that a unit with this option adds to the bound; 0 in a relaxation over whole numbers."""
+    """Reduced costs: the least that a unit with this option adds to the bound; 0 in a relaxation over whole
+    numbers.
+    """
     values: Sequence[float]
     """Values of the variables."""
 
@@ -93,7 +101,10 @@ class IntegerModel:
         """CP-SAT's deterministic seconds in the last `solve`."""
 
     def minimize_seconds(self, scale: float, at_most: int | None = None) -> None:
-        """Set the objective Σ scale · seconds, with an upper bound if given. Without an objective, `solve` returns any solution."""
+        """Set the objective Σ scale · seconds, with an upper bound if given.
+
+        Without an objective, `solve` returns any solution.
+        """
         cost = self._sum(self._groups.values(), lambda option: round(option.seconds * scale))
         self._model.minimize(cost)
         if at_most is not None:
@@ -104,7 +115,9 @@ class IntegerModel:
         self._model.minimize(self._limit)
 
     def solve(self, most_work: float = math.inf) -> tuple[dict[int, UnitLayout], float, bool] | None:
-        """Return each unit's layout, the objective, and whether it is proven optimal; None if no solution is found within `most_work`."""
+        """Return each unit's layout, the objective, and whether it is proven optimal; None if no solution is found
+        within `most_work`.
+        """
         from ortools.sat.python import cp_model
 
         solver = cp_model.CpSolver()
@@ -125,9 +138,11 @@ class IntegerModel:
         return layouts, solver.objective_value, status == cp_model.OPTIMAL
 
     def relax(self, *, gap: float | None = None, most_nodes: int = 0) -> Relaxation | None:
-        """Return the minimum of a `linear` model over real numbers (GLOP), or over whole numbers with a relative `gap` (SCIP).
+        """Return the minimum of a `linear` model over real numbers (GLOP), or over whole numbers with a relative `gap`
+        (SCIP).
 
-        None if no optimum is found: no solution exists (`infeasible`), rounding errors are too large, or SCIP reached `most_nodes`.
+        None if no optimum is found: no solution exists (`infeasible`), rounding errors are too large, or SCIP reached
+        `most_nodes`.
         """
         from ortools.linear_solver import pywraplp
 
@@ -135,10 +150,16 @@ class IntegerModel:
         solver = pywraplp.Solver.CreateSolver("SCIP" if whole else "GLOP")
         if whole:
             parameters = {"limits/nodes": most_nodes, "limits/gap": gap, "numerics/feastol": 1e-9}
-            solver.SetSolverSpecificParametersAsString("\n".join(f"{name} = {value}" for name, value in parameters.items()))
-        units = [float(v.domain[1] or 1) if v.domain[0] < 0 else 1.0 for v in program.variables]  # levels relative to their upper bound
+            solver.SetSolverSpecificParametersAsString(
+                "\n".join(f"{name} = {value}" for name, value in parameters.items())
+            )
+        units = [
+            float(v.domain[1] or 1) if v.domain[0] < 0 else 1.0 for v in program.variables
+        ]  # levels relative to their upper bound
         variables = [
-            (solver.IntVar if whole and v.domain[0] >= 0 else solver.NumVar)(v.domain[0] / unit, v.domain[1] / unit, "")
+            (solver.IntVar if whole and v.domain[0] >= 0 else solver.NumVar)(
+                v.domain[0] / unit, v.domain[1] / unit, ""
+            )
             for v, unit in zip(program.variables, units, strict=True)
         ]
         for constraint in program.constraints:
@@ -159,7 +180,10 @@ class IntegerModel:
         if status != pywraplp.Solver.OPTIMAL:
             return None
         added = {
-            group: {o: 0.0 if whole else variables[x.index].reduced_cost() * scale for o, x in zip(group.options, own.counts, strict=True)}
+            group: {
+                o: 0.0 if whole else variables[x.index].reduced_cost() * scale
+                for o, x in zip(group.options, own.counts, strict=True)
+            }
             for group, own in self._groups.items()
         }
         values = [v.solution_value() * unit for v, unit in zip(variables, units, strict=True)]
@@ -186,7 +210,9 @@ class IntegerModel:
         counts = [model.new_int_var(0, size, "") for _ in group.options]
         model.add(sum(counts) == size)
         if self._linear:
-            return GroupCounts(group=group, counts=counts, used=(), first=self._one_of(counts), last=self._one_of(counts))
+            return GroupCounts(
+                group=group, counts=counts, used=(), first=self._one_of(counts), last=self._one_of(counts)
+            )
         used = [self._at_least(x, 1) for x in counts]
         first = self._first_used(used[::-1])[::-1]
         return GroupCounts(group=group, counts=counts, used=used, first=first, last=self._first_used(used))
@@ -224,7 +250,9 @@ class IntegerModel:
         return named
 
     def _shortened(self, level: Bytes) -> Bytes:
-        """Return the level as one variable in a relaxation with a limit, which a linear solver reads faster; else unchanged."""
+        """Return the level as one variable in a relaxation with a limit, which a linear solver reads faster; else
+        unchanged.
+        """
         return self._as_variable(level) if self._linear and isinstance(self._limit, int) else level
 
     def _latest(self, used: Count, nbytes: int, otherwise: Bytes) -> Bytes:
@@ -232,7 +260,9 @@ class IntegerModel:
         if isinstance(otherwise, int) and otherwise == nbytes:
             return nbytes
         latest = self._model.new_int_var(0, self._most_bytes, "")
-        self._model.add(latest >= min(nbytes, self._most_bytes)).only_enforce_if(used)  # an option above the limit is never used
+        self._model.add(latest >= min(nbytes, self._most_bytes)).only_enforce_if(
+            used
+        )  # an option above the limit is never used
         self._model.add(latest >= otherwise).only_enforce_if(~used)
         return latest
 

@@ -1,11 +1,12 @@
 """A micro-step as a timeline: groups of equal units with the options of each, and segments of the root between them.
 
-A layout adds the same time to each of several equal units in a row; only the peak depends on the unit's position. A short row is searched
-unit by unit. In a long row the search decides the first and the last unit one by one, and for the units between only how many take each
-layout. A rule then assigns the layouts to these units. For independent jobs with a local peak p and a change of level d, the highest level
-is least in this order: first the jobs that lower the level, by ascending p, then those that raise it, by descending p - d (Abdel-Wahab and
-Kameda 1978; Liu 1987). Backward passes the units in this order. Units are not quite independent, because each unit's gather overlaps the
-unit before it; a plan is optimal among those that follow the rule.
+A layout adds the same time to each of several equal units in a row; only the peak depends on the unit's position. A
+short row is searched unit by unit. In a long row the search decides the first and the last unit one by one, and for
+the units between only how many take each layout. A rule then assigns the layouts to these units. For independent jobs
+with a local peak p and a change of level d, the highest level is least in this order: first the jobs that lower the
+level, by ascending p, then those that raise it, by descending p - d (Abdel-Wahab and Kameda 1978; Liu 1987). Backward
+passes the units in this order. Units are not quite independent, because each unit's gather overlaps the unit before
+it; a plan is optimal among those that follow the rule.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from ..decision import Mesh, UnitLayout
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Option:
-    """A unit's layout, its bytes, and its seconds in an optimizer step. A peak is the highest level of a phase, relative to its start."""
+    """A unit's layout, its bytes, and its seconds in an optimizer step.
+
+    A peak is the highest level of a phase, relative to its start.
+    """
 
     layout: UnitLayout
     bytes: UnitBytes
@@ -100,10 +104,13 @@ class Option:
 def undominated(options: Iterable[Option], *, by_memory: bool = False) -> list[Option]:
     """Return the options that no other option dominates; of equal ones the first.
 
-    An option dominates another if it takes no more bytes at every moment and no more time; with `by_memory`, time does not matter.
+    An option dominates another if it takes no more bytes at every moment and no more time; with `by_memory`, time does
+    not matter.
     """
     best: list[Option] = []
-    for option in sorted(options, key=lambda option: (sum(option.levels), option.seconds)):  # no option dominates an earlier one
+    for option in sorted(
+        options, key=lambda option: (sum(option.levels), option.seconds)
+    ):  # no option dominates an earlier one
         if not any((by_memory or other.seconds <= option.seconds) and other.fits_where(option) for other in best):
             best.append(option)
     return best
@@ -111,7 +118,10 @@ def undominated(options: Iterable[Option], *, by_memory: bool = False) -> list[O
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnitGroup:
-    """Equal units that run one after the other. Groups compare by identity, because comparing all options takes long."""
+    """Equal units that run one after the other.
+
+    Groups compare by identity, because comparing all options takes long.
+    """
 
     units: tuple[int, ...]
     """Indices in forward order."""
@@ -137,7 +147,9 @@ class LaterCall:
 
     def of(self, group: UnitGroup) -> UnitGroup:
         """Return the call as a group, made from the unit's group."""
-        return replace(group, options=tuple(option.later[self.number] for option in group.options), prefetches=self.prefetches)
+        return replace(
+            group, options=tuple(option.later[self.number] for option in group.options), prefetches=self.prefetches
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,11 +194,24 @@ class Timeline:
 
     def keeping(self, options: Mapping[UnitGroup, Set[Option]]) -> Timeline:
         """Return the timeline with only these options of each group, in the same order."""
-        less = {group: replace(group, options=tuple(o for o in group.options if o in options[group])) for group in self.groups}
+        less = {
+            group: replace(group, options=tuple(o for o in group.options if o in options[group]))
+            for group in self.groups
+        }
         parts = tuple(less[p] if isinstance(p, UnitGroup) else p for p in self.parts)
-        return replace(self, parts=parts, whole_step=tuple(less[g] for g in self.whole_step), idle=tuple(less[g] for g in self.idle))
+        return replace(
+            self,
+            parts=parts,
+            whole_step=tuple(less[g] for g in self.whole_step),
+            idle=tuple(less[g] for g in self.idle),
+        )
 
     def fits_host(self, layouts: Mapping[int, UnitLayout]) -> bool:
         """Return whether the host has memory for the states and activations of these layouts."""
-        chosen = [o for group in self.groups for unit in group.units for o in group.options if o.layout == layouts[unit]]
-        return sum(o.host for o in chosen) + max((o.bytes.host_moment for o in chosen), default=0) <= self.host_limit_bytes
+        chosen = [
+            o for group in self.groups for unit in group.units for o in group.options if o.layout == layouts[unit]
+        ]
+        return (
+            sum(o.host for o in chosen) + max((o.bytes.host_moment for o in chosen), default=0)
+            <= self.host_limit_bytes
+        )

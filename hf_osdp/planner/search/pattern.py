@@ -1,8 +1,9 @@
 """Branching: which options the units of a row take, by classes of options with similar peaks.
 
-A linear relaxation can assign a fraction of a unit to each of many options, and counts only this fraction of an option's peak. Therefore
-the search branches. Options that are neighbours in the order of backward and have similar peaks form a class. A pattern bounds how many
-units take a class: none, one, at least one, at least two. If at least one unit takes a class, its peaks become plain constraints.
+A linear relaxation can assign a fraction of a unit to each of many options, and counts only this fraction of an
+option's peak. Therefore the search branches. Options that are neighbours in the order of backward and have similar
+peaks form a class. A pattern bounds how many units take a class: none, one, at least one, at least two. If at least
+one unit takes a class, its peaks become plain constraints.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
     from .integer_model import Count, Relaxation
 
 _ALIKE = 0.02
-"""Relative difference allowed between peaks of one class. Wider classes need fewer nodes; CP-SAT checks each plan with exact peaks."""
+"""Relative difference allowed between peaks of one class.
+
+Wider classes need fewer nodes; CP-SAT checks each plan with exact peaks.
+"""
 _MISSED = 1e-6
 """Rounding error allowed, relative to the limit or to one unit."""
 
@@ -58,7 +62,9 @@ def sumprod(counts: Sequence[float], numbers: Sequence[int]) -> float:
 
 
 def peak(option: Option, tail: int, ahead: int) -> int:
-    """Return a unit's highest moment in backward, with a reduce buffer of `tail` bytes in flight and `ahead` bytes prefetched."""
+    """Return a unit's highest moment in backward, with a reduce buffer of `tail` bytes in flight and `ahead` bytes
+    prefetched.
+    """
     return max(option.gather_peak + tail, computing(option, tail) + ahead)
 
 
@@ -122,19 +128,25 @@ def missed(row: Sequence[ClassMoments], relaxed: Relaxation, limit_bytes: int) -
 
 
 def _left_out(row: Sequence[ClassMoments], relaxed: Relaxation) -> Iterator[MissedMoment]:
-    """Yield each class's unconstrained moments: first unit beside a second one, first unit, last unit beside the next class's gather."""
+    """Yield each class's unconstrained moments: first unit beside a second one, first unit, last unit beside the
+    next class's gather.
+    """
     taken = [(one, counts) for one in row if sum(counts := [relaxed.value(x) for x in one.counts]) > _MISSED]
     for (one, counts), (following, _) in zip(taken, [*taken[1:], (None, ())], strict=True):
         before, several = relaxed.value(one.before), sum(counts) > 1 + _MISSED
         # of a single unit, the relaxation says which option it takes
-        first, last = (min(peaks) if several else sumprod(counts, peaks) for peaks in (one.first_peaks, one.last_peaks))
+        first, last = (
+            min(peaks) if several else sumprod(counts, peaks) for peaks in (one.first_peaks, one.last_peaks)
+        )
         undecided = (one.number, 0) if one.least < 1 else (one.number, 1) if not several and one.most > 1 else None
         if several and one.least < 2:
             yield MissedMoment(before + one.peak_of_several, one.number, 1)
         if undecided is not None:
             yield MissedMoment(before + first, *undecided)
         if following is not None:
-            between = [m for m in row if one.number < m.number < following.number and m.most and m.ahead < following.ahead]
+            between = [
+                m for m in row if one.number < m.number < following.number and m.most and m.ahead < following.ahead
+            ]
             undecided = undecided or next(((m.number, 0) for m in (following, *between) if m.least < 1), None)
             if undecided is not None:
                 yield MissedMoment(relaxed.value(one.after) + last + following.ahead, *undecided)

@@ -1,16 +1,18 @@
 """The integer program of a search: counts of options, and a constraint for each moment that can be the peak.
 
-In a group of n equal units, x_k units take option k: Σ_k x_k = n. A *run* consists of the units of a group that take one option. Backward
-passes runs in the order of the options. The *level* is the memory held between the moments of two units; it is linear in the counts:
+In a group of n equal units, x_k units take option k: Σ_k x_k = n. A *run* consists of the units of a group that take
+one option. Backward passes runs in the order of the options. The *level* is the memory held between the moments of two
+units; it is linear in the counts:
 
-    level before forward of part i:   held + Σ_{j<i} f_j        held: model, communicators, Σ (parameters, optimizer, gradients held)
-    level before backward of part i:  held + Σ_{j≤i} f_j + Σ_{j>i} r_j
+    level before forward of part i:   held + Σ_{j<i} f_j        held: model, communicators, Σ (parameters, optimizer,
+    gradients held) level before backward of part i:  held + Σ_{j≤i} f_j + Σ_{j>i} r_j
 
-f are the bytes that a unit's forward leaves, r those that its backward leaves, and d = r - f is the change of the level in its backward.
-At every moment, level plus temporary memory must stay within the limit.
+f are the bytes that a unit's forward leaves, r those that its backward leaves, and d = r - f is the change of the
+level in its backward. At every moment, level plus temporary memory must stay within the limit.
 
-Where one option of several determines the bytes of a moment, a sum over literals selects them; exactly one literal is true. Such a
-constraint is strong because it also holds in the linear relaxation. Constraints on runs hold only if the run exists; it leaves them out.
+Where one option of several determines the bytes of a moment, a sum over literals selects them; exactly one literal is
+true. Such a constraint is strong because it also holds in the linear relaxation. Constraints on runs hold only if the
+run exists; it leaves them out.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ class Program(IntegerModel):
         return self._groups[part] if isinstance(part, UnitGroup) else part
 
     def _constrain_host(self) -> None:
-        """Constrain Σ (states + activations on the host) + the largest temporary gradient there ≤ the host's memory."""
+        """Constrain Σ (states + activations on the host) + the largest temporary gradient there ≤ the host's
+        memory.
+        """
         if not any(option.host for group in self._groups for option in group.options):
             return
         held = self._sum(self._groups.values(), lambda o: o.host)
@@ -76,10 +80,13 @@ class Program(IntegerModel):
         for own in () if self._linear else self._groups.values():
             for option, _, used in own.runs():
                 if option.bytes.host_moment:
-                    self._model.add(held + option.bytes.host_moment <= self._timeline.host_limit_bytes).only_enforce_if(used)
+                    self._model.add(
+                        held + option.bytes.host_moment <= self._timeline.host_limit_bytes
+                    ).only_enforce_if(used)
 
     def _communicators(self) -> Bytes:
-        """Return the bytes of all communicators but the one of all ranks. A mesh is formed if the option of at least one unit needs it.
+        """Return the bytes of all communicators but the one of all ranks. A mesh is formed if the option of at least
+        one unit needs it.
 
         formed_m ≥ (units with mesh m) / n for each group; bytes = Σ_m groups(m) · communicator · formed_m.
         """
@@ -100,8 +107,14 @@ class Program(IntegerModel):
         return taken
 
     def _constrain_forward(self) -> Bytes:
-        """Constrain level + copy-out peak + preceding gather buffer and level + forward peak; return the level at the end of forward."""
-        level = self._timeline.model_bytes + self._communicators() + self._sum(self._groups.values(), lambda o: o.bytes.held)
+        """Constrain level + copy-out peak + preceding gather buffer and level + forward peak; return the level at
+        the end of forward.
+        """
+        level = (
+            self._timeline.model_bytes
+            + self._communicators()
+            + self._sum(self._groups.values(), lambda o: o.bytes.held)
+        )
         level = self._shortened(level + self._sum(self._whole_step, lambda o: o.bytes.gathered))
         buffers: list[Bytes] = [own.of_last(lambda o: o.bytes.gather_buffer) for own in self._whole_step] or [0]
         for part in self._parts:
@@ -120,7 +133,10 @@ class Program(IntegerModel):
         return level
 
     def _constrain_forward_runs(self, part: GroupCounts, level: Bytes) -> None:
-        """Constrain the runs of a group in forward. Forward never lowers the level, so that each run peaks at its last unit."""
+        """Constrain the runs of a group in forward.
+
+        Forward never lowers the level, so that each run peaks at its last unit.
+        """
         before: Bytes = 0
         for option, x, used in reversed(part.runs()):
             level = self._as_variable(level)
@@ -132,7 +148,9 @@ class Program(IntegerModel):
                 self._fits(level - option.left_by_forward + nbytes + option.copy_out_peak, self._at_least(x, 2))
 
     def _constrain_backward(self, level: Bytes) -> Bytes:
-        """Constrain level + backward peak + reduce buffer in flight + prefetched gather; return the level at the end of backward."""
+        """Constrain level + backward peak + reduce buffer in flight + prefetched gather; return the level at the
+        end of backward.
+        """
         tail: Bytes = 0
         least_tail = 0
         for index, part in reversed(list(enumerate(self._parts))):
@@ -158,7 +176,9 @@ class Program(IntegerModel):
         return 0 if before is None else before.of_last(lambda o: o.bytes.prefetched)
 
     def _constrain_group(self, part: GroupCounts, level: Bytes, ahead: Bytes, tail: Bytes) -> Bytes:
-        """Constrain a group's backward, last unit first, and return the level after it; `tail` is the reduce buffer in flight before it."""
+        """Constrain a group's backward, last unit first, and return the level after it; `tail` is the reduce buffer
+        in flight before it.
+        """
         if len(part.group.units) > 1:
             self._constrain_unit(part.of_last, level, tail)
             if not self._linear:
@@ -169,7 +189,9 @@ class Program(IntegerModel):
         return level
 
     def _constrain_classes(self, part: GroupCounts, pattern: Pattern, level: Bytes, tail: int) -> None:
-        """Constrain the moments of classes that the pattern requires, and record all in `rows`; `tail` is the least buffer in flight."""
+        """Constrain the moments of classes that the pattern requires, and record all in `rows`; `tail` is the least
+        buffer in flight.
+        """
         row: list[ClassMoments] = []
         self.rows[part.group.units] = row
         pairs = zip(part.group.options, part.counts, strict=True)
@@ -177,9 +199,12 @@ class Program(IntegerModel):
             options, counts = zip(*of_class, strict=True)
             least, most = pattern.counts.get(number, (0, len(part.group.units)))
             before = self._as_variable(level)
-            level = self._as_variable(before + sum(option.change * x for option, x in zip(options, counts, strict=True)))
+            level = self._as_variable(
+                before + sum(option.change * x for option, x in zip(options, counts, strict=True))
+            )
             row.append(ClassMoments(
-                number=number, options=options, counts=counts, before=before, after=level, tail=tail, least=least, most=most,
+                number=number, options=options, counts=counts, before=before, after=level, tail=tail, least=least,
+                most=most,
             ))  # fmt: skip
             self._model.add(sum(counts) >= least)
             self._model.add(sum(counts) <= most)
@@ -189,7 +214,9 @@ class Program(IntegerModel):
                 self._fits(one.before + one.peak_of_several)
             if one.least:
                 first, last = (
-                    sum(x * nbytes for x, nbytes in zip(one.counts, peaks, strict=True)) if one.most == 1 else min(peaks)
+                    sum(x * nbytes for x, nbytes in zip(one.counts, peaks, strict=True))
+                    if one.most == 1
+                    else min(peaks)
                     for peaks in (one.first_peaks, one.last_peaks)
                 )
                 self._fits(one.before + first)
@@ -197,11 +224,15 @@ class Program(IntegerModel):
                     self._fits(one.after + last + following)
             if one.least or following is not None:
                 following = one.ahead if one.least or following is None else min(following, one.ahead)
-        if any(least > 0 and number not in {one.number for one in row} for number, (least, _) in pattern.counts.items()):
+        if any(
+            least > 0 and number not in {one.number for one in row} for number, (least, _) in pattern.counts.items()
+        ):
             self._model.add(part.counts[0] <= -1)  # infeasible: a required class has no option left
 
     def _constrain_unit(self, picked: Callable[[Value], Bytes], level: Bytes, tail: Bytes, ahead: Bytes = 0) -> None:
-        """Constrain level + gather + tail ≤ limit and level + max(compute + tail, reduce) + ahead ≤ limit for one unit's backward."""
+        """Constrain level + gather + tail ≤ limit and level + max(compute + tail, reduce) + ahead ≤ limit for one
+        unit's backward.
+        """
         if isinstance(tail, int):
             fixed = tail
             self._fits(level + picked(lambda o: o.gather_peak + fixed))
@@ -212,13 +243,20 @@ class Program(IntegerModel):
         self._fits(level + picked(lambda o: o.reduce_peak) + ahead)
 
     def _constrain_runs(self, part: GroupCounts, level: Bytes, tail: Bytes, ahead: Bytes) -> None:
-        """Constrain the runs of a group: the level changes evenly within a run, so that its peak is at its first unit or near its last.
+        """Constrain the runs of a group: the level changes evenly within a run, so that its peak is at its first unit
+        or near its last.
 
-        While the first unit computes, the reduce buffer of the run before is in flight; for the other units it is that of their own run.
+        While the first unit computes, the reduce buffer of the run before is in flight; for the other units it is that
+        of their own run.
         """
         for option, x, used, following in self._backward_runs(part, ahead):
             level, own = self._as_variable(level), option.bytes.reduce_tail
-            change, prefetched, compute, reduce = option.change, option.bytes.prefetched, option.compute_peak, option.reduce_peak
+            change, prefetched, compute, reduce = (
+                option.change,
+                option.bytes.prefetched,
+                option.compute_peak,
+                option.reduce_peak,
+            )
             end, twice, thrice = level + change * x, self._at_least(x, 2), self._at_least(x, 3)
             both = max(option.gather_peak, compute)
             self._fits(level + both + tail, used)
@@ -238,7 +276,9 @@ class Program(IntegerModel):
             level, tail = end, self._latest(used, own, tail)
 
     def _backward_runs(self, part: GroupCounts, ahead: Bytes) -> list[tuple[Option, Count, Count, Bytes]]:
-        """Return the runs in the order of backward, each with the bytes prefetched for the first unit of the next run."""
+        """Return the runs in the order of backward, each with the bytes prefetched for the first unit of the next
+        run.
+        """
         runs = []
         for option, x, used in reversed(part.runs()):
             runs.append((option, x, used, ahead))
@@ -246,7 +286,9 @@ class Program(IntegerModel):
         return runs[::-1]
 
     def _constrain_finish(self, level: Bytes) -> None:
-        """Constrain the last reductions, of units gathered for the whole step, one by one; then level + optimizer scratch ≤ limit."""
+        """Constrain the last reductions, of units gathered for the whole step, one by one; then level + optimizer
+        scratch ≤ limit.
+        """
         running = [self._groups[group] for group in self._timeline.parts if isinstance(group, UnitGroup)]
         reduced = self._sum([*running, *self._whole_step], lambda o: o.bytes.reduced_after)
         level = level + self._sum(running, lambda o: o.bytes.gradients_settled)
@@ -265,7 +307,9 @@ class Program(IntegerModel):
 
 
 def _tails(part: GroupCounts) -> tuple[int, int]:
-    """Return the bytes of the smallest and of the largest reduce buffer that an option of the group leaves in flight."""
+    """Return the bytes of the smallest and of the largest reduce buffer that an option of the group leaves in
+    flight.
+    """
     tails = [option.bytes.reduce_tail for option in part.group.options]
     return min(tails), max(tails)
 

@@ -21,20 +21,27 @@ _SIZES = ("saved_bytes", "own_saved_bytes", "sent_bytes", "gradient_bytes")
 
 
 def infeasible_error(problem: PlanningProblem, least: Plan, memory: MemoryEstimate) -> InfeasibleError:
-    """Return the error with the tightest possible limit, the two largest parts of the `least` plan's peak, and remedies."""
+    """Return the error with the tightest possible limit, the two largest parts of the `least` plan's peak, and
+    remedies.
+    """
     hardware, limit, room = problem.hardware, problem.memory_limit_bytes, problem.room_bytes
     peak, needed_bytes = memory.peak, memory.on(hardware)
     kinds = {name: getattr(peak.breakdown, name) for name in peak.breakdown.__slots__} | memory.outside(hardware)
     two = sorted(((nbytes, name) for name, nbytes in kinds.items()), reverse=True)[:2]
     largest = ", ".join(f"{name} {format_bytes(nbytes)}" for nbytes, name in two)
     enough = hardware.limit_for(needed_bytes)
-    more_memory = f"{'a memory limit' if enough <= hardware.device.memory_bytes else 'devices'} of {format_bytes(_rounded_up(enough))}"
+    more_memory = f"{'a memory limit' if enough <= hardware.device.memory_bytes else 'devices'} of {format_bytes(_rounded_up(enough))}"  # noqa: E501
     ways = (*_remedies(problem), more_memory)
     margin = f", of which a margin of {format_bytes(limit - room)} stays free" if limit > room else ""
     missing = needed_bytes - room
-    more = f" ({missing:,} byte{'s' if missing > 1 else ''} more)" if format_bytes(needed_bytes) == format_bytes(room) else ""
+    more = (
+        f" ({missing:,} byte{'s' if missing > 1 else ''} more)"
+        if format_bytes(needed_bytes) == format_bytes(room)
+        else ""
+    )
     message = (
-        f"No plan fits {format_bytes(limit)} per device{margin}: the least that {problem.strategy.value} needs on {hardware.world_size}"
+        f"No plan fits {format_bytes(limit)} per device{margin}: the least that {problem.strategy.value} needs on"
+        f" {hardware.world_size}"
         f" device{'s' if hardware.world_size > 1 else ''} is {format_bytes(needed_bytes)}{more}, at micro-batch size"
         f" {least.micro_batch_size} in {peak.phase} of {peak.unit} ({largest}). Use {'; or '.join(ways)}."
     )
@@ -42,11 +49,17 @@ def infeasible_error(problem: PlanningProblem, least: Plan, memory: MemoryEstima
 
 
 def _remedies(problem: PlanningProblem) -> Iterator[str]:
-    """Yield changes with which some plan fits, as phrases that complete "Use ...": settings first, then sizes, then devices."""
+    """Yield changes with which some plan fits, as phrases that complete "Use ...": settings first, then sizes, then
+    devices.
+    """
     description, hardware, job = problem.description, problem.hardware, problem.job
     yield from _settings(problem)
     # bf16 halves the bytes of activations and gradients
-    half = replace(problem, description=_scaled(description, 0.5, constants=True), job=replace(job, precision=Precision.named("bf16")))
+    half = replace(
+        problem,
+        description=_scaled(description, 0.5, constants=True),
+        job=replace(job, precision=Precision.named("bf16")),
+    )
     if job.precision.compute is None and fits_by_estimate(half):
         yield "mixed_precision bf16 (estimated from the float32 trace)"
     for factor in _FACTORS:
@@ -57,7 +70,11 @@ def _remedies(problem: PlanningProblem) -> Iterator[str]:
             break
     for factor in _FACTORS:
         try:
-            more = hardware.scaled(devices_per_node=factor) if hardware.world_size == 1 else hardware.scaled(nodes=hardware.nodes * factor)
+            more = (
+                hardware.scaled(devices_per_node=factor)
+                if hardware.world_size == 1
+                else hardware.scaled(nodes=hardware.nodes * factor)
+            )
         except HardwareError:
             break  # links are unknown: the machine was measured alone
         grown = replace(job, global_batch_size=job.global_batch_size * factor)
@@ -79,7 +96,11 @@ def _settings(problem: PlanningProblem) -> Iterator[str]:
     low_bit = {"optimizer": LOW_BIT["adamw8bit"], "host_offload": False, "offload_optimizer": False}
     plain = job.optimizer.name == "adamw" and not (job.host_offload or job.offload_optimizer)
     changes += [
-        ("an element-wise optimizer, which may be sharded (optim='adamw_torch')", job.optimizer.needs_whole, element_wise),
+        (
+            "an element-wise optimizer, which may be sharded (optim='adamw_torch')",
+            job.optimizer.needs_whole,
+            element_wise,
+        ),
         ("states of 8 bits (optim='adamw_torch_8bit')", plain, low_bit),
     ]
     for words, possible, change in changes:
@@ -97,7 +118,9 @@ def fits_by_estimate(problem: PlanningProblem) -> bool:
 
 
 def _rounded_up(nbytes: int) -> int:
-    """Return the bytes rounded up to the printed precision (0.1 MiB, 0.1 GiB or 0.01 TiB), so that the printed limit is enough."""
+    """Return the bytes rounded up to the printed precision (0.1 MiB, 0.1 GiB or 0.01 TiB), so that the printed
+    limit is enough.
+    """
     step = 2**40 / 100 if nbytes >= 2**40 else (2**30 if nbytes >= 2**30 else 2**20) / 10
     return int(-(-nbytes // step) * step) + 1
 

@@ -33,7 +33,8 @@ class SearchResult:
 
 
 def search(problem: PlanningProblem) -> SearchResult:
-    """Return the plan with the most samples per second whose peak stays within the limit less the margin, with a proof by the cost model.
+    """Return the plan with the most samples per second whose peak stays within the limit less the margin, with a proof
+    by the cost model.
 
     The global batch is fixed; the plan with the most samples per second is therefore the one with the shortest step.
 
@@ -41,7 +42,9 @@ def search(problem: PlanningProblem) -> SearchResult:
         InfeasibleError: no plan fits; it gives the tightest possible limit and remedies.
         ValueError: the world size does not divide the global batch.
     """
-    problem = replace(problem, job=replace(problem.job, precision=problem.job.precision.on(problem.hardware.world_size)))
+    problem = replace(
+        problem, job=replace(problem.job, precision=problem.job.precision.on(problem.hardware.world_size))
+    )
     found = _searched(problem).best()
     if found is None:
         least = _searched(problem).least()
@@ -50,14 +53,17 @@ def search(problem: PlanningProblem) -> SearchResult:
 
 
 def search_or_floor(problem: PlanningProblem, *, cutoff_s: float = math.inf) -> SearchResult | int:
-    """Return the plan of `search` if its step is below `cutoff_s`, else a lower bound on the limit that any plan needs, in bytes.
+    """Return the plan of `search` if its step is below `cutoff_s`, else a lower bound on the limit that any plan
+    needs, in bytes.
 
     The bound takes less time than the `InfeasibleError` of `search`.
     """
     searched, hardware = _searched(problem), problem.hardware
     if (found := searched.best(cutoff_s)) is not None:
         return found
-    return hardware.limit_for(min(candidate.floor_bytes for candidate in searched.candidates) + hardware.unavoidable_bytes)
+    return hardware.limit_for(
+        min(candidate.floor_bytes for candidate in searched.candidates) + hardware.unavoidable_bytes
+    )
 
 
 def fastest_without_limit(problem: PlanningProblem) -> float:
@@ -66,7 +72,8 @@ def fastest_without_limit(problem: PlanningProblem) -> float:
 
 
 def least_memory(problem: PlanningProblem) -> int:
-    """Return the tightest limit that some plan of the strategy meets, in bytes of one rank; the problem's own limit does not matter.
+    """Return the tightest limit that some plan of the strategy meets, in bytes of one rank; the problem's own limit
+    does not matter.
 
     Reserved memory of the device and the margin are included.
 
@@ -128,11 +135,16 @@ class _Search:
 
 @functools.lru_cache(maxsize=2)
 def _searched(problem: PlanningProblem) -> _Search:
-    """Return the search of a problem. It is cached because `choose_description` and the planning after it search the same problem."""
+    """Return the search of a problem.
+
+    It is cached because `choose_description` and the planning after it search the same problem.
+    """
     return _Search(problem)
 
 
-def _decoded(candidate: Candidate, layouts: Mapping[int, UnitLayout], memory_limit_bytes: int | None, *, proven: bool) -> SearchResult:
+def _decoded(
+    candidate: Candidate, layouts: Mapping[int, UnitLayout], memory_limit_bytes: int | None, *, proven: bool
+) -> SearchResult:
     """Return a candidate's layouts as a plan."""
     problem, ordered = candidate.problem, [layouts[index] for index in range(len(layouts))]
     memory = candidate.memory(layouts)

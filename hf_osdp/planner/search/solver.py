@@ -1,9 +1,11 @@
-"""Solve the integer program of `program.py` to a proven optimum by branch and bound. The objective is the seconds of a step.
+"""Solve the integer program of `program.py` to a proven optimum by branch and bound. The objective is the seconds of a
+step.
 
-The linear relaxation bounds the time of every plan from below. Its reduced costs bound how much an option adds at least, and exclude most
-options (reduced-cost fixing: Dantzig, Fulkerson, Johnson 1954). If its solution exceeds the limit at a moment without a constraint, the
-search branches on how many units take options of this class (`pattern.py`). Otherwise SCIP solves the relaxation over whole numbers, and
-CP-SAT checks the solution against every constraint. If the solution violates one, CP-SAT solves the node.
+The linear relaxation bounds the time of every plan from below. Its reduced costs bound how much an option adds at
+least, and exclude most options (reduced-cost fixing: Dantzig, Fulkerson, Johnson 1954). If its solution exceeds the
+limit at a moment without a constraint, the search branches on how many units take options of this class
+(`pattern.py`). Otherwise SCIP solves the relaxation over whole numbers, and CP-SAT checks the solution against every
+constraint. If the solution violates one, CP-SAT solves the node.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ _FEW, _MORE = 12, 4
 _FIRST_GAP = 1e-3
 """Relative gap of the search for a first plan, which only bounds the search after it."""
 _MOST_NODES, _MOST_SCIP_NODES, _MOST_WORK = 1000, 150_000, 8.0
-"""Limits of one search: nodes of branch and bound, nodes of SCIP, and CP-SAT's deterministic seconds. Beyond them the search returns its
-best plan without a proof. No limit depends on a clock, so that equal problems always give equal plans."""
+"""Limits of one search: nodes of branch and bound, nodes of SCIP, and CP-SAT's deterministic seconds. Beyond them the
+search returns its best plan without a proof. No limit depends on a clock, so that equal problems always give equal
+plans."""
 _ROUNDING = 2**22
 """Rounding error of a bound of the linear solver, in steps of the objective."""
 Kept: TypeAlias = dict[UnitGroup, set[Option]]
@@ -51,9 +54,11 @@ class Solution:
 
 
 def fastest(timeline: Timeline, job: TrainingJob, limit_bytes: int, *, cutoff_s: float = math.inf) -> Solution | None:
-    """Return the fastest layouts with every moment within the limit; None if no plan both fits and is faster than the cutoff.
+    """Return the fastest layouts with every moment within the limit; None if no plan both fits and is faster than the
+    cutoff.
 
-    If the solver gave up, the result is the best plan so far, not proven; without a plan it has no layouts and an infinite objective.
+    If the solver gave up, the result is the best plan so far, not proven; without a plan it has no layouts and an
+    infinite objective.
     """
     search = _BranchAndBound(timeline, job, limit_bytes, cutoff_s)
     search.run()
@@ -62,8 +67,12 @@ def fastest(timeline: Timeline, job: TrainingJob, limit_bytes: int, *, cutoff_s:
     return replace(search.found or Solution(layouts={}, objective=math.inf, proven=False), proven=False)
 
 
-def any_within(timeline: Timeline, job: TrainingJob, limit_bytes: int, most_work: float = math.inf) -> dict[int, UnitLayout] | None:
-    """Return some layouts with every moment within the limit; None if there are none, or CP-SAT finds none within `most_work`."""
+def any_within(
+    timeline: Timeline, job: TrainingJob, limit_bytes: int, most_work: float = math.inf
+) -> dict[int, UnitLayout] | None:
+    """Return some layouts with every moment within the limit; None if there are none, or CP-SAT finds none within
+    `most_work`.
+    """
     frugal = {group: set(undominated(group.options, by_memory=True)) for group in timeline.groups}
     found = Program(timeline.keeping(frugal), job, limit_bytes).solve(most_work)
     return None if found is None else found[0]
@@ -86,7 +95,9 @@ class _BranchAndBound:
         self.proven = True
         self._timeline, self._job, self._limit = timeline, job, limit_bytes
         self._groups = {group.units: group for group in timeline.groups}
-        largest = sum(len(group.units) * max(option.seconds for option in group.options) for group in timeline.groups) or 1.0
+        largest = (
+            sum(len(group.units) * max(option.seconds for option in group.options) for group in timeline.groups) or 1.0
+        )
         self._scale = _RESOLUTION / largest
         self._best = cutoff_s * self._scale
         self._gap = 0.0
@@ -105,7 +116,8 @@ class _BranchAndBound:
         few = _FEW
         while self._best == math.inf and few < max(map(len, every.values())):
             first = {
-                self._groups[group.units]: set(sorted(group.options, key=added.__getitem__)[:few]) for group, added in relaxed.added.items()
+                self._groups[group.units]: set(sorted(group.options, key=added.__getitem__)[:few])
+                for group, added in relaxed.added.items()
             }
             self._explore(relaxed.bound, first, _FIRST_GAP)
             few *= _MORE
@@ -117,7 +129,11 @@ class _BranchAndBound:
     def _explore(self, bound: float, kept: Kept, gap: float) -> None:
         """Search these options until no remaining node can be faster by more than the relative gap."""
         self._open, self._gap = [], gap
-        self._push(bound, kept, {group.units: Pattern.undecided(group) for group in self._timeline.groups if len(group.units) > 1})
+        self._push(
+            bound,
+            kept,
+            {group.units: Pattern.undecided(group) for group in self._timeline.groups if len(group.units) > 1},
+        )
         for visited in itertools.count():
             if not self._open or self._is_slow(self._open[0].bound):
                 return
@@ -127,11 +143,15 @@ class _BranchAndBound:
             self._visit(heapq.heappop(self._open))
 
     def _visit(self, node: _Node) -> None:
-        """Bound a node over real, then over whole numbers; branch if an unconstrained moment exceeds the limit, else check the solution."""
+        """Bound a node over real, then over whole numbers; branch if an unconstrained moment exceeds the limit,
+        else check the solution.
+        """
         kept = node.kept
         for whole in (False, True):
             program = self._program(kept, node.patterns, linear=True)
-            relaxed = program.relax(gap=max(self._gap, MIN_GAIN) if whole else None, most_nodes=max(1, self._scip_nodes))
+            relaxed = program.relax(
+                gap=max(self._gap, MIN_GAIN) if whole else None, most_nodes=max(1, self._scip_nodes)
+            )
             self._scip_nodes -= program.nodes
             if relaxed is None:
                 if not program.infeasible:
@@ -140,7 +160,11 @@ class _BranchAndBound:
             if self._is_slow(relaxed.bound):
                 return
             kept = kept if whole else self._worthwhile(relaxed)
-            worst = [(found, units) for units, row in program.rows.items() if (found := missed(row, relaxed, self._limit)) is not None]
+            worst = [
+                (found, units)
+                for units, row in program.rows.items()
+                if (found := missed(row, relaxed, self._limit)) is not None
+            ]
             if worst:
                 found, units = max(worst)
                 self._branch(node._replace(bound=relaxed.bound, kept=kept), units, found)
@@ -153,7 +177,13 @@ class _BranchAndBound:
         """Adopt any plan that fits, because the search gave up before it found one."""
         layouts = any_within(self._timeline, self._job, self._limit)
         if layouts is not None:
-            chosen = (o.seconds for g in self._timeline.groups for unit in g.units for o in g.options if o.layout == layouts[unit])
+            chosen = (
+                o.seconds
+                for g in self._timeline.groups
+                for unit in g.units
+                for o in g.options
+                if o.layout == layouts[unit]
+            )
             self.found = Solution(layouts=layouts, objective=sum(chosen), proven=False)
 
     def _is_slow(self, bound: float) -> bool:
@@ -177,7 +207,8 @@ class _BranchAndBound:
         """Return the options that a plan faster than the best may take, at least one of each group."""
         slack = self._best - relaxed.bound + _ROUNDING
         return {
-            self._groups[group.units]: {o for o, cost in added.items() if cost <= slack} or {min(added, key=added.__getitem__)}
+            self._groups[group.units]: {o for o, cost in added.items() if cost <= slack}
+            or {min(added, key=added.__getitem__)}
             for group, added in relaxed.added.items()
         }
 
@@ -185,13 +216,18 @@ class _BranchAndBound:
         """Return the program of plans that are faster than the best so far; with `any_cost`, of all plans."""
         program = Program(self._timeline.keeping(kept), self._job, self._limit, linear=linear, patterns=patterns)
         found = self._best != math.inf and not any_cost
-        program.minimize_seconds(self._scale, max(-1, int(self._best) - 1 - int(self._best * MIN_GAIN)) if found else None)
+        program.minimize_seconds(
+            self._scale, max(-1, int(self._best) - 1 - int(self._best * MIN_GAIN)) if found else None
+        )
         return program
 
     def _accept(self, counts: dict[UnitGroup, list[int]]) -> bool:
         """Adopt a solution of the relaxation if it satisfies every constraint; return whether it does."""
         chosen = {group.units: dict(zip(group.options, numbers, strict=True)) for group, numbers in counts.items()}
-        taken = {self._groups[units]: {option for option, number in numbers.items() if number} for units, numbers in chosen.items()}
+        taken = {
+            self._groups[units]: {option for option, number in numbers.items() if number}
+            for units, numbers in chosen.items()
+        }
         program = self._program(taken, {}, any_cost=True)
         program.fix(chosen)
         return self._solved(program)

@@ -49,10 +49,10 @@ def batches(job: TrainingJob, world_size: int) -> Iterator[Batch]:
 def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
     """Return the search spaces of a strategy; the best plan over all of them is the strategy's best plan.
 
-    Under `osdp` each unit may take any layout, recompute or save, offload saved activations or keep them, hold gradients or reduce them.
-    A single strategy gives all units the same layout; each combination of the other choices, the same for all blocks, is one space. `osdp`
-    has one space. It has two on one device with a host, and if segments hold more memory beside recomputed blocks; the second space then
-    contains the first, at a higher cost.
+    Under `osdp` each unit may take any layout, recompute or save, offload saved activations or keep them, hold
+    gradients or reduce them. A single strategy gives all units the same layout; each combination of the other choices,
+    the same for all blocks, is one space. `osdp` has one space. It has two on one device with a host, and if segments
+    hold more memory beside recomputed blocks; the second space then contains the first, at a higher cost.
 
     Raises:
         HardwareError: the job puts states or activations on the host, but no host is known.
@@ -62,35 +62,49 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
     _check_activations(description, problem.job)
     if problem.shards_whole:
         raise ValueError(
-            f"strategy={problem.strategy.value} shards parameters, but {problem.job.optimizer.name} needs them whole; use osdp or ddp."
+            f"strategy={problem.strategy.value} shards parameters, but {problem.job.optimizer.name} needs them whole;"
+            " use osdp or ddp."
         )
     jobs = [problem.job]
     if problem.job.recompute is None and any(segment.held_bytes != Affine() for segment in description.segments):
         jobs.insert(0, replace(problem.job, recompute=False))
     shardings = _shardings(problem.strategy, hardware)
-    choices = [choice for job in jobs for sharding in shardings for choice in _choices(sharding, replace(problem, job=job), batch)]
+    choices = [
+        choice
+        for job in jobs
+        for sharding in shardings
+        for choice in _choices(sharding, replace(problem, job=job), batch)
+    ]
     offloadable, shapes, ways = description.offloadable, shape_ids(description.units), description.recomputations
     kinds = [(shape, ways[i], i in offloadable) for i, shape in enumerate(shapes)]
     first_alike = [kinds.index(kind) for kind in kinds]  # units of one kind share their layouts
     spaces = []
     for choice in choices:
-        layouts = {i: _layouts(description.units[i], ways[i], choice, problem.job, offloadable=i in offloadable) for i in set(first_alike)}
+        layouts = {
+            i: _layouts(description.units[i], ways[i], choice, problem.job, offloadable=i in offloadable)
+            for i in set(first_alike)
+        }
         spaces.append(tuple(layouts[i] for i in first_alike))
     if problem.job.communication is not None:
         spaces = _with_wires(problem, shapes, spaces)
-    return tuple({tuple(map(id, space)): space for space in spaces}.values())  # equal layouts are the same object, see `_product`
+    return tuple(
+        {tuple(map(id, space)): space for space in spaces}.values()
+    )  # equal layouts are the same object, see `_product`
 
 
 def _check_activations(description: ModelDescription, job: TrainingJob) -> None:
     if job.offload_activations and not description.offloadable:
         raise ValueError(
-            "offload_activations=True, but no block of this model can offload its activations: the model recomputes them by itself, or they"
+            "offload_activations=True, but no block of this model can offload its activations: the model recomputes"
+            " them by itself, or they"
             " could not be traced; leave offload_activations to the planner."
         )
     if job.recompute and not (description.recomputable or description.recomputed_by_others):
         raise ValueError(
-            "recompute=True, but no block of this model can be recomputed: it has batch normalisation, whose running statistics would be"
-            " updated twice, or its own torch.Generator, or its recomputation could not be traced; leave recompute to the planner."
+            "recompute=True, but no block of this model can be recomputed: it has batch normalisation, whose running"
+            " statistics would be"
+            " updated twice, or its own torch.Generator, or its recomputation could not be traced; leave recompute to"
+            " the planner."
         )
 
 
@@ -102,11 +116,13 @@ def _shardings(strategy: Strategy, hardware: Hardware) -> list[_Allowed]:
     match strategy:
         case Strategy.TWO_STAGE if not stages:
             raise ValueError(
-                f"strategy=two_stage needs several nodes of several devices, not {hardware.nodes} of {per_node}; use fsdp, or start more."
+                f"strategy=two_stage needs several nodes of several devices, not {hardware.nodes} of {per_node}; use"
+                " fsdp, or start more."
             )
         case Strategy.HSDP if not divisors(world_size)[1:-1]:
             raise ValueError(
-                f"strategy=hsdp needs a group size between 1 and {world_size}, the number of devices, that divides it, and there is"
+                f"strategy=hsdp needs a group size between 1 and {world_size}, the number of devices, that divides it,"
+                " and there is"
                 " none; use fsdp or ddp."
             )
         case _ if world_size == 1:  # one device frees nothing: backward needs parameters cast to lower precision
@@ -127,15 +143,23 @@ def _shardings(strategy: Strategy, hardware: Hardware) -> list[_Allowed]:
 
 
 def _choices(sharding: _Allowed, problem: PlanningProblem, batch: Batch) -> list[_Allowed]:
-    """Return the allowed decisions beside the sharding: one value if units decide alone (`osdp`), else one per common choice."""
+    """Return the allowed decisions beside the sharding: one value if units decide alone (`osdp`), else one per
+    common choice.
+    """
     job, hardware, several = problem.job, problem.hardware, batch.accumulation_steps > 1
     recomputes = (False, True) if job.recompute is None else (job.recompute,)
     offloads = _with_host("offload_activations", job.offload_activations, hardware)
     free = replace(
         sharding,
-        reduces=(True,) if not several else (True, False) if job.reduce_every_micro_step is None else (job.reduce_every_micro_step,),
+        reduces=(True,)
+        if not several
+        else (True, False)
+        if job.reduce_every_micro_step is None
+        else (job.reduce_every_micro_step,),
         activations=tuple(
-            Activations(recomputation=Recomputation() if again else None, offloads=away) for away in offloads for again in recomputes
+            Activations(recomputation=Recomputation() if again else None, offloads=away)
+            for away in offloads
+            for again in recomputes
         ),
         saves_operators=job.recompute is None and problem.strategy is Strategy.OSDP,
         on_host=_with_host("host_offload", job.host_offload, hardware),
@@ -148,7 +172,9 @@ def _choices(sharding: _Allowed, problem: PlanningProblem, batch: Batch) -> list
             for reduce, kept, host, states in fixed
             if not (host and states)
         ]
-    if hardware.world_size == 1 and len(free.on_host) > 1:  # one process uses FSDP2, which takes buffers, only with the host
+    if (
+        hardware.world_size == 1 and len(free.on_host) > 1
+    ):  # one process uses FSDP2, which takes buffers, only with the host
         return [replace(free, on_host=(False,)), free]
     return [free]
 
@@ -158,7 +184,8 @@ def _with_host(name: str, asked: bool | None, hardware: Hardware) -> tuple[bool,
     if hardware.host is None:
         if asked:
             raise HardwareError(
-                f"{name}=True, but the host of {hardware.device.name} is not known; measure it by hf-osdp profile, or leave {name} open."
+                f"{name}=True, but the host of {hardware.device.name} is not known; measure it by hf-osdp profile, or"
+                f" leave {name} open."
             )
         return (False,)
     return (False, True) if asked is None else (asked,)
@@ -173,7 +200,8 @@ def _layouts(
         away = choice.offloads and offloadable
         again = ways[: None if free.saves_operators and not away else 1] if choice.recomputes else ()
         able += [Activations(recomputation=way, offloads=away) for way in again or (None,)]
-    # A unit called several times cannot hold gradients: FSDP2 would reduce the held sum in one call, and the new gradient in another.
+    # A unit called several times cannot hold gradients: FSDP2 would reduce the held sum in one call, and the new
+    # gradient in another.
     always = not unit.trainable_numel or unit.span is GatherSpan.CALLS
     reduces = (True,) if always else free.reduces
     activations = tuple(dict.fromkeys(able))
@@ -185,24 +213,35 @@ def _layouts(
 
 @functools.lru_cache(maxsize=256)
 def _product(span: GatherSpan, free: _Allowed) -> tuple[UnitLayout, ...]:
-    """Return all combinations of the allowed decisions. Equal arguments give the same object, which comparisons of spaces rely on."""
-    layouts = layouts_for(span, free.shard_sizes, reshard_after_forward=free.reshard_after_forward, stage_sizes=free.stage_sizes)
+    """Return all combinations of the allowed decisions.
+
+    Equal arguments give the same object, which comparisons of spaces rely on.
+    """
+    layouts = layouts_for(
+        span, free.shard_sizes, reshard_after_forward=free.reshard_after_forward, stage_sizes=free.stage_sizes
+    )
     places = itertools.product(free.on_host, free.states_on_host)
     distinct = dict.fromkeys((host, states and not host) for host, states in places)
     return tuple(
         replace(layout, reduce_every_micro_step=reduces, activations=kept, on_host=host, states_on_host=states)
-        for layout, reduces, kept, (host, states) in itertools.product(layouts, free.reduces, free.activations, distinct)
+        for layout, reduces, kept, (host, states) in itertools.product(
+            layouts, free.reduces, free.activations, distinct
+        )
     )
 
 
 def _with_wires(problem: PlanningProblem, shapes: Sequence[int], spaces: Iterable[Space]) -> list[Space]:
-    """Return the spaces with each layout once more in its fastest wire formats; codes take memory, so that both may be needed."""
+    """Return the spaces with each layout once more in its fastest wire formats; codes take memory, so that both may
+    be needed.
+    """
     units = dict(zip(shapes, problem.description.units, strict=True))
     made: dict[tuple[int, int], tuple[UnitLayout, ...]] = {}
 
     @functools.cache
     def wires(shape: int, shard_size: int, stage_size: int) -> dict[str, Any]:
-        layout = UnitLayout(shard_size=shard_size, stage_size=stage_size, reshard_after_forward=True)  # no other decision matters
+        layout = UnitLayout(
+            shard_size=shard_size, stage_size=stage_size, reshard_after_forward=True
+        )  # no other decision matters
         return fastest_wires(units[shape], layout, problem.hardware, problem.job)
 
     def offered(shape: int, layouts: tuple[UnitLayout, ...]) -> tuple[UnitLayout, ...]:
@@ -215,8 +254,12 @@ def _with_wires(problem: PlanningProblem, shapes: Sequence[int], spaces: Iterabl
     return [tuple(map(offered, shapes, space)) for space in spaces]
 
 
-def fastest_wires(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, job: TrainingJob) -> dict[str, WireFormat | None]:
-    """Return the fastest allowed wire format by the estimate, for each field of the layout; None where exact values are fastest."""
+def fastest_wires(
+    unit: UnitDescription, layout: UnitLayout, hardware: Hardware, job: TrainingJob
+) -> dict[str, WireFormat | None]:
+    """Return the fastest allowed wire format by the estimate, for each field of the layout; None where exact values
+    are fastest.
+    """
     formats, g = formats_up_to(job.communication), layout.shard_size
     sharded = between_ring(hardware, g, layout.stage_size) if layout.two_stage else shard_ring(hardware, g)
     gathered = {job.precision.gathered_dtype(p) for p in unit.parameters}
@@ -233,14 +276,17 @@ def fastest_wires(unit: UnitDescription, layout: UnitLayout, hardware: Hardware,
         taken: float = getattr(unit_seconds(unit, replace(layout, **changed), hardware, job), term)
         return taken
 
-    return {name: min((None, *wires), key=functools.partial(seconds, name, term)) for name, (wires, term) in offered.items()}
+    return {
+        name: min((None, *wires), key=functools.partial(seconds, name, term))
+        for name, (wires, term) in offered.items()
+    }
 
 
 def _offered(formats: Iterable[WireFormat], dtypes: set[DType], ring: Ring) -> list[WireFormat]:
     """Return the formats that send fewer bytes in a group; none for tensors of several dtypes, which are sent exactly.
 
-    The group must lie inside a node, or have one rank of each node. Among several ranks of several nodes, an exchange of codes would send
-    more over the slow link than a ring's partial sums.
+    The group must lie inside a node, or have one rank of each node. Among several ranks of several nodes, an exchange
+    of codes would send more over the slow link than a ring's partial sums.
     """
     if ring.size == 1 or ring.node_crossings not in (0, ring.size) or len(dtypes) != 1:
         return []

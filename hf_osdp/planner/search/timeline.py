@@ -46,14 +46,22 @@ class BatchCosts:
         for unit, indices in self.calls.items():
             described = description.units[unit]
             if described.span is GatherSpan.USE and len(indices) > 1:  # each call would gather it
-                raise OSDPError(f"Unit {described.label!r} runs more than once in a forward pass; describe it with span STEP or CALLS.")
+                raise OSDPError(
+                    f"Unit {described.label!r} runs more than once in a forward pass; describe it with span STEP or"
+                    " CALLS."
+                )
         self.ahead = gathered_ahead(description)
-        self._arriving, self._merging = gradients_arriving(description, problem.job), merging_segments(description, problem.job)
+        self._arriving, self._merging = (
+            gradients_arriving(description, problem.job),
+            merging_segments(description, problem.job),
+        )
         self._timer = UnitTimer(description, problem.hardware, problem.job, batch)
         self._shapes = shape_ids(description.units)
         self.kinds = self._segment_kinds()
         terms = partial(unit_bytes, world_size=problem.hardware.world_size, job=problem.job, batch=batch)
-        self._memory = {flag: once_per_shape(description.units, partial(terms, beside_host=flag)) for flag in (False, True)}
+        self._memory = {
+            flag: once_per_shape(description.units, partial(terms, beside_host=flag)) for flag in (False, True)
+        }
         """Memory terms of a unit, by whether some unit may be on the host."""
         self._made: dict[tuple[int, UnitLayout, _Others], Option] = {}
 
@@ -67,7 +75,11 @@ class BatchCosts:
             ways = (None, *(way.recomputation for way in segment.recomputed))
             windows = tuple(self._timer.work(way)[1][unit] for way in ways)
             alike = segment.each(lambda one: replace(one, unit=0))
-            kinds.append(known.setdefault((several, self._shapes[unit], alike, self._merging.get(index, 0), windows), len(known)))
+            kinds.append(
+                known.setdefault(
+                    (several, self._shapes[unit], alike, self._merging.get(index, 0), windows), len(known)
+                )
+            )
         return kinds
 
     def options(self, unit: int, layouts: tuple[UnitLayout, ...], others: _Others) -> tuple[Option, ...]:
@@ -86,8 +98,13 @@ class BatchCosts:
 
     def root_segment(self, index: int, others: _Others) -> RootSegment:
         """Return a segment of a unit that is gathered for the whole step."""
-        unit, costs = self.problem.description.segments[index].unit, self._segment_bytes(index, Activations.SAVE, others)
-        return RootSegment(unit=unit, bytes=costs, gradients=self._arriving[index], prefetches=self.ahead[index] is not None)
+        unit, costs = (
+            self.problem.description.segments[index].unit,
+            self._segment_bytes(index, Activations.SAVE, others),
+        )
+        return RootSegment(
+            unit=unit, bytes=costs, gradients=self._arriving[index], prefetches=self.ahead[index] is not None
+        )
 
     def _segment_bytes(self, index: int, activations: Activations, others: _Others) -> SegmentBytes:
         """Return a segment's memory terms, with gradients of shared weights that merge in its backward."""
@@ -131,7 +148,8 @@ class BatchCosts:
 
 
 def build_timeline(costs: BatchCosts, space: Space) -> Timeline:
-    """Return the timeline of one micro-step: groups of equal units, with options from the space, and the segments between them.
+    """Return the timeline of one micro-step: groups of equal units, with options from the space, and the segments
+    between them.
 
     Units with span USE run at most once in a micro-step, units with span CALLS possibly several times.
     """
@@ -174,4 +192,6 @@ def _parts(costs: BatchCosts, space: Space, others: _Others) -> Iterator[Part]:
         elif unit in whole_step:
             yield costs.root_segment(first, others)
         else:
-            yield LaterCall(unit=unit, number=costs.calls[unit].index(first) - 1, prefetches=costs.ahead[first] is not None)
+            yield LaterCall(
+                unit=unit, number=costs.calls[unit].index(first) - 1, prefetches=costs.ahead[first] is not None
+            )

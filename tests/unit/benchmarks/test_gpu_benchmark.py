@@ -1,4 +1,6 @@
-"""The GPU benchmark's flow on the CPU, and the GPU suite's steps on measurements that are played: rows, aims that are met and missed."""
+"""The GPU benchmark's flow on the CPU, and the GPU suite's steps on measurements that are played: rows, aims that
+are met and missed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from tests.helpers.counted_memory import CountedMemory
 
 TINY = Model(
     config="GPT2Config", architecture="GPT2LMHeadModel", sequence_length=32, samples=2,
-    sizes={"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 301, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0},
+    sizes={"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 301, "n_positions": 32, "bos_token_id": 0,
+           "eos_token_id": 0},
 )  # fmt: skip
 
 RESOLUTION = 0.02
@@ -30,8 +33,11 @@ def test_layouts_are_counted_and_plans_run_at_their_limit_to_where_the_walk_ends
     assert all(abs(row.error) < 0.02 for row in layouts), [row.error for row in layouts]
     for row in limits:
         assert row.planned_bytes <= row.limit_bytes
-        # The limit is of the allocator's segments, many times what is live in a model as small as this; the walk is as fine as its part.
-        assert 0.95 * row.planned_bytes <= row.survives_bytes <= 1.05 * row.planned_bytes + RESOLUTION * row.limit_bytes
+        # The limit is of the allocator's segments, many times what is live in a model as small as this; the walk is as
+        # fine as its part.
+        assert (
+            0.95 * row.planned_bytes <= row.survives_bytes <= 1.05 * row.planned_bytes + RESOLUTION * row.limit_bytes
+        )
         assert row.fits == (row.survives_bytes <= row.limit_bytes)
     assert memory.attempts >= 4, "the walk tried limits"
     gpu_memory.show(layouts, limits)
@@ -89,8 +95,6 @@ def test_the_headline_tells_a_missed_aim():
     ],
 )
 def test_what_a_run_that_lacks_memory_must_show(code, stdout, stderr, ranks, on_oom, wrong):
-    said = (
-        "hf_osdp: Out of memory on rank 1 on host in forward of h.1: the plan was estimated to need 5.8 MiB of a limit of 6.0 MiB, 3 more."
-    )
+    said = "hf_osdp: Out of memory on rank 1 on host in forward of h.1: the plan was estimated to need 5.8 MiB of a limit of 6.0 MiB, 3 more."  # noqa: E501
     done = subprocess.CompletedProcess([], code, stdout, stderr.format(said=said))
     assert bool(faults.problem_of(done, ranks, on_oom)) == wrong

@@ -15,7 +15,12 @@ from benchmarks.gpu_suite.page import WIDTH, page, records_of
 from benchmarks.gpu_suite.runner import RESULTS, keep, run_step
 from benchmarks.gpu_suite.step import STEPS, Status
 
-HEAD = {"hardware": "CPU, 2 cores", "versions": {"torch": "2.13.0"}, "commit": "abc", "command": "python -m benchmarks.gpu_suite --out x"}
+HEAD = {
+    "hardware": "CPU, 2 cores",
+    "versions": {"torch": "2.13.0"},
+    "commit": "abc",
+    "command": "python -m benchmarks.gpu_suite --out x",
+}
 
 
 def results(out: Path) -> list[dict]:
@@ -28,7 +33,9 @@ def record(out: Path, name: str, status: Status = Status.DONE, **found) -> dict:
 
 def test_the_documentation_has_every_step():
     text = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text(encoding="utf-8")
-    assert [line for line in text.splitlines() if line.startswith("| `")] == [f"| `{s.name}` | {s.proves} |" for s in STEPS.values()]
+    assert [line for line in text.splitlines() if line.startswith("| `")] == [
+        f"| `{s.name}` | {s.proves} |" for s in STEPS.values()
+    ]
 
 
 def test_what_does_not_fit_into_the_minutes_is_not_run(tmp_path):
@@ -43,14 +50,16 @@ def child(monkeypatch):
 
     def of(code: str) -> None:
         popen = runner.subprocess.Popen
-        monkeypatch.setattr(runner.subprocess, "Popen", lambda command, **options: popen([command[0], "-c", code, *command[3:]], **options))
+        monkeypatch.setattr(
+            runner.subprocess,
+            "Popen",
+            lambda command, **options: popen([command[0], "-c", code, *command[3:]], **options),
+        )
 
     return of
 
 
-FINDS = (
-    "import json, sys; open(sys.argv[5] + '/found.jsonl', 'w').write(json.dumps({'row': {'a': '1'}}) + '\\n'); print('said', flush=True); "
-)
+FINDS = "import json, sys; open(sys.argv[5] + '/found.jsonl', 'w').write(json.dumps({'row': {'a': '1'}}) + '\\n'); print('said', flush=True); "  # noqa: E501
 
 
 def test_a_step_that_fails_keeps_what_it_found_and_its_last_lines(child, tmp_path):

@@ -1,4 +1,7 @@
-"""The headline experiments in their quickest form: real gloo ranks, the emulated link on the CPU, plans, tables. No timing is judged."""
+"""The headline experiments in their quickest form: real gloo ranks, the emulated link on the CPU, plans, tables.
+
+No timing is judged.
+"""
 
 from __future__ import annotations
 
@@ -34,25 +37,33 @@ from tests.helpers.descriptions import transformer
 from tests.helpers.distributed import run_ranks
 
 TINY = Case(
-    experiment=1, name="tiny", config_class="GPT2Config", architecture="GPT2LMHeadModel", sequence_length=16, limit_bytes=None, devices=2,
-    sizes={"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 301, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0,
+    experiment=1, name="tiny", config_class="GPT2Config", architecture="GPT2LMHeadModel", sequence_length=16,
+    limit_bytes=None, devices=2,
+    sizes={"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 301, "n_positions": 16, "bos_token_id": 0,
+           "eos_token_id": 0,
            "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 )  # fmt: skip
 LATE_BYTES = 4 * (12 * 64**2 + 13 * 64)
-"""A gathered block: gloo's worker may let go of its buffer a moment after the collective has ended, and peaks vary by so much."""
+"""A gathered block: gloo's worker may let go of its buffer a moment after the collective has ended, and peaks vary
+by so much.
+"""
 EFFORT = TwinEffort(rounds=2, profile_s=None, samples=(1, 2))
 
 
 def test_every_contender_that_fits_has_a_measured_row_within_its_limit():
     """Of a tiny twin that really runs on two ranks."""
     rows = [Row(**row) for row in run_ranks(measure_twin, 2, TINY, EFFORT)[0]]
-    assert [row.contender for row in rows] == 2 * [contender.name for contender in CONTENDERS if not contender.compiles]
+    assert [row.contender for row in rows] == 2 * [
+        contender.name for contender in CONTENDERS if not contender.compiles
+    ]
     for row in rows:
         if row.run is None:
             assert row.needs_bytes > row.limit_bytes
             continue
         assert row.estimated_peak_bytes <= row.limit_bytes
-        assert 0.99 * row.estimated_peak_bytes <= row.measured_peak_bytes <= 1.01 * row.estimated_peak_bytes + LATE_BYTES
+        assert (
+            0.99 * row.estimated_peak_bytes <= row.measured_peak_bytes <= 1.01 * row.estimated_peak_bytes + LATE_BYTES
+        )
         assert row.fastest_step_s <= row.measured_step_s <= row.slowest_step_s
         assert row.measured_gain is not None
     assert {row.contender for row in rows if row.run} >= {"full shard", "OSDP"}
@@ -74,9 +85,13 @@ def planned(case: Case = FOUR):
 def test_entries_are_at_one_batch_or_at_their_own_best(devices):
     case = replace(FOUR, devices=devices)
     lineup = planned(case)
-    plain = [c for c in CONTENDERS if not c.compiles and not c.fixed.get("recompute")]  # the model has nothing to recompute
+    plain = [
+        c for c in CONTENDERS if not c.compiles and not c.fixed.get("recompute")
+    ]  # the model has nothing to recompute
     names = [contender.name for contender in (plain if devices > 1 else OFFLOADERS)]
-    assert [(e.rule, e.contender.name) for e in lineup.entries] == [(rule, name) for rule in BatchRule for name in names]
+    assert [(e.rule, e.contender.name) for e in lineup.entries] == [
+        (rule, name) for rule in BatchRule for name in names
+    ]
     own = {e.contender.name: e for e in lineup.entries if e.rule is BatchRule.OWN}
     base = next(e for e in own.values() if e.contender.baseline)
     equal = [e for e in lineup.entries if e.rule is BatchRule.EQUAL and e.plan is not None]
@@ -102,7 +117,8 @@ def mixed(description, world: int) -> Plan:
     """Every kind of layout of one node in turn."""
     kinds = [(world, False), (1, True), (world // 2, False), (world, True), (world // 2, True), (1, False)]
     choices = [
-        UnitLayout(shard_size=g, reshard_after_forward=not (keep or unit.span.value == "step"), reduce_every_micro_step=index % 4 != 3)
+        UnitLayout(shard_size=g, reshard_after_forward=not (keep or unit.span.value == "step"),
+                   reduce_every_micro_step=index % 4 != 3)
         for index, (unit, (g, keep)) in enumerate(zip(description.units, kinds * 3, strict=False))
     ]  # fmt: skip
     return Plan.of(description, choices, Batch(micro_batch_size=1, accumulation_steps=2), world_size=world)
@@ -138,7 +154,11 @@ def test_the_emulated_link_holds_streams_for_as_long_as_the_planner_says(precisi
         optimizer = make_optimizer(copy, job.optimizer, plan, description.units)
         train_step(copy, optimizer, batch_on(inputs, 1, torch.device("cpu")), plan, job)
         finite = all(parameter.to_local().isfinite().all() for parameter in copy.parameters())
-    expected = {kind: seconds for kind, seconds in estimate_plan(plan, description, job, hardware).collectives.items() if seconds}
+    expected = {
+        kind: seconds
+        for kind, seconds in estimate_plan(plan, description, job, hardware).collectives.items()
+        if seconds
+    }
     assert dict(hold.seconds) == pytest.approx(expected, rel=1e-6)
     assert min(hold.calls.values()) >= 4
     assert finite
@@ -172,8 +192,12 @@ def test_plan_only_shows_and_writes_what_was_planned(monkeypatch, tmp_path, caps
     monkeypatch.setattr(headline, "line_up", functools.partial(line_up, samples=(1, 2)))
     code = headline.main(["--plan-only", "--json", str(tmp_path / "r.json"), "--markdown", str(tmp_path / "r.md")])
     shown, content = capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())
-    assert code == 0 and "nothing was trained" in " ".join(shown.split()) and "OSDP: " in shown and "Made small." in shown
-    assert {"date", "commit", "versions", "hardware", "verdicts"} <= set(content) and "--plan-only" in content["command"]
+    assert (
+        code == 0 and "nothing was trained" in " ".join(shown.split()) and "OSDP: " in shown and "Made small." in shown
+    )
+    assert {"date", "commit", "versions", "hardware", "verdicts"} <= set(content) and "--plan-only" in content[
+        "command"
+    ]
     assert all(row["measured_step_s"] is None for row in content["rows"])
     text = (tmp_path / "r.md").read_text()
     assert text.startswith("# Headline experiments: planned\n") and "own best batch" in text and "torch 2" in text

@@ -17,13 +17,25 @@ DATA = ROOT / "docs" / "data" / "limits.csv"
 def rates() -> dict[tuple[str, str, int], int]:
     """Tokens a second by case, strategy and limit, from the committed figures."""
     with DATA.open(encoding="utf-8", newline="") as file:
-        return {(row["case"][:5], row["strategy"], int(row["limit_gib"])): int(row["tokens_per_s"]) for row in csv.DictReader(file)}
+        return {
+            (row["case"][:5], row["strategy"], int(row["limit_gib"])): int(row["tokens_per_s"])
+            for row in csv.DictReader(file)
+        }
 
 
 def test_rows_have_every_strategy_that_fits_and_no_other():
-    tiny = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=128)
+    tiny = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=128
+    )
     case = Case(
-        title="tiny", model=tiny, device="rtx-4090", nodes=2, devices_per_node=2, sequence_length=64, limits_gib=(1, 8), global_batch_size=8
+        title="tiny",
+        model=tiny,
+        device="rtx-4090",
+        nodes=2,
+        devices_per_node=2,
+        sequence_length=64,
+        limits_gib=(1, 8),
+        global_batch_size=8,
     )
     rows = list(case.rows())
     assert {row["limit_gib"] for row in rows} == {8}  # the driver alone takes one
@@ -39,9 +51,15 @@ QUOTED = [
     ("README.md", "{least[0]} GiB; FSDP2 with all recomputed {least[1]}, as it comes {least[2]}"),
     (
         "docs/when_it_pays.md",
-        "{two_machines:.1f} times FSDP2 with all recomputed, {full:.1f} times FSDP2 as it comes, {hsdp:.2f} times HSDP",
+        (
+            "{two_machines:.1f} times FSDP2 with all recomputed, {full:.1f} times FSDP2 as it comes, {hsdp:.2f} times"
+            " HSDP"
+        ),
     ),
-    ("docs/when_it_pays.md", "{least[0]} GiB of each device, where FSDP2 with all recomputed needs {least[1]}, as it comes {least[2]}"),
+    (
+        "docs/when_it_pays.md",
+        "{least[0]} GiB of each device, where FSDP2 with all recomputed needs {least[1]}, as it comes {least[2]}",
+    ),
 ]
 """Page → what it says, with places for figures."""
 
@@ -59,7 +77,9 @@ def test_figures_that_pages_quote_are_those_of_the_data(page, words):
         "hsdp": gain("Qwen3", HSDP, 24),
         "recomputed": gain("Llama", RECOMPUTED, 80),
         "as_it_comes": gain("Llama", FSDP, 80),
-        "least": [min(n for case, one, n in found if (case, one) == ("Llama", name)) for name in (PLANNED, RECOMPUTED, FSDP)],
+        "least": [
+            min(n for case, one, n in found if (case, one) == ("Llama", name)) for name in (PLANNED, RECOMPUTED, FSDP)
+        ],
     }
     assert words.format(**figures) in " ".join((ROOT / page).read_text(encoding="utf-8").split())
 
@@ -68,5 +88,8 @@ def test_figures_of_an_earlier_run_are_drawn(tmp_path, capsys):
     pytest.importorskip("altair")
     main(["--read", str(DATA), "--plot", str(tmp_path / "limits.svg")])
     drawn = (tmp_path / "limits.svg").read_text(encoding="utf-8")
-    assert all(text in drawn for text in (PLANNED, RECOMPUTED, "Llama-3-8B on one machine", "10 GbE")) and DDP not in drawn
+    assert (
+        all(text in drawn for text in (PLANNED, RECOMPUTED, "Llama-3-8B on one machine", "10 GbE"))
+        and DDP not in drawn
+    )
     assert len(capsys.readouterr().out.splitlines()) == len(rates())

@@ -21,13 +21,19 @@ WRONG = [
     (run.parse, ["--limits", "600 elephants"], "is not a number of bytes"),
     (run.parse, ["--rounds", "0"], "at least 1"),
     (run.parse, ["--nodes", "1", "--ranks", "1"], "one rank sends nothing"),
-    (run.parse, ["--rates", "50mbit/100mbit/200mbit"], "has 3 rates for 2 machines; give one, or one for each (--nodes)"),
+    (
+        run.parse,
+        ["--rates", "50mbit/100mbit/200mbit"],
+        "has 3 rates for 2 machines; give one, or one for each (--nodes)",
+    ),
     (emulate.main, ["--rate=1e3mbit", "--", "x"], "is not a rate"),
     (emulate.main, ["--nodes=3", "--rate=50mbit/1gbit", "--", "x"], "50mbit/1gbit has 2 rates for 3 machines"),
 ]
 
 
-@pytest.mark.parametrize(("parse", "arguments", "message"), WRONG, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("parse", "arguments", "message"), WRONG, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_options_refused_in_one_line(parse, arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         parse(arguments)

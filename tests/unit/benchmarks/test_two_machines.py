@@ -1,4 +1,6 @@
-"""Two emulated machines, without emulating them: bytes in theory, counters, who takes steps, verdicts, options, refusals."""
+"""Two emulated machines, without emulating them: bytes in theory, counters, who takes steps, verdicts, options,
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ DEVICES = """Inter-|   Receive                                                | 
  face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier compressed
     lo:     100       1    0    0    0     0          0         0      200       1    0    0    0     0       0          0
  veth0: 3000000     200    0    0    0     0          0         0 77509000     210    0    0    0     0       0          0
-"""
+"""  # noqa: E501
 
 
 def plan_of(shard_size: int, *, world: int = 4, steps: int = 1, **choice) -> Plan:
@@ -46,7 +48,16 @@ def plan_of(shard_size: int, *, world: int = 4, steps: int = 1, **choice) -> Pla
         (plan_of(6, world=6, reshard_after_forward=False, stage_size=2), 2.0, 2.0),
         (plan_of(2, world=6), 4 / 3, 4 / 3),
     ],
-    ids=["full shard", "zero2", "two stages", "hsdp", "ddp", "three nodes", "three nodes, two stages", "three nodes, hsdp"],
+    ids=[
+        "full shard",
+        "zero2",
+        "two stages",
+        "hsdp",
+        "ddp",
+        "three nodes",
+        "three nodes, two stages",
+        "three nodes, hsdp",
+    ],
 )
 def test_bytes_of_nodes_of_two_are_those_of_the_table(plan, root, blocks):
     padded = 1e-3 if plan.world_size == 4 else 0.02
@@ -73,11 +84,15 @@ def found(**changes) -> dict:
     """One emulation of three rounds: DDP would be fastest, but does not fit the tighter limit."""
 
     def steps(seconds: float, sent: int) -> dict:
-        rounds = [{"step_s": seconds * drift, "sent_bytes": [sent, sent - 5], "estimated_s": seconds} for drift in (0.9, 1, 1.2)]
+        rounds = [
+            {"step_s": seconds * drift, "sent_bytes": [sent, sent - 5], "estimated_s": seconds}
+            for drift in (0.9, 1, 1.2)
+        ]
         return {"layout": "as it is", "theory_bytes": float(sent), "rounds": rounds}
 
     rows = {
-        STOCK: steps(20.0, 1000), "fsdp": steps(14.0, 700), "hsdp": steps(9.0, 400), "ddp": steps(5.0, 600), "osdp": steps(9.2, 400),
+        STOCK: steps(20.0, 1000), "fsdp": steps(14.0, 700), "hsdp": steps(9.0, 400), "ddp": steps(5.0, 600),
+        "osdp": steps(9.2, 400),
         ALONE: steps(2.0, 0),
     } | changes  # fmt: skip
     fits = {name: {"entrant": name} for name in rows if name != ALONE}
@@ -114,8 +129,14 @@ def test_every_aim_can_be_missed(row, missed):
 @pytest.mark.parametrize(
     ("refuses", "message"),
     [
-        ('echo "unshare: Operation not permitted" >&2; exit 1', "namespaces are not permitted here (unshare: Operation not permitted)"),
-        ('case "$*" in *tbf*) echo "Unknown qdisc" >&2; exit 2;; esac', "(Unknown qdisc); it needs the modules veth and sch_tbf"),
+        (
+            'echo "unshare: Operation not permitted" >&2; exit 1',
+            "namespaces are not permitted here (unshare: Operation not permitted)",
+        ),
+        (
+            'case "$*" in *tbf*) echo "Unknown qdisc" >&2; exit 2;; esac',
+            "(Unknown qdisc); it needs the modules veth and sch_tbf",
+        ),
     ],
     ids=["namespaces", "kernel"],
 )

@@ -45,7 +45,10 @@ def test_single_layout_is_read_by_torch_alone_and_not_converted_back(tmp_path):
     assert not missing.unexpected_keys and set(missing.missing_keys) <= {"lm_head.weight", "transformer.wte.weight"}
     its.load_state_dict(torch.load(tmp_path / "single" / "optimizer.bin", weights_only=True))
     assert_equal(model, optimizer, again, its)
-    with pytest.raises(CheckpointError, match=r"are stored by the parameters' positions, .* load the checkpoint in the training script"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"are stored by the parameters' positions, .* load the checkpoint in the training script",
+    ):
         convert(tmp_path / "single", tmp_path / "whole", to=Target.WHOLE)
     assert not (tmp_path / "whole").exists()
 
@@ -58,7 +61,11 @@ def test_command_writes_what_from_pretrained_reads(tmp_path):
     run = lambda *words: CliRunner().invoke(app, ["convert", *map(str, words)])  # noqa: E731
     result = run(folder, tmp_path / "weights", "--to", "weights")
     assert result.exit_code == 0 and "weights: weights, " in result.output, result.output
-    assert {path.name for path in (tmp_path / "weights").iterdir()} == {"model.safetensors", "config.json", "osdp_checkpoint.json"}
+    assert {path.name for path in (tmp_path / "weights").iterdir()} == {
+        "model.safetensors",
+        "config.json",
+        "osdp_checkpoint.json",
+    }
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.float64)
     assert all(torch.equal(value, read.state_dict()[name]) for name, value in model.state_dict().items())
     result = run(folder, tmp_path / "weights", "--to", "whole")

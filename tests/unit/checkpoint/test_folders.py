@@ -21,7 +21,10 @@ def small(folder, name="checkpoint-1", content="x", **options):
     with CheckpointWriter(**options).new(folder / name) as staging:
         (staging.path / "inside").mkdir()
         (staging.path / "inside" / "file").write_text(content)
-        assert not (folder / name / "inside" / "file").exists() or (folder / name / "inside" / "file").read_text() != content
+        assert (
+            not (folder / name / "inside" / "file").exists()
+            or (folder / name / "inside" / "file").read_text() != content
+        )
     return folder / name
 
 
@@ -47,7 +50,15 @@ def test_error_amid_writing_leaves_the_checkpoint_before(tmp_path):
 
 def test_replaced_checkpoint_leaves_files_that_are_not_its_own(tmp_path):
     folder = small(tmp_path, "state")
-    kept = ("log.txt", "plots", "model_best.safetensors", "optimizer_study", "sampler_outputs", "pytorch_model_export", "model-card.md")
+    kept = (
+        "log.txt",
+        "plots",
+        "model_best.safetensors",
+        "optimizer_study",
+        "sampler_outputs",
+        "pytorch_model_export",
+        "model-card.md",
+    )
     for name in kept:
         (folder / name).mkdir() if "." not in name else (folder / name).write_text("a user's")
     for content in ("new", "newer", "newest"):
@@ -88,7 +99,10 @@ def test_removal_spares_what_a_link_points_to_and_warns_where_it_fails(tmp_path,
     with monkeypatch.context() as patched:
         patched.setattr("pathlib.Path.rename", lambda *args: (_ for _ in ()).throw(OSError(39, "Directory not empty")))
         remove_checkpoint(folder)
-    assert folder.is_dir() and "checkpoint-2 cannot be removed ([Errno 39] Directory not empty); remove it by hand." in caplog.text
+    assert (
+        folder.is_dir()
+        and "checkpoint-2 cannot be removed ([Errno 39] Directory not empty); remove it by hand." in caplog.text
+    )
     remove_checkpoint(folder)
     assert names_in(tmp_path) == ["elsewhere"]
 
@@ -99,7 +113,12 @@ def test_leftovers_of_an_interrupted_run_are_removed_by_the_next_save_of_the_sam
     for path in (*left, *others):
         path.mkdir(parents=True)
     first, second = prepare_staging(tmp_path / "checkpoint-4"), prepare_staging(tmp_path / "checkpoint-5")
-    assert first.is_dir() and second.is_dir() and not any(path.exists() for path in left) and all(path.exists() for path in others)
+    assert (
+        first.is_dir()
+        and second.is_dir()
+        and not any(path.exists() for path in left)
+        and all(path.exists() for path in others)
+    )
 
 
 def test_links_are_followed_and_unwritable_or_current_folders_are_refused(tmp_path, monkeypatch):
@@ -111,11 +130,14 @@ def test_links_are_followed_and_unwritable_or_current_folders_are_refused(tmp_pa
     with pytest.raises(CheckpointError, match=r"cannot be written .*; give a folder that is writable"):
         prepare_staging(tmp_path / "file" / "checkpoint-1")
     monkeypatch.chdir(folder)
-    with pytest.raises(ValueError, match=r"cannot replace .*, this program's working directory; give a folder inside it"):
+    with pytest.raises(
+        ValueError, match=r"cannot replace .*, this program's working directory; give a folder inside it"
+    ):
         small(folder, ".")
 
 
-# --------------------------------------------------------------------------------------------------------- one run at a time
+# --------------------------------------------------------------------------------------------------------- one run at
+# a time
 
 
 @pytest.fixture
@@ -155,7 +177,8 @@ def test_second_run_goes_on_when_the_first_has_ended(tmp_path, caplog, other_run
     assert not list(tmp_path.glob(".partial/*/checkpoint-1"))
 
 
-# -------------------------------------------------------------------------------------------------------------------- damage
+# --------------------------------------------------------------------------------------------------------------------
+# damage
 
 
 def unreadable(path, monkeypatch):

@@ -116,16 +116,23 @@ def test_changed_settings_are_named_with_value_before_and_now(tmp_path, caplog):
     assert Manifest.load(folder).settings == {**settings, "optimizer": "AdamW"}
     warn_of_changes(folder, {**settings, "of no checkpoint yet": "1"}, None)
     assert not caplog.text
-    warn_of_changes(folder, {"seed": "2", "precision": "no", "dataset": "of 80 rows (00000000)", "optimizer": "SGD"}, None)
+    warn_of_changes(
+        folder, {"seed": "2", "precision": "no", "dataset": "of 80 rows (00000000)", "optimizer": "SGD"}, None
+    )
     assert (
-        "checkpoint-1 was saved with seed 1, precision bf16, dataset of 80 rows (1234abcd), optimizer AdamW; this run has seed 2,"
+        "checkpoint-1 was saved with seed 1, precision bf16, dataset of 80 rows (1234abcd), optimizer AdamW; this run"
+        " has seed 2,"
         " precision no, dataset of 80 rows (00000000), optimizer SGD: it does not continue the same training."
     ) in caplog.text
 
 
 def test_plan_that_sends_otherwise_than_before_is_named(tmp_path, caplog):
-    unit = UnitDecision(fqn="a", shard_size=2, reshard_after_forward=True, gather_wire=WireFormat.INT8, reduce_wire=WireFormat.INT4)
-    plan = Plan(world_size=2, strategy="osdp", units=(unit,), micro_batch_size=1, accumulation_steps=1, model_fingerprint="")
+    unit = UnitDecision(
+        fqn="a", shard_size=2, reshard_after_forward=True, gather_wire=WireFormat.INT8, reduce_wire=WireFormat.INT4
+    )
+    plan = Plan(
+        world_size=2, strategy="osdp", units=(unit,), micro_batch_size=1, accumulation_steps=1, model_fingerprint=""
+    )
     exact = replace(plan, units=(replace(unit, gather_wire=None, reduce_wire=None),))
     folder = tmp_path / "checkpoint-1"
     with CheckpointWriter(plan=exact).new(folder):
@@ -144,7 +151,9 @@ def test_files_of_earlier_versions_are_read(tmp_path, restarted):
     del content["training"], content["settings"]
     path.write_text(json.dumps(content))
     (tmp_path / ".partial").mkdir(exist_ok=True)
-    (tmp_path / ".partial" / "training.json").write_text('{"training": null, "launches": ["host /tmp/x"], "process": "7 on host"}')
+    (tmp_path / ".partial" / "training.json").write_text(
+        '{"training": null, "launches": ["host /tmp/x"], "process": "7 on host"}'
+    )
     restarted()
     assert last_checkpoint(tmp_path) == folder and Manifest.load(folder).settings == {}
     check_checkpoint(folder)

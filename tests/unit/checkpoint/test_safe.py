@@ -48,7 +48,8 @@ def test_files_of_tensors_run_nothing(tmp_path):
     with pytest.raises(CheckpointError, match="cannot be read as tensors and plain values"):
         load_file(tmp_path / "optimizer.bin", numpy=True)
     dcp.save(
-        {"optimizer": {"state": {}, "param_groups": [{"params": [], "lr": Runs(tmp_path / "ran")}]}}, checkpoint_id=tmp_path / "optimizer_0"
+        {"optimizer": {"state": {}, "param_groups": [{"params": [], "lr": Runs(tmp_path / "ran")}]}},
+        checkpoint_id=tmp_path / "optimizer_0",
     )
     with pytest.raises(CheckpointError, match=r"cannot be read .*(weights_only|Weights only)"):
         read_optimizer(find_optimizer(tmp_path))
@@ -118,7 +119,9 @@ def pickled(value: object) -> bytes:
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("place", ["key", "metadata index", "layout", "relative path", "planner data", "size", "huge size"])
+@pytest.mark.parametrize(
+    "place", ["key", "metadata index", "layout", "relative path", "planner data", "size", "huge size"]
+)
 def test_hostile_index_is_refused_at_once(tmp_path, place):
     folder = in_shards(tmp_path)
     index, deep = SafeReader(folder).read_metadata(), nested(64)
@@ -156,7 +159,10 @@ def test_names_of_files_must_stay_in_the_folder(tmp_path):
     (Path(reader.path) / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(CheckpointError, match="outside of its folder"):
         reader.read_metadata()
-    for content, line in (('{"weight_map": {"w": "../secret.safetensors"}}', "outside of its folder"), ("[1]", "cannot be read")):
+    for content, line in (
+        ('{"weight_map": {"w": "../secret.safetensors"}}', "outside of its folder"),
+        ("[1]", "cannot be read"),
+    ):
         (tmp_path / "model.safetensors.index.json").write_text(content)
         with pytest.raises(CheckpointError, match=line):
             read_weights(find_model(tmp_path))
@@ -175,5 +181,7 @@ def test_folder_without_states_names_what_it_lacks(tmp_path):
     with pytest.raises(CheckpointError, match="holds no optimizer state"):
         read_optimizer(find_optimizer(tmp_path))
     model, optimizer = trained(steps=0)
-    with pytest.raises(CheckpointError, match=r"has no weights \(pytorch_model_fsdp_0/, pytorch_model_fsdp.bin, model.safetensors"):
+    with pytest.raises(
+        CheckpointError, match=r"has no weights \(pytorch_model_fsdp_0/, pytorch_model_fsdp.bin, model.safetensors"
+    ):
         load_loop(tmp_path, model, optimizer, others={})

@@ -26,7 +26,8 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright reads
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SHAPE = {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 4, "vocab_size": 500, "n_positions": 64}
 QUESTION = Question(
-    model="", config=json.dumps(SHAPE), device="a100-40", devices_per_node=4, sequence_length=32, global_batch_size=32, memory_limit="30GiB"
+    model="", config=json.dumps(SHAPE), device="a100-40", devices_per_node=4, sequence_length=32, global_batch_size=32,
+    memory_limit="30GiB"
 )  # fmt: skip
 PATIENCE_MS = 60_000
 
@@ -36,7 +37,9 @@ def address():
     """Where `hf-osdp app` serves the page."""
     port = free_port()
     command = [sys.executable, "-m", "hf_osdp", "app", "--port", port]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as server:
         try:
             for _ in range(240):
                 try:
@@ -112,7 +115,11 @@ def test_page_answers_three_questions(address, browser, tmp_path):
     page.goto(address + replace(QUESTION, memory_limit="20GiB", compile=False).link)
     sent = planner.plan(replace(QUESTION, memory_limit="20GiB"))
     expect(text("plan")).to_contain_text(f"OSDP plan {sent.plan.fingerprint}")
-    assert held(page, "memory_limit") == "20GiB" and held(page, "config") == QUESTION.config and held(page, "device") == "a100-40"
+    assert (
+        held(page, "memory_limit") == "20GiB"
+        and held(page, "config") == QUESTION.config
+        and held(page, "device") == "a100-40"
+    )
     count = page.locator("#devices input[type=number]")
     count.fill("5")
     count.press("Tab")
@@ -146,4 +153,8 @@ def test_port_that_is_taken_is_one_line():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         done = CliRunner().invoke(app, ["app", "--port", str(taken.getsockname()[1])])
-    assert done.exit_code == 2 and "this address cannot be used; give another" in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        done.exit_code == 2
+        and "this address cannot be used; give another" in done.stderr
+        and done.stderr.count("\n") == 1
+    )

@@ -1,4 +1,7 @@
-"""`hf-osdp` on a tiny GPT-2: what it says is what the planner's functions say. Wrong input is in tests/faults/bad_commands.py."""
+"""`hf-osdp` on a tiny GPT-2: what it says is what the planner's functions say.
+
+Wrong input is in tests/faults/bad_commands.py.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +108,9 @@ def test_plan_finds_and_shows_what_search_finds(planned, model, description):
     (path, content, done), expected = planned, search(problem(description, HARDWARE, JOB, LIMIT)).plan
     assert content["plan"]["fingerprint"] == expected.fingerprint and expected.fingerprint in done.stdout
     assert content["estimated"]["peak_bytes"] + HARDWARE.outside_bytes(expected.communicators) == expected.peak_bytes
-    assert content["hardware"]["margin"] == CACHING_MARGIN and expected.peak_bytes <= HARDWARE.room_bytes(LIMIT) < LIMIT
+    assert (
+        content["hardware"]["margin"] == CACHING_MARGIN and expected.peak_bytes <= HARDWARE.room_bytes(LIMIT) < LIMIT
+    )
     assert content["estimated"]["step_s"] == expected.step_s and content["model"]["parameters"] == description.numel
     assert done.stderr == "" and all(unit.label.split(".")[0] in done.stdout for unit in description.units)
     assert_readable(done.stdout)
@@ -118,17 +123,23 @@ def test_plan_finds_and_shows_what_search_finds(planned, model, description):
 
 def test_plan_passes_every_option_to_the_planner(model, config):
     content = as_json(
-        "plan", model, "--sequence-length", 16, "--global-batch-size", 96, "--device", "a100-40", "--num-nodes", 2, "--devices-per-node", 3,
-        "--precision", "bf16", "--optimizer", "sgd", "--strategy", "hsdp", "--micro-batch-size", 4, "--activation-checkpointing",
+        "plan", model, "--sequence-length", 16, "--global-batch-size", 96, "--device", "a100-40", "--num-nodes", 2,
+        "--devices-per-node", 3,
+        "--precision", "bf16", "--optimizer", "sgd", "--strategy", "hsdp", "--micro-batch-size", 4,
+        "--activation-checkpointing",
         "--block-classes", "GPT2MLP", "--auto-class", "AutoModel",
     )  # fmt: skip
     hardware = preset("a100-40", nodes=2, devices_per_node=3)
     described = describe(
-        config, sequence_length=16, device_type="cuda", compute_dtype=DType.BFLOAT16, block_classes=["GPT2MLP"], auto_class="AutoModel",
+        config, sequence_length=16, device_type="cuda", compute_dtype=DType.BFLOAT16, block_classes=["GPT2MLP"],
+        auto_class="AutoModel",
         activation_checkpointing=True,
     )  # fmt: skip
     job = TrainingJob(
-        global_batch_size=96, micro_batch_size=4, precision=Precision.named("bf16"), optimizer=OptimizerSpec(name="sgd", states=0)
+        global_batch_size=96,
+        micro_batch_size=4,
+        precision=Precision.named("bf16"),
+        optimizer=OptimizerSpec(name="sgd", states=0),
     )
     expected = search(problem(described, hardware, job, hardware.device.memory_bytes, strategy="hsdp")).plan
     assert content["plan"]["fingerprint"] == expected.fingerprint
@@ -156,7 +167,11 @@ def test_plan_counts_adapters(model, config, description):
     ],
 )
 def test_precision_is_what_the_device_is_good_at_and_is_said(device, asked, precision, said):
-    case = Case(Request(model="none", sequence_length=8, global_batch_size=8, device=device, precision=asked[1] if asked else None))
+    case = Case(
+        Request(
+            model="none", sequence_length=8, global_batch_size=8, device=device, precision=asked[1] if asked else None
+        )
+    )
     assert case.precision == precision and case.precision_line.startswith(said)
     assert case.facts.precision == Precision.named(precision, autocast=True)
 
@@ -200,14 +215,22 @@ def test_margin_is_an_option_of_all_planning_commands(model, description):
 def test_compare_holds_all_strategies_and_the_front(model, description, tmp_path):
     rows = compare_strategies(problem(description, HARDWARE, replace(JOB, micro_batch_size=2), LIMIT))
     fixed = ("--micro-batch-size", 2)  # any other is another compilation
-    done = call("compare", model, *WHOLE, *fixed, "--points", 3, "--json", tmp_path / "x.json", "--plot", tmp_path / "x.png")
+    done = call(
+        "compare", model, *WHOLE, *fixed, "--points", 3, "--json", tmp_path / "x.json", "--plot", tmp_path / "x.png"
+    )
     assert done.exit_code == 0, done.output
     said = json.loads((tmp_path / "x.json").read_text())
     peaks = [row["peak_bytes"] for row in said["strategies"] if "peak_bytes" in row]
-    most = problem(description, HARDWARE, replace(JOB, micro_batch_size=2), HARDWARE.room_bytes(HARDWARE.device.memory_bytes))
+    most = problem(
+        description, HARDWARE, replace(JOB, micro_batch_size=2), HARDWARE.room_bytes(HARDWARE.device.memory_bytes)
+    )
     front = frontier(most, points=3, at=[HARDWARE.room_bytes(LIMIT), *peaks])
     compiled = [row for row in said["strategies"] if "compiled" in row["strategy"]]
-    assert [row["strategy"] for row in compiled] == ["osdp, compiled", "fsdp, compiled, as it comes", "fsdp, compiled, all recomputed"]
+    assert [row["strategy"] for row in compiled] == [
+        "osdp, compiled",
+        "fsdp, compiled, as it comes",
+        "fsdp, compiled, all recomputed",
+    ]
     said["strategies"] = [row for row in said["strategies"] if row not in compiled]
     assert said == json.loads(json.dumps(comparison_content(HARDWARE, LIMIT, rows, front)))
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
@@ -222,8 +245,13 @@ def test_what_if_answers_by_searching(model, description, monkeypatch):
     answers = {row["question"]: row for row in as_json("what-if", model, *WHOLE)["answers"]}
     now = search(problem(description, HARDWARE, JOB, LIMIT)).plan
     assert answers["now"]["result"]["samples_per_s"] == now.samples_per_s
-    assert answers["twice the memory"]["result"]["step_s"] == search(problem(description, HARDWARE, JOB, 2 * LIMIT)).plan.step_s
-    more = search(problem(description, preset("titan-rtx", devices_per_node=5), TrainingJob(global_batch_size=35), LIMIT)).plan
+    assert (
+        answers["twice the memory"]["result"]["step_s"]
+        == search(problem(description, HARDWARE, JOB, 2 * LIMIT)).plan.step_s
+    )
+    more = search(
+        problem(description, preset("titan-rtx", devices_per_node=5), TrainingJob(global_batch_size=35), LIMIT)
+    ).plan
     assert answers["one more device"]["result"]["samples_per_s"] == more.samples_per_s
     assert "from 32 to 35" in answers["one more device"]["change"]
     longest, widest = answers["longest sequence"], answers["largest width"]
@@ -250,8 +278,13 @@ def test_plan_takes_devices_and_times_of_a_profile(model, description, tmp_path)
     expected = search(problem(timed, HARDWARE, JOB, HARDWARE.device.memory_bytes)).plan
     assert content["plan"]["fingerprint"] == expected.fingerprint
     assert content["estimated"]["step_s"] == expected.step_s > 3 * len(description.segments)
-    assert as_json("plan", model, *SIZES, "--profile", profile_file, "--devices-per-node", 8)["plan"]["world_size"] == 8
-    assert_refused(call("plan", model, "--sequence-length", 16, "--global-batch-size", 32, "--profile", profile_file), "no times for")
+    assert (
+        as_json("plan", model, *SIZES, "--profile", profile_file, "--devices-per-node", 8)["plan"]["world_size"] == 8
+    )
+    assert_refused(
+        call("plan", model, "--sequence-length", 16, "--global-batch-size", 32, "--profile", profile_file),
+        "no times for",
+    )
 
 
 @pytest.mark.parametrize(
@@ -259,9 +292,18 @@ def test_plan_takes_devices_and_times_of_a_profile(model, description, tmp_path)
     [
         (("--lora-rank", "2", "--lora-targets", "nothing"), "LoRA adapters cannot be added to GPT2LMHeadModel"),
         (("--json", "no/such/folder/x.json"), "does not exist; create it"),
-        (("--no-recompute", "--activation-checkpointing"), "recompute=False has no effect with activation checkpointing"),
-        (("--device", "cpu", "--memory-limit", "1GiB", "--host-offload"), "host_offload=True, but the CPU trains in the host's own memory"),
-        (("--split-vocabulary", "--no-operator-splitting"), "split_vocabulary=True has no effect with operator_splitting"),
+        (
+            ("--no-recompute", "--activation-checkpointing"),
+            "recompute=False has no effect with activation checkpointing",
+        ),
+        (
+            ("--device", "cpu", "--memory-limit", "1GiB", "--host-offload"),
+            "host_offload=True, but the CPU trains in the host's own memory",
+        ),
+        (
+            ("--split-vocabulary", "--no-operator-splitting"),
+            "split_vocabulary=True has no effect with operator_splitting",
+        ),
     ],
 )
 def test_plan_refuses_options_that_cannot_be_used(model, options, message):
@@ -274,5 +316,7 @@ def test_plan_exits_with_code_1_where_nothing_fits(model):
 
 def test_command_line_loads_nothing_heavy():
     code = "import sys, hf_osdp.cli.app; print(*{name.partition('.')[0] for name in sys.modules})"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    ).stdout.split()
     assert not {"torch", "transformers", "ortools", "altair", "pydantic"} & set(loaded)

@@ -19,7 +19,9 @@ Rows = dict[str, list[tuple[str, str]]]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("tiny")
-    GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=500, n_positions=64, dtype="bfloat16").save_pretrained(folder)
+    GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=500, n_positions=64, dtype="bfloat16").save_pretrained(
+        folder
+    )
     return str(folder)
 
 
@@ -37,7 +39,9 @@ def rows(*arguments, code: int = 0) -> Rows:
 
 
 def test_doctor_makes_every_check_of_a_sound_run(model, tmp_path):
-    done = call(model, *SIZES, *DEVICES, "--precision", "bf16", "--output-dir", tmp_path / "out", "--json", tmp_path / "x.json")
+    done = call(
+        model, *SIZES, *DEVICES, "--precision", "bf16", "--output-dir", tmp_path / "out", "--json", tmp_path / "x.json"
+    )
     assert done.exit_code == 0, done.output
     assert "…" not in done.stdout and max(map(len, done.stdout.splitlines())) <= 100
     content = json.loads((tmp_path / "x.json").read_text())
@@ -50,11 +54,22 @@ def test_doctor_makes_every_check_of_a_sound_run(model, tmp_path):
 
 def test_doctor_reports_all_errors_at_once(model, tmp_path):
     (tmp_path / "file").write_text("")
-    wrong = ("--optimizer", "Lomo", "--memory-limit", "25GiB", "--output-dir", tmp_path / "file", "--lora-targets", "x")
+    wrong = (
+        "--optimizer",
+        "Lomo",
+        "--memory-limit",
+        "25GiB",
+        "--output-dir",
+        tmp_path / "file",
+        "--lora-targets",
+        "x",
+    )
     found = rows(model, "--sequence-length", 65, "--global-batch-size", 33, *DEVICES, *wrong, code=1)
     for name, part in {
-        "optimizer": "'lomo' updates while backward runs", "memory limit": "--memory-limit 25GiB is more than the 8.0 GiB",
-        "batch": "global_batch_size=33 does not divide by 4 processes; use 32 or 36", "model": "--lora-targets x has no effect",
+        "optimizer": "'lomo' updates while backward runs",
+        "memory limit": "--memory-limit 25GiB is more than the 8.0 GiB",
+        "batch": "global_batch_size=33 does not divide by 4 processes; use 32 or 36",
+        "model": "--lora-targets x has no effect",
     }.items():  # fmt: skip
         assert found[name][0][0] == "error" and part in found[name][0][1]
     assert found["the rest"][0][0] == "not done"
@@ -62,7 +77,8 @@ def test_doctor_reports_all_errors_at_once(model, tmp_path):
 
 def test_doctor_exits_with_code_0_where_there_are_warnings_alone(model):
     found = rows(
-        model, *SIZES, "--device", "cpu", "--num-nodes", 2, "--devices-per-node", 2, "--strategy", "fsdp", "--block-classes",
+        model, *SIZES, "--device", "cpu", "--num-nodes", 2, "--devices-per-node", 2, "--strategy", "fsdp",
+        "--block-classes",
         "GPT2Model,LlamaLayer", "--activation-checkpointing",
     )  # fmt: skip
     assert [result for result, _ in found["blocks"]] == ["warning", "note"]

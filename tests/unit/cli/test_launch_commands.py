@@ -33,15 +33,33 @@ def test_config_takes_the_devices_that_are_there(gpus, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     config, shown = written(tmp_path)
     options = config.fsdp_config["fsdp_sharding_strategy"]
-    assert (config.num_processes, config.use_cpu, config.mixed_precision) == ((gpus, False, "bf16") if gpus else (2, True, "no"))
+    assert (config.num_processes, config.use_cpu, config.mixed_precision) == (
+        (gpus, False, "bf16") if gpus else (2, True, "no")
+    )
     assert options == ({"osdp": True} if gpus else {"osdp": True, "use_cpu": True})
     assert f"accelerate launch --config_file {tmp_path / 'osdp.yaml'} -m hf_osdp.run train.py" in shown
 
 
 def test_config_of_several_machines_names_the_first_and_takes_flags(tmp_path):
-    flags = ("--num-nodes", 2, "--devices-per-node", 8, "--device", "cuda", "--precision", "fp16", "--memory-limit", "16GiB")
+    flags = (
+        "--num-nodes",
+        2,
+        "--devices-per-node",
+        8,
+        "--device",
+        "cuda",
+        "--precision",
+        "fp16",
+        "--memory-limit",
+        "16GiB",
+    )
     config, shown = written(tmp_path, *flags, "--main-address", "10.0.0.1:1234")
-    assert (config.num_machines, config.num_processes, config.main_process_ip, config.main_process_port) == (2, 16, "10.0.0.1", 1234)
+    assert (config.num_machines, config.num_processes, config.main_process_ip, config.main_process_port) == (
+        2,
+        16,
+        "10.0.0.1",
+        1234,
+    )
     assert config.mixed_precision == "fp16" and config.fsdp_config["fsdp_sharding_strategy"]["memory_limit"] == "16GiB"
     assert "--machine_rank 0 -m hf_osdp.run" in shown and "--machine_rank 1 on the others" in shown
 
@@ -50,7 +68,10 @@ def test_config_of_several_machines_names_the_first_and_takes_flags(tmp_path):
     ("arguments", "message"),
     [
         ((), "osdp.yaml is there already; give --force"),
-        (("--force", "--num-nodes", "2", "--main-address", "a:b"), "--num-nodes 2 needs --main-address HOST or HOST:PORT"),
+        (
+            ("--force", "--num-nodes", "2", "--main-address", "a:b"),
+            "--num-nodes 2 needs --main-address HOST or HOST:PORT",
+        ),
         (("--force", "--main-address", "a"), "--main-address a has no effect on one machine"),
         (("--force", "--device", "cuda"), "torch finds no GPU here; give --devices-per-node"),
     ],
@@ -78,7 +99,10 @@ def test_run_starts_the_launcher_with_the_script_and_its_arguments(tmp_path, mon
 
 def test_files_of_the_repository_and_of_config_have_the_same_fields(tmp_path):
     """What works in `accelerate_configs` works where it was written anew, with --force over another."""
-    for name, flags in (("osdp", ("--device", "cuda", "--devices-per-node", 2, "--precision", "bf16")), ("osdp_cpu", ("--device", "cpu"))):
+    for name, flags in (
+        ("osdp", ("--device", "cuda", "--devices-per-node", 2, "--precision", "bf16")),
+        ("osdp_cpu", ("--device", "cpu")),
+    ):
         expected = load_config_from_file(f"accelerate_configs/{name}.yaml")
         found, _ = written(tmp_path, "--force", *flags)
         assert {**vars(found), "num_processes": 2} == vars(expected)

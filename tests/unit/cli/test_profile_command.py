@@ -38,7 +38,10 @@ def test_profile_times_a_model_and_writes_a_file_that_is_read(model, tmp_path):
         (["--output", "/no/such/p.json"], "folder '/no/such' does not exist"),
         (["--output", "p.json", "--precision", "bf16"], "--precision concerns MODEL's blocks, but no MODEL was given"),
         (["MODEL", "--output", "p.json"], "give --sequence-length"),
-        (["MODEL", "--output", "p.json", "--sequence-length", "99"], "sequence_length=99 is more than the 16 positions"),
+        (
+            ["MODEL", "--output", "p.json", "--sequence-length", "99"],
+            "sequence_length=99 is more than the 16 positions",
+        ),
     ],
 )
 def test_profile_refuses_wrong_requests_in_one_line(model, arguments, message):

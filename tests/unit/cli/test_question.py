@@ -56,12 +56,17 @@ def test_plan_is_that_of_the_command_which_is_shown(planner, folder):
     planned = planner.plan(QUESTION)
     assert content["plan"]["fingerprint"] == planned.plan.fingerprint
     assert content["estimated"]["step_s"] == planned.estimate.time.step_s == planned.plan.step_s
-    assert QUESTION.command == f"hf-osdp plan config.json {' '.join(QUESTION.options)}" and "--compile" not in QUESTION.options
+    assert (
+        QUESTION.command == f"hf-osdp plan config.json {' '.join(QUESTION.options)}"
+        and "--compile" not in QUESTION.options
+    )
     assert replace(QUESTION, compile=True, memory_limit="").options[-1] == "--compile"
 
 
 def test_compared_has_the_rows_of_compare(planner, folder, monkeypatch):
-    monkeypatch.setattr(FoundPlan, "_compiled", lambda self: None)  # which take long; tests/unit/cli/test_cli.py has them
+    monkeypatch.setattr(
+        FoundPlan, "_compiled", lambda self: None
+    )  # which take long; tests/unit/cli/test_cli.py has them
     content = json.loads(command_line(QUESTION, folder, "compare", "--points", "2", "--json", "-").stdout)
     rows = [(row.label, row.result.plan.step_s) for row in planner.plan(QUESTION).compared]
     assert rows == [(row["strategy"], row["step_s"]) for row in content["strategies"]] and len(rows) >= 6
@@ -70,7 +75,10 @@ def test_compared_has_the_rows_of_compare(planner, folder, monkeypatch):
 def test_warnings_are_kept_with_what_was_traced(planner):
     turing = replace(QUESTION, device="titan-rtx", precision="bf16", memory_limit="")
     first, again = planner.plan(turing), planner.plan(replace(turing, memory_limit="20GiB"))
-    assert first.warnings == again.warnings and "bfloat16 has no other kernel on compute capability 7.5" in first.warnings[0]
+    assert (
+        first.warnings == again.warnings
+        and "bfloat16 has no other kernel on compute capability 7.5" in first.warnings[0]
+    )
     assert planner.plan(QUESTION).warnings == ()
 
 
@@ -78,7 +86,9 @@ def test_model_is_described_once_for_other_limits_and_devices(monkeypatch, tmp_p
     monkeypatch.setenv("OSDP_CACHE", str(tmp_path))
     planner, described = Planner(), []
     stock = cache.describe
-    monkeypatch.setattr(cache, "describe", lambda *given, **options: described.append(options) or stock(*given, **options))
+    monkeypatch.setattr(
+        cache, "describe", lambda *given, **options: described.append(options) or stock(*given, **options)
+    )
     first = planner.plan(QUESTION)
     assert planner.plan(replace(QUESTION)) is first and len(described) == 1
     planner.plan(replace(QUESTION, memory_limit="20GiB", devices_per_node=8))
@@ -89,7 +99,10 @@ def test_model_is_described_once_for_other_limits_and_devices(monkeypatch, tmp_p
 
 def test_what_if_plans_for_other_devices_and_raises_the_batch(planner):
     before, after = planner.what_if(QUESTION, "20GiB", 5)
-    assert before.plan is planner.plan(QUESTION).plan and after.change == "5 devices, 20GiB each, global batch raised from 32 to 35"
+    assert (
+        before.plan is planner.plan(QUESTION).plan
+        and after.change == "5 devices, 20GiB each, global batch raised from 32 to 35"
+    )
     asked = replace(QUESTION, memory_limit="20GiB", devices_per_node=5, global_batch_size=35)
     assert after.plan is planner.plan(asked).plan and after.plan.world_size == 5
     two = replace(QUESTION, num_nodes=2)
@@ -113,14 +126,23 @@ def test_what_if_says_what_it_would_need(planner):
 )
 def test_link_keeps_the_question(question):
     assert Question.of_link(dict(parse_qsl(question.link[1:], keep_blank_values=True))) == question
-    assert replace(question, config=json.dumps(SHAPE | {"id2label": {i: "label" for i in range(2000)}})).link == "", "too long for one"
+    assert replace(question, config=json.dumps(SHAPE | {"id2label": {i: "label" for i in range(2000)}})).link == "", (
+        "too long for one"
+    )
 
 
 def test_link_takes_what_a_host_adds_and_refuses_what_it_does_not_know():
-    assert Question.of_link({"__theme": "dark", "device": "h100", "compile": "1"}) == Question(device="h100", compile=True)
+    assert Question.of_link({"__theme": "dark", "device": "h100", "compile": "1"}) == Question(
+        device="h100", compile=True
+    )
     with pytest.raises(ValueError, match="'devise', which is not a field of a question; use model, config, device"):
         Question.of_link({"devise": "h100"})
-    for wrong in ({"num_nodes": "two"}, {"compile": "yes"}, {"sequence_length": "-1"}, {"global_batch_size": "9" * 10}):
+    for wrong in (
+        {"num_nodes": "two"},
+        {"compile": "yes"},
+        {"sequence_length": "-1"},
+        {"global_batch_size": "9" * 10},
+    ):
         with pytest.raises(ValueError, match="which is not a whole number"):
             Question.of_link(wrong)
 
@@ -152,7 +174,10 @@ def test_errors_are_the_lines_of_the_command_line(planner, folder, monkeypatch, 
     ("change", "said"),
     [
         ({"model": "gpt2"}, "Both MODEL 'gpt2' and a config.json were given; clear one of them."),
-        ({"config": "", "model": "/etc/hosts"}, "MODEL '/etc/hosts' is not a hub id; upload its config.json to the page instead."),
+        (
+            {"config": "", "model": "/etc/hosts"},
+            "MODEL '/etc/hosts' is not a hub id; upload its config.json to the page instead.",
+        ),
         ({"config": "", "model": "--json=x"}, "MODEL '--json=x' is not a hub id"),
         ({"config": "{}"}, "it is not a JSON object with a model_type"),
         ({"config": "[1]"}, "it is not a JSON object with a model_type"),
@@ -170,10 +195,12 @@ def test_script_asks_for_the_plan_that_is_shown(planner):
         return {node.targets[0].id: ast.unparse(node.value) for node in ast.walk(tree) if isinstance(node, ast.Assign)}
 
     config = eval(calls(QUESTION)["osdp"], {"OSDPConfig": OSDPConfig})
-    assert config == OSDPConfig(memory_limit="30GiB") and calls(QUESTION)["trainer"].startswith("Trainer(model=model, args=args")
+    assert config == OSDPConfig(memory_limit="30GiB") and calls(QUESTION)["trainer"].startswith(
+        "Trainer(model=model, args=args"
+    )
     assert calls(replace(QUESTION, memory_limit=""))["osdp"] == "True"
     plan = planner.plan(QUESTION).plan
-    sizes = f"per_device_train_batch_size={plan.micro_batch_size}, gradient_accumulation_steps={plan.accumulation_steps}, bf16=True"
+    sizes = f"per_device_train_batch_size={plan.micro_batch_size}, gradient_accumulation_steps={plan.accumulation_steps}, bf16=True"  # noqa: E501
     assert sizes in planner.plan(QUESTION).script and 4 * plan.micro_batch_size * plan.accumulation_steps == 32
 
 
@@ -192,7 +219,9 @@ def test_launch_file_is_read_by_accelerate_and_asks_for_the_plan(planner, tmp_pa
 def test_built_in_shape_is_announced(planner, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     small = planner.plan(Question(model="openai-community/gpt2", **SIZES))
-    assert "using the built-in shape of openai-community/gpt2" in small.warnings[0] and not small.warnings[0].startswith("hf-osdp")
+    assert "using the built-in shape of openai-community/gpt2" in small.warnings[0] and not small.warnings[
+        0
+    ].startswith("hf-osdp")
 
 
 def test_app_without_its_extra_says_what_to_install(monkeypatch):
@@ -207,4 +236,9 @@ def test_app_without_its_extra_says_what_to_install(monkeypatch):
 def test_other_commands_load_no_gradio():
     from tests.unit.test_imports import loaded_by
 
-    assert not loaded_by("import hf_osdp.cli.app, hf_osdp.cli.question") & {"gradio", "altair", "torch", "transformers"}
+    assert not loaded_by("import hf_osdp.cli.app, hf_osdp.cli.question") & {
+        "gradio",
+        "altair",
+        "torch",
+        "transformers",
+    }

@@ -7,7 +7,17 @@ import math
 from dataclasses import replace
 
 import pytest
-from transformers import BartConfig, BertConfig, DistilBertConfig, FalconConfig, GPT2Config, LlamaConfig, RobertaConfig, T5Config, ViTConfig
+from transformers import (
+    BartConfig,
+    BertConfig,
+    DistilBertConfig,
+    FalconConfig,
+    GPT2Config,
+    LlamaConfig,
+    RobertaConfig,
+    T5Config,
+    ViTConfig,
+)
 
 from hf_osdp.cli import what_if
 from hf_osdp.cli.cases import Case
@@ -41,16 +51,21 @@ PROBLEM = replace(PROBLEM, memory_limit_bytes=2 * least_memory(PROBLEM))
 TIMING = CollectiveTiming(collective=Collective.ALL_GATHER, group_size=4, latency_s=1e-5, seconds_per_byte=1e-10)
 CONFIGS = {
     "gpt2": GPT2Config(n_layer=1, n_embd=32, n_head=4, vocab_size=100, n_positions=16),
-    "bert": BertConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4, intermediate_size=80, vocab_size=100),
-    "llama": LlamaConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=8, num_key_value_heads=2, intermediate_size=96,
+    "bert": BertConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4, intermediate_size=80,
+                       vocab_size=100),
+    "llama": LlamaConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=8, num_key_value_heads=2,
+                         intermediate_size=96,
                          vocab_size=100),
     "t5": T5Config(num_layers=1, d_model=32, num_heads=4, d_kv=8, d_ff=64, vocab_size=100),
-    "roberta": RobertaConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4, intermediate_size=80, vocab_size=100,
+    "roberta": RobertaConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4, intermediate_size=80,
+                             vocab_size=100,
                              max_position_embeddings=18),
     "vit": ViTConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4, intermediate_size=64, image_size=32),
     "distilbert": DistilBertConfig(n_layers=1, dim=32, n_heads=4, hidden_dim=128, vocab_size=100),
-    "falcon": FalconConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4, ffn_hidden_size=128, vocab_size=100),
-    "bart": BartConfig(encoder_layers=1, decoder_layers=1, d_model=32, encoder_attention_heads=4, decoder_attention_heads=4,
+    "falcon": FalconConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4, ffn_hidden_size=128,
+                           vocab_size=100),
+    "bart": BartConfig(encoder_layers=1, decoder_layers=1, d_model=32, encoder_attention_heads=4,
+                       decoder_attention_heads=4,
                        encoder_ffn_dim=128, decoder_ffn_dim=128, vocab_size=100),
 }  # fmt: skip
 
@@ -121,7 +136,10 @@ def test_needed_bytes_are_what_the_search_can_do_with():
     assert search(replace(PROBLEM, memory_limit_bytes=least)).peak_bytes <= least
     with pytest.raises(InfeasibleError):
         search(replace(PROBLEM, memory_limit_bytes=least - 2**10))
-    assert needed_bytes(replace(PROBLEM, strategy=Strategy.HSDP, hardware=bare_preset("titan-rtx", devices_per_node=5))) == math.inf
+    assert (
+        needed_bytes(replace(PROBLEM, strategy=Strategy.HSDP, hardware=bare_preset("titan-rtx", devices_per_node=5)))
+        == math.inf
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -132,10 +150,15 @@ def test_with_heads_widens_every_matrix_and_keeps_the_head_size(name):
     assert getattr(wide, "decoder_attention_heads", wide.num_attention_heads) == wide.num_attention_heads
     if isinstance(pairs := getattr(config, "num_key_value_heads", None), int):
         assert wide.num_key_value_heads == 2 * pairs
-    before, after = ({n: p.shape for n, p in build_on_meta(c).named_parameters() if ".0." in n and p.dim() == 2} for c in (config, wide))
+    before, after = (
+        {n: p.shape for n, p in build_on_meta(c).named_parameters() if ".0." in n and p.dim() == 2}
+        for c in (config, wide)
+    )
     assert before and before.keys() == after.keys()
     for matrix, shape in before.items():
-        if "query_key_value" not in matrix and "relative_attention_bias" not in matrix:  # Falcon shares keys and values
+        if (
+            "query_key_value" not in matrix and "relative_attention_bias" not in matrix
+        ):  # Falcon shares keys and values
             assert after[matrix] == (2 * shape[0], 2 * shape[1]), matrix
 
 
@@ -154,7 +177,9 @@ def test_with_positions_raises_and_never_lowers():
 
 def models(config) -> ChangedModels:
     """The questions of one model on one device, described at 16 tokens."""
-    case = Case(Request(model="none", sequence_length=16, global_batch_size=2, device="titan-rtx", memory_limit="1GiB"))
+    case = Case(
+        Request(model="none", sequence_length=16, global_batch_size=2, device="titan-rtx", memory_limit="1GiB")
+    )
     case.model_config = config
     return ChangedModels(case)
 
@@ -162,7 +187,9 @@ def models(config) -> ChangedModels:
 @pytest.mark.slow
 def test_longest_sequence_raises_positions_and_says_so(monkeypatch):
     monkeypatch.setattr(what_if, "_LONGEST", 64)
-    row = models(CONFIGS["roberta"]).longest_sequence("longest sequence")  # which counts positions from after its padding index
+    row = models(CONFIGS["roberta"]).longest_sequence(
+        "longest sequence"
+    )  # which counts positions from after its padding index
     assert row.plan.sequence_length == 64
     assert row.change == "64 tokens or more, max_position_embeddings raised to it"
     with pytest.raises(ValueError, match="positions"):

@@ -1,4 +1,6 @@
-"""Each process takes a GPU of its own, and segments that expand where nobody has said otherwise; torch.cuda is played."""
+"""Each process takes a GPU of its own, and segments that expand where nobody has said otherwise; torch.cuda is
+played.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ class Gpus:
         self.count, self.current = 1, 0
         for name, played in {
             "is_available": lambda: True, "device_count": lambda: self.count, "current_device": lambda: self.current,
-            "set_device": self.set, "mem_get_info": lambda device: (2**30, 2**30), "get_device_name": lambda device: "GPU",
-            "memory_reserved": lambda device: 0, "get_device_properties": lambda device: SimpleNamespace(name="GPU", total_memory=2**30),
+            "set_device": self.set, "mem_get_info": lambda device: (2**30, 2**30),
+            "get_device_name": lambda device: "GPU",
+            "memory_reserved": lambda device: 0, "get_device_properties": lambda device: SimpleNamespace(name="GPU",
+                                                                                                         total_memory=2**30),
         }.items():  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, played)
 
@@ -63,11 +67,14 @@ def form(monkeypatch):
 @pytest.mark.parametrize(
     ("count", "current", "local_rank", "has_group", "expected"),
     [
-        (8, 0, "3", False, 3), (1, 0, "3", False, 0), (8, 5, "3", False, 5), (8, 2, None, False, 2), (8, 0, None, False, 0),
+        (8, 0, "3", False, 3), (1, 0, "3", False, 0), (8, 5, "3", False, 5), (8, 2, None, False, 2),
+        (8, 0, None, False, 0),
         (8, 0, "3", True, 0), (8, 2, "3", True, 2),
     ],
 )  # fmt: skip
-def test_own_gpu_is_current_or_without_group_that_of_local_rank(gpus, form, monkeypatch, count, current, local_rank, has_group, expected):
+def test_own_gpu_is_current_or_without_group_that_of_local_rank(
+    gpus, form, monkeypatch, count, current, local_rank, has_group, expected
+):
     gpus.count, gpus.current = count, current
     if local_rank is not None:
         monkeypatch.setenv("LOCAL_RANK", local_rank)
@@ -78,7 +85,8 @@ def test_own_gpu_is_current_or_without_group_that_of_local_rank(gpus, form, monk
 
 
 @pytest.mark.parametrize(
-    "choose", [environment.training_device, collective_device, lambda: measuring_device("cuda"), lambda: device_memory("cuda")]
+    "choose",
+    [environment.training_device, collective_device, lambda: measuring_device("cuda"), lambda: device_memory("cuda")],
 )
 def test_all_devices_are_that_of_group_formed_with_device_id(gpus, form, choose):
     gpus.count = 8
@@ -111,7 +119,9 @@ def calls(monkeypatch) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize(("variable", "before"), [(CURRENT, ""), *((name, "max_split_size_mb:512") for name in VARIABLES)])
+@pytest.mark.parametrize(
+    ("variable", "before"), [(CURRENT, ""), *((name, "max_split_size_mb:512") for name in VARIABLES)]
+)
 def test_expandable_segments_are_set_once_beside_other_settings(calls, monkeypatch, variable, before):
     monkeypatch.setenv(variable, before)
     prefer_expandable_segments()
@@ -119,7 +129,9 @@ def test_expandable_segments_are_set_once_beside_other_settings(calls, monkeypat
     assert calls == [os.environ[variable]] == [f"{before},expandable_segments:True".lstrip(",")]
 
 
-@pytest.mark.parametrize("settings", ["expandable_segments:False", "expandable_segments:True", "backend:cudaMallocAsync"])
+@pytest.mark.parametrize(
+    "settings", ["expandable_segments:False", "expandable_segments:True", "backend:cudaMallocAsync"]
+)
 def test_expandable_segments_leave_choice_of_user(calls, monkeypatch, settings):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
     prefer_expandable_segments()
@@ -132,7 +144,12 @@ def test_expandable_segments_leave_choice_of_user(calls, monkeypatch, settings):
 
 @pytest.mark.parametrize(
     ("settings", "fixed"),
-    [("", True), ("expandable_segments:False", True), ("expandable_segments:True", False), ("backend:cudaMallocAsync", False)],
+    [
+        ("", True),
+        ("expandable_segments:False", True),
+        ("expandable_segments:True", False),
+        ("backend:cudaMallocAsync", False),
+    ],
 )
 def test_segments_are_fixed_where_the_native_allocator_does_not_expand_them(calls, monkeypatch, settings, fixed):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)

@@ -48,7 +48,9 @@ print("went on")
 
 @pytest.mark.parametrize("case", ["waits", "works", "saves", "evaluates", "has a worker"])
 def test_sigterm_ends_a_rank_that_waits_in_one_call_and_no_other(case):
-    with subprocess.Popen([sys.executable, "-c", PROGRAM, case], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, case], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout.readline() == "ready\n"
             time.sleep(0.5)

@@ -21,11 +21,14 @@ from tests.helpers.models import VOCABULARY, tiny_model
 from tests.unit.checkpoint.checkpoints import saved
 
 
-def trainer(folder, *, model=None, trains: bool = True, samples: int = 4, osdp: dict | None = None, **options) -> Trainer:
+def trainer(
+    folder, *, model=None, trains: bool = True, samples: int = 4, osdp: dict | None = None, **options
+) -> Trainer:
     generator = torch.Generator().manual_seed(1)
     data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, VOCABULARY, (16, 12), generator=generator)]
     arguments = TrainingArguments(
-        str(folder), per_device_train_batch_size=samples, save_strategy="steps", use_cpu=True, report_to=[], disable_tqdm=True,
+        str(folder), per_device_train_batch_size=samples, save_strategy="steps", use_cpu=True, report_to=[],
+        disable_tqdm=True,
         **{"learning_rate": 1e-2, "max_steps": 4, "seed": 1, "save_steps": 1, **options},
     )  # fmt: skip
     model = tiny_model("gpt2", layers=1) if model is None else model
@@ -51,8 +54,14 @@ def in_slices(folder, slices: int, seed: int) -> Trainer:
 def test_trainer_resumes_in_any_number_of_slices(tmp_path, slices):
     first = in_slices(tmp_path, 4, seed=0)
     first.train()
-    whole = {name: value.shape for name, value in tiny_model("gpt2", layers=2).state_dict().items() if name != "lm_head.weight"}
-    assert {name: value.shape for name, value in load_file(tmp_path / "checkpoint-4" / "model.safetensors").items()} == whole
+    whole = {
+        name: value.shape
+        for name, value in tiny_model("gpt2", layers=2).state_dict().items()
+        if name != "lm_head.weight"
+    }
+    assert {
+        name: value.shape for name, value in load_file(tmp_path / "checkpoint-4" / "model.safetensors").items()
+    } == whole
     again = in_slices(tmp_path / "again", slices, seed=5)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     state = again.model.state_dict()
@@ -61,14 +70,21 @@ def test_trainer_resumes_in_any_number_of_slices(tmp_path, slices):
 
 def test_best_checkpoint_stays_and_is_loaded(tmp_path):
     trainer = planned(
-        tmp_path, save_total_limit=2, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, greater_is_better=True
+        tmp_path,
+        save_total_limit=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+        greater_is_better=True,
     )
     weights = {}
     trainer.add_callback(_Weights(trainer, weights))
     trainer.train()  # the loss falls: the first is the best of a metric that should be high
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-4"]
-    assert json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())["best_model_checkpoint"].endswith("/checkpoint-1")
+    assert json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())[
+        "best_model_checkpoint"
+    ].endswith("/checkpoint-1")
     assert all(torch.equal(value, weights[1][name]) for name, value in trainer.model.state_dict().items())
     check_checkpoint(tmp_path / "checkpoint-1")
 
@@ -78,13 +94,17 @@ class _Weights(TrainerCallback):
         self._trainer, self._into = trainer, into
 
     def on_step_end(self, args, state, control, **kwargs):
-        self._into[state.global_step] = {name: value.clone() for name, value in self._trainer.model.state_dict().items()}
+        self._into[state.global_step] = {
+            name: value.clone() for name, value in self._trainer.model.state_dict().items()
+        }
 
 
 def test_trainer_refuses_a_damaged_path_takes_the_one_before_and_names_changes(tmp_path, caplog):
     planned(tmp_path, save_total_limit=2).train()
     (tmp_path / "checkpoint-4" / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"checkpoint-4 is damaged: model.safetensors is missing; use an earlier checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-4 is damaged: model.safetensors is missing; use an earlier checkpoint"
+    ):
         planned(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     again = planned(tmp_path)
     again.train(resume_from_checkpoint=True)
@@ -95,8 +115,13 @@ def test_trainer_refuses_a_damaged_path_takes_the_one_before_and_names_changes(t
     again.train(resume_from_checkpoint=True)
     lines = [record.getMessage() for record in caplog.records if "was saved with" in record.getMessage()]
     assert len(lines) == 1 and "checkpoint-4 was saved with seed 1, precision no, dataset of 16 rows (" in lines[0]
-    assert "this run has seed 2, precision bf16, dataset of 16 rows (" in lines[0] and "To continue it, use the saved settings." in lines[0]
-    with pytest.raises(ValueError, match=r"There is no complete checkpoint in .*; leave resume_from_checkpoint out to begin"):
+    assert (
+        "this run has seed 2, precision bf16, dataset of 16 rows (" in lines[0]
+        and "To continue it, use the saved settings." in lines[0]
+    )
+    with pytest.raises(
+        ValueError, match=r"There is no complete checkpoint in .*; leave resume_from_checkpoint out to begin"
+    ):
         planned(tmp_path / "empty").train(resume_from_checkpoint=True)
 
 
@@ -121,21 +146,32 @@ def test_save_state_follows_accelerates_own_naming(tmp_path):
     accelerator.register_for_checkpointing(counter)
     for counter.value in range(4):
         assert accelerator.save_state() == str(tmp_path / "checkpoints" / f"checkpoint_{counter.value}")
-    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("checkpoint_*")) == ["checkpoint_2", "checkpoint_3"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("checkpoint_*")) == [
+        "checkpoint_2",
+        "checkpoint_3",
+    ]
     (tmp_path / "checkpoints" / "checkpoint_3" / "optimizer.bin").write_bytes(b"")
     accelerator.load_state()
     assert counter.value == 2
     accelerator.load_state(strict=True)  # for load_state_dict of one process
     for call, folder in ((accelerator.save_state, None), (accelerator.load_state, saved(tmp_path / "shards"))):
-        with pytest.raises(ValueError, match="state would ignore strict, tag with this run or this checkpoint; leave it out"):
+        with pytest.raises(
+            ValueError, match="state would ignore strict, tag with this run or this checkpoint; leave it out"
+        ):
             call(folder, strict=True, tag=1)
     counter.value = Counter(1)  # could be written, and never read again
-    with pytest.raises(CheckpointError, match="The state of Counter, registered for checkpointing, holds more than tensors and plain"):
+    with pytest.raises(
+        CheckpointError, match="The state of Counter, registered for checkpointing, holds more than tensors and plain"
+    ):
         accelerator.save_state()
-    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("checkpoint_*")) == ["checkpoint_2", "checkpoint_3"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("checkpoint_*")) == [
+        "checkpoint_2",
+        "checkpoint_3",
+    ]
 
 
-# ------------------------------------------------------------------------------------------------------- a Trainer that is started again
+# ------------------------------------------------------------------------------------------------------- a Trainer
+# that is started again
 
 
 @pytest.mark.parametrize("in_background", [False, True])

@@ -14,13 +14,19 @@ from tests.helpers.models import tiny_model
 
 @pytest.fixture(autouse=True)
 def fresh_state():
-    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test's accelerator would answer for this one's
+    AcceleratorState._reset_state(
+        reset_partial_state=True
+    )  # an earlier test's accelerator would answer for this one's
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize(
-    "asked", [{"dynamo_backend": "inductor"}, {"dynamo_plugin": TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)}]
+    "asked",
+    [
+        {"dynamo_backend": "inductor"},
+        {"dynamo_plugin": TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)},
+    ],
 )
 def test_inductor_compiles_blocks_by_the_plan_and_accelerate_nothing(asked):
     for accelerator in (OSDPAccelerator(cpu=True, osdp={}, **asked), OSDPAccelerator(cpu=True, osdp={}, **asked)):
@@ -49,8 +55,12 @@ def test_blocks_are_compiled_as_options_launcher_and_dynamo_ask(monkeypatch, osd
 def test_a_model_wrapped_by_torch_compile_is_unwrapped_and_its_blocks_are_compiled(osdp):
     accelerator = OSDPAccelerator(cpu=True, osdp=osdp)
     model = tiny_model("gpt2")
-    assert accelerator._without_wrappers(model) is model and accelerator.plugin.osdp.compile == osdp.get("compile", False)
-    assert accelerator._without_wrappers(torch.compile(model)) is model and accelerator.plugin.osdp.compile == osdp.get("compile", True)
+    assert accelerator._without_wrappers(model) is model and accelerator.plugin.osdp.compile == osdp.get(
+        "compile", False
+    )
+    assert accelerator._without_wrappers(
+        torch.compile(model)
+    ) is model and accelerator.plugin.osdp.compile == osdp.get("compile", True)
     with pytest.raises(ValueError, match="so compile=True would have no effect; leave one of the two out"):
         OSDPAccelerator(cpu=True, osdp={"plan": "plan.json"})._without_wrappers(torch.compile(model))
 
@@ -58,7 +68,8 @@ def test_a_model_wrapped_by_torch_compile_is_unwrapped_and_its_blocks_are_compil
 @pytest.mark.parametrize(
     "asked",
     [
-        {"backend": "aot_eager"}, {"backend": "inductor", "mode": "max-autotune"}, {"backend": "inductor", "fullgraph": True},
+        {"backend": "aot_eager"}, {"backend": "inductor", "mode": "max-autotune"},
+        {"backend": "inductor", "fullgraph": True},
         {"backend": "inductor", "dynamic": True}, {"backend": "inductor", "options": {"max_autotune": True}},
     ],
 )  # fmt: skip
@@ -69,5 +80,8 @@ def test_other_backends_modes_and_options_are_refused_in_one_line(asked):
 
 
 def test_compilation_beside_a_given_plan_is_refused_since_the_plan_says_what_is_compiled():
-    with pytest.raises(ValueError, match="plan runs a given plan as it is, so compile=True would have no effect; leave one of the two out"):
+    with pytest.raises(
+        ValueError,
+        match="plan runs a given plan as it is, so compile=True would have no effect; leave one of the two out",
+    ):
         OSDPAccelerator(cpu=True, osdp={"plan": "plan.json"}, dynamo_backend="inductor")

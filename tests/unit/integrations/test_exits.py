@@ -1,4 +1,6 @@
-"""Which errors end a script in one line, which keep their traceback, and what the end of training waits for on their way."""
+"""Which errors end a script in one line, which keep their traceback, and what the end of training waits for on
+their way.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ def test_run_script_shows_refused_input_in_one_line(main, line, capsys):
 
 @pytest.mark.parametrize(
     ("main", "kind"),
-    [(lambda: json.loads("{"), ValueError), (lambda: open("/nowhere/at/all"), FileNotFoundError), (lambda: {}[0], KeyError)],
+    [
+        (lambda: json.loads("{"), ValueError),
+        (lambda: open("/nowhere/at/all"), FileNotFoundError),
+        (lambda: {}[0], KeyError),
+    ],
 )
 def test_run_script_leaves_other_errors_their_traceback(main, kind):
     with pytest.raises(kind):

@@ -44,7 +44,11 @@ def clean_environment(monkeypatch):
 
 
 def launch(monkeypatch, strategy: str | None = "{'osdp': True, 'memory_limit': '1GiB'}") -> None:
-    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_SHARDING_STRATEGY": strategy}.items():
+    for name, value in {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_SHARDING_STRATEGY": strategy,
+    }.items():
         if strategy is not None:
             monkeypatch.setenv(name, value)
 
@@ -53,15 +57,20 @@ def arguments(tmp_path, **options) -> TrainingArguments:
     return TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
 
 
-# -------------------------------------------------------------------------------------------------------------- the plugin
+# -------------------------------------------------------------------------------------------------------------- the
+# plugin
 
 
 def test_plugin_is_fsdp2_with_float32_reduction_and_writes_shards_only_in_the_background():
     plugin = OSDPPlugin(osdp={"memory_limit": "1GiB"})
     assert plugin.fsdp_version == 2 and plugin.osdp == OSDPConfig(memory_limit="1GiB")
-    assert "FULL" in str(plugin.state_dict_type) and "SHARDED" in str(OSDPPlugin(osdp={"async_save": True}).state_dict_type)
+    assert "FULL" in str(plugin.state_dict_type) and "SHARDED" in str(
+        OSDPPlugin(osdp={"async_save": True}).state_dict_type
+    )
     plugin.set_mixed_precision("bf16")
-    assert plugin.mixed_precision_policy == MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert plugin.mixed_precision_policy == MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,8 +83,14 @@ def test_plugin_is_fsdp2_with_float32_reduction_and_writes_shards_only_in_the_ba
         ({"ignored_modules": "x"}, "OSDPConfig(block_classes"),
         ({"backward_prefetch": "BACKWARD_PRE"}, "leave it out"),
         ({"limit_all_gathers": False}, "leave it out"),
-        ({"transformer_cls_names_to_wrap": ["BertLayer"], "osdp": OSDPConfig(block_classes="GPT2Block")}, "OSDPConfig(block_classes"),
-        ({"state_dict_type": "FULL_STATE_DICT", "osdp": {"async_save": True}}, "async_save=True writes shards while training continues"),
+        (
+            {"transformer_cls_names_to_wrap": ["BertLayer"], "osdp": OSDPConfig(block_classes="GPT2Block")},
+            "OSDPConfig(block_classes",
+        ),
+        (
+            {"state_dict_type": "FULL_STATE_DICT", "osdp": {"async_save": True}},
+            "async_save=True writes shards while training continues",
+        ),
     ],
 )
 def test_plugin_refuses_what_the_plan_decides_or_contradicts(options, remedy):
@@ -90,7 +105,17 @@ def test_plugin_takes_classes_to_wrap_as_block_classes(names):
 
 
 def test_plugin_accepts_the_defaults_that_the_launcher_exports(monkeypatch):
-    flags = ["--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    flags = [
+        "--use_fsdp",
+        "--fsdp_version",
+        "2",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+    ]
     args = launch_command_parser().parse_args([*flags, "--dynamo_backend", "no", "train.py"])
     for name, value in prepare_multi_gpu_env(args).items():
         if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP")):
@@ -118,7 +143,8 @@ def test_precision_is_that_of_the_name_or_of_the_policy():
     assert precision_of("no", policy, single_process=False).reduce is DType.BFLOAT16
 
 
-# --------------------------------------------------------------------------------------------------- the Trainer's arguments
+# --------------------------------------------------------------------------------------------------- the Trainer's
+# arguments
 
 ON, OFF = "{'osdp': True, 'memory_limit': '1GiB'}", "{'osdp': False, 'memory_limit': '1GiB'}"
 
@@ -131,7 +157,12 @@ ON, OFF = "{'osdp': True, 'memory_limit': '1GiB'}", "{'osdp': False, 'memory_lim
         (None, None, ON, {"memory_limit": "1GiB"}),
         (False, None, ON, None),
         ({"strategy": "ddp"}, None, ON, {"strategy": "ddp", "memory_limit": "1GiB"}),
-        (OSDPConfig(memory_limit="2GiB"), None, "{'osdp': True, 'strategy': 'ddp'}", {"memory_limit": "2GiB", "strategy": "ddp"}),
+        (
+            OSDPConfig(memory_limit="2GiB"),
+            None,
+            "{'osdp': True, 'strategy': 'ddp'}",
+            {"memory_limit": "2GiB", "strategy": "ddp"},
+        ),
         ({"strategy": "osdp"}, None, "{'osdp': True, 'strategy': 'ddp'}", {}),
         (None, None, OFF, None),
         (True, None, OFF, {"memory_limit": "1GiB"}),
@@ -140,7 +171,9 @@ ON, OFF = "{'osdp': True, 'memory_limit': '1GiB'}", "{'osdp': False, 'memory_lim
         (True, {"transformer_layer_cls_to_wrap": ["GPT2Block"]}, None, {"block_classes": "GPT2Block"}),
     ],
 )
-def test_requested_config_merges_argument_fsdp_config_and_launcher(tmp_path, monkeypatch, asked, fsdp_config, launched, expected):
+def test_requested_config_merges_argument_fsdp_config_and_launcher(
+    tmp_path, monkeypatch, asked, fsdp_config, launched, expected
+):
     args = arguments(tmp_path, fsdp_config=fsdp_config)
     launch(monkeypatch, launched)
     config = requested_config(asked, args)
@@ -168,7 +201,11 @@ def test_requested_config_reads_the_file_of_fsdp_config_and_layers_beside_fsdp(t
         (True, {"fsdp_min_num_params": 10}, r"min_num_params=10.*OSDPConfig\(block_classes"),
         (True, {"no_such_key": 1}, "no_such_key=1.*no effect"),
         (True, {"xla": True}, "xla=True.*no effect"),
-        ({"block_classes": "B"}, {"transformer_layer_cls_to_wrap": ["A"]}, r"transformer_layer_cls_to_wrap.*OSDPConfig\(block_classes"),
+        (
+            {"block_classes": "B"},
+            {"transformer_layer_cls_to_wrap": ["A"]},
+            r"transformer_layer_cls_to_wrap.*OSDPConfig\(block_classes",
+        ),
     ],
 )
 def test_requested_config_refuses_what_has_no_effect_or_cannot_be_read(tmp_path, asked, fsdp_config, part):
@@ -210,12 +247,18 @@ def test_steps_of_training_are_those_of_the_arguments_or_of_the_data(dataset, ch
     assert _steps(SimpleNamespace(args=args, train_dataset=dataset), 3) == steps
 
 
-# ----------------------------------------------------------------------------------------------------------------- a Trainer
+# ----------------------------------------------------------------------------------------------------------------- a
+# Trainer
 
 
 def test_plan_replaces_auto_find_batch_size_in_a_copy_of_the_arguments(tmp_path):
     asked = arguments(tmp_path, auto_find_batch_size=True, per_device_train_batch_size=8)
-    trainer = Trainer(model=tiny_model("gpt2", layers=1), args=asked, train_dataset=DATA, osdp={"hardware": "cpu", "memory_limit": "1GiB"})
+    trainer = Trainer(
+        model=tiny_model("gpt2", layers=1),
+        args=asked,
+        train_dataset=DATA,
+        osdp={"hardware": "cpu", "memory_limit": "1GiB"},
+    )
     assert trainer.args.auto_find_batch_size is False and asked.auto_find_batch_size is True
     assert trainer.args.per_device_train_batch_size == trainer.plan.micro_batch_size
     assert trainer.plan.global_batch_size == 8
@@ -223,8 +266,13 @@ def test_plan_replaces_auto_find_batch_size_in_a_copy_of_the_arguments(tmp_path)
 
 def test_one_process_runs_what_its_plan_says(tmp_path):
     model = tiny_model("llama", layers=2)
-    description = describe(model, sequence_length=12, split=ModelSplit(sliced=(OperatorSplit(fqn="lm_head", slices=3),)))
-    activations = [Activations.RECOMPUTE if i in description.recomputable else Activations.SAVE for i in range(len(description.units))]
+    description = describe(
+        model, sequence_length=12, split=ModelSplit(sliced=(OperatorSplit(fqn="lm_head", slices=3),))
+    )
+    activations = [
+        Activations.RECOMPUTE if i in description.recomputable else Activations.SAVE
+        for i in range(len(description.units))
+    ]
     layouts = [UnitLayout(shard_size=1, reshard_after_forward=False, activations=each) for each in activations]
     plan = Plan.of(description, layouts, Batch(micro_batch_size=4, accumulation_steps=2), world_size=1)
     args = arguments(tmp_path, per_device_train_batch_size=8, max_steps=1, logging_steps=1, save_strategy="no")
@@ -232,7 +280,9 @@ def test_one_process_runs_what_its_plan_says(tmp_path):
     Trainer(model=model, args=args, train_dataset=DATA, osdp=OSDPConfig(plan=plan)).train()
     assert all(recomputation_of(layer) for layer in model.model.layers)
     assert is_split(model)
-    assert not torch.equal(model.state_dict()["lm_head.weight"], before), "the optimizer trains what the model computes with"
+    assert not torch.equal(model.state_dict()["lm_head.weight"], before), (
+        "the optimizer trains what the model computes with"
+    )
 
 
 def test_trainer_refuses_model_init_and_recompute_false_beside_gradient_checkpointing(tmp_path):
@@ -251,10 +301,14 @@ def test_checkpointing_of_every_block_says_what_leaving_it_to_the_planner_would_
     args = arguments(tmp_path, per_device_train_batch_size=8, gradient_checkpointing=by == "argument")
     trainer = Trainer(model=model, args=args, train_dataset=DATA, osdp=OSDPConfig(hardware="cpu", compare=False))
     said = " ".join(capsys.readouterr().out.split())
-    (gain,) = map(float, re.findall(r"recomputes every block\. If .* ([\d.]+) times as fast: switch checkpointing off", said))
+    (gain,) = map(
+        float, re.findall(r"recomputes every block\. If .* ([\d.]+) times as fast: switch checkpointing off", said)
+    )
     run = trainer._run
     assert 1 < gain == pytest.approx(run.plan.step_s / run.open_step_s, abs=0.01)
-    assert by != "model" or all(block.gradient_checkpointing for block in model.transformer.h), "the model is left as it was"
+    assert by != "model" or all(block.gradient_checkpointing for block in model.transformer.h), (
+        "the model is left as it was"
+    )
 
 
 def test_accelerator_refuses_hook_of_ddp_that_would_have_no_effect():
@@ -300,11 +354,14 @@ def test_activation_checkpointing_of_the_plugin_recomputes_blocks_of_ones_own_wi
     plain = Stack()
     model = copy.deepcopy(plain)
     osdp = OSDPConfig(
-        hardware="cpu", compare=False, block_classes="Dropping", inputs=lambda samples: {"features": torch.ones(samples, 8)},
+        hardware="cpu", compare=False, block_classes="Dropping",
+        inputs=lambda samples: {"features": torch.ones(samples, 8)},
         sequence_length=1, global_batch_size=4, micro_batch_size=4,
     )  # fmt: skip
     accelerator = OSDPAccelerator(osdp_plugin=OSDPPlugin(osdp=osdp, activation_checkpointing=True), cpu=True)
     model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     expected = gradients(plain)
     assert Dropping.calls == 0
-    assert all(map(torch.equal, gradients(model), expected)) and Dropping.calls == 2, "each block runs again in backward"
+    assert all(map(torch.equal, gradients(model), expected)) and Dropping.calls == 2, (
+        "each block runs again in backward"
+    )

@@ -16,7 +16,9 @@ from hf_osdp.integrations.samples import accepts_as_keywords, find_batches, row_
 
 
 def pad(samples):
-    return {"input_ids": torch.nn.utils.rnn.pad_sequence([torch.tensor(s["input_ids"]) for s in samples], batch_first=True)}
+    return {
+        "input_ids": torch.nn.utils.rnn.pad_sequence([torch.tensor(s["input_ids"]) for s in samples], batch_first=True)
+    }
 
 
 class Stream(IterableDataset):
@@ -37,7 +39,9 @@ class Stream(IterableDataset):
 
 @pytest.mark.parametrize("many", [5, 3000])
 def test_longest_sample_of_a_table_is_found_wherever_it_is(many):
-    rows = datasets.Dataset.from_dict({"input_ids": [[1]] * many + [[1] * 7] + [[1]] * many, "labels": [0] * (2 * many + 1)})
+    rows = datasets.Dataset.from_dict(
+        {"input_ids": [[1]] * many + [[1] * 7] + [[1]] * many, "labels": [0] * (2 * many + 1)}
+    )
     for table in (rows, rows.shuffle(seed=0), rows.select(range(many, 2 * many))):
         batches = find_batches(table, pad)
         assert (batches.tokens, batches.is_whole) == (7, True)
@@ -83,11 +87,15 @@ def test_find_batches_takes_nothing_from_a_stream():
 
 
 def test_find_batches_is_none_without_samples():
-    assert [find_batches(nothing, pad) for nothing in (None, [], Stream([]), datasets.Dataset.from_dict({"a": []}))] == [None] * 4
+    assert [
+        find_batches(nothing, pad) for nothing in (None, [], Stream([]), datasets.Dataset.from_dict({"a": []}))
+    ] == [None] * 4
 
 
 def test_collator_that_takes_fields_out_finds_them_each_time():
-    batches = find_batches([{"input_ids": [1, 2]}], lambda samples: {"input_ids": torch.tensor([s.pop("input_ids") for s in samples])})
+    batches = find_batches(
+        [{"input_ids": [1, 2]}], lambda samples: {"input_ids": torch.tensor([s.pop("input_ids") for s in samples])}
+    )
     assert batches(2)["input_ids"].shape == batches(2)["input_ids"].shape == (2, 2)
 
 
@@ -117,7 +125,11 @@ def test_tokens_of_reads_ids_by_any_prefix():
 
 def test_takes_keywords_compares_names_with_forward():
     model = torch.nn.Linear(1, 1)  # forward(input)
-    assert [accepts_as_keywords(model, batch) for batch in ({"input": 1}, {"input": 1, "text": "a"}, (1, 2))] == [True, False, False]
+    assert [accepts_as_keywords(model, batch) for batch in ({"input": 1}, {"input": 1, "text": "a"}, (1, 2))] == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_batches_that_a_model_does_not_take_have_no_length_on_any_rank(monkeypatch):
@@ -146,7 +158,8 @@ def draw(generator) -> int:
 
 
 @pytest.mark.parametrize(
-    "make", [random.Random, np.random.default_rng, np.random.RandomState, lambda seed: torch.Generator().manual_seed(seed)]
+    "make",
+    [random.Random, np.random.default_rng, np.random.RandomState, lambda seed: torch.Generator().manual_seed(seed)],
 )
 def test_generators_of_datasets_are_not_advanced(make):
     dataset, untouched = Draws(make(3)), make(3)

@@ -1,4 +1,6 @@
-"""Trainers of others under a plan: how classes are put together, which loss is planned for, and what stays as it is."""
+"""Trainers of others under a plan: how classes are put together, which loss is planned for, and what stays as it
+is.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from hf_osdp.planner.presets import preset
 
 
 class Scaled(transformers.Trainer):
-    """Has a constructor of its own, which knows nothing of a plan, and changes the model after the stock one has ended."""
+    """Has a constructor of its own, which knows nothing of a plan, and changes the model after the stock one has
+    ended.
+    """
 
     def __init__(self, model, args, scale, **kwargs):
         super().__init__(model=model, args=args, **kwargs)
@@ -50,7 +54,9 @@ def rows():
 
 
 def arguments(tmp_path, **options):
-    return TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, per_device_train_batch_size=2, report_to=[], **options)
+    return TrainingArguments(
+        output_dir=str(tmp_path / "out"), use_cpu=True, per_device_train_batch_size=2, report_to=[], **options
+    )
 
 
 CONFIG = OSDPConfig(hardware=preset("cpu"), compare=False)
@@ -67,15 +73,24 @@ def test_osdp_is_an_option_of_subclasses_whether_they_know_it_or_not(tmp_path):
 
     for cls in (with_osdp(Scaled), Mine):
         trainer = cls(model(), arguments(tmp_path), 2.0, train_dataset=rows(), osdp=CONFIG)
-        assert trainer.plan is not None and trainer.scale == 2.0 and isinstance(trainer, Scaled) and isinstance(trainer, hf_osdp.Trainer)
+        assert (
+            trainer.plan is not None
+            and trainer.scale == 2.0
+            and isinstance(trainer, Scaled)
+            and isinstance(trainer, hf_osdp.Trainer)
+        )
     assert with_osdp(Scaled)(model(), arguments(tmp_path), 2.0, train_dataset=rows(), osdp=False).plan is None
     known = Known(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)
     assert known.given is CONFIG and known.plan is not None
-    assert with_osdp(Scaled).__name__ == "Scaled" and "scale" in inspect.signature(with_osdp(Scaled).__init__).parameters
+    assert (
+        with_osdp(Scaled).__name__ == "Scaled" and "scale" in inspect.signature(with_osdp(Scaled).__init__).parameters
+    )
 
 
 def test_subclass_with_our_trainer_first_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"Wrong lists hf_osdp's Trainer before Scaled, .* write class Wrong\(Scaled, Trainer\)"):
+    with pytest.raises(
+        TypeError, match=r"Wrong lists hf_osdp's Trainer before Scaled, .* write class Wrong\(Scaled, Trainer\)"
+    ):
         type("Wrong", (hf_osdp.Trainer, Scaled), {})
 
 
@@ -91,7 +106,10 @@ def test_plan_is_made_for_the_loss_that_runs(tmp_path):
     stock = hf_osdp.Trainer(model=model(), args=arguments(tmp_path), train_dataset=rows(), osdp=CONFIG)
     assert own.seen == [], "the trainer itself stays as it is"
     assert own._run.inputs.description.trace.startswith("fake tensors")
-    held = [sum(segment.saved_bytes.bytes(2) for segment in trainer._run.inputs.description.segments) for trainer in (own, stock)]
+    held = [
+        sum(segment.saved_bytes.bytes(2) for segment in trainer._run.inputs.description.segments)
+        for trainer in (own, stock)
+    ]
     assert held[0] != held[1]
     assert own._run.inputs.description.other_bytes == (3 * 5 + 5) * 4 == bytes_of_other_models(own)["judge"]
     assert own.plan.sequence_length == 16
@@ -125,7 +143,9 @@ def test_traced_loss_runs_on_fake_copies_of_the_modules_that_it_holds(tmp_path):
             return self.holder(**inputs)
 
     inner = model()
-    trainer = with_osdp(Held)(model=inner, args=arguments(tmp_path), train_dataset=rows(), holder=Holder(inner), osdp=CONFIG)
+    trainer = with_osdp(Held)(
+        model=inner, args=arguments(tmp_path), train_dataset=rows(), holder=Holder(inner), osdp=CONFIG
+    )
     assert trainer._run.inputs.description.trace.startswith("fake tensors")
     assert trainer.holder.inner is inner and trainer.holder.own.grad is None
 

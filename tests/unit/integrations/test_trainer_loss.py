@@ -1,4 +1,6 @@
-"""Micro-batches of a Trainer's run: left to the planner where the loss is a share of the step's, else as the arguments set them."""
+"""Micro-batches of a Trainer's run: left to the planner where the loss is a share of the step's, else as the
+arguments set them.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,26 @@ from transformers import (
 import hf_osdp
 from hf_osdp import InfeasibleError, OSDPConfig, with_osdp
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 64,
+}
 CONFIG = OSDPConfig(hardware="cpu", compare=False)
 LIMIT = "8MiB"
 """Less than 16 samples of 32 tokens need, and more than 4."""
 
 
 def arguments(tmp_path, **options):
-    given = {"per_device_train_batch_size": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    given = {
+        "per_device_train_batch_size": 2,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+    }
     return TrainingArguments(output_dir=str(tmp_path / "out"), **{**given, **options})
 
 
@@ -88,11 +102,15 @@ ONE_LABEL = {"train_dataset": rows(label=lambda row: torch.tensor(1))}
         (llama, OwnSum, {}, {}, None),
         (mixtral, None, {}, {}, None),
         (lambda: llama(Mean), None, {}, {}, f"The loss of Mean {WHOLE}"),
-        (lambda: llama(LlamaForSequenceClassification), None, {}, ONE_LABEL, f"The loss of LlamaForSequenceClassification {WHOLE}"),
-        (lambda: BertForSequenceClassification(BERT), None, {}, ONE_LABEL, f"The loss of BertForSequenceClassification {WHOLE}"),
-        (llama, None, {}, {"compute_loss_func": lambda outputs, *_, **__: outputs.logits.mean()}, f"The loss of compute_loss_func {WHOLE}"),
+        (lambda: llama(LlamaForSequenceClassification), None, {}, ONE_LABEL,
+         f"The loss of LlamaForSequenceClassification {WHOLE}"),
+        (lambda: BertForSequenceClassification(BERT), None, {}, ONE_LABEL,
+         f"The loss of BertForSequenceClassification {WHOLE}"),
+        (llama, None, {}, {"compute_loss_func": lambda outputs, *_, **__: outputs.logits.mean()},
+         f"The loss of compute_loss_func {WHOLE}"),
         (llama, OwnMean, {}, {}, f"The loss of OwnMean.compute_loss {WHOLE}"),
-        (lambda: mixtral(output_router_logits=True), None, {}, {}, "The loss of MixtralForCausalLM is not a sum over samples"),
+        (lambda: mixtral(output_router_logits=True), None, {}, {},
+         "The loss of MixtralForCausalLM is not a sum over samples"),
         (llama, None, {"average_tokens_across_devices": False}, {}, "average_tokens_across_devices=False"),
         (llama, None, {"dataloader_drop_last": True}, {}, "dataloader_drop_last=True"),
         (llama, None, {"accelerator_config": {"even_batches": False}}, {}, "even_batches=False"),
@@ -101,7 +119,9 @@ ONE_LABEL = {"train_dataset": rows(label=lambda row: torch.tensor(1))}
 )  # fmt: skip
 def test_micro_batches_stay_unless_their_losses_add_up(tmp_path, caplog, make, base, options, given, reason):
     args = arguments(tmp_path, gradient_accumulation_steps=2, **options)
-    trainer = with_osdp(base or transformers.Trainer)(model=make(), args=args, osdp=CONFIG, **{"train_dataset": rows(), **given})
+    trainer = with_osdp(base or transformers.Trainer)(
+        model=make(), args=args, osdp=CONFIG, **{"train_dataset": rows(), **given}
+    )
     assert (trainer.plan.accumulation_steps == 2) is (reason is not None)
     assert reason is None or (reason in caplog.text and "micro-batches stay at 2 samples" in caplog.text)
 
@@ -111,7 +131,9 @@ def trained(tmp_path, make, data, osdp, **options):
     args = arguments(tmp_path, **{"max_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, **options})
     trainer = hf_osdp.Trainer(model=make(), args=args, train_dataset=data, osdp=osdp)
     trainer.train()
-    return trainer, [[entry[name] for entry in trainer.state.log_history if name in entry] for name in ("loss", "grad_norm")]
+    return trainer, [
+        [entry[name] for entry in trainer.state.log_history if name in entry] for name in ("loss", "grad_norm")
+    ]
 
 
 def assert_equal(figures, expected):
@@ -132,7 +154,8 @@ def distilbert():
 
 CASES = {
     "regression": (
-        lambda: llama(LlamaForSequenceClassification, num_labels=1, problem_type="regression"), rows(32, 32, float_label),
+        lambda: llama(LlamaForSequenceClassification, num_labels=1, problem_type="regression"),
+        rows(32, 32, float_label),
     ),
     "multi-label": (
         lambda: llama(LlamaForSequenceClassification, num_labels=4, problem_type="multi_label_classification"),
@@ -148,7 +171,9 @@ def test_training_equals_stock_or_is_refused_where_the_loss_is_not_a_share(tmp_p
     make, data = CASES[name]
     options = {"per_device_train_batch_size": 16}
     try:
-        trainer, figures = trained(tmp_path, make, data, {"memory_limit": LIMIT, "hardware": "cpu", "compare": False}, **options)
+        trainer, figures = trained(
+            tmp_path, make, data, {"memory_limit": LIMIT, "hardware": "cpu", "compare": False}, **options
+        )
     except InfeasibleError as error:
         assert "so micro-batches stay at 16 samples" in str(error) and "\n" not in str(error)
         trainer, figures = trained(tmp_path, make, data, {"hardware": "cpu", "compare": False}, **options)
@@ -172,7 +197,10 @@ def test_micro_batch_size_that_the_user_set_averages_means_of_samples(tmp_path, 
 def test_micro_batch_size_is_refused_where_a_part_of_the_loss_would_be_multiplied(tmp_path):
     osdp = OSDPConfig(hardware="cpu", compare=False, micro_batch_size=1)
     args = arguments(tmp_path)
-    with pytest.raises(ValueError, match="so micro_batch_size=1 would train something else than the 2 samples of the arguments; leave it"):
+    with pytest.raises(
+        ValueError,
+        match="so micro_batch_size=1 would train something else than the 2 samples of the arguments; leave it",
+    ):
         hf_osdp.Trainer(model=mixtral(output_router_logits=True), args=args, train_dataset=rows(), osdp=osdp)
 
 

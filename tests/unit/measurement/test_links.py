@@ -55,7 +55,9 @@ def test_measure_collectives_forms_groups_of_a_node_and_of_one_place_beside_the_
     assert calls["new_group"] == formed
     assert held <= 3
     gathers = {(c, NODE, False) for c in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)}
-    assert timed == gathers | {(Collective.ALL_REDUCE, world // NODE, True)} | {(collective, world, True) for collective in Collective}
+    assert timed == gathers | {(Collective.ALL_REDUCE, world // NODE, True)} | {
+        (collective, world, True) for collective in Collective
+    }
     # Eight collectives of four sizes: twice to choose the sizes, three rounds, and what ranks agree on.
     assert sum(calls.values()) - calls["new_group"] < 500
 
@@ -75,13 +77,18 @@ def test_group_sizes_holds_the_world_and_nothing_twice(world, local, asked, size
 
 
 def test_group_sizes_raises_for_a_size_that_does_not_divide_the_world():
-    with pytest.raises(ValueError, match="group_sizes has 3, which does not divide the 4 processes; use divisors of 4"):
+    with pytest.raises(
+        ValueError, match="group_sizes has 3, which does not divide the 4 processes; use divisors of 4"
+    ):
         links.group_sizes(4, 4, [3])
 
 
 @pytest.mark.parametrize(("nodes", "local"), [(16, NODE), (2, 4)])
 def test_links_of_measured_gathers_predict_rings_of_every_size(nodes, local):
-    inside, across = Link(latency_s=1e-5, bytes_per_s=1e11, source=""), Link(latency_s=1e-3, bytes_per_s=1e10, source="")
+    inside, across = (
+        Link(latency_s=1e-5, bytes_per_s=1e11, source=""),
+        Link(latency_s=1e-3, bytes_per_s=1e10, source=""),
+    )
     known = Hardware(
         device=preset("cpu").device, backend=preset("cpu").backend, nodes=nodes, devices_per_node=local,
         intra_node=inside, inter_node=across,
@@ -92,7 +99,8 @@ def test_links_of_measured_gathers_predict_rings_of_every_size(nodes, local):
         ring = shard_ring(known, size)
         alone, most = (collective_seconds(known, Collective.ALL_GATHER, ring, nbytes) for nbytes in (1, 10**9))
         return CollectiveTiming(
-            collective=Collective.ALL_GATHER, group_size=size, latency_s=alone, seconds_per_byte=(most - alone) / 10**9,
+            collective=Collective.ALL_GATHER, group_size=size, latency_s=alone,
+            seconds_per_byte=(most - alone) / 10**9,
             crosses_nodes=ring.node_crossings > 0,
         )  # fmt: skip
 
@@ -112,7 +120,9 @@ STANDARD = (2**16, 2**19, 2**21)
 def emulated_measurement(
     monkeypatch, *, bytes_per_s: float, latency_s: float, seconds: float = 0.7, shared_cores: bool = False
 ) -> tuple[float, list[set[int]], tuple]:
-    """Seconds on a clock that only calls of collectives move, sizes of messages of each, and the timings; four ranks on two nodes."""
+    """Seconds on a clock that only calls of collectives move, sizes of messages of each, and the timings; four
+    ranks on two nodes.
+    """
     clock, sent = [0.0], []
 
     def timed(test: links._CollectiveTest, nbytes: int, device: torch.device) -> float:

@@ -1,4 +1,6 @@
-"""Measurements of this machine: plausible alone, the same on every rank together; what the CPU takes to issue work to a GPU."""
+"""Measurements of this machine: plausible alone, the same on every rank together; what the CPU takes to issue work
+to a GPU.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.problems import problem
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-HOST = HostSpec(memory_bytes=3 * 2**30, to_device_bytes_per_s=2e10, to_host_bytes_per_s=1e10, update_bytes_per_s=4.2e9, source="measured")
+HOST = HostSpec(
+    memory_bytes=3 * 2**30,
+    to_device_bytes_per_s=2e10,
+    to_host_bytes_per_s=1e10,
+    update_bytes_per_s=4.2e9,
+    source="measured",
+)
 
 
 def test_measure_hardware_alone_is_plausible_and_leaves_the_random_state():
@@ -54,13 +62,16 @@ def _measure_here():
     return repr(hardware), (hardware.nodes, hardware.devices_per_node), sizes, positive
 
 
-FLAT = {(collective, 2, False) for collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)}
+FLAT = {
+    (collective, 2, False) for collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER, Collective.ALL_REDUCE)
+}
 STAGED = {(Collective.ALL_GATHER, 2, False), (Collective.REDUCE_SCATTER, 2, False), (Collective.ALL_REDUCE, 2, True)}
 """Pairs that gather and scatter lie inside a node, pairs that reduce replicas across."""
 
 
 @pytest.mark.parametrize(
-    ("nodes", "expected"), [(1, FLAT), pytest.param(2, STAGED | {(c, 4, True) for c in Collective}, marks=pytest.mark.slow)]
+    ("nodes", "expected"),
+    [(1, FLAT), pytest.param(2, STAGED | {(c, 4, True) for c in Collective}, marks=pytest.mark.slow)],
 )
 def test_measure_hardware_is_equal_on_all_ranks(nodes, expected):
     results = run_ranks(_measure_here, 2 * nodes, nodes=nodes)
@@ -91,7 +102,9 @@ def test_operator_seconds_of_a_gpu_are_the_cpus_and_not_the_gpus(monkeypatch):
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     step = rates._tiny_step(CPU)
     monkeypatch.setattr(rates, "_tiny_step", lambda device: step)
-    monkeypatch.setattr(timing, "synchronize", lambda device: (waits.append(device), [next(clock) for _ in range(100)]))
+    monkeypatch.setattr(
+        timing, "synchronize", lambda device: (waits.append(device), [next(clock) for _ in range(100)])
+    )
     with rates._Counter() as counter:
         step()
     assert rates.operator_seconds(CUDA, 0.01) * counter.operators == pytest.approx(1)  # the wait would add 100
@@ -118,6 +131,8 @@ def test_small_model_gets_few_micro_steps_where_issuing_takes_time(configuration
 
     def micro_batch(**changes) -> int:
         device = replace(gpus.device, reserved_bytes=0, communicator_bytes=0, **changes)
-        return search(problem(small, replace(gpus, host=None, margin=0.0, device=device), job, 120_000_000)).plan.micro_batch_size
+        return search(
+            problem(small, replace(gpus, host=None, margin=0.0, device=device), job, 120_000_000)
+        ).plan.micro_batch_size
 
     assert micro_batch() == 64 > micro_batch(operator_s=0.0, unit_s=0.0)

@@ -31,7 +31,10 @@ NESTED = {
     f"{TOP}/job.slice/step": v2_group(str(16 * GIB), 6 * GIB, droppable=2 * GIB),
     f"{TOP}/job.slice": v2_group(str(128 * GIB), 9 * GIB, high=str(20 * GIB)),
 }
-STEP, SLICE = (f"{TOP}/job.slice/step/memory.max", 16 * GIB, 12 * GIB), (f"{TOP}/job.slice/memory.high", 20 * GIB, 11 * GIB)
+STEP, SLICE = (
+    (f"{TOP}/job.slice/step/memory.max", 16 * GIB, 12 * GIB),
+    (f"{TOP}/job.slice/memory.high", 20 * GIB, 11 * GIB),
+)
 CONTAINER = {TOP: v2_group(str(4 * GIB), GIB)}
 MOUNT = (f"{TOP}/memory.max", 4 * GIB, 3 * GIB)
 V1_LINES = "4:memory:/docker/abc\n1:cpu:/docker/abc\n0::/\n"
@@ -44,22 +47,36 @@ BROKEN = {f"{TOP}/x": {"memory.max": "a lot", "memory.high": str(8 * GIB), "memo
     [
         pytest.param("0::/\n", {}, [], id="none"),
         pytest.param("", {TOP: v2_group("max", GIB)}, [], id="no path"),
-        pytest.param("0::/job.slice/step/task\n", NESTED, [STEP, SLICE], id="version 2: each up to the root, and high too"),
-        pytest.param(V1_LINES, V1_GROUPS, [(f"{V1}/memory.limit_in_bytes", 8 * GIB, 6 * GIB)], id="version 1: none is a large number"),
+        pytest.param(
+            "0::/job.slice/step/task\n", NESTED, [STEP, SLICE], id="version 2: each up to the root, and high too"
+        ),
+        pytest.param(
+            V1_LINES,
+            V1_GROUPS,
+            [(f"{V1}/memory.limit_in_bytes", 8 * GIB, 6 * GIB)],
+            id="version 1: none is a large number",
+        ),
         pytest.param("0::/docker/abc\n", CONTAINER, [MOUNT], id="a container that sees its group as the mount"),
-        pytest.param("0::/pod/job.slice/step\n", NESTED, [STEP, SLICE], id="a container that sees the end of the path"),
+        pytest.param(
+            "0::/pod/job.slice/step\n", NESTED, [STEP, SLICE], id="a container that sees the end of the path"
+        ),
         pytest.param("0::/../job.slice\n", {**CONTAINER, **NESTED}, [MOUNT], id="a path beside the mount"),
         pytest.param("0::/x\nnonsense\n", BROKEN, [], id="not readable"),
     ],
 )
 def test_memory_limits_are_the_machines_and_those_of_control_groups(monkeypatch, tmp_path, cgroup, groups, limits):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB, available=32 * GIB))
-    files = {"proc/self/cgroup": cgroup} | {f"{folder}/{name}": text for folder, group in groups.items() for name, text in group.items()}
+    files = {"proc/self/cgroup": cgroup} | {
+        f"{folder}/{name}": text for folder, group in groups.items() for name, text in group.items()
+    }
     for name, text in files.items():
         Path(tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         Path(tmp_path / name).write_text(text)
     found = memory_limits(tmp_path)
-    assert [(limit.name, limit.total_bytes, limit.free_bytes) for limit in found] == [("this machine", 64 * GIB, 32 * GIB), *limits]
+    assert [(limit.name, limit.total_bytes, limit.free_bytes) for limit in found] == [
+        ("this machine", 64 * GIB, 32 * GIB),
+        *limits,
+    ]
     if groups is NESTED:
         least = tightest(found)
         assert (least.name, least.total_bytes, least.free_bytes) == (STEP[0], 16 * GIB, 11 * GIB)
@@ -70,9 +87,16 @@ def limit_of(name: str, gib: int) -> MemoryLimit:
 
 
 def test_rank_share_divides_groups_among_the_ranks_in_them():
-    machine, job, own = limit_of("this machine", 64), limit_of("job/memory.max", 16), limit_of("job/task0/memory.max", 6)
+    machine, job, own = (
+        limit_of("this machine", 64),
+        limit_of("job/memory.max", 16),
+        limit_of("job/task0/memory.max", 6),
+    )
     names = ["this machine", job.name]
-    assert rank_share([machine, job], [names, names]) == (8 * GIB, "16.0 GiB of job/memory.max less what others hold, among 2 ranks")
+    assert rank_share([machine, job], [names, names]) == (
+        8 * GIB,
+        "16.0 GiB of job/memory.max less what others hold, among 2 ranks",
+    )
     share = rank_share([machine, job, own], [[*names, own.name], [*names, "job/task1/memory.max"]])
     assert share == (6 * GIB, "6.0 GiB of job/task0/memory.max less what others hold")
 

@@ -1,4 +1,6 @@
-"""Steps between calls, and those of a loop found by hooks alone: what counts, what does not, and that nothing stays behind."""
+"""Steps between calls, and those of a loop found by hooks alone: what counts, what does not, and that nothing stays
+behind.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ def test_step_meter_time_leaves_out_two_steps_and_what_lies_between(monkeypatch)
 def test_step_meter_gives_none_before_anything_is_measured():
     assert StepMeter("cpu").summary() == Observation(steps=0, median_step_s=None)
     summary = measure(1, 0.0, 10).summary()
-    assert summary == Observation(steps=1, median_step_s=None, first_step_s=summary.first_step_s) and summary.first_step_s > 0
+    assert (
+        summary == Observation(steps=1, median_step_s=None, first_step_s=summary.first_step_s)
+        and summary.first_step_s > 0
+    )
 
 
 def test_step_meter_forgets_a_step_that_did_not_end():
@@ -92,7 +97,11 @@ def measure_on_each_rank():
     data = torch.zeros(50 * ELEMENTS)
     with_data = measure(4, 0.02 + 0.05 * rank, 10 * ELEMENTS * (rank + 1))
     without = measure(2, 0.0, 10 * ELEMENTS, hold_all=False)
-    return [peak / (40 * ELEMENTS) for peak in (with_data.peak_bytes, without.peak_bytes)], with_data.summary(), data.numel()
+    return (
+        [peak / (40 * ELEMENTS) for peak in (with_data.peak_bytes, without.peak_bytes)],
+        with_data.summary(),
+        data.numel(),
+    )
 
 
 def test_step_meter_summary_is_the_worst_ranks():
@@ -107,7 +116,9 @@ def test_step_meter_summary_is_the_worst_ranks():
 
 def test_collectives_inside_and_across_nodes_are_told_apart():
     def call(crosses: bool, seconds: float) -> CollectiveTotal:
-        return CollectiveTotal(collective=Collective.ALL_GATHER, group_size=2, crosses_nodes=crosses, nbytes=2**20, seconds=seconds)
+        return CollectiveTotal(
+            collective=Collective.ALL_GATHER, group_size=2, crosses_nodes=crosses, nbytes=2**20, seconds=seconds
+        )
 
     inside, across = timings_of([call(False, 1e-3), call(True, 1e-2), call(False, 1e-3)])
     assert (inside.crosses_nodes, across.crosses_nodes) == (False, True)
@@ -125,7 +136,9 @@ class Model(torch.nn.Module):
         return (self.weight * batch).sum()
 
 
-def metered(steps: int = 4, micro_steps: int | None = None) -> tuple[Model, torch.optim.Optimizer, LoopMeter, list[Observation]]:
+def metered(
+    steps: int = 4, micro_steps: int | None = None
+) -> tuple[Model, torch.optim.Optimizer, LoopMeter, list[Observation]]:
     told: list[Observation] = []
     model = Model()
     plan = SimpleNamespace(accumulation_steps=micro_steps, compiled_classes=())

@@ -48,7 +48,9 @@ def test_wrappers_of_torch_compile_are_taken_off_a_model_and_its_modules():
     assert list(wrapped.state_dict()) != names
     model, is_wrapped = without_wrappers(wrapped)
     assert is_wrapped and model is plain and model[0] is inner and list(model.state_dict()) == names
-    with pytest.raises(ValueError, match="with a backend other than inductor cannot be planned; use inductor, or leave it out"):
+    with pytest.raises(
+        ValueError, match="with a backend other than inductor cannot be planned; use inductor, or leave it out"
+    ):
         without_wrappers(torch.compile(nn.Linear(2, 2), backend="eager"))
 
 
@@ -61,7 +63,9 @@ def test_statistics_of_batch_norm_in_a_compiled_block_count_each_batch_once(bloc
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_of_a_model_with_compiled_blocks_run_their_own_weights(block, copied, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda forward, **options: lambda *args: forward(*args))  # whose weights run does not need code
+    monkeypatch.setattr(
+        torch, "compile", lambda forward, **options: lambda *args: forward(*args)
+    )  # whose weights run does not need code
     compile_forward(block)
     block(torch.ones(2, 4))
     other = copied(block)

@@ -12,14 +12,27 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from hf_osdp.errors import OSDPError
 from hf_osdp.modeling.loss_pieces import loss_in_pieces
 from hf_osdp.modeling.split.deferred_logits import DeferredLogits
 from tests.helpers.models import VOCABULARY, tiny_batch, tiny_model
 
-SMALL = {"vocab_size": VOCABULARY, "hidden_size": 20, "intermediate_size": 36, "num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 20,
+    "intermediate_size": 36,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 PIECES = 5
 
 
@@ -27,7 +40,9 @@ def causal_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_inde
     """transformers' ForCausalLMLoss in the logits' own dtype, with torch's options."""
     targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].reshape(-1)
     reduction = "mean" if num_items_in_batch is None else "sum"
-    loss = F.cross_entropy(logits.view(-1, vocab_size), targets, ignore_index=ignore_index, reduction=reduction, **options)
+    loss = F.cross_entropy(
+        logits.view(-1, vocab_size), targets, ignore_index=ignore_index, reduction=reduction, **options
+    )
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
@@ -35,12 +50,16 @@ def model_of(name: str) -> nn.Module:
     torch.manual_seed(0)
     match name:
         case "gemma2":  # caps its logits
-            model = Gemma2ForCausalLM(Gemma2Config(**SMALL, num_key_value_heads=1, head_dim=10, final_logit_softcapping=0.5))
+            model = Gemma2ForCausalLM(
+                Gemma2Config(**SMALL, num_key_value_heads=1, head_dim=10, final_logit_softcapping=0.5)
+            )
         case "cohere":  # scales them
             model = CohereForCausalLM(CohereConfig(**SMALL, num_key_value_heads=1, logit_scale=0.3, pad_token_id=0))
         case "t5":
             sizes = {"d_model": 20, "d_ff": 36, "num_layers": 1, "num_heads": 2, "d_kv": 10}
-            model = T5ForConditionalGeneration(T5Config(vocab_size=VOCABULARY, **sizes, dropout_rate=0.0, decoder_start_token_id=0))
+            model = T5ForConditionalGeneration(
+                T5Config(vocab_size=VOCABULARY, **sizes, dropout_rate=0.0, decoder_start_token_id=0)
+            )
         case _:
             model = tiny_model(name, layers=1)
     model.double().train()
@@ -78,12 +97,16 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
-        self.elements = max([self.elements, *(leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor))])
+        self.elements = max(
+            [self.elements, *(leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor))]
+        )
         return made
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"num_items_in_batch": torch.tensor(77)}, {"label_smoothing": 0.2}], ids=["mean", "sum", "smoothed"]
+    "options",
+    [{}, {"num_items_in_batch": torch.tensor(77)}, {"label_smoothing": 0.2}],
+    ids=["mean", "sum", "smoothed"],
 )
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "cohere", "bert", "t5"])
 def test_loss_and_gradients_are_those_of_whole_logits(name, options):
@@ -118,7 +141,9 @@ def test_gradients_of_low_precision_are_summed_in_float32():
     whole = copy.deepcopy(exact).bfloat16()
     whole.zero_grad()
     whole(**batch()).loss.backward()
-    error, of_whole = ((one.double() - expected).norm() / expected.norm() for one in (gradient, whole.lm_head.weight.grad))
+    error, of_whole = (
+        (one.double() - expected).norm() / expected.norm() for one in (gradient, whole.lm_head.weight.grad)
+    )
     assert gradient.dtype is torch.bfloat16 and error < 1.3 * of_whole
 
 
@@ -129,7 +154,9 @@ def test_logits_that_are_read_are_those_of_the_model_and_train_it(caplog):
         for model in (whole, in_pieces):
             out = model(**batch())
             losses.append(out.loss + out.logits.logsumexp(-1).square().mean() + (out.logits[:, -1] + 1).mean())
-    assert isinstance(out.logits, DeferredLogits) and out.logits.shape == (8, 12, VOCABULARY) == tuple(out.logits.size())
+    assert isinstance(out.logits, DeferredLogits) and out.logits.shape == (8, 12, VOCABULARY) == tuple(
+        out.logits.size()
+    )
     for loss in losses:
         loss.backward()
     torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-13)
@@ -140,7 +167,9 @@ def test_logits_that_are_read_are_those_of_the_model_and_train_it(caplog):
 
 
 @pytest.mark.parametrize(
-    "how", [{"reduction": "none"}, {"weight": torch.rand(VOCABULARY, dtype=torch.float64)}], ids=["by token", "classes"]
+    "how",
+    [{"reduction": "none"}, {"weight": torch.rand(VOCABULARY, dtype=torch.float64)}],
+    ids=["by token", "classes"],
 )
 def test_losses_that_pieces_cannot_sum_take_whole_logits(how):
     whole, in_pieces = pair()
@@ -210,7 +239,10 @@ def test_autocast_is_as_exact_as_with_whole_logits():
         losses[-1].backward()
     assert losses[0].dtype is losses[1].dtype is torch.float32
     torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-5)
-    gradients = [torch.cat([parameter.grad.flatten() for parameter in model.parameters()]) for model in (exact, whole, in_pieces)]
+    gradients = [
+        torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        for model in (exact, whole, in_pieces)
+    ]
     of_whole, of_pieces = ((one - gradients[0]).norm() / gradients[0].norm() for one in gradients[1:])
     assert 0 < of_pieces < 1.2 * of_whole
 
@@ -234,7 +266,10 @@ def test_changes_in_place_that_the_loss_would_miss_are_refused(change):
         return causal_loss(logits, labels, vocab_size)
 
     in_pieces.loss_function = loss_after
-    with pytest.raises(OSDPError, match=r"of the logits has no effect on a loss in pieces; write logits = logits\.\w+\(\.\.\.\), or plan"):
+    with pytest.raises(
+        OSDPError,
+        match=r"of the logits has no effect on a loss in pieces; write logits = logits\.\w+\(\.\.\.\), or plan",
+    ):
         in_pieces(**batch())
 
 

@@ -35,10 +35,12 @@ def described(llama):
 def test_operator_units_are_parts_of_blocks_and_norms_are_the_roots(llama):
     root, *units = find_units(llama, operators=True)
     assert [unit.fqn for unit in units] == [
-        "model.embed_tokens", "model.layers.0.self_attn", "model.layers.0.mlp", "model.layers.1.self_attn", "model.layers.1.mlp", "lm_head",
+        "model.embed_tokens", "model.layers.0.self_attn", "model.layers.0.mlp", "model.layers.1.self_attn",
+        "model.layers.1.mlp", "lm_head",
     ]  # fmt: skip
     assert {p.name for p in root.parameters} == {
-        "model.norm.weight", *(f"model.layers.{i}.{name}_layernorm.weight" for i in range(2) for name in ("input", "post_attention")),
+        "model.norm.weight", *(f"model.layers.{i}.{name}_layernorm.weight" for i in range(2) for name in ("input",
+                                                                                                          "post_attention")),
     }  # fmt: skip
     assert sum(unit.numel for unit in (root, *units)) == sum(p.numel() for p in llama.parameters())
 
@@ -48,7 +50,9 @@ def test_slices_are_units_whose_blocks_are_split_whatever_is_asked_for(llama):
     for operators in (True, False):
         split = ModelSplit(operators=operators, sliced=(OperatorSplit(fqn="model.layers.1.mlp.down_proj", slices=3),))
         names = [unit.fqn for unit in split_units(llama, split)]
-        assert [name for name in names if "down_proj" in name] == [f"model.layers.1.mlp.down_proj.slices.{i}" for i in range(3)]
+        assert [name for name in names if "down_proj" in name] == [
+            f"model.layers.1.mlp.down_proj.slices.{i}" for i in range(3)
+        ]
         assert "model.layers.1.mlp.gate_proj" in names and "model.layers.1" not in names
         assert ("model.layers.0.mlp" in names, "model.layers.0" in names) == (operators, not operators)
     assert [name for name, _ in llama.named_parameters()] == before
@@ -58,7 +62,11 @@ def test_possible_splits_are_of_operators_and_head_down_to_a_quarter_of_the_larg
     splits = possible_splits(llama, described)
     assert ModelSplit(operators=True) in splits and WHOLE_BLOCKS not in splits and len(set(splits)) == len(splits)
     assert {operator.fqn for split in splits for operator in split.sliced if not split.operators} == {"lm_head"}
-    assert not any(operator.fqn == "lm_head" for split in possible_splits(llama, described, vocabulary=False) for operator in split.sliced)
+    assert not any(
+        operator.fqn == "lm_head"
+        for split in possible_splits(llama, described, vocabulary=False)
+        for operator in split.sliced
+    )
     sizes = {name: p.numel() for name, p in llama.named_parameters()}
     largest = max(numel for name, numel in sizes.items() if ".mlp." in name)
     inside = {operator.fqn for split in splits for operator in split.sliced} - {"lm_head"}
@@ -66,7 +74,10 @@ def test_possible_splits_are_of_operators_and_head_down_to_a_quarter_of_the_larg
 
 
 def test_possible_splits_leave_deep_models_and_other_heads_whole():
-    deep, bert = tiny_model("llama", layers=SHALLOW + 1, dtype=torch.float32), tiny_model("bert", layers=2, dtype=torch.float32)
+    deep, bert = (
+        tiny_model("llama", layers=SHALLOW + 1, dtype=torch.float32),
+        tiny_model("bert", layers=2, dtype=torch.float32),
+    )
     assert not any(split.operators for split in possible_splits(deep, describe(deep, sequence_length=12)))
     splits = possible_splits(bert, describe(bert, sequence_length=12))
     assert splits and all(operator.fqn.startswith("bert.") for split in splits for operator in split.sliced)
@@ -82,7 +93,9 @@ def test_split_model_computes_the_same_in_smaller_units(llama, described):
 
     assert flops(other) == pytest.approx(flops(described))
     blocks = {u.fqn for u in described.units if u.class_name == "LlamaDecoderLayer"}
-    assert max(u.numel for u in other.units if u.fqn.startswith("model.layers")) < min(u.numel for u in described.units if u.fqn in blocks)
+    assert max(u.numel for u in other.units if u.fqn.startswith("model.layers")) < min(
+        u.numel for u in described.units if u.fqn in blocks
+    )
 
 
 def test_recomputed_forms_save_less_and_compute_more(described):
@@ -92,7 +105,9 @@ def test_recomputed_forms_save_less_and_compute_more(described):
         again = plain.under(Activations.RECOMPUTE)
         assert again.saved_bytes(4) < plain.saved_bytes(4)
         more = again.backward.matmul_flops(4) - plain.backward.matmul_flops(4)
-        assert 0.5 * plain.forward.matmul_flops(4) < more <= plain.forward.matmul_flops(4)  # less what backward does not need
+        assert (
+            0.5 * plain.forward.matmul_flops(4) < more <= plain.forward.matmul_flops(4)
+        )  # less what backward does not need
         assert again.backward.peak_bytes.bytes(4) > plain.backward.peak_bytes.bytes(4)
     assert not describe(tiny_model("llama", layers=2), sequence_length=12, recomputation=False).recomputable
 
@@ -173,7 +188,9 @@ def test_splits_that_a_model_cannot_run_are_left_out():
     config = T5Config(num_layers=1, num_decoder_layers=1, d_model=16, d_kv=8, d_ff=64, num_heads=2, vocab_size=61)
     model = T5ForConditionalGeneration(config)
     plain = describe(model, sequence_length=12)
-    split = ModelSplit(operators=True, sliced=(OperatorSplit(fqn="encoder.block.0.layer.1.DenseReluDense.wo", slices=2),))
+    split = ModelSplit(
+        operators=True, sliced=(OperatorSplit(fqn="encoder.block.0.layer.1.DenseReluDense.wo", slices=2),)
+    )
     with pytest.raises(DescriptionError, match="does not run"):  # T5 asks for the dtype of this weight
         describe(model, sequence_length=12, split=split)
     assert chosen(plain, 1, lambda: [split], lambda split: describe(model, sequence_length=12, split=split)) is plain

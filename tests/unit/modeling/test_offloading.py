@@ -57,7 +57,9 @@ def two_layers(name: str, *, attention: str = "sdpa", dropout: float = 0.0) -> n
     return model
 
 
-def gradients(model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], *, backwards: int = 1) -> list[torch.Tensor]:
+def gradients(
+    model: nn.Module, loss: Callable[[nn.Module], torch.Tensor], *, backwards: int = 1
+) -> list[torch.Tensor]:
     """The loss, and what backward leaves in parameters."""
     torch.manual_seed(1)
     value = loss(model)
@@ -100,13 +102,18 @@ def test_names_stay_and_each_way_is_told_apart(way):
     plain, model = two_layers("gpt2"), changed(changed(two_layers("gpt2"), way), way)
     for names in ("named_modules", "named_parameters", "state_dict"):
         assert list(dict(getattr(model, names)())) == list(dict(getattr(plain, names)()))
-    assert all((recomputation_of(block) is not None, is_offloaded(block)) == (way is not offload, True) for block in blocks(model))
+    assert all(
+        (recomputation_of(block) is not None, is_offloaded(block)) == (way is not offload, True)
+        for block in blocks(model)
+    )
     recompute(blocks(plain)[0])
     assert (recomputation_of(blocks(plain)[0]) is not None, is_offloaded(blocks(plain)[0])) == (True, False)
 
 
 def device_and_host_bytes(block: nn.Module, x: torch.Tensor) -> tuple[int, int]:
-    """Bytes that a block's forward leaves beside its parameters and its output: its input, which nobody else holds, and what it saves."""
+    """Bytes that a block's forward leaves beside its parameters and its output: its input, which nobody else holds,
+    and what it saves.
+    """
     with MemoryTracker(block_bytes=1) as memory, memory.host_copies():
         output = block(x * 1)
         left = memory.current_bytes - output.nbytes
@@ -197,7 +204,10 @@ class Lazy(nn.Module):
 
 def test_what_storage_and_strides_do_not_say_is_not_lost():
     two_tensor = pytest.importorskip("torch.testing._internal.two_tensor").TwoTensor
-    for block, x in ((Lazy(), torch.randn(3, 2)), (nn.Sequential(nn.GELU(), nn.Tanh()), two_tensor(torch.randn(3), torch.randn(3)))):
+    for block, x in (
+        (Lazy(), torch.randn(3, 2)),
+        (nn.Sequential(nn.GELU(), nn.Tanh()), two_tensor(torch.randn(3), torch.randn(3))),
+    ):
         x.requires_grad_()
         wanted = torch.autograd.grad((block(x * 1) ** 2).sum(), x)[0]
         offload(block)

@@ -1,4 +1,6 @@
-"""Blocks that are recomputed but for chosen operators: the same gradients, random numbers included, and clear refusals."""
+"""Blocks that are recomputed but for chosen operators: the same gradients, random numbers included, and clear
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,18 @@ from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.recomputation import LoggedCall, OperatorLog, _warn_about_generator
 from tests.helpers.problems import problem
 
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 50,
+}
 MODELS: dict[str, PretrainedConfig] = {
     "gpt2 with dropout": GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=32, vocab_size=50),
-    "gpt2 without": GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=32, vocab_size=50, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0),
+    "gpt2 without": GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, n_positions=32, vocab_size=50, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0
+    ),
     "llama": LlamaConfig(**SMALL, num_key_value_heads=2, attention_dropout=0.1),
     "bert": BertConfig(**SMALL),
     "mixtral": MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=3),
@@ -154,7 +164,9 @@ def test_block_that_fills_a_cache_has_the_gradients_of_the_plain_one(saved):
 
 
 class InPlace(nn.Module):
-    """Writes into a view of a product, whose version a view like that of `nn.Linear` on three dimensions does not share."""
+    """Writes into a view of a product, whose version a view like that of `nn.Linear` on three dimensions does not
+    share.
+    """
 
     def __init__(self):
         super().__init__()
@@ -177,7 +189,10 @@ def test_output_that_others_change_in_place_is_refused():
     recompute(block, Recomputation(saved_calls=("addmm#0",)))
     loss = block(torch.ones(3, 4, requires_grad=True)).sum()
     kept[0].detach().add_(1)
-    with pytest.raises(RuntimeError, match=r"output of addmm#0, which the plan saves for backward, was changed in place; .* recompute="):
+    with pytest.raises(
+        RuntimeError,
+        match=r"output of addmm#0, which the plan saves for backward, was changed in place; .* recompute=",
+    ):
         loss.backward()
 
 
@@ -215,7 +230,9 @@ class Shared(nn.Module):
         return self.norm(nn.functional.dropout(self.linear(self.linear(x).relu()), 0.5)) * self.linear(x).sigmoid()
 
 
-@pytest.mark.parametrize("saved", [(), ("addmm#1",), ("addmm#0", "addmm#2", "relu#0"), ("native_layer_norm#0", "sigmoid#0")])
+@pytest.mark.parametrize(
+    "saved", [(), ("addmm#1",), ("addmm#0", "addmm#2", "relu#0"), ("native_layer_norm#0", "sigmoid#0")]
+)
 @pytest.mark.parametrize("cached_before", [False, True])
 def test_casts_that_autocast_keeps_leave_gradients_and_saved_operators_as_they_are(saved, cached_before, monkeypatch):
     taken, take = [], selective._Output.take
@@ -225,7 +242,9 @@ def test_casts_that_autocast_keeps_leave_gradients_and_saved_operators_as_they_a
         torch.manual_seed(1)
         x = torch.randn(3, 4, requires_grad=True)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            start = block.linear(x) if cached_before else x  # the cast is there before the block begins, and gone in its second run
+            start = (
+                block.linear(x) if cached_before else x
+            )  # the cast is there before the block begins, and gone in its second run
             loss = block(start).float().square().sum()
         loss.backward()
         return [x.grad, *(parameter.grad for parameter in block.parameters())]
@@ -265,14 +284,17 @@ def test_blocks_with_a_generator_of_their_own_are_not_recomputed(caplog):
 
     def described(generator: torch.Generator | None):
         model = DrawingModel(generator)
-        return describe(model, inputs=lambda count: {"x": torch.zeros(count, 4, 8)}, sequence_length=4, block_classes=["Drawing"])
+        return describe(
+            model, inputs=lambda count: {"x": torch.zeros(count, 4, 8)}, sequence_length=4, block_classes=["Drawing"]
+        )
 
     assert any(described(None).recomputations) and not caplog.records
     found = described(torch.Generator())
     assert not any(found.recomputations)
     said = [record.getMessage() for record in caplog.records]
     assert said == [
-        "Drawing draws random numbers from its own torch.Generator; recomputation would draw different ones, so no block is recomputed."
+        "Drawing draws random numbers from its own torch.Generator; recomputation would draw different ones, so no"
+        " block is recomputed."
         " Draw from torch's default generator to allow it."
     ]
     job = TrainingJob(global_batch_size=2, recompute=True)

@@ -1,4 +1,6 @@
-"""Operators, embeddings and vocabulary projections in slices compute what whole ones do; what cannot be split is refused."""
+"""Operators, embeddings and vocabulary projections in slices compute what whole ones do; what cannot be split is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,14 @@ from hf_osdp.modeling.split.names import is_split, merge_state_dict, slice_names
 from hf_osdp.planner.split import OperatorSplit
 from tests.helpers.models import tiny_batch, tiny_model
 
-# --------------------------------------------------------------------------------------------------- operators and embeddings
+# --------------------------------------------------------------------------------------------------- operators and
+# embeddings
 
 
 def operator(kind: str, features: int = 11, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """With tiny integers for weights: sums of their products are exact, in bfloat16 too, whatever kernel a BLAS picks."""
+    """With tiny integers for weights: sums of their products are exact, in bfloat16 too, whatever kernel a BLAS
+    picks.
+    """
     module = Conv1D(features, 6) if kind == "conv1d" else nn.Linear(6, features, bias=kind == "linear")
     for parameter in module.parameters():
         parameter.data = torch.randint(-2, 3, parameter.shape).to(dtype)
@@ -118,7 +123,8 @@ def test_split_embedding_looks_up_as_the_whole_and_has_its_gradient(slices, padd
         assert torch.equal(split(ids), whole(ids))
 
 
-# ------------------------------------------------------------------------------------------------------ the head and its loss
+# ------------------------------------------------------------------------------------------------------ the head and
+# its loss
 
 VOCABULARY = 61
 SIZES = {
@@ -130,12 +136,15 @@ SIZES = {
     "eos_token_id": 0,
 }
 GPT = {
-    "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0,
+    "n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": VOCABULARY, "n_positions": 16, "bos_token_id": 0,
+    "eos_token_id": 0,
     "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0,
 }  # fmt: skip
 CONFIGS = {
     "gpt2": GPT2Config(**GPT),  # tied
-    "opt": OPTConfig(**SIZES, ffn_dim=32, word_embed_proj_dim=16, max_position_embeddings=16, dropout=0.0, pad_token_id=1),  # tied, padding
+    "opt": OPTConfig(
+        **SIZES, ffn_dim=32, word_embed_proj_dim=16, max_position_embeddings=16, dropout=0.0, pad_token_id=1
+    ),  # tied, padding
     "llama": LlamaConfig(**SIZES, intermediate_size=32),
     "mistral": MistralConfig(**SIZES, num_key_value_heads=1, intermediate_size=32, tie_word_embeddings=True),
     "gptj": GPTJConfig(**GPT, rotary_dim=4),  # a head with bias
@@ -258,7 +267,9 @@ def test_copy_of_a_split_model_is_one_of_its_own():
 
 
 class SliceSized(TorchDispatchMode):
-    """How wide tensors with a row for each token are, of those as wide as a slice at least, and how many are alive at once."""
+    """How wide tensors with a row for each token are, of those as wide as a slice at least, and how many are alive
+    at once.
+    """
 
     def __init__(self, tokens: int, columns: int):
         super().__init__()
@@ -266,7 +277,12 @@ class SliceSized(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor) and out.ndim > 1 and out.shape[-2] == self.tokens and out.shape[-1] >= self.columns:
+        if (
+            isinstance(out, torch.Tensor)
+            and out.ndim > 1
+            and out.shape[-2] == self.tokens
+            and out.shape[-1] >= self.columns
+        ):
             storage = out.untyped_storage()
             self.live[storage._cdata] = StorageWeakRef(storage)
             self.live = {key: ref for key, ref in self.live.items() if not ref.expired()}
@@ -275,9 +291,13 @@ class SliceSized(TorchDispatchMode):
 
 
 def test_no_more_than_a_slice_of_the_logits_exists():
-    """A slice's logits and one temporary of log-sum-exp in forward; in backward the logits made again become their gradient."""
+    """A slice's logits and one temporary of log-sum-exp in forward; in backward the logits made again become their
+    gradient.
+    """
     vocabulary, slices, tokens = 2048, 8, 64
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**SIZES, "vocab_size": vocabulary}, intermediate_size=32)).train()
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(**{**SIZES, "vocab_size": vocabulary}, intermediate_size=32)
+    ).train()
     split(model, slices, "lm_head")
     ids = torch.randint(0, vocabulary, (1, tokens))
     with SliceSized(tokens, vocabulary // slices) as seen:
@@ -286,7 +306,8 @@ def test_no_more_than_a_slice_of_the_logits_exists():
     assert seen.most <= 2
 
 
-# ------------------------------------------------------------------------------------------------------------- whole models
+# ------------------------------------------------------------------------------------------------------------- whole
+# models
 
 NAMES = ("lm_head", "transformer.h.0.mlp.c_fc", "transformer.h.1.attn.c_attn", "transformer.h.2.mlp.c_proj")
 GPT2 = functools.partial(tiny_model, "gpt2")
@@ -314,7 +335,10 @@ def test_pretrained_weights_load_and_are_saved(tmp_path):
 
 def test_loading_tells_what_does_not_fit():
     model, state = split(GPT2(), 4, *NAMES), GPT2().state_dict()
-    with pytest.raises(RuntimeError, match=r"transformer.h.0.mlp.c_fc.weight: shape \(20, 79\) was given, but the model's is \(20, 80\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"transformer.h.0.mlp.c_fc.weight: shape \(20, 79\) was given, but the model's is \(20, 80\)",
+    ):
         model.load_state_dict({**state, "transformer.h.0.mlp.c_fc.weight": torch.zeros(20, 79)})
     del state["transformer.h.0.mlp.c_fc.bias"]
     with pytest.raises(RuntimeError, match=r"Missing key.*transformer.h.0.mlp.c_fc.slices.0.bias"):
@@ -330,7 +354,9 @@ def test_slices_have_names_in_the_whole_and_of_their_own():
     assert names["lm_head.weight"].parts == names["transformer.wte.weight"].parts
     assert names["lm_head.weight"].sizes == (16, 15, 15, 15)
     found = slice_names(split(GPT2(), 2, "transformer.h.0.mlp.c_fc", "lm_head"))
-    assert found == tuple(f"transformer.{owner}.slices.{index}" for owner in ("wte", "h.0.mlp.c_fc") for index in (0, 1))
+    assert found == tuple(
+        f"transformer.{owner}.slices.{index}" for owner in ("wte", "h.0.mlp.c_fc") for index in (0, 1)
+    )
     assert slice_names(GPT2()) == ()
 
 
@@ -349,7 +375,8 @@ def test_operator_in_two_places_is_split_in_both():
     assert model["a"][0] is model["b"][0] and is_split(model["a"])
 
 
-# ---------------------------------------------------------------------------------------------------------------- refusals
+# ----------------------------------------------------------------------------------------------------------------
+# refusals
 
 
 class Tied(nn.Module):
@@ -376,21 +403,29 @@ class NoLabels(LlamaForCausalLM):
 BERT = BertConfig(**SIZES, intermediate_size=32, max_position_embeddings=16)
 FC = "transformer.h.0.mlp.c_fc"
 REFUSED = {
-    "absent": (GPT2, "transformer.mlp.c_fc", 2, ValueError, "is not a module of GPT2LMHeadModel; did you mean 'transformer.h.0.mlp.c_fc'?"),
+    "absent": (GPT2, "transformer.mlp.c_fc", 2, ValueError,
+               "is not a module of GPT2LMHeadModel; did you mean 'transformer.h.0.mlp.c_fc'?"),
     "absent, nothing alike": (GPT2, "nothing", 2, ValueError, "take a name from named_modules"),
-    "too many slices": (GPT2, "lm_head", 62, ValueError, f"has {VOCABULARY} output features, too few for 62 slices; use at most 61"),
-    "another class": (GPT2, "transformer.h.0.ln_1", 2, OSDPError, "is a LayerNorm, but only nn.Linear and GPT-2's Conv1D"),
-    "a subclass": (lambda: nn.MultiheadAttention(4, 2), "out_proj", 2, OSDPError, "is a NonDynamicallyQuantizableLinear"),
+    "too many slices": (GPT2, "lm_head", 62, ValueError,
+                        f"has {VOCABULARY} output features, too few for 62 slices; use at most 61"),
+    "another class": (GPT2, "transformer.h.0.ln_1", 2, OSDPError,
+                      "is a LayerNorm, but only nn.Linear and GPT-2's Conv1D"),
+    "a subclass": (lambda: nn.MultiheadAttention(4, 2), "out_proj", 2, OSDPError,
+                   "is a NonDynamicallyQuantizableLinear"),
     "the embedding": (GPT2, "transformer.wte", 2, OSDPError, "name the head"),
-    "tied": (Tied, "up", 2, OSDPError, "shares its weight or bias with 'down', which is not split with it; leave it whole"),
+    "tied": (Tied, "up", 2, OSDPError,
+             "shares its weight or bias with 'down', which is not split with it; leave it whole"),
     "split already": (lambda: split(GPT2(), 2, "lm_head"), "lm_head", 2, OSDPError, "already in 2 slices"),
     "a slice": (lambda: split(GPT2(), 2, "lm_head"), "transformer.wte.slices.0", 2, OSDPError, "is a VocabularySlice"),
-    "hooks": (lambda: changed(lambda m: m.get_submodule(FC).register_forward_hook(print)), FC, 2, OSDPError, "has hooks"),
+    "hooks": (lambda: changed(lambda m: m.get_submodule(FC).register_forward_hook(print)), FC, 2, OSDPError,
+              "has hooks"),
     "max_norm": (
-        lambda: changed(lambda m: setattr(m.transformer.wte, "max_norm", 1.0)), "lm_head", 2, OSDPError, "one plain nn.Embedding",
+        lambda: changed(lambda m: setattr(m.transformer.wte, "max_norm", 1.0)), "lm_head", 2, OSDPError,
+        "one plain nn.Embedding",
     ),
     "a bias that is shared": (
-        lambda: BertForMaskedLM(BERT), "cls.predictions.decoder", 4, OSDPError, "a tied head can be split only without bias",
+        lambda: BertForMaskedLM(BERT), "cls.predictions.decoder", 4, OSDPError,
+        "a tied head can be split only without bias",
     ),
     "no labels": (NoLabels, "lm_head", 4, OSDPError, "of NoLabels cannot be split: its forward takes no labels"),
 }  # fmt: skip
@@ -410,7 +445,9 @@ def test_head_of_a_model_that_changes_its_logits_in_any_way_gives_the_same_loss(
     class Changing(LlamaForCausalLM):
         def forward(self, input_ids, labels=None):
             logits = 3 * torch.tanh(self.lm_head(self.model(input_ids).last_hidden_state) / 3)
-            loss = nn.functional.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1), label_smoothing=self.smoothing)
+            loss = nn.functional.cross_entropy(
+                logits.view(-1, VOCABULARY), labels.view(-1), label_smoothing=self.smoothing
+            )
             return CausalLMOutput(loss=loss, logits=logits)
 
     torch.manual_seed(0)

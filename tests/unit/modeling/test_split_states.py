@@ -37,7 +37,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """Two groups, as the Trainer makes them, from the model before it was split, then bound to its slices."""
     whole = tiny_model("gpt2", layers=2)
     decay = {parameter: parameter.ndim > 1 for parameter in whole.parameters()}
-    groups = [{"params": [p for p, d in decay.items() if d == flag], "weight_decay": 0.1 * flag} for flag in (True, False)]
+    groups = [
+        {"params": [p for p, d in decay.items() if d == flag], "weight_decay": 0.1 * flag} for flag in (True, False)
+    ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2)
     rebind_parameters(optimizer, parameter_names(whole), model)
     return optimizer
@@ -59,7 +61,9 @@ def test_state_dicts_there_and_back():
     assert set(back) == set(own) and all(torch.equal(back[name], own[name]) for name in own)
     assert all(value.is_contiguous() for value in back.values())
     del own["transformer.h.0.mlp.c_fc.slices.1.bias"]
-    with pytest.raises(OSDPError, match=r"slices.1.bias' is not in the state.*give all slices of 'transformer.h.0.mlp.c_fc.bias'"):
+    with pytest.raises(
+        OSDPError, match=r"slices.1.bias' is not in the state.*give all slices of 'transformer.h.0.mlp.c_fc.bias'"
+    ):
         merge_state_dict(own, model)
 
 
@@ -68,7 +72,9 @@ def full_states(model: nn.Module, optimizer: torch.optim.Optimizer):
     weights, state = full_state_dict(model), full_optimizer_state_dict(model, optimizer)
     whole = {name: tuple(parameter.shape) for name, parameter in model_in(1).named_parameters()}
     assert {name: tuple(own["exp_avg"].shape) for name, own in state["state"].items()} == whole
-    assert [name for group in state["param_groups"] for name in group["params"]] == sorted(whole, key=lambda name: len(whole[name]) == 1)
+    assert [name for group in state["param_groups"] for name in group["params"]] == sorted(
+        whole, key=lambda name: len(whole[name]) == 1
+    )
 
     def load(other: nn.Module, its: torch.optim.Optimizer) -> None:
         load_full_state_dict(other, weights)
@@ -84,7 +90,10 @@ def our_state_functions(model: nn.Module, optimizer: torch.optim.Optimizer):
     weights, state = {k: v.clone() for k, v in model.state_dict().items()}, copy.deepcopy(optimizer.state_dict())
     whole = optimizer_of(model_in(1)).state_dict()["param_groups"]
     assert [group["params"] for group in state["param_groups"]] == [group["params"] for group in whole]
-    assert [tuple(state["state"][0]["exp_avg"].shape), state["param_groups"][1]["weight_decay"]] == [(VOCABULARY, 20), 0.0]
+    assert [tuple(state["state"][0]["exp_avg"].shape), state["param_groups"][1]["weight_decay"]] == [
+        (VOCABULARY, 20),
+        0.0,
+    ]
 
     def load(other: nn.Module, its: torch.optim.Optimizer) -> None:
         other.load_state_dict(weights)
@@ -117,11 +126,14 @@ def test_optimizer_state_of_another_model_does_not_load():
         optimizer.load_state_dict(torch.optim.AdamW(nn.Linear(2, 2).parameters()).state_dict())
 
 
-# ----------------------------------------------------------------------------------------------------- slices as one tensor
+# ----------------------------------------------------------------------------------------------------- slices as one
+# tensor
 
 
 def sliced(whole: torch.Tensor, sizes: tuple[int, ...], dim: int) -> SlicedTensor:
-    name = SlicedName(name="w", parts=tuple(f"w{i}" for i in range(len(sizes))), dim=dim, sizes=sizes, shape=tuple(whole.shape))
+    name = SlicedName(
+        name="w", parts=tuple(f"w{i}" for i in range(len(sizes))), dim=dim, sizes=sizes, shape=tuple(whole.shape)
+    )
     return SlicedTensor([part.clone() for part in whole.split(list(sizes), dim)], name)
 
 
@@ -140,5 +152,7 @@ def test_slices_are_saved_as_one_tensor_and_loaded_into_others(tmp_path, dim):
 def test_tensor_in_slices_cannot_be_computed_with():
     tensor = sliced(torch.zeros(4, 4), (2, 2), 0)
     assert repr(tensor) == "SlicedTensor(shape=(4, 4))"
-    with pytest.raises(NotImplementedError, match="on a SlicedTensor, which can only be saved and loaded; use its parts"):
+    with pytest.raises(
+        NotImplementedError, match="on a SlicedTensor, which can only be saved and loaded; use its parts"
+    ):
         tensor + 1

@@ -47,7 +47,9 @@ def test_units_are_root_blocks_embedding_and_head_with_each_parameter_once(meta_
     listed = [parameter.name for unit in (root, *units) for parameter in unit.parameters]
     assert sorted(listed) == sorted(dict(model.named_parameters()))
     assert sum(unit.numel for unit in (root, *units)) == sum(p.numel() for p in model.parameters())
-    blocks = Counter(unit.class_name for unit in units if unit.class_name in BLOCKS[name] and unit.span is GatherSpan.USE)
+    blocks = Counter(
+        unit.class_name for unit in units if unit.class_name in BLOCKS[name] and unit.span is GatherSpan.USE
+    )
     assert blocks == BLOCKS[name]
     others = {unit.fqn: unit.span for unit in units if unit.class_name not in BLOCKS[name]}
     assert others == EMBEDDING_AND_HEAD.get(name, others)
@@ -118,7 +120,13 @@ class Stack(nn.Module):
 
 def test_plain_modules_are_split_at_homogeneous_lists_and_nested_blocks_count_once():
     assert [u.fqn for u in find_units(Stack())] == ["", "blocks.0", "blocks.1", "blocks.2"]
-    assert [u.fqn for u in find_units(Stack(), ["Block", "Linear"])] == ["", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert [u.fqn for u in find_units(Stack(), ["Block", "Linear"])] == [
+        "",
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+        "head",
+    ]
 
 
 def test_names_are_canonical_through_checkpoint_wrappers():

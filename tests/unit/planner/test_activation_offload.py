@@ -34,7 +34,9 @@ def recomputable(*, input_bytes: float, own_bytes: float, forward_flops: float =
 
     def with_forms(segment: Segment) -> Segment:
         once = replace(segment.forward, matmul_flops=Affine(per_sample=forward_flops))
-        again = PhaseCost(peak_bytes=Envelope.linear(per_sample=own_bytes), matmul_flops=Affine(per_sample=3 * forward_flops))
+        again = PhaseCost(
+            peak_bytes=Envelope.linear(per_sample=own_bytes), matmul_flops=Affine(per_sample=3 * forward_flops)
+        )
         backward = replace(segment.backward, matmul_flops=Affine(per_sample=2 * forward_flops))
         recomputed = saving(segment, input_bytes, forward=once, backward=again)
         return saving(segment, own_bytes, forward=once, backward=backward, recomputed=ways(recomputed))
@@ -46,7 +48,8 @@ def recomputable(*, input_bytes: float, own_bytes: float, forward_flops: float =
 
 def with_host(*, link_bytes_per_s: float = 1e9, back_bytes_per_s: float | None = None) -> Hardware:
     host = HostSpec(
-        memory_bytes=LIMIT, to_host_bytes_per_s=link_bytes_per_s, to_device_bytes_per_s=back_bytes_per_s or link_bytes_per_s,
+        memory_bytes=LIMIT, to_host_bytes_per_s=link_bytes_per_s,
+        to_device_bytes_per_s=back_bytes_per_s or link_bytes_per_s,
         update_bytes_per_s=1e9, source="made up",
     )  # fmt: skip
     return replace(bare_preset("a100-40", devices_per_node=2), host=host)
@@ -57,7 +60,8 @@ def test_host_trips_take_the_own_bytes_over_the_link():
     hardware = with_host(link_bytes_per_s=1e9, back_bytes_per_s=2e9)
     rate = hardware.device.memory_bytes_per_s
     wanted = {
-        SAVE: HostTrip(), RECOMPUTE: HostTrip(), OFFLOAD: HostTrip(out=24e-3, back_beside=12e-3, traffic=2 * 24e6 / rate),
+        SAVE: HostTrip(), RECOMPUTE: HostTrip(), OFFLOAD: HostTrip(out=24e-3, back_beside=12e-3,
+                                                                   traffic=2 * 24e6 / rate),
         RECOMPUTE_OFFLOAD: HostTrip(out=6e-3, back_before=3e-3, traffic=2 * 6e6 / rate),
     }  # fmt: skip
     for activations, trip in wanted.items():
@@ -73,14 +77,26 @@ def segment(*, saved: float = 1000, own: float = 700, input_bytes: float = 100) 
 
     def form(saved: float, own: float, backward: float, **more) -> Segment:
         peak, moved = PhaseCost(peak_bytes=Envelope.linear(per_sample=backward)), Affine(per_sample=own)
-        return Segment(unit=0, saved_bytes=Affine(per_sample=saved), own_saved_bytes=moved, sent_bytes=moved, backward=peak, **more)
+        return Segment(
+            unit=0,
+            saved_bytes=Affine(per_sample=saved),
+            own_saved_bytes=moved,
+            sent_bytes=moved,
+            backward=peak,
+            **more,
+        )
 
     return form(saved, own, 2000, recomputed=ways(form(input_bytes, input_bytes, 5000)))
 
 
 @pytest.mark.parametrize(
     ("activations", "saved", "backward_peak"),
-    [(SAVE, 1000, 2000), (RECOMPUTE, 100, 5000), (OFFLOAD, 1000 - 700, 2000 + 700), (RECOMPUTE_OFFLOAD, 0, 5000 + 100)],
+    [
+        (SAVE, 1000, 2000),
+        (RECOMPUTE, 100, 5000),
+        (OFFLOAD, 1000 - 700, 2000 + 700),
+        (RECOMPUTE_OFFLOAD, 0, 5000 + 100),
+    ],
 )
 def test_segment_bytes_that_leave_in_forward_come_back_in_backward(activations, saved, backward_peak):
     terms = SegmentBytes.of(segment(), GatherSpan.USE, 2, activations)
@@ -114,14 +130,19 @@ QUICK, SLOW = 1e10, 1e6
 
 
 @pytest.mark.parametrize(
-    ("link", "scarce", "wanted"), [(QUICK, True, {OFFLOAD}), (SLOW, True, {RECOMPUTE}), (QUICK, False, set()), (SLOW, False, set())]
+    ("link", "scarce", "wanted"),
+    [(QUICK, True, {OFFLOAD}), (SLOW, True, {RECOMPUTE}), (QUICK, False, set()), (SLOW, False, set())],
 )
 def test_search_offloads_or_recomputes_what_costs_least(link, scarce, wanted):
     job = TrainingJob(global_batch_size=2, host_offload=False)
     description = recomputable(input_bytes=1e5, own_bytes=64e6, forward_flops=1e12)
-    hardware = replace(with_host(link_bytes_per_s=link), backend=Backend.GLOO)  # under which no trip is hidden, and so free
+    hardware = replace(
+        with_host(link_bytes_per_s=link), backend=Backend.GLOO
+    )  # under which no trip is hidden, and so free
     saving, recomputing = (
-        search(problem(description, hardware, replace(job, recompute=again, offload_activations=False), LIMIT)).plan.peak_bytes
+        search(
+            problem(description, hardware, replace(job, recompute=again, offload_activations=False), LIMIT)
+        ).plan.peak_bytes
         for again in (False, True)
     )
     limit = recomputing + (saving - recomputing) // 100 if scarce else LIMIT

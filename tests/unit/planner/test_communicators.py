@@ -27,7 +27,14 @@ def plan_of(world_size: int, layouts: tuple[tuple[int, int], ...]) -> Plan:
         UnitDecision(fqn=f"unit{index}", shard_size=shard, stage_size=stage, reshard_after_forward=True)
         for index, (shard, stage) in enumerate(layouts)
     )
-    return Plan(world_size=world_size, strategy="osdp", units=units, micro_batch_size=1, accumulation_steps=1, model_fingerprint="x")
+    return Plan(
+        world_size=world_size,
+        strategy="osdp",
+        units=units,
+        micro_batch_size=1,
+        accumulation_steps=1,
+        model_fingerprint="x",
+    )
 
 
 def groups_formed(plan: Plan) -> int:
@@ -39,7 +46,8 @@ def groups_formed(plan: Plan) -> int:
 @pytest.mark.parametrize(
     ("world_size", "layouts", "count"),
     [
-        (2, ((1, 1), (2, 1)), 1), (8, ((8, 1),), 1), (8, ((1, 1), (8, 1)), 1), (8, ((1, 1), (2, 1), (8, 1)), 3), (8, ((2, 1), (4, 1)), 5),
+        (2, ((1, 1), (2, 1)), 1), (8, ((8, 1),), 1), (8, ((1, 1), (8, 1)), 1), (8, ((1, 1), (2, 1), (8, 1)), 3),
+        (8, ((2, 1), (4, 1)), 5),
         (8, ((8, 4),), 3), (8, ((8, 4), (4, 1)), 3), (8, ((4, 2),), 8), (16, ((16, 8), (16, 1), (8, 1), (2, 1)), 5),
         (16, ((8, 4), (8, 2), (1, 1)), 13),
     ],
@@ -69,9 +77,14 @@ def test_a_plan_of_a_preset_counts_its_own_communicators():
     hardware = preset("v100-16", nodes=2, devices_per_node=8)
     assert hardware.backend is Backend.NCCL
     for row in compare_strategies(problem(MODEL, hardware, JOB, 15 * 2**30)):
-        count = {"fsdp": 1, "ddp": 1, "zero2": 1, "hsdp": 3, "two_stage": 3}.get(row.strategy.value, row.result.plan.communicators)
+        count = {"fsdp": 1, "ddp": 1, "zero2": 1, "hsdp": 3, "two_stage": 3}.get(
+            row.strategy.value, row.result.plan.communicators
+        )
         outside = hardware.device.reserved_bytes + count * COMMUNICATOR_BYTES
-        assert row.result.plan.peak_bytes == row.result.memory.peak_bytes + outside and row.result.memory.communicators == count
+        assert (
+            row.result.plan.peak_bytes == row.result.memory.peak_bytes + outside
+            and row.result.memory.communicators == count
+        )
     fsdp, hsdp = (least_memory(problem(MODEL, hardware, JOB, strategy=name)) for name in ("fsdp", "hsdp"))
     assert hsdp - fsdp > 2 * COMMUNICATOR_BYTES
 
@@ -79,6 +92,9 @@ def test_a_plan_of_a_preset_counts_its_own_communicators():
 @pytest.mark.parametrize(("number", "name"), [(1, "1 communicator"), (3, "3 communicators")])
 def test_memory_beside_tensors_is_told_by_what_it_is(number, name):
     hardware = preset("h100", devices_per_node=8)
-    taken = {"reserved by the device": hardware.device.reserved_bytes, name: number * hardware.device.communicator_bytes}
+    taken = {
+        "reserved by the device": hardware.device.reserved_bytes,
+        name: number * hardware.device.communicator_bytes,
+    }
     assert hardware.device.communicator_bytes > 1
     assert MemoryEstimate(moments=(), communicators=number).outside(hardware) == taken

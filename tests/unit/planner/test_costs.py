@@ -20,7 +20,9 @@ from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, Trainin
 from tests.helpers.hardware import toy_hardware
 
 ONCE, THRICE = (Batch(micro_batch_size=1, accumulation_steps=steps) for steps in (1, 3))
-HOST = HostSpec(memory_bytes=10**9, to_device_bytes_per_s=1e4, to_host_bytes_per_s=2e4, update_bytes_per_s=5e3, source="made up")
+HOST = HostSpec(
+    memory_bytes=10**9, to_device_bytes_per_s=1e4, to_host_bytes_per_s=2e4, update_bytes_per_s=5e3, source="made up"
+)
 
 
 def parameter(name: str, *shape: int, dtype: DType = DType.FLOAT32, requires_grad: bool = True) -> ParameterSpec:
@@ -28,7 +30,9 @@ def parameter(name: str, *shape: int, dtype: DType = DType.FLOAT32, requires_gra
 
 
 def unit_of(*parameters: ParameterSpec, span: GatherSpan = GatherSpan.USE, shared=()) -> UnitDescription:
-    return UnitDescription(fqn="u", module_names=("u",), class_name="Block", span=span, parameters=parameters, shared=shared)
+    return UnitDescription(
+        fqn="u", module_names=("u",), class_name="Block", span=span, parameters=parameters, shared=shared
+    )
 
 
 def layout(g: int, *, keep: bool = False, hold: bool = False, **more: Any) -> UnitLayout:
@@ -43,13 +47,23 @@ ROOT = unit_of(parameter("w", 8, 3), span=GatherSpan.STEP)
 WIDE_REDUCTION = Precision(reduce=DType.FLOAT32)
 
 
-def job_of(precision: str = "no", *, states: int = 2, step: OptimizerStep = OptimizerStep.FUSED, clips: bool = False) -> TrainingJob:
+def job_of(
+    precision: str = "no", *, states: int = 2, step: OptimizerStep = OptimizerStep.FUSED, clips: bool = False
+) -> TrainingJob:
     optimizer = OptimizerSpec(states=states, step=step)
-    return TrainingJob(global_batch_size=12, precision=Precision.named(precision), optimizer=optimizer, clips_gradients=clips)
+    return TrainingJob(
+        global_batch_size=12, precision=Precision.named(precision), optimizer=optimizer, clips_gradients=clips
+    )
 
 
 def terms(
-    g: int, unit: UnitDescription = UNIT, *, world_size: int = 4, job: TrainingJob | None = None, batch: Batch = ONCE, **more: Any
+    g: int,
+    unit: UnitDescription = UNIT,
+    *,
+    world_size: int = 4,
+    job: TrainingJob | None = None,
+    batch: Batch = ONCE,
+    **more: Any,
 ) -> UnitBytes:
     return unit_bytes(unit, layout(g, **more), world_size, job or job_of(), batch)
 
@@ -57,7 +71,8 @@ def terms(
 REPLICATED = UnitBytes(
     parameters=128, optimizer=256, gradients_held=0, gradients_after=128, gradients_settled=0, reduced_after=0,
     gathered=128,  # FSDP2 copies a replicated unit too
-    gather_buffer=0, cast_buffer=0, unsharded_gradients=128, reduce_input=128, reduce_stage=0, last_gradient=0, reduce_tail=128,
+    gather_buffer=0, cast_buffer=0, unsharded_gradients=128, reduce_input=128, reduce_stage=0, last_gradient=0,
+    reduce_tail=128,
     reduce_output=0, kept=0, step_scratch=0, host=0,
 )  # fmt: skip
 SHARDED = replace(
@@ -68,7 +83,9 @@ IN_STAGES = replace(SHARDED, reduce_stage=64, cast_buffer=64)
 """Half of what is reduced or gathered inside a node of two."""
 
 
-@pytest.mark.parametrize(("chosen", "wanted"), [(layout(1), REPLICATED), (layout(4), SHARDED), (layout(4, stage_size=2), IN_STAGES)])
+@pytest.mark.parametrize(
+    ("chosen", "wanted"), [(layout(1), REPLICATED), (layout(4), SHARDED), (layout(4, stage_size=2), IN_STAGES)]
+)
 def test_unit_bytes_are_all_terms_of_replicated_sharded_and_staged_units(chosen, wanted):
     assert unit_bytes(UNIT, chosen, 4, job_of(), ONCE) == wanted
     assert unit_bytes(UNIT, replace(chosen, activations=Activations.RECOMPUTE), 4, job_of(), ONCE) == wanted
@@ -76,14 +93,16 @@ def test_unit_bytes_are_all_terms_of_replicated_sharded_and_staged_units(chosen,
 
 HOLDING, ACCUMULATING, AWAY = dict(hold=True, batch=THRICE), dict(batch=THRICE), dict(on_host=True)
 SOME_TERMS = {
-    "sharded over a group": (dict(g=2), dict(parameters=64, optimizer=128, gradients_after=64, gathered=128, gather_buffer=128)),
+    "sharded over a group": (dict(g=2), dict(parameters=64, optimizer=128, gradients_after=64, gathered=128,
+                                             gather_buffer=128)),
     "kept: nothing is prefetched": (dict(g=4, keep=True), dict(kept=128, prefetched=0, held=32 + 64)),
     "freed: a buffer is": (dict(g=2), dict(kept=0, prefetched=128)),
     "replicated: nothing to prefetch": (dict(g=1), dict(kept=0, prefetched=0)),
     # 3 rows of 3 on rank 0; 12 rows gathered; autograd sees 10
     "rows that do not divide are padded": (
         dict(g=4, unit=TEN_ROWS),
-        dict(parameters=36, optimizer=72, gradients_after=36, gathered=144, gather_buffer=144, reduce_input=144, unsharded_gradients=120),
+        dict(parameters=36, optimizer=72, gradients_after=36, gathered=144, gather_buffer=144, reduce_input=144,
+             unsharded_gradients=120),
     ),
     "reduce buffer padded to 1": (dict(g=1, unit=TEN_ROWS), dict(reduce_tail=120, reduce_input=120)),
     "reduce buffer padded to 2": (dict(g=2, unit=TEN_ROWS), dict(reduce_tail=120, reduce_input=120)),
@@ -92,13 +111,15 @@ SOME_TERMS = {
     # the cast shard is less than what is gathered from it; the float32 output becomes the float32 gradient
     "bf16": (
         dict(g=4, job=job_of("bf16")),
-        dict(parameters=32, optimizer=64, gradients_after=32, gathered=64, gather_buffer=64, unsharded_gradients=64, cast_buffer=0,
+        dict(parameters=32, optimizer=64, gradients_after=32, gathered=64, gather_buffer=64, unsharded_gradients=64,
+             cast_buffer=0,
              reduce_input=128, reduce_tail=128, reduce_output=0),
     ),
     # w and what it is cast from, before b is there
     "bf16 replicas are cast one by one": (dict(g=1, job=job_of("bf16")), dict(cast_buffer=48 + 48 - 64)),
     # reduced in float32, made in bfloat16
-    "bf16 in stages": (dict(g=4, stage_size=2, world_size=8, job=job_of("bf16")), dict(reduce_stage=64, last_gradient=16, reduce_work=80)),
+    "bf16 in stages": (dict(g=4, stage_size=2, world_size=8, job=job_of("bf16")),
+                       dict(reduce_stage=64, last_gradient=16, reduce_work=80)),
     "wider reduction over all": (
         dict(g=4, unit=IN_BF16, job=replace(job_of(), precision=WIDE_REDUCTION)),
         dict(gradients_after=16, reduce_output=32, reduced_after=0),
@@ -110,13 +131,16 @@ SOME_TERMS = {
     ),
     "frozen parameters are only gathered": (
         dict(g=4, unit=FROZEN, **HOLDING),
-        dict(parameters=32, gathered=128, optimizer=16, gradients_held=32, gradients_settled=8 - 32, reduce_input=32, reduce_tail=32),
+        dict(parameters=32, gathered=128, optimizer=16, gradients_held=32, gradients_settled=8 - 32, reduce_input=32,
+             reduce_tail=32),
     ),
-    "frozen after the last gradient": (dict(g=2, unit=unit_of(parameter("w", 8, 3), *FROZEN.parameters[:1])), dict(last_gradient=96)),
+    "frozen after the last gradient": (dict(g=2, unit=unit_of(parameter("w", 8, 3), *FROZEN.parameters[:1])),
+                                       dict(last_gradient=96)),
     # autograd adds to what is held
     "whole gradients held": (
         dict(g=4, **HOLDING),
-        dict(gradients_held=128, gradients_after=0, gradients_settled=32 - 128, unsharded_gradients=0, held=32 + 64 + 128),
+        dict(gradients_held=128, gradients_after=0, gradients_settled=32 - 128, unsharded_gradients=0,
+             held=32 + 64 + 128),
     ),
     "whole gradients held: the last is among them": (dict(g=2, **HOLDING), dict(last_gradient=0)),
     "whole gradients held of the root": (dict(g=2, unit=ROOT, **HOLDING), dict(last_gradient=96)),
@@ -133,7 +157,8 @@ SOME_TERMS = {
         dict(g=1, world_size=1, **AWAY), dict(gathered=128, gather_buffer=0, reduce_input=128, host=576),
     ),
     "host: one process holds whole gradients": (
-        dict(g=1, world_size=1, **AWAY, **HOLDING), dict(gradients_held=128, gradients_after=0, gradients_settled=-128, reduce_tail=128),
+        dict(g=1, world_size=1, **AWAY, **HOLDING), dict(gradients_held=128, gradients_after=0, gradients_settled=-128,
+                                                         reduce_tail=128),
     ),
     "host: replicas keep no more than they held": (
         dict(g=1, **AWAY, **HOLDING), dict(gradients_held=128, reduced_after=0, gradients_settled=0),
@@ -161,7 +186,9 @@ def test_unit_bytes_equal_terms_by_hand(asked, wanted):
 @pytest.mark.parametrize("hold", [False, True])
 def test_unit_bytes_of_one_process_accumulate_in_place(hold):
     alone = terms(g=1, world_size=1, hold=hold, batch=THRICE)
-    nothing = dict.fromkeys(["gathered", "gather_buffer", "cast_buffer", "reduce_input", "reduce_tail", "reduce_output"], 0)
+    nothing = dict.fromkeys(
+        ["gathered", "gather_buffer", "cast_buffer", "reduce_input", "reduce_tail", "reduce_output"], 0
+    )
     assert alone == replace(alone, gradients_held=128, gradients_after=0, gradients_settled=0, **nothing)
 
 
@@ -170,7 +197,11 @@ def test_unit_bytes_on_host_leave_the_device_whole(g, pinned):
     here, there = terms(g), terms(g, on_host=True)
     assert (there.held, there.gradients_after) == (0, 0)
     assert (here.host, there.host) == (0, 2 * pinned + here.optimizer), "parameters and gradients in powers of two"
-    assert (there.gathered, there.gather_buffer, there.reduce_input) == (here.gathered, here.gather_buffer, here.reduce_input)
+    assert (there.gathered, there.gather_buffer, there.reduce_input) == (
+        here.gathered,
+        here.gather_buffer,
+        here.reduce_input,
+    )
     assert there.reduce_output == 128 // g, "what is reduced cannot become the gradient where it lies"
     assert terms(g, on_host=True, job=job_of(step=OptimizerStep.FOREACH)).step_scratch == 0, "the host takes the step"
 
@@ -178,7 +209,12 @@ def test_unit_bytes_on_host_leave_the_device_whole(g, pinned):
 def test_scalars_are_never_cut_and_merged_gradients_are_those_of_shared_parameters():
     assert parameter("scale").sharded_numel(4) == 1
     shared = replace(UNIT, shared=(("w", "head.w"),))
-    asked = (shared, job_of()), (shared, job_of("bf16")), (UNIT, job_of()), (replace(UNIT, span=GatherSpan.CALLS), job_of())
+    asked = (
+        (shared, job_of()),
+        (shared, job_of("bf16")),
+        (UNIT, job_of()),
+        (replace(UNIT, span=GatherSpan.CALLS), job_of()),
+    )
     assert [merged_gradients(*each) for each in asked] == [96, 48, 0, 128]
 
 
@@ -186,7 +222,8 @@ def test_scalars_are_never_cut_and_merged_gradients_are_those_of_shared_paramete
     ("span", "fixed", "wanted"),
     [
         (GatherSpan.STEP, None, [(1, False), (4, False)]), (GatherSpan.STEP, True, [(1, False), (4, False)]),
-        (GatherSpan.CALLS, None, [(1, True), (4, True)]), (GatherSpan.USE, None, [(1, True), (1, False), (4, True), (4, False)]),
+        (GatherSpan.CALLS, None, [(1, True), (4, True)]), (GatherSpan.USE, None,
+                                                           [(1, True), (1, False), (4, True), (4, False)]),
         (GatherSpan.USE, False, [(1, False), (4, False)]),
     ],
 )  # fmt: skip
@@ -208,7 +245,9 @@ def machine(devices_per_node: int = 4, **more: Any) -> Hardware:
     return toy_hardware(1, devices_per_node, memory_bytes_per_s=1e6, intra=(1e-6, 1e6), inter=(1e-5, 1e5), **more)
 
 
-def seconds(g: int, *, keep: bool = False, job: TrainingJob | None = None, hardware: Hardware | None = None, **more: Any) -> UnitSeconds:
+def seconds(
+    g: int, *, keep: bool = False, job: TrainingJob | None = None, hardware: Hardware | None = None, **more: Any
+) -> UnitSeconds:
     return unit_seconds(UNIT, layout(g, keep=keep, **more), hardware or machine(), job or job_of())
 
 
@@ -229,25 +268,32 @@ TIMES = {
     # parameter and two states both ways, the gradient read
     "sharded": (dict(g=4), dict(all_reduce=0, copy_forward=COPY, copy_backward=2 * COPY, optimizer=7 * 32 / 1e6)),
     "replicated": (
-        dict(g=1), dict(gather_forward=0, gather_backward=0, reduce_scatter=0, copy_backward=3 * COPY, optimizer=7 * 128 / 1e6),
+        dict(g=1), dict(gather_forward=0, gather_backward=0, reduce_scatter=0, copy_backward=3 * COPY,
+                        optimizer=7 * 128 / 1e6),
     ),
-    "kept: no second gather, nor its copy": (dict(g=4, keep=True), dict(gather_backward=0, copy_forward=COPY, copy_backward=COPY)),
+    "kept: no second gather, nor its copy": (dict(g=4, keep=True),
+                                             dict(gather_backward=0, copy_forward=COPY, copy_backward=COPY)),
     "one process: the update alone": (
         dict(g=1, hardware=machine(1)), dict.fromkeys(UnitSeconds.__slots__, 0) | {"optimizer": 7 * 128 / 1e6},
     ),
-    "measured": (dict(g=4, hardware=MEASURED), dict(copy_forward=GATHER_S, copy_backward=GATHER_S + REDUCE_S, optimizer=0.6 + 0.003 * 32)),
+    "measured": (dict(g=4, hardware=MEASURED), dict(copy_forward=GATHER_S, copy_backward=GATHER_S + REDUCE_S,
+                                                    optimizer=0.6 + 0.003 * 32)),
     "measured, kept": (dict(g=4, keep=True, hardware=MEASURED), dict(copy_backward=REDUCE_S)),
     # gradients are copied twice
-    "measured, replicated": (dict(g=1, hardware=MEASURED), dict(copy_forward=1.328, copy_backward=1.328 + 2 + 0.4 + 2 * 0.256)),
+    "measured, replicated": (dict(g=1, hardware=MEASURED), dict(copy_forward=1.328,
+                                                                copy_backward=1.328 + 2 + 0.4 + 2 * 0.256)),
     "measured, a loop": (dict(g=4, hardware=MEASURED, job=job_of(step=OptimizerStep.FOR_LOOP)), dict(optimizer=1.0)),
-    "measured, SGD": (dict(g=4, hardware=MEASURED, job=job_of(states=0, step=OptimizerStep.FOREACH)), dict(optimizer=0.8 * 3 / 7)),
+    "measured, SGD": (dict(g=4, hardware=MEASURED, job=job_of(states=0, step=OptimizerStep.FOREACH)),
+                      dict(optimizer=0.8 * 3 / 7)),
     "measured, one process": (
-        dict(g=1, hardware=machine(1, fsdp_overhead=OVERHEAD)), dict(copy_forward=0, copy_backward=0, optimizer=0.6 + 0.003 * 128),
+        dict(g=1, hardware=machine(1, fsdp_overhead=OVERHEAD)),
+        dict(copy_forward=0, copy_backward=0, optimizer=0.6 + 0.003 * 128),
     ),
     "the host steps and clips": (
         dict(g=4, on_host=True, hardware=machine(host=HOST), job=job_of(clips=True)), dict(optimizer=10 * 32 / 5e3),
     ),
-    "kept from the host: brought once": (dict(g=4, keep=True, on_host=True, hardware=machine(host=HOST)), dict(gather_backward=0)),
+    "kept from the host: brought once": (dict(g=4, keep=True, on_host=True, hardware=machine(host=HOST)),
+                                         dict(gather_backward=0)),
 }  # fmt: skip
 
 
@@ -258,7 +304,9 @@ def test_unit_seconds_equal_terms_by_hand(asked, wanted):
     assert seconds(**asked, activations=Activations.RECOMPUTE) == found
 
 
-@pytest.mark.parametrize(("g", "precision", "gathered"), [(1, "no", 128), (2, "no", 128), (4, "no", 128), (4, "bf16", 64)])
+@pytest.mark.parametrize(
+    ("g", "precision", "gathered"), [(1, "no", 128), (2, "no", 128), (4, "no", 128), (4, "bf16", 64)]
+)
 def test_unit_seconds_of_collectives_are_those_of_their_rings(g, precision, gathered):
     """Gathered in the compute dtype, reduced in float32; replicas reduce only their part of it."""
 
@@ -266,7 +314,11 @@ def test_unit_seconds_of_collectives_are_those_of_their_rings(g, precision, gath
         return collective_seconds(machine(), collective, ring, nbytes)
 
     found = seconds(g, job=job_of(precision))
-    assert found.gather_forward == found.gather_backward == ring_s(Collective.ALL_GATHER, shard_ring(machine(), g), gathered)
+    assert (
+        found.gather_forward
+        == found.gather_backward
+        == ring_s(Collective.ALL_GATHER, shard_ring(machine(), g), gathered)
+    )
     assert found.reduce_scatter == ring_s(Collective.REDUCE_SCATTER, shard_ring(machine(), g), 128)
     assert found.all_reduce == ring_s(Collective.ALL_REDUCE, replicate_ring(machine(), g), 128 // g)
 
@@ -289,7 +341,11 @@ def test_unit_seconds_bring_shards_from_host_and_take_gradients_there(g, brought
     """Replicas come on the stream of compute, where they are copied."""
     here, there = (seconds(g, hardware=machine(host=HOST), on_host=way) for way in (False, True))
     added = {name: getattr(there, name) - getattr(here, name) for name in UnitSeconds.__slots__}
-    trip = {brought: 128 // g / 1e4, brought.replace("forward", "backward"): 128 // g / 1e4, "reduce_scatter": 128 // g / 2e4}
+    trip = {
+        brought: 128 // g / 1e4,
+        brought.replace("forward", "backward"): 128 // g / 1e4,
+        "reduce_scatter": 128 // g / 2e4,
+    }
     moved = {"optimizer": 7 * 128 // g / 5e3 - here.optimizer}
     assert added == pytest.approx(dict.fromkeys(added, 0.0) | trip | moved)
 

@@ -48,12 +48,20 @@ def test_bytes_are_rounded_up_and_never_negative():
     assert Envelope.linear(constant=0.25, per_sample=1).bytes(3) == Affine(constant=0.25, per_sample=1).bytes(3) == 4
     assert Envelope.linear(constant=-100, per_sample=1).bytes(3) == Affine(constant=-100, per_sample=1).bytes(3) == 0
     assert Envelope.above([]).bytes(7) == Envelope().bytes(7) == 0
-    assert [Envelope.linear(constant=10, per_sample=5).scaled(0.5, constants=c).bytes(2) for c in (True, False)] == [10, 15]
+    assert [Envelope.linear(constant=10, per_sample=5).scaled(0.5, constants=c).bytes(2) for c in (True, False)] == [
+        10,
+        15,
+    ]
 
 
 def test_split_is_none_and_described_by_what_it_does():
     head, other = OperatorSplit(fqn="lm_head", slices=4), OperatorSplit(fqn="a.b", slices=2)
-    splits = ModelSplit(), ModelSplit(operators=True), ModelSplit(sliced=(head,)), ModelSplit(operators=True, sliced=(head, other))
+    splits = (
+        ModelSplit(),
+        ModelSplit(operators=True),
+        ModelSplit(sliced=(head,)),
+        ModelSplit(operators=True, sliced=(head, other)),
+    )
     assert [split.is_none for split in splits] == [True, False, False, False]
     texts = ["blocks", "operators", "blocks, lm_head in 4 slices", "operators, 2 operators in 2 to 4 slices"]
     assert [split.describe() for split in splits] == texts
@@ -62,12 +70,21 @@ def test_split_is_none_and_described_by_what_it_does():
 HEAD = OperatorSplit(fqn="lm_head", slices=2)
 REFUSED = [
     *(("at least 2", lambda slices=slices: replace(HEAD, slices=slices)) for slices in (1, 0, -3, 2.0, True)),
-    *(("not a module's name", lambda fqn=fqn: replace(HEAD, fqn=fqn)) for fqn in ("", ".", "a..b", " lm_head", "a. b", None)),
-    *(("tuple of OperatorSplit", lambda sliced=sliced: ModelSplit(sliced=sliced)) for sliced in (["lm_head"], ("lm_head",), [HEAD])),
+    *(
+        ("not a module's name", lambda fqn=fqn: replace(HEAD, fqn=fqn))
+        for fqn in ("", ".", "a..b", " lm_head", "a. b", None)
+    ),
+    *(
+        ("tuple of OperatorSplit", lambda sliced=sliced: ModelSplit(sliced=sliced))
+        for sliced in (["lm_head"], ("lm_head",), [HEAD])
+    ),
     ("'lm_head' is split 2 times", lambda: ModelSplit(sliced=(HEAD, replace(HEAD, slices=3)))),
     ("must be True or False", lambda: ModelSplit(operators=1)),
     ("An Envelope needs at least one piece", lambda: Envelope(pieces=())),
-    ("Parameter w has .* elements; it must have at most", lambda: ParameterSpec(name="w", shape=(2**40, 2**40), dtype=DType.FLOAT32)),
+    (
+        "Parameter w has .* elements; it must have at most",
+        lambda: ParameterSpec(name="w", shape=(2**40, 2**40), dtype=DType.FLOAT32),
+    ),
     ("Parameter w has a negative size", lambda: ParameterSpec(name="w", shape=(2, -1), dtype=DType.FLOAT32)),
     ("sequence_length=0 must be at least 1", lambda: replace(transformer(), sequence_length=0)),
     (r"Unit '\(root\)' is listed twice", lambda: replace(transformer(), units=transformer().units[:1] * 2)),
@@ -88,7 +105,10 @@ def test_impossible_descriptions_and_splits_raise_value_error(part, make):
         (r"share=1\.5 of a recomputation must be from 0 to 1", {"share": 1.5}),
         ("must be different calls of operators, such as 'addmm#0'", {"saved_calls": ("addmm",)}),
         ("must be different calls", {"saved_calls": ("addmm#0", "addmm#0")}),
-        ("'_to_copy#0', but outputs of casts and in-place operators cannot be saved", {"saved_calls": ("_to_copy#0",)}),
+        (
+            "'_to_copy#0', but outputs of casts and in-place operators cannot be saved",
+            {"saved_calls": ("_to_copy#0",)},
+        ),
         ("'add_#1', but outputs of casts and in-place operators cannot be saved", {"saved_calls": ("mm#0", "add_#1")}),
         ("A name of a recomputation's saved calls", {"names": ("c_attn\x1b[31m",)}),
     ],
@@ -102,6 +122,7 @@ def test_recomputation_is_described_by_what_it_saves():
     two = Recomputation(saved_calls=("addmm#0", "attention#0"), share=0.4)
     named, many = (replace(two, names=names) for names in (("c_attn", "attention"), tuple("abcdef")))
     assert [one.describe() for one in (Recomputation(), Recomputation(budget=0.53, share=0.25), two, named, many)] == [
-        "recompute", "recompute 0.25: budget 0.53", "recompute 0.4: saves 2 operators", "recompute 0.4: saves c_attn, attention",
+        "recompute", "recompute 0.25: budget 0.53", "recompute 0.4: saves 2 operators",
+        "recompute 0.4: saves c_attn, attention",
         "recompute 0.4: saves a, b, c, d and 2 more",
     ]  # fmt: skip

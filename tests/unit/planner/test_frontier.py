@@ -27,15 +27,23 @@ def test_front_rises_from_the_least_memory_and_each_point_is_fastest_under_its_p
     assert peaks == sorted(set(peaks)) and rates == sorted(set(rates)) and 3 < len(front) <= len(asked) == 6
     assert peaks[0] == LEAST and rates[-1] == search(MOST).plan.samples_per_s
     for point in front:
-        assert search(problem(MODEL, HARDWARE, JOB, point.plan.peak_bytes)).plan.step_s == pytest.approx(point.plan.step_s, rel=2e-7)
+        assert search(problem(MODEL, HARDWARE, JOB, point.plan.peak_bytes)).plan.step_s == pytest.approx(
+            point.plan.step_s, rel=2e-7
+        )
 
 
 def test_front_searched_at_the_peaks_of_strategies_is_not_below_them():
-    rows = [row.result.plan for row in compare_strategies(problem(MODEL, HARDWARE, JOB, 2 * LEAST)) if row.result is not None]
+    rows = [
+        row.result.plan
+        for row in compare_strategies(problem(MODEL, HARDWARE, JOB, 2 * LEAST))
+        if row.result is not None
+    ]
     front = frontier(MOST, points=2, at=[plan.peak_bytes for plan in rows])
     assert len(rows) > 1
     for plan in rows:
-        assert max(r.plan.samples_per_s for r in front if r.plan.peak_bytes <= plan.peak_bytes) >= plan.samples_per_s * (1 - 2e-7)
+        assert max(
+            r.plan.samples_per_s for r in front if r.plan.peak_bytes <= plan.peak_bytes
+        ) >= plan.samples_per_s * (1 - 2e-7)
 
 
 def test_not_dominated_leaves_out_worse_and_equal_results():

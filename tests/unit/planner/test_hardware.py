@@ -25,14 +25,24 @@ def test_presets_have_sources_and_reserve_context_and_communicators(name):
     if alone.backend is Backend.GLOO:
         assert name == "cpu" and (alone.unavoidable_bytes, node.outside_bytes(3)) == (0, 0)
         return
-    assert node.inter_node.latency_s > node.intra_node.latency_s and node.inter_node.bytes_per_s < node.intra_node.bytes_per_s
+    assert (
+        node.inter_node.latency_s > node.intra_node.latency_s
+        and node.inter_node.bytes_per_s < node.intra_node.bytes_per_s
+    )
     assert CONTEXT_BYTES < alone.unavoidable_bytes == node.device.reserved_bytes
-    assert node.device.reserved_bytes < node.device.memory_bytes / 9  # of which ECC takes a sixteenth on cards with GDDR6
-    assert node.outside_bytes(3) - 2 * COMMUNICATOR_BYTES == node.unavoidable_bytes == alone.unavoidable_bytes + COMMUNICATOR_BYTES
+    assert (
+        node.device.reserved_bytes < node.device.memory_bytes / 9
+    )  # of which ECC takes a sixteenth on cards with GDDR6
+    assert (
+        node.outside_bytes(3) - 2 * COMMUNICATOR_BYTES
+        == node.unavoidable_bytes
+        == alone.unavoidable_bytes + COMMUNICATOR_BYTES
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "near"), [("a100", "a100-40, a100-80, a10"), ("H100_SXM", "h100"), ("4090", "rtx-4090"), ("mi300", "mi300x")]
+    ("name", "near"),
+    [("a100", "a100-40, a100-80, a10"), ("H100_SXM", "h100"), ("4090", "rtx-4090"), ("mi300", "mi300x")],
 )
 def test_preset_names_the_nearest_where_it_is_not_known(name, near):
     with pytest.raises(HardwareError, match=rf"'{name}' is not known \(nearest: {near}.*\); use one of "):
@@ -40,7 +50,7 @@ def test_preset_names_the_nearest_where_it_is_not_known(name, near):
 
 
 def test_presets_are_those_that_were_promised():
-    names = "v100-16 v100-32 v100-pcie-16 v100-pcie-32 titan-rtx rtx-3090 rtx-4090 rtx-5090 a6000 a10 l4 l40s a100-40 a100-80 h100"
+    names = "v100-16 v100-32 v100-pcie-16 v100-pcie-32 titan-rtx rtx-3090 rtx-4090 rtx-5090 a6000 a10 l4 l40s a100-40 a100-80 h100"  # noqa: E501
     assert preset_names() == (*names.split(), "h200", "b200", "mi300x", "cpu")
     assert preset("A100_80").device.memory_bytes == 80 * 2**30
     texts = [preset("a100-40", nodes=2, devices_per_node=8).summary, preset("cpu", devices_per_node=2).summary]
@@ -52,7 +62,13 @@ def test_presets_are_those_that_were_promised():
 
 @pytest.mark.parametrize(
     ("name", "inside_gb_per_s", "between_gbit_per_s"),
-    [("a100-40", 300, 400), ("v100-pcie-16", 15.75, 25), ("v100-16", 150, 25), ("titan-rtx", 15.75, 10), ("rtx-4090", 31.5, 10)],
+    [
+        ("a100-40", 300, 400),
+        ("v100-pcie-16", 15.75, 25),
+        ("v100-16", 150, 25),
+        ("titan-rtx", 15.75, 10),
+        ("rtx-4090", 31.5, 10),
+    ],
 )
 def test_links_of_common_clusters(name, inside_gb_per_s, between_gbit_per_s):
     hardware = preset(name, nodes=2, devices_per_node=8)

@@ -21,12 +21,15 @@ WEIGHT = ParameterSpec(name="w", shape=(2,), dtype=DType.FLOAT32)
 ONCE, TWICE = (Batch(micro_batch_size=1, accumulation_steps=steps) for steps in (1, 2))
 JOB = TrainingJob(global_batch_size=32)
 SAVING = replace(JOB, recompute=False)
-HOST = HostSpec(memory_bytes=10**9, to_device_bytes_per_s=1e4, to_host_bytes_per_s=2e4, update_bytes_per_s=5e3, source="made up")
+HOST = HostSpec(
+    memory_bytes=10**9, to_device_bytes_per_s=1e4, to_host_bytes_per_s=2e4, update_bytes_per_s=5e3, source="made up"
+)
 SAVE, AGAIN, OFFLOAD, AGAIN_OFFLOAD = Activations.BASIC
 PLAIN = transformer(layers=2)
 SENT = [replace(s, own_saved_bytes=s.saved_bytes, sent_bytes=s.saved_bytes) for s in PLAIN.segments]
 DESCRIPTION = replace(
-    PLAIN, segments=tuple(replace(s, recomputed=ways(s)) if s.unit > 1 else replace(s, sent_bytes=Affine()) for s in SENT)
+    PLAIN,
+    segments=tuple(replace(s, recomputed=ways(s)) if s.unit > 1 else replace(s, sent_bytes=Affine()) for s in SENT),
 )
 """Two blocks that can be run again in backward, or offloaded, after a root and an embedding that cannot."""
 
@@ -35,7 +38,14 @@ def devices(per_node: int, *, nodes: int = 1) -> Hardware:
     return bare_preset("a100-40", nodes=nodes, devices_per_node=per_node)
 
 
-def spaces(batch: Batch, job: TrainingJob = JOB, *, hardware: Hardware | None = None, host=None, strategy: Strategy = Strategy.OSDP):
+def spaces(
+    batch: Batch,
+    job: TrainingJob = JOB,
+    *,
+    hardware: Hardware | None = None,
+    host=None,
+    strategy: Strategy = Strategy.OSDP,
+):
     hardware = replace(hardware or devices(4), host=host)
     return search_spaces(problem(DESCRIPTION, hardware, job, strategy=strategy), batch)
 
@@ -55,7 +65,11 @@ def test_batch_of_fewer_samples_than_processes_is_refused_with_one_that_divides(
 
 def test_precision_names_give_gathered_and_reduced_dtypes():
     assert Precision.named("no") == Precision.named("fp32") == Precision()
-    names = {"no": (DType.FLOAT32, DType.FLOAT32), "bf16": (DType.BFLOAT16, DType.FLOAT32), "fp16": (DType.FLOAT16, DType.FLOAT32)}
+    names = {
+        "no": (DType.FLOAT32, DType.FLOAT32),
+        "bf16": (DType.BFLOAT16, DType.FLOAT32),
+        "fp16": (DType.FLOAT16, DType.FLOAT32),
+    }
     for name, dtypes in names.items():
         precision = Precision.named(name)
         assert (precision.gathered_dtype(WEIGHT), precision.reduced_dtype(WEIGHT)) == dtypes
@@ -88,7 +102,9 @@ def test_hsdp_and_two_stages_need_groups_between_one_rank_and_all():
     (space,) = spaces(ONCE, SAVING, hardware=devices(4, nodes=2), strategy=Strategy.TWO_STAGE)
     assert {(choice.shard_size, choice.stage_size) for choices in space for choice in choices} == {(8, 4)}
     for hardware in (devices(1, nodes=8), devices(8), devices(1)):
-        with pytest.raises(ValueError, match=r"strategy=two_stage needs several nodes of several devices, not [18] of [18]; use fsdp"):
+        with pytest.raises(
+            ValueError, match=r"strategy=two_stage needs several nodes of several devices, not [18] of [18]; use fsdp"
+        ):
             spaces(ONCE, SAVING, hardware=hardware, strategy=Strategy.TWO_STAGE)
     (everything,) = spaces(ONCE, SAVING, hardware=devices(4, nodes=4))
     staged = {(c.shard_size, c.stage_size) for choices in everything for c in choices if c.stage_size > 1}
@@ -100,19 +116,24 @@ OFFERED = {
     # what the root and the embedding, and then the blocks, may choose: of activations, holding gradients, the host
     "one micro-step": (dict(batch=ONCE, job=SAVING), {SAVE}, FIXED, FIXED),
     "accumulation": (dict(batch=TWICE, job=SAVING), {SAVE}, FREE, FIXED),
-    "reduced in every micro-step": (dict(batch=TWICE, job=replace(SAVING, reduce_every_micro_step=True)), {SAVE}, FIXED, FIXED),
+    "reduced in every micro-step": (dict(batch=TWICE, job=replace(SAVING, reduce_every_micro_step=True)), {SAVE},
+                                    FIXED, FIXED),
     "held in all": (dict(batch=TWICE, job=replace(SAVING, reduce_every_micro_step=False)), {SAVE}, {True}, FIXED),
-    "held, with one micro-step": (dict(batch=ONCE, job=replace(SAVING, reduce_every_micro_step=False)), {SAVE}, FIXED, FIXED),
+    "held, with one micro-step": (dict(batch=ONCE, job=replace(SAVING, reduce_every_micro_step=False)), {SAVE}, FIXED,
+                                  FIXED),
     "one process": (dict(batch=TWICE, job=SAVING, hardware=devices(1)), {SAVE}, FREE, FIXED),
     "recomputation": (dict(batch=ONCE), {SAVE, AGAIN}, FIXED, FIXED),
     "recomputation of all": (dict(batch=ONCE, job=replace(JOB, recompute=True)), {AGAIN}, FIXED, FIXED),
     "a host": (dict(batch=ONCE, host=HOST), set(Activations.BASIC), FIXED, FREE),
-    "states on the host": (dict(batch=ONCE, host=HOST, job=replace(JOB, host_offload=True)), set(Activations.BASIC), FIXED, {True}),
-    "states on the device": (dict(batch=ONCE, host=HOST, job=replace(JOB, host_offload=False)), set(Activations.BASIC), FIXED, FIXED),
+    "states on the host": (dict(batch=ONCE, host=HOST, job=replace(JOB, host_offload=True)), set(Activations.BASIC),
+                           FIXED, {True}),
+    "states on the device": (dict(batch=ONCE, host=HOST, job=replace(JOB, host_offload=False)), set(Activations.BASIC),
+                             FIXED, FIXED),
     "activations on the host": (
         dict(batch=ONCE, host=HOST, job=replace(JOB, offload_activations=True)), {OFFLOAD, AGAIN_OFFLOAD}, FIXED, FREE,
     ),
-    "activations on the device": (dict(batch=ONCE, host=HOST, job=replace(JOB, offload_activations=False)), {SAVE, AGAIN}, FIXED, FREE),
+    "activations on the device": (dict(batch=ONCE, host=HOST, job=replace(JOB, offload_activations=False)),
+                                  {SAVE, AGAIN}, FIXED, FREE),
 }  # fmt: skip
 
 
@@ -125,7 +146,10 @@ def test_space_offers_what_the_job_leaves_open_and_the_unit_can(asked, activatio
 
 
 def test_frozen_units_hold_no_gradients():
-    frozen = replace(DESCRIPTION.units[3], parameters=tuple(replace(p, requires_grad=False) for p in DESCRIPTION.units[3].parameters))
+    frozen = replace(
+        DESCRIPTION.units[3],
+        parameters=tuple(replace(p, requires_grad=False) for p in DESCRIPTION.units[3].parameters),
+    )
     description = replace(DESCRIPTION, units=(*DESCRIPTION.units[:3], frozen))
     (space,) = search_spaces(problem(description, devices(4), replace(JOB, reduce_every_micro_step=False)), TWICE)
     assert [{not c.reduce_every_micro_step for c in choices} for choices in space] == [{True}, {True}, {True}, {False}]

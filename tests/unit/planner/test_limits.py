@@ -1,4 +1,6 @@
-"""Counts, sizes and rates that nobody has are refused where values are made, before anything is as long or as large as they say."""
+"""Counts, sizes and rates that nobody has are refused where values are made, before anything is as long or as large
+as they say.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ from hf_osdp.errors import OSDPError
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.decision import UnitDecision
 from hf_osdp.planner.description import Activations, DType
-from hf_osdp.planner.hardware import MOST_RANKS, Collective, CollectiveTiming, DeviceSpec, FsdpOverhead, HostSpec, Link, WorkTime
+from hf_osdp.planner.hardware import (
+    MOST_RANKS,
+    Collective,
+    CollectiveTiming,
+    DeviceSpec,
+    FsdpOverhead,
+    HostSpec,
+    Link,
+    WorkTime,
+)
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob, divisors
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
@@ -25,26 +36,35 @@ from tests.helpers.problems import problem
 
 NAN, INF = float("nan"), float("inf")
 LINK = Link(latency_s=1e-6, bytes_per_s=1e9, source="made up")
-DEVICE = DeviceSpec(name="toy", memory_bytes=2**50, flops_per_s={DType.FLOAT32: 1.0}, memory_bytes_per_s=1.0, source="made up")
-HOST = HostSpec(memory_bytes=1, to_device_bytes_per_s=1.0, to_host_bytes_per_s=1.0, update_bytes_per_s=1.0, source="made up")
+DEVICE = DeviceSpec(
+    name="toy", memory_bytes=2**50, flops_per_s={DType.FLOAT32: 1.0}, memory_bytes_per_s=1.0, source="made up"
+)
+HOST = HostSpec(
+    memory_bytes=1, to_device_bytes_per_s=1.0, to_host_bytes_per_s=1.0, update_bytes_per_s=1.0, source="made up"
+)
 TIMING = CollectiveTiming(collective=Collective.ALL_GATHER, group_size=2, latency_s=1.0, seconds_per_byte=0.0)
 UNIT = UnitDecision(fqn="x", shard_size=8, reshard_after_forward=True)
-PLAN = Plan(world_size=8, strategy="osdp", units=(UNIT,), micro_batch_size=1, accumulation_steps=1, model_fingerprint="f")
+PLAN = Plan(
+    world_size=8, strategy="osdp", units=(UNIT,), micro_batch_size=1, accumulation_steps=1, model_fingerprint="f"
+)
 JOB = TrainingJob(global_batch_size=4)
 MADE_FROM = [
     (LINK, {r"Link\.\w+=\S+ must be finite": dict(latency_s=(NAN, INF, -1e-6), bytes_per_s=(NAN, INF, 0, -1.0))}),
     (DEVICE, {
         r"Device(Spec\.| 'toy')": dict(
-            memory_bytes=(0, 2**51), memory_bytes_per_s=(NAN, INF, 0.0), operator_s=(NAN,), reserved_bytes=(-1,), communicator_bytes=(-1,),
+            memory_bytes=(0, 2**51), memory_bytes_per_s=(NAN, INF, 0.0), operator_s=(NAN,), reserved_bytes=(-1,),
+            communicator_bytes=(-1,),
             unit_s=(-1.0,), flops_per_s=tuple({DType.FLOAT32: rate} for rate in (NAN, INF, 0.0)),
         )
     }),
-    (HOST, {r"HostSpec\.\w+=\S+ must be finite and above 0": dict(memory_bytes=(0,), update_bytes_per_s=(NAN, INF, 0.0))}),
-    (TIMING, {r"CollectiveTiming\.\w+=\S+ must be": dict(group_size=(1,), latency_s=(-1.0,), seconds_per_byte=(NAN,))}),
+    (HOST, {r"HostSpec\.\w+=\S+ must be finite and above 0": dict(memory_bytes=(0,),
+                                                                  update_bytes_per_s=(NAN, INF, 0.0))}),
+    (TIMING, {r"CollectiveTiming\.\w+=\S+ must be": dict(group_size=(1,), latency_s=(-1.0,),
+                                                         seconds_per_byte=(NAN,))}),
     (WorkTime(), {"finite and at least 0": dict(call_s=(-1.0,), tensor_s=(INF,))}),
     (preset("cpu"), {
         "must be at least 1": dict(nodes=(0, -1), devices_per_node=(0,)),
-        f"nodes={2 * MOST_RANKS} of 1 devices are {2 * MOST_RANKS}; the most are {MOST_RANKS}": dict(nodes=(2 * MOST_RANKS,)),
+        f"nodes={2 * MOST_RANKS} of 1 devices are {2 * MOST_RANKS}; the most are {MOST_RANKS}": dict(nodes=(2 * MOST_RANKS,)),  # noqa: E501
         "must be the share of the limit that stays free, at least 0 and below 1, such as 0.06": dict(
             margin=(-0.01, 1, 1.5, NAN, INF, "4 %", True)
         ),
@@ -55,13 +75,14 @@ MADE_FROM = [
         "shard_size=0 must be at least 1": dict(shard_size=(0,)),
     }),
     (PLAN, {
-        f"world_size={MOST_RANKS * 2}; it must be at least 1 and at most {MOST_RANKS}": dict(world_size=(MOST_RANKS * 2,)),
+        f"world_size={MOST_RANKS * 2}; it must be at least 1 and at most {MOST_RANKS}": dict(world_size=(MOST_RANKS * 2,)),  # noqa: E501
         "=1000000000000000000; it must be at least 1 and at most": dict.fromkeys(
             ("micro_batch_size", "accumulation_steps", "sequence_length"), (10**18,)
         ),
         "a model_name that has control characters": dict(model_name=("x\x1b[2J",)),
         "a hardware that has 5000 characters, more than 4096": dict(hardware=("x" * 5000,)),
-        "has 16385 units; it must have at most 16384": dict(units=(tuple(replace(UNIT, fqn=str(i)) for i in range(2**14 + 1)),)),
+        "has 16385 units; it must have at most 16384": dict(units=(tuple(replace(UNIT,
+                                                                                 fqn=str(i)) for i in range(2**14 + 1)),)),  # noqa: E501
     }),
     (JOB, {
         "global_batch_size=.* must be at least 1 and at most": dict(global_batch_size=(0, 2**41)),
@@ -76,9 +97,14 @@ def refused() -> Iterator[tuple[str, Callable[[], object]]]:
     for value, parts in MADE_FROM:
         for part, fields in parts.items():
             for name, wrong in fields.items():
-                yield from ((part, lambda value=value, name=name, one=one: replace(value, **{name: one})) for one in wrong)
+                yield from (
+                    (part, lambda value=value, name=name, one=one: replace(value, **{name: one})) for one in wrong
+                )
     work = WorkTime()
-    yield "optimizer step 'for_loop' is missing", lambda: FsdpOverhead(gather=work, reduce=work, updates={OptimizerStep.FOREACH: work})
+    yield (
+        "optimizer step 'for_loop' is missing",
+        lambda: FsdpOverhead(gather=work, reduce=work, updates={OptimizerStep.FOREACH: work}),
+    )
     yield "strategy='zero9' is not known; use one of osdp, fsdp, ddp, zero2, hsdp", lambda: Strategy.parse("zero9")
 
 
@@ -103,7 +129,9 @@ def test_search_never_solves_for_options_that_no_device_holds():
     """The solver's whole numbers have 63 bits."""
     model, hardware = at_random(3, kinds=1, blocks=3, recomputable=True), bare_preset("v100-16")
     huge = tuple(replace(s, saved_bytes=Affine(per_sample=1e30)) if s.recomputed else s for s in model.segments)
-    found = search(problem(replace(model, segments=huge), hardware, JOB, 2 * least_memory(problem(model, hardware, JOB))))
+    found = search(
+        problem(replace(model, segments=huge), hardware, JOB, 2 * least_memory(problem(model, hardware, JOB)))
+    )
     blocks = [unit for unit in found.plan.units if unit.fqn.startswith("b")]
     assert blocks and all(unit.activations == Activations.RECOMPUTE for unit in blocks)
 

@@ -1,4 +1,6 @@
-"""Peaks in closed form, and the order of a step's moments; `tests/property/test_memory_walk.py` sums every moment anew."""
+"""Peaks in closed form, and the order of a step's moments; `tests/property/test_memory_walk.py` sums every moment
+anew.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ import pytest
 from hf_osdp.planner.affine import Affine, Envelope
 from hf_osdp.planner.cost.memory import MemoryEstimate, combined_scratch, estimate_memory, gathered_ahead
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
-from hf_osdp.planner.description import DType, GatherSpan, ModelDescription, ParameterSpec, PhaseCost, Segment, UnitDescription
+from hf_osdp.planner.description import (
+    DType,
+    GatherSpan,
+    ModelDescription,
+    ParameterSpec,
+    PhaseCost,
+    Segment,
+    UnitDescription,
+)
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from tests.helpers.descriptions import transformer
 
@@ -39,17 +49,28 @@ def blocks(*, saved: int = 0, head_saved: int = 0, head_workspace: int = 0) -> M
         block_classes=("Block",),
         sequence_length=1,
         compute_dtype=DType.FLOAT32,
-        units=(unit("", GatherSpan.STEP), *(unit(f"b{i}", GatherSpan.USE, weight) for i, weight in enumerate(weights))),
+        units=(
+            unit("", GatherSpan.STEP),
+            *(unit(f"b{i}", GatherSpan.USE, weight) for i, weight in enumerate(weights)),
+        ),
         segments=(*(segment(1 + i, saved, 0) for i in range(LAYERS)), segment(0, head_saved, head_workspace)),
     )
 
 
 def everywhere(description: ModelDescription, g: int, *, keep: bool = False, **more: Any) -> list[UnitLayout]:
-    return [replace(layouts_for(unit.span, (g,), reshard_after_forward=not keep)[0], **more) for unit in description.units]
+    return [
+        replace(layouts_for(unit.span, (g,), reshard_after_forward=not keep)[0], **more) for unit in description.units
+    ]
 
 
 def estimate(
-    description: ModelDescription, g: int, *, world_size: int = 4, job: TrainingJob = JOB, batch: Batch = ONCE, **chosen: Any
+    description: ModelDescription,
+    g: int,
+    *,
+    world_size: int = 4,
+    job: TrainingJob = JOB,
+    batch: Batch = ONCE,
+    **chosen: Any,
 ) -> MemoryEstimate:
     return estimate_memory(description, everywhere(description, g, **chosen), world_size, job, batch)
 
@@ -66,12 +87,14 @@ PEAKS = {
     ),
     # parameters and gradients, one block gathered, and the buffer in which the one after it is reduced
     "whole gradients that are held are all there": (
-        blocks(), dict(g=1, job=NO_STATES, batch=TWICE, reduce_every_micro_step=False), ("backward: gather", "b2"), 2 * LAYERS * P + P + P,
+        blocks(), dict(g=1, job=NO_STATES, batch=TWICE, reduce_every_micro_step=False), ("backward: gather", "b2"),
+        2 * LAYERS * P + P + P,
     ),
-    # b1: its only gradient and the buffer in which it is reduced, and the buffer of b0, gathered ahead; then as much again
-    # where b0 is copied out: gathered, its buffer, and the reduce buffer of b1 in flight
+    # b1: its only gradient and the buffer in which it is reduced, and the buffer of b0, gathered ahead; then as much
+    # again where b0 is copied out: gathered, its buffer, and the reduce buffer of b1 in flight
     "full sharding of one block at a time": (
-        blocks(), dict(g=4, job=NO_STATES), ("backward: reduce", "b1"), LAYERS * P // 4 + (LAYERS - 1) * P // 4 + P + P + P,
+        blocks(), dict(g=4, job=NO_STATES), ("backward: reduce", "b1"),
+        LAYERS * P // 4 + (LAYERS - 1) * P // 4 + P + P + P,
     ),
 }  # fmt: skip
 
@@ -81,7 +104,9 @@ def test_peak_in_closed_form(description, asked, where, total_bytes):
     memory = estimate(description, **asked)
     assert (memory.peak.phase, memory.peak.unit) == where
     assert memory.peak_bytes == memory.peak.total_bytes == total_bytes
-    assert memory.peak is next(moment for moment in memory.moments if moment.total_bytes == total_bytes), "the first of the highest"
+    assert memory.peak is next(moment for moment in memory.moments if moment.total_bytes == total_bytes), (
+        "the first of the highest"
+    )
 
 
 @pytest.mark.parametrize("layouts", [everywhere(blocks(), 1)[:-1], everywhere(blocks(), 1) * 2])
@@ -90,7 +115,9 @@ def test_estimate_needs_one_layout_a_unit(layouts):
         estimate_memory(blocks(), layouts, 1, JOB, ONCE)
 
 
-@pytest.mark.parametrize(("step", "expected"), [(OptimizerStep.FOREACH, 60), (OptimizerStep.FOR_LOOP, 30), (OptimizerStep.FUSED, 60)])
+@pytest.mark.parametrize(
+    ("step", "expected"), [(OptimizerStep.FOREACH, 60), (OptimizerStep.FOR_LOOP, 30), (OptimizerStep.FUSED, 60)]
+)
 def test_scratch_of_a_loop_is_its_largest(step, expected):
     job = TrainingJob(global_batch_size=1, optimizer=OptimizerSpec(step=step))
     assert (combined_scratch(job, [10, 20, 30]), combined_scratch(job, [])) == (expected, 0)
@@ -99,10 +126,18 @@ def test_scratch_of_a_loop_is_its_largest(step, expected):
 @pytest.mark.parametrize(
     ("order", "ahead"),
     [
-        pytest.param((1, 0, 2, 3, 0, 1, 0), (None, None, None, 2, 3, 3, None), id="head shared: nothing is gathered during the loss"),
+        pytest.param(
+            (1, 0, 2, 3, 0, 1, 0),
+            (None, None, None, 2, 3, 3, None),
+            id="head shared: nothing is gathered during the loss",
+        ),
         pytest.param((0, 2, 3, 0), (None, None, 2, 3), id="root's head: the last block is gathered during the loss"),
         pytest.param((0, 2, 0, 3), (None, None, 2, 2), id="root between blocks"),
-        pytest.param((1, 2, 1, 3, 1), (None, None, 2, None, 3), id="nor is it while shared weights run more often than they have modules"),
+        pytest.param(
+            (1, 2, 1, 3, 1),
+            (None, None, 2, None, 3),
+            id="nor is it while shared weights run more often than they have modules",
+        ),
         pytest.param((1, 2, 3, 0), (None, None, 2, 3), id="a shared module that never runs has no place in the order"),
     ],
 )
@@ -110,4 +145,7 @@ def test_gathered_ahead_follows_fsdp2s_order_of_forwards(order, ahead):
     description = transformer(layers=2)
     root, tied, *rest = description.units
     units = (root, replace(tied, module_names=("embedding", "head")), *rest)
-    assert gathered_ahead(replace(description, units=units, segments=tuple(Segment(unit=unit) for unit in order))) == ahead
+    assert (
+        gathered_ahead(replace(description, units=units, segments=tuple(Segment(unit=unit) for unit in order)))
+        == ahead
+    )

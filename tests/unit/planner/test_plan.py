@@ -1,6 +1,7 @@
 """A plan's JSON form, fingerprint, diff, checks and export; damaged files give one clear line.
 
-`tests/property/test_file_properties.py` damages plans in every way; what docs/bad_inputs_files.md lists, `tests/faults` gives.
+`tests/property/test_file_properties.py` damages plans in every way; what docs/bad_inputs_files.md lists,
+`tests/faults` gives.
 """
 
 from __future__ import annotations
@@ -92,21 +93,27 @@ def test_json_has_each_decision_by_unit_and_a_plan_by_hand_needs_no_fingerprint(
     again = {"recomputation": {"saved_calls": [], "share": 1.0, "names": [], "budget": None}, "offloads": False}
     assert {"reduce_every_micro_step": True, "activations": again, "on_host": True}.items() <= data["units"][3].items()
     saved = {"recomputation": None, "offloads": False}
-    assert {"reduce_every_micro_step": False, "activations": saved, "on_host": False}.items() <= data["units"][0].items()
+    assert {"reduce_every_micro_step": False, "activations": saved, "on_host": False}.items() <= data["units"][
+        0
+    ].items()
     assert Plan.from_json(without("fingerprint")) == PLAN
 
 
 DIFFERENT = {
     unit_changed(0, shard_size=2): "(root): replicate, hold gradients -> shard 2 x replicate 2, hold gradients",
     unit_changed(3, reshard_after_forward=False): "layers.1: shard 4, hold gradients -> shard 4, keep, hold gradients",
-    unit_changed(4, fqn="other"): "layers.2: replicate, hold gradients -> absent|other: absent -> replicate, hold gradients",
+    unit_changed(
+        4, fqn="other"
+    ): "layers.2: replicate, hold gradients -> absent|other: absent -> replicate, hold gradients",
     replace(PLAN, units=PLAN.units[:-1]): "layers.2: replicate, hold gradients -> absent",
     replace(PLAN, micro_batch_size=3): "micro_batch_size: 2 -> 3",
     replace(PLAN, accumulation_steps=2): "accumulation_steps: 3 -> 2",
     replace(PLAN, model_fingerprint="0"): f"model_fingerprint: {DESCRIPTION.fingerprint} -> 0",
     replace(PLAN, split=ModelSplit(operators=True)): "split: blocks -> operators",
     unit_changed(3, reduce_every_micro_step=True): "layers.1: shard 4, hold gradients -> shard 4",
-    unit_changed(3, activations=Activations.RECOMPUTE): "layers.1: shard 4, hold gradients -> shard 4, hold gradients, recompute",
+    unit_changed(
+        3, activations=Activations.RECOMPUTE
+    ): "layers.1: shard 4, hold gradients -> shard 4, hold gradients, recompute",
     unit_changed(3, on_host=True): "layers.1: shard 4, hold gradients -> shard 4, hold gradients, on host",
     replace(PLAN, compiled_classes=("Block",)): "compiled_classes: () -> ('Block',)",
     unit_changed(3, stage_size=2): "layers.1: shard 4, hold gradients -> shard 4 in 2 stages (2 x 2), hold gradients",
@@ -119,7 +126,9 @@ def test_fingerprint_and_diff_tell_every_decision_and_nothing_else():
     assert PLAN.diff(replace(PLAN, world_size=8))[0] == "world_size: 4 -> 8"
     plans = [PLAN, replace(PLAN, world_size=8), *DIFFERENT]
     assert len({plan.fingerprint for plan in plans}) == len(plans)
-    estimates = dict(peak_bytes=1, step_s=9.0, memory_limit_bytes=None, proven_optimal=False, hardware="", model_name="x")
+    estimates = dict(
+        peak_bytes=1, step_s=9.0, memory_limit_bytes=None, proven_optimal=False, hardware="", model_name="x"
+    )
     same = replace(PLAN, **estimates)
     assert same.fingerprint == PLAN.fingerprint and PLAN.diff(same) == ()
 
@@ -133,7 +142,8 @@ def test_fingerprint_and_diff_tell_every_decision_and_nothing_else():
         (dict(shard_size=8, stage_size=2), "shard 8 in 2 stages (4 x 2)"),
         (dict(shard_size=4, stage_size=2), "shard 4 x replicate 2 in 2 stages (2 x 2)"),
         (
-            dict(shard_size=8, reshard_after_forward=False, reduce_every_micro_step=False, activations=Activations.RECOMPUTE, on_host=True),
+            dict(shard_size=8, reshard_after_forward=False, reduce_every_micro_step=False,
+                 activations=Activations.RECOMPUTE, on_host=True),
             "shard 8, keep, hold gradients, recompute, on host",
         ),
         (dict(shard_size=1, activations=Activations.RECOMPUTE_OFFLOAD), "replicate, recompute, offload activations"),
@@ -145,7 +155,13 @@ def test_describe_names_what_differs_from_the_default(layout, text):
 
 def test_plan_of_layouts_decides_unit_by_unit():
     plain = UnitLayout(shard_size=4, reshard_after_forward=True)
-    layouts = [plain, replace(plain, reshard_after_forward=False), replace(plain, on_host=True, stage_size=2), plain, plain]
+    layouts = [
+        plain,
+        replace(plain, reshard_after_forward=False),
+        replace(plain, on_host=True, stage_size=2),
+        plain,
+        plain,
+    ]
     plan = Plan.of(DESCRIPTION, layouts, Batch(micro_batch_size=1, accumulation_steps=2), world_size=4)
     assert [unit.layout for unit in plan.units] == layouts
     assert [unit.fqn for unit in plan.units] == [unit.fqn for unit in DESCRIPTION.units]
@@ -186,7 +202,8 @@ DAMAGED = {
     "a negative time": (changed(step_s=-1.0), "step_s=-1.0; it must be finite and not negative"),
     # version 2 had one `reduce_every_micro_step` for all units, which is no reason to name that field
     "another version": (
-        changed(version=2, reduce_every_micro_step=True), f"has version 2; this hf_osdp reads version {PLAN_VERSION}. Plan again",
+        changed(version=2, reduce_every_micro_step=True),
+        f"has version 2; this hf_osdp reads version {PLAN_VERSION}. Plan again",
     ),
 }  # fmt: skip
 
@@ -197,7 +214,9 @@ def test_damaged_json_is_refused_in_one_line_that_names_the_field(text, part):
 
 
 def test_folder_in_the_place_of_a_plan_is_named(tmp_path):
-    with pytest.raises(PlanError, match=f"Cannot read the plan {tmp_path}: Is a directory; give a file that can be read"):
+    with pytest.raises(
+        PlanError, match=f"Cannot read the plan {tmp_path}: Is a directory; give a file that can be read"
+    ):
         Plan.load(tmp_path)
 
 
@@ -235,7 +254,9 @@ BEYOND = {
 
 def test_fsdp_plan_frees_or_keeps_units_and_leaves_the_rest_to_the_root():
     assert EXPORTED.to_fsdp_plan() == {"model.layers.*": "free_full_weight", "score": "keep_full_weight"}
-    assert with_all(on_host=True).to_fsdp_plan() == EXPORTED.to_fsdp_plan(), "all on the host is for its own switch to say"
+    assert with_all(on_host=True).to_fsdp_plan() == EXPORTED.to_fsdp_plan(), (
+        "all on the host is for its own switch to say"
+    )
 
 
 @pytest.mark.parametrize(("reason", "plan"), BEYOND.items(), ids=BEYOND)

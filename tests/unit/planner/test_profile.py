@@ -20,7 +20,11 @@ from tests.helpers.descriptions import transformer, ways
 DESCRIPTION = transformer(layers=3)
 HARDWARE = replace(
     preset("cpu", devices_per_node=2),
-    timings=(CollectiveTiming(collective=Collective.ALL_GATHER, group_size=2, latency_s=1e-4, seconds_per_byte=1e-9, crosses_nodes=True),),
+    timings=(
+        CollectiveTiming(
+            collective=Collective.ALL_GATHER, group_size=2, latency_s=1e-4, seconds_per_byte=1e-9, crosses_nodes=True
+        ),
+    ),
     fsdp_overhead=FsdpOverhead(
         gather=WorkTime(call_s=1e-4, tensor_s=1e-5, seconds_per_byte=1e-10),
         reduce=WorkTime(call_s=2e-4),
@@ -44,11 +48,15 @@ def times_of(description: ModelDescription, index: int, *points: tuple[int, floa
 
 def profile_of(description: ModelDescription = DESCRIPTION) -> Profile:
     """Segment i takes (i + 1) ms + (i + 1) ms a sample forward, ten times that backward."""
-    kinds = {(s.unit if i in (0, len(description.segments) - 1) else -1, SegmentWork.of(s)): i for i, s in enumerate(description.segments)}
+    kinds = {
+        (s.unit if i in (0, len(description.segments) - 1) else -1, SegmentWork.of(s)): i
+        for i, s in enumerate(description.segments)
+    }
     return Profile(
         hardware=HARDWARE,
         segments=tuple(
-            times_of(description, i, *((b, 1e-3 * (i + 1) * (1 + b), 1e-2 * (i + 1) * (1 + b)) for b in (1, 2, 4))) for i in kinds.values()
+            times_of(description, i, *((b, 1e-3 * (i + 1) * (1 + b), 1e-2 * (i + 1) * (1 + b)) for b in (1, 2, 4)))
+            for i in kinds.values()
         ),
         device_names=("cpu", "cpu"),
         model="transformer",
@@ -110,7 +118,9 @@ def test_every_segment_takes_the_times_of_its_own_kind():
     assert timed.fingerprint == DESCRIPTION.fingerprint
     longer = with_block_times(transformer(layers=7), PROFILE)
     assert {s.forward.seconds for s in longer.segments[1:-1]} == {timed.segments[1].forward.seconds}
-    assert with_block_times(DESCRIPTION, replace(PROFILE, segments=())) == DESCRIPTION, "a profile of the machine alone"
+    assert with_block_times(DESCRIPTION, replace(PROFILE, segments=())) == DESCRIPTION, (
+        "a profile of the machine alone"
+    )
 
 
 def test_recomputed_segments_take_one_more_forward():
@@ -128,7 +138,9 @@ def with_work(factor: float, name: str, phase: str, class_name: str = "") -> Mod
         return replace(cost, **{name: getattr(cost, name).scaled(factor, constants=True)})
 
     segments = (
-        replace(s, **{phase: scaled(getattr(s, phase))}) if class_name in ("", DESCRIPTION.units[s.unit].class_name) else s
+        replace(s, **{phase: scaled(getattr(s, phase))})
+        if class_name in ("", DESCRIPTION.units[s.unit].class_name)
+        else s
         for s in DESCRIPTION.segments
     )
     return replace(DESCRIPTION, segments=tuple(segments))
@@ -136,7 +148,11 @@ def with_work(factor: float, name: str, phase: str, class_name: str = "") -> Mod
 
 BLOCKS_ONLY = replace(PROFILE, segments=tuple(times for times in PROFILE.segments if times.class_name == "Block"))
 OTHERS = [
-    (transformer(sequence_length=64), PROFILE, "at 64 tokens in float32; it has times for Block at 32 tokens in float32, Root at 32"),
+    (
+        transformer(sequence_length=64),
+        PROFILE,
+        "at 64 tokens in float32; it has times for Block at 32 tokens in float32, Root at 32",
+    ),
     (transformer(dtype=DType.BFLOAT16), PROFILE, "in bfloat16; it has times for Block at 32 tokens in float32"),
     (with_work(1.5, "matmul_flops", "backward", "Block"), PROFILE, "no times for Block"),  # checkpointed
     (

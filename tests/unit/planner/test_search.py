@@ -31,7 +31,9 @@ def machine(nodes: int, devices: int, *, reserved: int = 0) -> Hardware:
     return replace(hardware, device=replace(hardware.device, reserved_bytes=reserved))
 
 
-@pytest.mark.parametrize(("nodes", "devices", "there"), [(1, 1, False), (1, 4, False), (4, 1, False), (2, 4, True), (4, 2, True)])
+@pytest.mark.parametrize(
+    ("nodes", "devices", "there"), [(1, 1, False), (1, 4, False), (4, 1, False), (2, 4, True), (4, 2, True)]
+)
 def test_compare_has_two_stages_where_nodes_have_several_devices(nodes, devices, there):
     rows = compare_strategies(problem(MODEL, machine(nodes, devices), JOB, AMPLE))
     strategies = [row.strategy for row in rows]
@@ -45,7 +47,10 @@ def test_compare_has_two_stages_where_nodes_have_several_devices(nodes, devices,
 def test_compare_gives_least_memory_of_a_strategy_that_does_not_fit():
     hardware = machine(1, 4, reserved=1000)
     least = least_memory(problem(MODEL, hardware, JOB, strategy=Strategy.DDP))
-    below, at = ({row.strategy: row for row in compare_strategies(problem(MODEL, hardware, JOB, limit))} for limit in (least - 1, least))
+    below, at = (
+        {row.strategy: row for row in compare_strategies(problem(MODEL, hardware, JOB, limit))}
+        for limit in (least - 1, least)
+    )
     assert below[Strategy.DDP] == StrategyResult(
         strategy=Strategy.DDP, result=None, reason=f"needs {format_bytes(least)}", least_peak_bytes=least
     )
@@ -72,7 +77,9 @@ def test_compare_has_rows_with_blocks_as_the_problem_does_not_have_them(compiles
     compiled = replace(eager, compiled_classes=("Block",))
     (model, other), word = ((compiled, eager), "eager") if compiles else ((eager, compiled), "compiled")
     found = compare_strategies(problem(model, machine(1, 4), JOB, AMPLE), other=other)
-    rows = {row.label: row.result.plan.compiled_classes for row in found if row.strategy in (Strategy.OSDP, Strategy.FSDP)}
+    rows = {
+        row.label: row.result.plan.compiled_classes for row in found if row.strategy in (Strategy.OSDP, Strategy.FSDP)
+    }
     own, others = model.compiled_classes, other.compiled_classes
     assert rows == {
         "osdp": own, f"osdp, {word}": others, "fsdp": own, "fsdp, as it comes": own, "fsdp, all recomputed": own,
@@ -110,7 +117,10 @@ def test_compare_raises_where_the_batch_does_not_divide():
 
 @pytest.mark.parametrize("limit", [float("nan"), float("inf"), None, "8GiB", -1, 0, True, 2**60])
 def test_problem_refuses_limit_that_is_no_number_of_bytes(limit):
-    with pytest.raises(ValueError, match=re.escape(f"memory_limit_bytes={limit!r} must be a number of bytes from 1 to 2**60; give one")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape(f"memory_limit_bytes={limit!r} must be a number of bytes from 1 to 2**60; give one"),
+    ):
         problem(MODEL, machine(1, 4), JOB, limit)
 
 
@@ -164,7 +174,12 @@ def test_plan_states_what_it_was_made_for():
     hardware = machine(2, 2, reserved=77)
     found = search(problem(MODEL, hardware, JOB, 2**33))
     plan = found.plan
-    assert (plan.memory_limit_bytes, plan.hardware, plan.devices_per_node, plan.strategy) == (2**33, hardware.summary, 2, "osdp")
+    assert (plan.memory_limit_bytes, plan.hardware, plan.devices_per_node, plan.strategy) == (
+        2**33,
+        hardware.summary,
+        2,
+        "osdp",
+    )
     assert plan.peak_bytes == found.peak_bytes == found.memory.peak_bytes + 77
     assert plan.step_s == found.time.step_s and plan.proven_optimal and plan.global_batch_size == JOB.global_batch_size
     plan.check(MODEL, 4)
@@ -180,10 +195,13 @@ def test_search_refuses_a_freed_unit_that_runs_twice():
 
 @pytest.mark.parametrize("seed", [14, 50, 289])
 def test_least_memory_is_that_of_the_best_batch_not_of_the_lowest_floor(seed):
-    """Instances whose batch with the lowest floor is not the one that needs least; of the last one the second is no better either."""
+    """Instances whose batch with the lowest floor is not the one that needs least; of the last one the second is no
+    better either.
+    """
     model, hardware, job, _ = instance(seed)
     of_batch = [
-        least_memory(problem(model, hardware, replace(job, micro_batch_size=size))) for size in job.micro_batch_sizes(hardware.world_size)
+        least_memory(problem(model, hardware, replace(job, micro_batch_size=size)))
+        for size in job.micro_batch_sizes(hardware.world_size)
     ]
     assert least_memory(problem(model, hardware, job)) == min(of_batch) < max(of_batch)
 
@@ -201,7 +219,10 @@ def test_least_memory_is_that_of_a_plan_which_fits_the_host(seed):
 @pytest.mark.parametrize("proven", [(True, False), (False, True), (True, True)])
 def test_plan_is_proven_where_every_solution_was(proven, monkeypatch):
     hardware, job = machine(1, 4), TrainingJob(global_batch_size=64)
-    least, ample = least_memory(problem(MODEL, hardware, job)), search(problem(MODEL, hardware, job, AMPLE)).plan.peak_bytes
+    least, ample = (
+        least_memory(problem(MODEL, hardware, job)),
+        search(problem(MODEL, hardware, job, AMPLE)).plan.peak_bytes,
+    )
     given = iter(proven)
 
     def told(*args, **options):

@@ -18,7 +18,13 @@ from tests.helpers.descriptions import transformer, ways
 from tests.helpers.hardware import bare_preset
 
 TERMS = UnitSeconds(
-    gather_forward=4.0, gather_backward=4.0, reduce_scatter=3.0, all_reduce=2.0, copy_forward=0.5, copy_backward=0.75, optimizer=0.25
+    gather_forward=4.0,
+    gather_backward=4.0,
+    reduce_scatter=3.0,
+    all_reduce=2.0,
+    copy_forward=0.5,
+    copy_backward=0.75,
+    optimizer=0.25,
 )
 ONCE, FIVE = (Batch(micro_batch_size=1, accumulation_steps=steps) for steps in (1, 5))
 REDUCING = UnitLayout(shard_size=2, reshard_after_forward=True)
@@ -33,19 +39,31 @@ EXPOSED = {
     "wide windows": (dict(forward=100.0, backward=100.0), 0),
     "accumulation": (dict(batch=FIVE), 5 * (4 + 4 + 3) + 2),  # one all-reduce between replicas
     "accumulation of whole gradients": (dict(batch=FIVE, layout=HOLDING), 5 * (4 + 4) + 3 + 2),
-    "a window in each micro-step": (dict(batch=FIVE, backward=8.0), 5 * 4 + 0 * 4 + 1),  # 4 + 3 fit beside 8, with 2 more not
+    "a window in each micro-step": (
+        dict(batch=FIVE, backward=8.0),
+        5 * 4 + 0 * 4 + 1,
+    ),  # 4 + 3 fit beside 8, with 2 more not
     "a window of whole gradients": (dict(batch=FIVE, layout=HOLDING, backward=3.0), 5 * 4 + 4 * 1 + (4 + 3 + 2 - 3)),
     "trip without windows": (dict(trip=TRIP), (4 + 6) + (4 + 3 + 2) + 5),
     "awaited trip without windows": (dict(trip=AWAITED), (4 + 6) + (4 + 3 + 2) + 5),
     "the way out shares forward with the gather": (dict(trip=TRIP, forward=7.0, backward=100.0), 4 + 6 - 7),
     "which hides both": (dict(trip=TRIP, forward=10.0, backward=100.0), 0),
-    "the way back shares backward with gather and reduction": (dict(trip=TRIP, forward=100.0, backward=13.0), 5 + (4 + 3 + 2) - 13),
+    "the way back shares backward with gather and reduction": (
+        dict(trip=TRIP, forward=100.0, backward=13.0),
+        5 + (4 + 3 + 2) - 13,
+    ),
     "recomputation waits for its input": (dict(trip=AWAITED, forward=100.0, backward=100.0), 5),
     "and hides the rest": (dict(trip=AWAITED, forward=100.0, backward=8.0), 5 + (4 + 3 + 2 - 8)),
     # 5 + 4 + 3 fit beside 13
-    "a trip in each micro-step": (dict(trip=TRIP, batch=FIVE, forward=7.0, backward=13.0), 5 * (4 + 6 - 7) + (5 + 4 + 3 + 2 - 13)),
+    "a trip in each micro-step": (
+        dict(trip=TRIP, batch=FIVE, forward=7.0, backward=13.0),
+        5 * (4 + 6 - 7) + (5 + 4 + 3 + 2 - 13),
+    ),
     "an awaited trip in each": (dict(trip=AWAITED, batch=FIVE, forward=100.0, backward=100.0), 5 * 5),
-    "calls after the first: gathered, not reduced": (dict(forward=4.0, backward=9.0, later=(Windows(forward=1.0),)), 3 + 4),
+    "calls after the first: gathered, not reduced": (
+        dict(forward=4.0, backward=9.0, later=(Windows(forward=1.0),)),
+        3 + 4,
+    ),
 }
 
 
@@ -57,7 +75,9 @@ def test_unit_time_exposes_what_no_window_hides(asked, exposed_s):
     steps, calls = batch.accumulation_steps, 1 + len(windows.later)
     on_the_way = steps * (calls * (4 + 4) + trip.out + trip.back_beside + trip.back_before)
     assert time.exposed_s == exposed_s
-    assert time.communication_s == on_the_way + (1 if layout is HOLDING else steps) * 3 + 2, "it happens, hidden or not"
+    assert time.communication_s == on_the_way + (1 if layout is HOLDING else steps) * 3 + 2, (
+        "it happens, hidden or not"
+    )
     assert (time.compute_s, time.optimizer_s) == (steps, 0.25)
     assert time.copy_s == steps * (1.25 + (calls - 1) * 2 * 0.5 + trip.traffic)
     assert time.total_s == time.compute_s + time.exposed_s + time.copy_s + time.optimizer_s
@@ -72,7 +92,9 @@ def phase_s(phase: PhaseCost, samples: int, machine: Hardware) -> float:
     return phase_affine(phase, transformer(), machine)(samples)
 
 
-def compute_s(description: ModelDescription, machine: Hardware, samples: int, kept: Activations = Activations.SAVE) -> tuple[float, ...]:
+def compute_s(
+    description: ModelDescription, machine: Hardware, samples: int, kept: Activations = Activations.SAVE
+) -> tuple[float, ...]:
     return unit_work(description, machine, samples, kept)[0]
 
 
@@ -92,7 +114,8 @@ def launching(operators: float, unit_s: float) -> tuple[ModelDescription, Hardwa
 
     plain = transformer()
     segments = (
-        s.each(lambda costs: replace(costs, forward=issued(costs.forward), backward=issued(costs.backward))) for s in plain.segments
+        s.each(lambda costs: replace(costs, forward=issued(costs.forward), backward=issued(costs.backward)))
+        for s in plain.segments
     )
     return replace(plain, segments=tuple(segments)), hardware(operator_s=1e-3, unit_s=unit_s)
 
@@ -109,7 +132,9 @@ def test_gpu_waits_where_a_micro_step_has_less_work_than_the_cpu_takes_to_issue(
     alone = replace(launching(4 * hidden, work)[1], devices_per_node=1)
     assert sum(compute_s(description, alone, 4)) == pytest.approx(2 * work), "one process has no hooks"
     before, after = (unit_work(*launching(operators, 0.0), 4)[1] for operators in (0.0, 1e6))
-    assert all(b.backward > 100 * a.backward for a, b in zip(before, after, strict=True) if a.backward), "communication hides beside it"
+    assert all(b.backward > 100 * a.backward for a, b in zip(before, after, strict=True) if a.backward), (
+        "communication hides beside it"
+    )
 
 
 def test_rate_of_an_unknown_dtype_is_an_error_that_lists_the_known():
@@ -135,7 +160,9 @@ def test_windows_on_nccl_are_the_segment_before_and_the_units_own_backward():
     embedding, *middle, _ = description.segments
     forward = [phase_s(s.forward, 4, hardware()) for s in (embedding, *middle)]
     backward = phase_s(middle[0].backward, 4, hardware())
-    assert windows[:2] == (Windows(), Windows()), "the root and the shared embedding are gathered first and reduced last"
+    assert windows[:2] == (Windows(), Windows()), (
+        "the root and the shared embedding are gathered first and reduced last"
+    )
     assert windows[2:] == tuple(Windows(forward=before, backward=backward) for before in forward[:3])
 
 
@@ -143,7 +170,10 @@ def test_windows_on_nccl_are_the_segment_before_and_the_units_own_backward():
 def test_overlap_never_slows_a_step(g, keep):
     """Under gloo with the ring of NCCL: the same laps, no overlap."""
     description, layouts = transformer(), everywhere(transformer(), g, keep=keep)
-    nccl, gloo = (estimate_time(description, layouts, hardware(backend), JOB, ONCE).step_s for backend in (Backend.NCCL, Backend.GLOO))
+    nccl, gloo = (
+        estimate_time(description, layouts, hardware(backend), JOB, ONCE).step_s
+        for backend in (Backend.NCCL, Backend.GLOO)
+    )
     assert nccl <= gloo
 
 
@@ -154,7 +184,9 @@ def test_step_is_the_sum_of_its_units():
     for index, (unit, layout) in enumerate(zip(description.units, layouts, strict=True)):
         terms = unit_seconds(unit, layout, hardware(), JOB)
         assert time.units[index] == unit_time(terms, layout, windows[index], compute[index], FIVE)
-    assert time.step_s == pytest.approx(sum(time.total(term) for term in ("compute_s", "exposed_s", "copy_s", "optimizer_s")))
+    assert time.step_s == pytest.approx(
+        sum(time.total(term) for term in ("compute_s", "exposed_s", "copy_s", "optimizer_s"))
+    )
     assert time.total("compute_s") == pytest.approx(5 * sum(compute))
 
 
@@ -163,11 +195,15 @@ def recomputable(layers: int = 3) -> ModelDescription:
     description = transformer(layers=layers)
 
     def again(segment: Segment) -> Segment:
-        parts = {name: getattr(segment.backward, name).plus(getattr(segment.forward, name)) for name in ("matmul_flops", "traffic_bytes")}
+        parts = {
+            name: getattr(segment.backward, name).plus(getattr(segment.forward, name))
+            for name in ("matmul_flops", "traffic_bytes")
+        }
         return replace(segment, backward=replace(segment.backward, **parts))
 
     segments = (
-        replace(s, recomputed=ways(again(s))) if description.units[s.unit].fqn.startswith("layers.") else s for s in description.segments
+        replace(s, recomputed=ways(again(s))) if description.units[s.unit].fqn.startswith("layers.") else s
+        for s in description.segments
     )
     return replace(description, segments=tuple(segments))
 
@@ -175,20 +211,32 @@ def recomputable(layers: int = 3) -> ModelDescription:
 def test_recompute_is_one_more_forward_and_a_longer_window_of_its_own_unit_alone():
     description = recomputable()
     assert description.recomputable == {2, 3, 4}
-    (saved, short), (again, long) = (unit_work(description, hardware(), 4, a) for a in (Activations.SAVE, Activations.RECOMPUTE))
+    (saved, short), (again, long) = (
+        unit_work(description, hardware(), 4, a) for a in (Activations.SAVE, Activations.RECOMPUTE)
+    )
     forward = [phase_s(s.forward, 4, hardware()) for s in description.segments[1:-1]]
     assert again[:2] == saved[:2], "the root and the shared embedding cannot be run again"
     assert again[2:] == pytest.approx([seconds + more for seconds, more in zip(saved[2:], forward, strict=True)])
     assert [w.forward for w in long] == [w.forward for w in short]
-    assert [w.backward for w in long[2:]] == pytest.approx([w.backward + more for w, more in zip(short[2:], forward, strict=True)])
+    assert [w.backward for w in long[2:]] == pytest.approx(
+        [w.backward + more for w, more in zip(short[2:], forward, strict=True)]
+    )
 
 
 def test_timer_gives_each_unit_the_time_of_its_own_choice():
     description = recomputable()
     timer = UnitTimer(description, hardware(), JOB, FIVE)
     plain = UnitLayout(shard_size=4, reshard_after_forward=True)
-    choices = [plain, plain, plain, replace(plain, activations=Activations.RECOMPUTE), replace(plain, reduce_every_micro_step=False)]
-    alone = [estimate_time(description, [choice] * 5, hardware(), JOB, FIVE).units[i] for i, choice in enumerate(choices)]
+    choices = [
+        plain,
+        plain,
+        plain,
+        replace(plain, activations=Activations.RECOMPUTE),
+        replace(plain, reduce_every_micro_step=False),
+    ]
+    alone = [
+        estimate_time(description, [choice] * 5, hardware(), JOB, FIVE).units[i] for i, choice in enumerate(choices)
+    ]
     assert [timer(i, choice) for i, choice in enumerate(choices)] == alone
     assert estimate_time(description, choices, hardware(), JOB, FIVE).units == tuple(alone)
     assert timer(3, choices[3]).compute_s > timer(3, plain).compute_s

@@ -10,11 +10,15 @@ from dataclasses import fields, is_dataclass
 import hf_osdp.planner
 
 BY_IDENTITY = ("Candidate", "Option", "UnitGroup")
-"""Large, and the same objects again and again: they are compared by identity, and cache what was computed from them."""
+"""Large, and the same objects again and again: they are compared by identity, and cache what was computed from
+them.
+"""
 
 
 def test_planner_values_are_frozen_slotted_and_keyword_only():
-    names = [found.name for found in pkgutil.walk_packages(hf_osdp.planner.__path__, "hf_osdp.planner.") if not found.ispkg]
+    names = [
+        found.name for found in pkgutil.walk_packages(hf_osdp.planner.__path__, "hf_osdp.planner.") if not found.ispkg
+    ]
     values = [
         cls
         for name in names

@@ -1,4 +1,6 @@
-"""Which formats a plan sends: the fastest of those that the user allows, where one is faster than sending all as it is."""
+"""Which formats a plan sends: the fastest of those that the user allows, where one is faster than sending all as it
+is.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ from tests.helpers.problems import problem
 BF16, INT8, INT4 = WireFormat
 SLOW = toy_hardware(2, 2, inter=(1e-4, 1e6))
 JOB = TrainingJob(global_batch_size=8, communication=INT4)
-LAYOUTS = [UnitLayout(shard_size=size, stage_size=stage, reshard_after_forward=True) for size, stage in ((1, 1), (2, 1), (4, 1), (4, 2))]
+LAYOUTS = [
+    UnitLayout(shard_size=size, stage_size=stage, reshard_after_forward=True)
+    for size, stage in ((1, 1), (2, 1), (4, 1), (4, 2))
+]
 
 
 def with_wires(unit, layout, hardware, job) -> UnitLayout:
@@ -53,7 +58,9 @@ def test_formats_are_the_fastest_of_all_combinations(allowed, precision, rate):
         sharded = formats if between or layout.shard_size == 2 else (None,)
         fastest = min(
             seconds(unit, replace(layout, gather_wire=gather, reduce_wire=reduce, replica_wire=replica), hardware, job)
-            for gather, reduce, replica in product([f for f in sharded if f is None or f.for_parameters], sharded, replicas)
+            for gather, reduce, replica in product(
+                [f for f in sharded if f is None or f.for_parameters], sharded, replicas
+            )
         )
         chosen = with_wires(unit, layout, hardware, job)
         assert seconds(unit, chosen, hardware, job) == pytest.approx(fastest)
@@ -69,7 +76,10 @@ def test_a_format_that_is_measured_to_be_slow_is_not_taken():
     measured = replace(hardware, codecs=(slow,))
     assert with_wires(unit, LAYOUTS[1], measured, JOB).replica_wire is INT8
     elements = sum(p.sharded_numel(2) for p in unit.trainable)
-    times = [unit_seconds(unit, replace(LAYOUTS[1], replica_wire=INT4), machine, JOB).all_reduce for machine in (hardware, measured)]
+    times = [
+        unit_seconds(unit, replace(LAYOUTS[1], replica_wire=INT4), machine, JOB).all_reduce
+        for machine in (hardware, measured)
+    ]
     per_element = [machine.codec(INT4) for machine in (hardware, measured)]
     coded = [elements * ((c.encode_s + c.decode_s) / 2 + c.encode_s / 2 + c.decode_s) for c in per_element]
     assert times[1] - times[0] == pytest.approx(coded[1] - coded[0])
@@ -124,12 +134,16 @@ def test_search_takes_them_where_the_link_is_slow_and_compare_shows_what_they_ga
 def test_given_plan_of_coarser_formats_than_allowed_is_refused():
     layout = UnitLayout(shard_size=2, reshard_after_forward=True, replica_wire=INT8)
     description = transformer()
-    plan = Plan.of(description, [layout] * len(description.units), Batch(micro_batch_size=1, accumulation_steps=1), world_size=4)
+    plan = Plan.of(
+        description, [layout] * len(description.units), Batch(micro_batch_size=1, accumulation_steps=1), world_size=4
+    )
     for allowed in ("exact", "bf16"):
         with pytest.raises(PlanError, match=f"in int8, but communication='{allowed}'; set communication='int8'"):
             check_communication(plan, OSDPConfig(plan=plan, communication=allowed).wire)
     check_communication(plan, OSDPConfig(plan=plan, communication="int4").wire)
-    with pytest.raises(ValueError, match="measures links by exact communication, but the run has communication='int8'"):
+    with pytest.raises(
+        ValueError, match="measures links by exact communication, but the run has communication='int8'"
+    ):
         OSDPConfig(recalibrate=True, communication="int8")
     with pytest.raises(ValueError, match="communication='fp8' is not known; use one of exact, bf16, int8, int4"):
         OSDPConfig(communication="fp8")

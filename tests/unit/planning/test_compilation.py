@@ -36,7 +36,9 @@ ALL_THE_SAME = "Blocks run eager; compile=True compiles them anyway."
         (1.5, 10, False, f"{LOSS}. Leave compilation out.", f"{LOSS}. {ALL_THE_SAME}"),
     ],
 )
-def test_compilation_pays_where_steps_are_faster_and_win_back_the_compiling(eager_step_s, steps, pays, compiled, eager):
+def test_compilation_pays_where_steps_are_faster_and_win_back_the_compiling(
+    eager_step_s, steps, pays, compiled, eager
+):
     weighed = Compilation(eager_step_s=eager_step_s, step_s=2.0, compile_s=12.0, steps=steps)
     assert weighed.pays is pays
     assert weighed.line(compiles=True) == compiled
@@ -50,10 +52,15 @@ def model(monkeypatch) -> GPT2LMHeadModel:
 
     def described(self: Describer, *args: object, **sizes: object) -> ModelDescription:
         if (key := repr((args, sizes))) not in EAGER:
-            EAGER[key] = describe(Describer(self._model, replace(self._config, compile=False), self._facts), *args, **sizes)
+            EAGER[key] = describe(
+                Describer(self._model, replace(self._config, compile=False), self._facts), *args, **sizes
+            )
         if not self._config.compile:
             return EAGER[key]
-        passes = [{name: replace(getattr(s, name), seconds=NO_TIME) for name in ("forward", "backward")} for s in EAGER[key].segments]
+        passes = [
+            {name: replace(getattr(s, name), seconds=NO_TIME) for name in ("forward", "backward")}
+            for s in EAGER[key].segments
+        ]
         quick = tuple(replace(s, **changes) for s, changes in zip(EAGER[key].segments, passes, strict=True))
         return replace(EAGER[key], segments=quick, compiled_classes=("GPT2Block",))
 
@@ -64,7 +71,9 @@ def model(monkeypatch) -> GPT2LMHeadModel:
 def planned(model: GPT2LMHeadModel, *, steps: int | None = None, **options: object) -> PlannedRun:
     facts = RunFacts(world_size=1, device_type="cpu", precision=Precision(), optimizer=OptimizerSpec(), steps=steps)
     sizes = {"sequence_length": 16, "global_batch_size": 8}
-    return plan_run(model, OSDPConfig(hardware="cpu", operator_splitting=False, compare=False, **sizes, **options), facts)
+    return plan_run(
+        model, OSDPConfig(hardware="cpu", operator_splitting=False, compare=False, **sizes, **options), facts
+    )
 
 
 @pytest.mark.parametrize(("compile", "steps", "compiles"), [("auto", None, True), ("auto", 1, False), (True, 1, True)])

@@ -12,8 +12,10 @@ from hf_osdp.planning.config import STRATEGIES, OSDPConfig, merged_config
 
 
 def test_defaults_leave_everything_to_the_planner():
-    stated = {"strategy": "osdp", "compare": True, "operator_splitting": True, "compile": False, "recalibrate": False, "async_save": False,
-              "resume_after_restart": True, "save_on_sigterm": True, "on_oom": "raise", "communication": "exact"}  # fmt: skip
+    stated = {"strategy": "osdp", "compare": True, "operator_splitting": True, "compile": False, "recalibrate": False,
+              "async_save": False,
+              "resume_after_restart": True, "save_on_sigterm": True, "on_oom": "raise",
+              "communication": "exact"}  # fmt: skip
     assert {name: value for name, value in dataclasses.asdict(OSDPConfig()).items() if value is not None} == stated
     assert OSDPConfig().memory_limit_bytes is None and OSDPConfig(memory_limit="8GiB").memory_limit_bytes == 8 * 2**30
 
@@ -25,7 +27,9 @@ def test_block_classes_are_text_or_names(classes):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_from_options_accepts_every_strategy_and_the_switch_of_the_accelerate_file(strategy):
-    assert OSDPConfig.from_options({"osdp": True, "strategy": strategy, "compile": "auto"}) == OSDPConfig(strategy=strategy, compile="auto")
+    assert OSDPConfig.from_options({"osdp": True, "strategy": strategy, "compile": "auto"}) == OSDPConfig(
+        strategy=strategy, compile="auto"
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,10 +39,16 @@ def test_from_options_accepts_every_strategy_and_the_switch_of_the_accelerate_fi
         ({"reduce_every_micro_step": "yes"}, ("reduce_every_micro_step='yes'", "true or false")),
         ({"recompute": 1}, ("recompute=1 must be true or false",)),
         ({"profile": 3}, ("profile=3 is of type int",)),
-        ({"inputs": "batch.py"}, ("inputs='batch.py' is of type str; use a function", "OSDPConfig(inputs=...) in the script.")),
+        (
+            {"inputs": "batch.py"},
+            ("inputs='batch.py' is of type str; use a function", "OSDPConfig(inputs=...) in the script."),
+        ),
         ({"nodes": 2, "hardware": preset("h100")}, ("nodes=2", "leave nodes out")),
         ({"profile": "p.json", "nodes": 2}, ("nodes=2 would have no effect",)),
-        ({"split_vocabulary": True, "strategy": "fsdp"}, ("split_vocabulary=True has no effect with strategy='fsdp'",)),
+        (
+            {"split_vocabulary": True, "strategy": "fsdp"},
+            ("split_vocabulary=True has no effect with strategy='fsdp'",),
+        ),
         ({"osdp": False}, ("osdp: False", "use osdp: true or leave it out")),
     ],
 )
@@ -61,11 +71,17 @@ def test_bad_options_give_value_limit_and_remedy_in_one_line(options, parts):
         ({"recalibrate": True}, "recalibrate=True"),
         ({"on_oom": "replan"}, "on_oom='replan'"),
         ({"memory_margin": 0.1}, "memory_margin=0.1"),
-        *(({name: False}, f"{name}=False") for name in ("recompute", "host_offload", "split_vocabulary", "operator_splitting")),
+        *(
+            ({name: False}, f"{name}=False")
+            for name in ("recompute", "host_offload", "split_vocabulary", "operator_splitting")
+        ),
     ],
 )
 def test_options_that_a_given_plan_leaves_without_effect_are_refused(options, shown):
-    with pytest.raises(ValueError, match=f"^plan runs a given plan as it is, so {shown} would have no effect; leave one of the two out.$"):
+    with pytest.raises(
+        ValueError,
+        match=f"^plan runs a given plan as it is, so {shown} would have no effect; leave one of the two out.$",
+    ):
         OSDPConfig(plan=Path("p.json"), **options)
 
 

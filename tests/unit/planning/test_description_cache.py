@@ -43,7 +43,9 @@ def frozen():
 
 
 def test_same_model_is_traced_once_and_found_equal(traced):
-    first, again = (describe_once(model(), sequence_length=16, device_type="cuda", compute_dtype=DType.BFLOAT16) for _ in range(2))
+    first, again = (
+        describe_once(model(), sequence_length=16, device_type="cuda", compute_dtype=DType.BFLOAT16) for _ in range(2)
+    )
     assert again == first and len(traced) == 1
 
 

@@ -40,7 +40,9 @@ def test_the_second_start_measures_memory_alone_and_says_so(measured, monkeypatc
     second = taken()
     assert measured == [0.5]
     assert second.device.source.startswith(f"{MEASURED_EARLIER}, 0 min ago")
-    assert (second.device.memory_bytes, second.device.reserved_bytes) == (2**33, 2**50), "what others take now, nobody can have"
+    assert (second.device.memory_bytes, second.device.reserved_bytes) == (2**33, 2**50), (
+        "what others take now, nobody can have"
+    )
     same = {"memory_bytes": 1, "reserved_bytes": 0, "source": ""}
     assert replace(second.device, **same) == replace(first.device, **same)
 

@@ -1,4 +1,6 @@
-"""Out of memory: which errors say so, what is said of them, which limit is safer, and when a program can start again."""
+"""Out of memory: which errors say so, what is said of them, which limit is safer, and when a program can start
+again.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +26,31 @@ from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.no_memory import Fails, fail
 
 TORCHS = (
-    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB of which 13.75 MiB is free. Including"
-    " non-PyTorch memory, this process has 79.13 GiB memory in use. Of the allocated memory 1.50 GiB is allocated by PyTorch, and"
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.15 GiB of which 13.75 MiB is"
+    " free. Including"
+    " non-PyTorch memory, this process has 79.13 GiB memory in use. Of the allocated memory 1.50 GiB is allocated by"
+    " PyTorch, and"
     " 120.00 MiB is reserved"
 )
 DEVICE = {
     "cublas": (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    "runtime": (RuntimeError, "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"),
+    "runtime": (
+        RuntimeError,
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
+    ),
     "accelerator": (torch.AcceleratorError, "CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
     "nccl calloc": (
         dist.DistBackendError,
-        "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9\n"
+        "NCCL error in: NCCLUtils.cpp:94, unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version"
+        " 2.28.9\n"
         "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc 10485760 bytes",
     ),
     "nccl": (dist.DistBackendError, "NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"),
     "cudnn": (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
-    "data parallel": (RuntimeError, "Caught OutOfMemoryError in replica 0 on device 0.\nOriginal Traceback: CUDA out of memory. Tried to"),
+    "data parallel": (
+        RuntimeError,
+        "Caught OutOfMemoryError in replica 0 on device 0.\nOriginal Traceback: CUDA out of memory. Tried to",
+    ),
     "allocator": (torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate 20.00 MiB."),
 }
 HOST = {
@@ -51,8 +62,10 @@ HOST = {
     "python": (MemoryError, "Unable to allocate 2.00 GiB for an array"),
 }
 OTHERS = (
-    RuntimeError("CUDA error: an illegal memory access was encountered"), RuntimeError("Expected all tensors to be on the same device"),
-    dist.DistBackendError("NCCL error: unhandled system error"), ValueError("CUDA out of memory"), KeyboardInterrupt(), None,
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    RuntimeError("Expected all tensors to be on the same device"),
+    dist.DistBackendError("NCCL error: unhandled system error"), ValueError("CUDA out of memory"), KeyboardInterrupt(),
+    None,
 )  # fmt: skip
 
 
@@ -66,7 +79,9 @@ def test_internal_error_of_cudnn_is_out_of_memory_on_a_full_device(monkeypatch, 
 @pytest.fixture(scope="module")
 def problem() -> PlanningProblem:
     hardware = preset("cpu", devices_per_node=4)
-    loose = PlanningProblem(description=transformer(), hardware=hardware, job=TrainingJob(global_batch_size=8), memory_limit_bytes=2**33)
+    loose = PlanningProblem(
+        description=transformer(), hardware=hardware, job=TrainingJob(global_batch_size=8), memory_limit_bytes=2**33
+    )
     return replace(loose, memory_limit_bytes=search(loose).plan.peak_bytes)
 
 
@@ -80,7 +95,9 @@ def handled(problem, plan):
     """A function from an error to its text after it was handled."""
 
     def handle(error: BaseException, on_oom: str = "raise", device: str = "cpu") -> str:
-        handler = OutOfMemoryHandler(nn.Linear(1, 1), plan, (), problem=problem, on_oom=on_oom, device=torch.device(device))
+        handler = OutOfMemoryHandler(
+            nn.Linear(1, 1), plan, (), problem=problem, on_oom=on_oom, device=torch.device(device)
+        )
         handler.handle(error)
         handler.handle(error)  # it is explained once
         return str(error)
@@ -93,11 +110,15 @@ def test_every_kind_is_known_and_explained_in_the_same_error(kind, problem, plan
     error_type, text = {**DEVICE, **HOST}[kind]
     error = error_type(text)
     assert is_out_of_memory(error) and is_of_host(error) == (kind in HOST)
-    handler = OutOfMemoryHandler(nn.Linear(1, 1), plan, (), problem=problem, on_oom="raise", device=torch.device("cpu"))
+    handler = OutOfMemoryHandler(
+        nn.Linear(1, 1), plan, (), problem=problem, on_oom="raise", device=torch.device("cpu")
+    )
     with pytest.raises(error_type) as caught, handler.explained():
         raise error
     said = str(error)
-    assert caught.value is error and said.startswith("Out of memory on ") and "memory_limit=" in said and "\n" not in said
+    assert (
+        caught.value is error and said.startswith("Out of memory on ") and "memory_limit=" in said and "\n" not in said
+    )
     assert ("4.0 MiB were requested" in said) == (kind == "cpu allocator")
 
 
@@ -118,7 +139,10 @@ def test_code_of_an_accelerator_error_counts():
 def test_safer_limit_is_lower_by_what_was_needed_above_the_estimate(problem, plan, over):
     limit = problem.memory_limit_bytes
     safer = safer_limit(problem, plan, int(plan.peak_bytes + over * limit))
-    assert safer == pytest.approx(min(limit * (1 - max(over, 0.05)), plan.peak_bytes * 0.95), abs=2) and safer < plan.peak_bytes
+    assert (
+        safer == pytest.approx(min(limit * (1 - max(over, 0.05)), plan.peak_bytes * 0.95), abs=2)
+        and safer < plan.peak_bytes
+    )
 
 
 def test_safer_limit_is_below_the_plan_where_the_limit_does_not_bind(problem, plan):
@@ -131,29 +155,43 @@ def test_explained_error_has_estimate_and_measurement(problem, plan, handled):
     said = handled(torch.OutOfMemoryError(TORCHS))
     assert "\n" not in said and said.endswith(f"({TORCHS})")
     assert "1.5 GiB were allocated and 20.0 MiB more requested." in said
-    assert f"was estimated to need {format_bytes(plan.peak_bytes)} of a limit of {format_bytes(problem.memory_limit_bytes)}, " in said
-    assert re.search(r"No plan needs as little as 1 B; use .*memory limit", said), "a gibibyte is far above the estimate"
+    assert (
+        f"was estimated to need {format_bytes(plan.peak_bytes)} of a limit of"
+        f" {format_bytes(problem.memory_limit_bytes)}, " in said
+    )
+    assert re.search(r"No plan needs as little as 1 B; use .*memory limit", said), (
+        "a gibibyte is far above the estimate"
+    )
 
 
 def test_explained_error_names_the_next_plan_with_limit_and_cost(problem, plan, handled):
     said = handled(
-        torch.OutOfMemoryError(f"Tried to allocate 512 bytes. Of the allocated memory {plan.peak_bytes} bytes is allocated by PyTorch")
+        torch.OutOfMemoryError(
+            f"Tried to allocate 512 bytes. Of the allocated memory {plan.peak_bytes} bytes is allocated by PyTorch"
+        )
     )
     limit = safer_limit(problem, plan, plan.peak_bytes + 512)
     safer = search(replace(problem, memory_limit_bytes=limit)).plan
     assert safer.fingerprint != plan.fingerprint and safer.step_s >= plan.step_s
     assert (
-        f"The next plan, for memory_limit={limit}, needs {format_bytes(safer.peak_bytes)} and {format_seconds(safer.step_s)} a step" in said
+        f"The next plan, for memory_limit={limit}, needs {format_bytes(safer.peak_bytes)} and"
+        f" {format_seconds(safer.step_s)} a step" in said
     )
     assert ('With on_oom="replan" the run continues with it.' in said) == (restart.reason_not_to_restart() is None)
 
 
 def test_explained_error_of_a_given_plan_without_figures():
     unit = UnitDecision(fqn="", shard_size=1, reshard_after_forward=False)
-    given = Plan(world_size=1, strategy="osdp", units=(unit,), micro_batch_size=1, accumulation_steps=1, model_fingerprint="abc")
+    given = Plan(
+        world_size=1, strategy="osdp", units=(unit,), micro_batch_size=1, accumulation_steps=1, model_fingerprint="abc"
+    )
     error = torch.OutOfMemoryError("out of memory")
-    OutOfMemoryHandler(nn.Linear(1, 1), given, (), problem=None, on_oom="raise", device=torch.device("cpu")).handle(error)
-    assert "the allocated bytes are not known. The plan was given; plan again under a lower memory_limit." in str(error)
+    OutOfMemoryHandler(nn.Linear(1, 1), given, (), problem=None, on_oom="raise", device=torch.device("cpu")).handle(
+        error
+    )
+    assert "the allocated bytes are not known. The plan was given; plan again under a lower memory_limit." in str(
+        error
+    )
 
 
 def test_error_that_cannot_be_explained_stays_as_it_is(handled, monkeypatch):

@@ -53,7 +53,11 @@ def planned(model: nn.Module, *, known: RunFacts | None = None, **options: objec
     """Plan whole blocks for the preset's hardware, where neither a profile nor a plan is given."""
     defaults = {"compare": False, "sequence_length": 16, "global_batch_size": 8}
     if "plan" not in options:
-        defaults |= {"operator_splitting": False} if "profile" in options else {"operator_splitting": False, "hardware": HARDWARE}
+        defaults |= (
+            {"operator_splitting": False}
+            if "profile" in options
+            else {"operator_splitting": False, "hardware": HARDWARE}
+        )
     return plan_run(model, OSDPConfig(**{**defaults, **options}), known or facts())
 
 
@@ -117,12 +121,22 @@ def test_given_plan_for_another_run_is_refused(model, given, changes, options, p
 @pytest.mark.parametrize(
     ("changes", "options", "error", "part"),
     [
-        ({}, {"hardware": "cpu", "memory_limit": "900TiB"}, ValueError, r"'900TiB' is more than the .* of .*use at most \d+MiB"),
+        (
+            {},
+            {"hardware": "cpu", "memory_limit": "900TiB"},
+            ValueError,
+            r"'900TiB' is more than the .* of .*use at most \d+MiB",
+        ),
         ({}, {"memory_limit": "900TiB"}, ValueError, "memory_limit='900TiB' is more than the"),
         ({"precision": FP16}, {}, ValueError, "use bf16"),
         ({"precision": BF16}, {"recalibrate": True}, ValueError, "cannot try bfloat16"),
         ({"cpu_offload": True, "device_type": "cuda"}, {}, HardwareError, "is not known; leave hardware out"),
-        ({}, {"profile": Profile(hardware=preset("cpu", devices_per_node=2))}, ValueError, "has 2 devices, but 1 processes"),
+        (
+            {},
+            {"profile": Profile(hardware=preset("cpu", devices_per_node=2))},
+            ValueError,
+            "has 2 devices, but 1 processes",
+        ),
         ({}, {"profile": "absent.json"}, ProfileError, "absent"),
     ],
 )
@@ -132,7 +146,9 @@ def test_what_cannot_run_is_refused_in_one_line(model, changes, options, error, 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("read", [lambda profile, path: profile, lambda profile, path: path, lambda profile, path: str(path)])
+@pytest.mark.parametrize(
+    "read", [lambda profile, path: profile, lambda profile, path: path, lambda profile, path: str(path)]
+)
 def test_profile_is_the_hardware(model, tmp_path, read):
     profile = Profile(hardware=replace(HARDWARE, device=replace(HARDWARE.device, name="profiled")))
     profile.save(tmp_path / "profile.json")
@@ -140,7 +156,10 @@ def test_profile_is_the_hardware(model, tmp_path, read):
 
 
 def test_activation_checkpointing_is_seen_by_the_planner(model):
-    peaks = [planned(model, known=facts(activation_checkpointing=on), micro_batch_size=8).plan.peak_bytes for on in (False, True)]
+    peaks = [
+        planned(model, known=facts(activation_checkpointing=on), micro_batch_size=8).plan.peak_bytes
+        for on in (False, True)
+    ]
     assert peaks[1] < peaks[0]
 
 
@@ -154,7 +173,13 @@ def test_recalibrate_in_one_process_tries_the_plan_and_leaves_the_weights(model)
 
 
 def test_cpu_offload_moves_every_unit_to_a_known_host_but_on_the_cpu(model, caplog):
-    host = HostSpec(memory_bytes=2**34, to_device_bytes_per_s=1e10, to_host_bytes_per_s=1e10, update_bytes_per_s=1e10, source="made up")
+    host = HostSpec(
+        memory_bytes=2**34,
+        to_device_bytes_per_s=1e10,
+        to_host_bytes_per_s=1e10,
+        update_bytes_per_s=1e10,
+        source="made up",
+    )
     run = planned(model, hardware=replace(HARDWARE, host=host), known=facts(cpu_offload=True, device_type="cuda"))
     assert run.inputs.job.host_offload is True and all(unit.on_host for unit in run.plan.units)
     run = planned(model, known=facts(cpu_offload=True))
@@ -187,8 +212,14 @@ def test_inputs_of_the_user_are_planned_and_tried_with(recalibrate):
 @pytest.mark.parametrize(
     ("inputs", "line"),
     [
-        (lambda samples: [samples], r"inputs\(1\) returned a list; it must return a mapping of forward's keyword arguments"),
-        (lambda samples: {"input_ids": samples}, r"inputs\(1\) has 'input_ids', which Scores.forward does not take; .* features, wanted"),
+        (
+            lambda samples: [samples],
+            r"inputs\(1\) returned a list; it must return a mapping of forward's keyword arguments",
+        ),
+        (
+            lambda samples: {"input_ids": samples},
+            r"inputs\(1\) has 'input_ids', which Scores.forward does not take; .* features, wanted",
+        ),
     ],
 )
 def test_inputs_that_make_no_batch_are_refused(inputs, line):

@@ -1,4 +1,6 @@
-"""Preflight checks: each fires on a case made for it and is silent on a sound one; their findings stand after the plan, or stop the run."""
+"""Preflight checks: each fires on a case made for it and is silent on a sound one; their findings stand after the
+plan, or stop the run.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,16 @@ from hf_osdp.planning import preflight
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.facts import RunFacts, RunFolder
 from hf_osdp.planning.plan_run import plan_run
-from hf_osdp.planning.preflight import Check, DeviceMemory, Finding, Severity, bf16_on, check_model, device_memory, merged_findings
+from hf_osdp.planning.preflight import (
+    Check,
+    DeviceMemory,
+    Finding,
+    Severity,
+    bf16_on,
+    check_model,
+    device_memory,
+    merged_findings,
+)
 from tests.helpers.descriptions import transformer
 from tests.helpers.models import MODELS, SEQUENCE_LENGTH, tiny_model
 from tests.helpers.problems import problem
@@ -48,14 +59,22 @@ def assert_found(finding: Finding | None, severity: Severity, *parts: str) -> No
 def test_model_checks_find_nothing_in_sound_models(name):
     model = tiny_model(name, dtype=torch.float32)
     units = find_units(model)
-    assert not any((preflight.whole_in_one_unit(units), preflight.no_masters(units, Precision()), preflight.frozen(units)))
+    assert not any(
+        (preflight.whole_in_one_unit(units), preflight.no_masters(units, Precision()), preflight.frozen(units))
+    )
     assert preflight.unused_block_classes(None, ()) is None and preflight.unused_block_classes(["A"], ["A"]) is None
     check_model(model)
 
 
 def test_unit_around_all_blocks_is_named_with_what_repeats_in_it():
     units = find_units(tiny_model("gpt2"), ["GPT2Model"])
-    assert_found(preflight.whole_in_one_unit(units), Severity.WARNING, "transformer (GPT2Model)", "all 4 of transformer.h", "block_classes")
+    assert_found(
+        preflight.whole_in_one_unit(units),
+        Severity.WARNING,
+        "transformer (GPT2Model)",
+        "all 4 of transformer.h",
+        "block_classes",
+    )
     assert preflight.whole_in_one_unit(find_units(tiny_model("gpt2", layers=1), ["GPT2Block"])) is None
     unused = preflight.unused_block_classes(["GPT2Block", "BertLayer"], ["GPT2Block"])
     assert_found(unused, Severity.NOTE, "BertLayer", "units are GPT2Block")
@@ -64,7 +83,9 @@ def test_unit_around_all_blocks_is_named_with_what_repeats_in_it():
 def test_untied_head_is_an_error_unless_configuration_says_so():
     model = tiny_model("gpt2")
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    assert_found(preflight.split_ties(model), Severity.ERROR, "lm_head.weight", "transformer.wte.weight", "tie_weights()")
+    assert_found(
+        preflight.split_ties(model), Severity.ERROR, "lm_head.weight", "transformer.wte.weight", "tie_weights()"
+    )
     with pytest.raises(PreflightError, match=r"ties lm_head\.weight"):
         check_model(model)
     model.config.tie_word_embeddings = False
@@ -85,7 +106,12 @@ def test_adapters_and_plain_modules_have_no_split_ties():
 def test_half_precision_without_masters_is_a_warning(dtype, name):
     model = tiny_model("gpt2", dtype=dtype)
     units = find_units(model)
-    assert_found(preflight.no_masters(units, Precision()), Severity.WARNING, str(dtype).removeprefix("torch."), f"mixed_precision={name}")
+    assert_found(
+        preflight.no_masters(units, Precision()),
+        Severity.WARNING,
+        str(dtype).removeprefix("torch."),
+        f"mixed_precision={name}",
+    )
     assert preflight.no_masters(units, Precision.named(name)) is None
     assert preflight.no_masters(find_units(model.requires_grad_(False)), Precision()) is None
 
@@ -102,7 +128,8 @@ def test_frozen_parameters_are_counted_and_all_of_them_are_an_error():
 
 
 @pytest.mark.parametrize(
-    ("name", "native"), [("a100-40", True), ("h100", True), ("rtx-3090", True), ("v100-16", False), ("titan-rtx", False)]
+    ("name", "native"),
+    [("a100-40", True), ("h100", True), ("rtx-3090", True), ("v100-16", False), ("titan-rtx", False)],
 )
 def test_fp16_is_a_warning_where_bf16_is_native(name, native):
     device = preset(name).device
@@ -112,13 +139,21 @@ def test_fp16_is_a_warning_where_bf16_is_native(name, native):
     if native:
         assert_found(found, Severity.WARNING, f"{device.name} computes bf16 as fast")
     assert (found is not None) == native
-    assert not any(preflight.fp16_for_bf16(precision, device.name) for precision in (Precision.named("bf16"), Precision()))
+    assert not any(
+        preflight.fp16_for_bf16(precision, device.name) for precision in (Precision.named("bf16"), Precision())
+    )
 
 
 def test_fixed_segments_are_told_where_the_margin_is_small():
-    assert_found(preflight.fixed_segments(0.06), Severity.WARNING, "gaps between tensors may take more than the free 6% of the limit")
+    assert_found(
+        preflight.fixed_segments(0.06),
+        Severity.WARNING,
+        "gaps between tensors may take more than the free 6% of the limit",
+    )
     assert preflight.fixed_segments(0.2) is None
-    facts = RunFacts(world_size=1, device_type="cuda", precision=Precision(), optimizer=TrainingJob(global_batch_size=1).optimizer)
+    facts = RunFacts(
+        world_size=1, device_type="cuda", precision=Precision(), optimizer=TrainingJob(global_batch_size=1).optimizer
+    )
     known = preflight.KnownRun(facts=facts, units=transformer().units, hardware=preset("a100-80", devices_per_node=2))
     for fixed in (True, False):
         checks = {finding.check for finding in preflight.findings_of(replace(known, has_fixed_segments=fixed))}
@@ -137,7 +172,12 @@ def test_slow_link_names_what_is_faster(nodes):
         assert preflight.slow_link(full, hardware, time, [best]) is None
         return
     crossing = "6 of 6 units are sharded across 2 nodes over 1.2 GiB/s"
-    assert_found(preflight.slow_link(full, hardware, time, [best]), Severity.WARNING, crossing, "strategy=osdp is estimated to be")
+    assert_found(
+        preflight.slow_link(full, hardware, time, [best]),
+        Severity.WARNING,
+        crossing,
+        "strategy=osdp is estimated to be",
+    )
     assert_found(preflight.slow_link(full, hardware, time), Severity.WARNING, "try strategy=osdp")
     same = StrategyResult(strategy=Strategy.FSDP, result=replace(best.result, plan=replace(full, step_s=time.step_s)))
     assert preflight.slow_link(full, hardware, time, [same]) is None
@@ -146,8 +186,18 @@ def test_slow_link_names_what_is_faster(nodes):
 @pytest.mark.parametrize(
     ("memory", "needed", "severity", "part"),
     [
-        ({"free": 20, "own": 5}, 30, Severity.ERROR, "The plan needs 30.0 GiB on GPU 0, but 25.0 GiB of 80.0 GiB are available now"),
-        ({"free": 20, "name": "cpu", "sharing": 4}, 6, Severity.WARNING, "The plan's 4 ranks here need 24.0 GiB on cpu"),
+        (
+            {"free": 20, "own": 5},
+            30,
+            Severity.ERROR,
+            "The plan needs 30.0 GiB on GPU 0, but 25.0 GiB of 80.0 GiB are available now",
+        ),
+        (
+            {"free": 20, "name": "cpu", "sharing": 4},
+            6,
+            Severity.WARNING,
+            "The plan's 4 ranks here need 24.0 GiB on cpu",
+        ),
         ({"free": 20, "name": "cpu", "sharing": 4}, 5, None, ""),
         ({"free": 60}, 30, Severity.WARNING, "20.0 GiB of GPU 0 are held outside"),
         ({"free": 77, "own": 1}, 30, None, ""),
@@ -177,7 +227,9 @@ def test_checkpoint_bytes_are_what_torch_saves():
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
     weights = {id(p): p for p in model.state_dict(keep_vars=True).values()}
-    assert preflight.checkpoint_bytes(find_units(model), OptimizerSpec(states=2)) == sum(t.nbytes for t in (*weights.values(), *states))
+    assert preflight.checkpoint_bytes(find_units(model), OptimizerSpec(states=2)) == sum(
+        t.nbytes for t in (*weights.values(), *states)
+    )
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     assert preflight.checkpoint_bytes(find_units(model), None, adapters=True) == trained
 
@@ -197,7 +249,9 @@ def test_checkpoint_bytes_are_what_torch_saves():
         (1.0, 2, {"limit": 1}, None, ""),
     ],
 )
-def test_too_small_counts_the_checkpoints_that_will_lie_there(units, tmp_path, monkeypatch, room, there, folder, severity, part):
+def test_too_small_counts_the_checkpoints_that_will_lie_there(
+    units, tmp_path, monkeypatch, room, there, folder, severity, part
+):
     size = preflight.checkpoint_bytes(units, OptimizerSpec())
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10 * size, 0, int(room * size)))
     for number in range(there):
@@ -212,7 +266,10 @@ def test_folders_of_trainer_and_projects(tmp_path):
     assert not trainer_folder(TrainingArguments(output_dir="x", use_cpu=True, save_strategy="no"), None).saves
     assert project_folder(ProjectConfiguration()) is None
     assert not project_folder(ProjectConfiguration(project_dir="x")).saves
-    assert project_folder(ProjectConfiguration(project_dir="x", automatic_checkpoint_naming=True, total_limit=2)).limit == 2
+    assert (
+        project_folder(ProjectConfiguration(project_dir="x", automatic_checkpoint_naming=True, total_limit=2)).limit
+        == 2
+    )
 
 
 def facts(**changes: object) -> RunFacts:

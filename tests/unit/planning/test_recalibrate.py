@@ -21,7 +21,9 @@ from tests.helpers.descriptions import transformer
 RESERVED = 1000
 CPU = preset("cpu", devices_per_node=4)
 HARDWARE = replace(CPU, device=replace(CPU.device, reserved_bytes=RESERVED))
-PROBLEM = PlanningProblem(description=transformer(), hardware=HARDWARE, job=TrainingJob(global_batch_size=8), memory_limit_bytes=4 * 2**20)
+PROBLEM = PlanningProblem(
+    description=transformer(), hardware=HARDWARE, job=TrainingJob(global_batch_size=8), memory_limit_bytes=4 * 2**20
+)
 FIRST = search(PROBLEM).plan
 LIMIT = PROBLEM.memory_limit_bytes - RESERVED
 
@@ -29,7 +31,9 @@ LIMIT = PROBLEM.memory_limit_bytes - RESERVED
 def needs(plan: Plan, *, more_bytes: int = 0, slower: float = 1.0) -> Observation:
     """What a machine would show that needs more than the first estimate says."""
     estimate = estimate_plan(plan, PROBLEM.description, PROBLEM.job, HARDWARE)
-    return Observation(steps=6, median_step_s=slower * estimate.time.step_s, peak_bytes=estimate.memory.peak_bytes + more_bytes)
+    return Observation(
+        steps=6, median_step_s=slower * estimate.time.step_s, peak_bytes=estimate.memory.peak_bytes + more_bytes
+    )
 
 
 OUT_OF_MEMORY = Observation(steps=0, median_step_s=None, peak_bytes=None, out_of_memory=True)
@@ -68,7 +72,10 @@ def test_recalibrate_takes_a_plan_that_ran_out_of_memory_to_be_above_the_limit()
 def test_recalibrate_changes_the_plan_by_observed_times():
     """Where gathers and reduce-scatters take long and all-reduces do not, what fits is replicated."""
     rates = {Collective.ALL_REDUCE: 1e-12, Collective.ALL_GATHER: 1e-6, Collective.REDUCE_SCATTER: 1e-6}
-    seen = tuple(CollectiveTiming(collective=kind, group_size=4, latency_s=0.0, seconds_per_byte=rate) for kind, rate in rates.items())
+    seen = tuple(
+        CollectiveTiming(collective=kind, group_size=4, latency_s=0.0, seconds_per_byte=rate)
+        for kind, rate in rates.items()
+    )
     assert all(unit.shard_size > 1 for unit in FIRST.units)
     _, rounds, problem = run(lambda tried: replace(needs(tried, slower=1.0 if tried != FIRST else 50.0), timings=seen))
     assert problem.hardware.timing(Collective.ALL_REDUCE, 4) == seen[0]
@@ -90,7 +97,9 @@ def test_recalibrate_returns_the_fastest_that_fits_and_tries_none_twice():
 
 
 def test_recalibrate_raises_infeasible_with_figures_where_no_plan_fits():
-    with pytest.raises(InfeasibleError, match=r"fits 4.0 MiB per device: plan \w+ needed .* estimated .* Use ") as caught:
+    with pytest.raises(
+        InfeasibleError, match=r"fits 4.0 MiB per device: plan \w+ needed .* estimated .* Use "
+    ) as caught:
         run(lambda tried: Observation(steps=6, median_step_s=0.1, peak_bytes=LIMIT + 2**20))
     assert caught.value.least_peak_bytes == LIMIT + 2**20 + RESERVED
     with pytest.raises(InfeasibleError, match="needed more memory than is available"):

@@ -40,7 +40,9 @@ MIXED = best(limit=LIMIT)
 EXPLANATION = explained(MIXED)
 
 
-@pytest.mark.parametrize("hardware", [HARDWARE, bare_preset("cpu", nodes=2, devices_per_node=4)], ids=["overlapping", "blocking"])
+@pytest.mark.parametrize(
+    "hardware", [HARDWARE, bare_preset("cpu", nodes=2, devices_per_node=4)], ids=["overlapping", "blocking"]
+)
 @pytest.mark.parametrize("times", [1.2, 100])
 @pytest.mark.parametrize("every", [True, False])
 def test_stream_times_add_up_to_the_step(hardware, times, every):
@@ -70,7 +72,9 @@ def test_reasons_cost_what_the_changed_plan_costs(reserved, margin):
     assert any(r.faster for r in explanation.reasons) and any(r.next_fitting for r in explanation.reasons)
     for reason in explanation.reasons:
         for other in filter(None, (reason.faster, reason.next_fitting)):
-            chosen = (UnitDecision.of(u.fqn, other.choice) if i in reason.row.units else u for i, u in enumerate(plan.units))
+            chosen = (
+                UnitDecision.of(u.fqn, other.choice) if i in reason.row.units else u for i, u in enumerate(plan.units)
+            )
             after = estimate_plan(replace(plan, units=tuple(chosen)), MODEL, JOB, hardware)
             assert other.added_s == pytest.approx(after.time.step_s - before, abs=1e-12)
             assert other.peak_bytes == after.memory.peak_bytes + reserved == other.over_bytes + room
@@ -91,7 +95,12 @@ BINDING = {
     BottleneckKind.MEMORY: (lambda: MIXED, HARDWARE, JOB, lambda: best(limit=2**50)),
     BottleneckKind.BATCH: (best, HARDWARE, JOB, lambda: best(job=replace(JOB, global_batch_size=128))),
     BottleneckKind.MICRO_BATCH: (lambda: best(job=ONE_SAMPLE), HARDWARE, ONE_SAMPLE, best),
-    BottleneckKind.NOTHING: (lambda: best(ALONE, ALONE_JOB, 2**50), ALONE, ALONE_JOB, lambda: best(ALONE, ALONE_JOB, 2**50)),
+    BottleneckKind.NOTHING: (
+        lambda: best(ALONE, ALONE_JOB, 2**50),
+        ALONE,
+        ALONE_JOB,
+        lambda: best(ALONE, ALONE_JOB, 2**50),
+    ),
 }
 
 
@@ -102,7 +111,9 @@ def test_binding_is_what_gains_most_where_it_is_loosened(kind):
     bottleneck = explained(plan, hardware, job).bottleneck
     assert bottleneck.kind is kind and bottleneck.gain == pytest.approx(free.samples_per_s / plan.samples_per_s)
     assert bottleneck.peak_bytes == (free.peak_bytes if kind is BottleneckKind.MEMORY else None)
-    assert bottleneck.batch_size == {BottleneckKind.BATCH: 128, BottleneckKind.MICRO_BATCH: free.micro_batch_size}.get(kind)
+    assert bottleneck.batch_size == {BottleneckKind.BATCH: 128, BottleneckKind.MICRO_BATCH: free.micro_batch_size}.get(
+        kind
+    )
 
 
 @pytest.mark.parametrize("kind", BottleneckKind)
@@ -142,7 +153,9 @@ def test_explanation_tables_have_kinds_streams_and_alternatives():
 
 def test_simulation_table_gives_the_error_of_each_kind():
     estimated = EXPLANATION.estimate.memory.peak
-    simulated = MemoryBreakdown(parameters=estimated.breakdown.parameters, activations=2 * estimated.breakdown.activations)
+    simulated = MemoryBreakdown(
+        parameters=estimated.breakdown.parameters, activations=2 * estimated.breakdown.activations
+    )
     lines = rendered(simulation_table(estimated, 2 * estimated.total_bytes, simulated))
     assert_whole(lines)
     ends = {line.split()[0]: line.split()[-2:] for line in lines if "%" in line}

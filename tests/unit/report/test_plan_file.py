@@ -62,7 +62,10 @@ def test_plan_and_inputs_are_read_back_equal(tmp_path, hardware):
         (lambda c: c["inputs"]["job"].update(surprise=1), "job.surprise"),
         (lambda c: c["plan"].update(micro_batch_size=3), "changed or damaged"),
         (lambda c: c["inputs"]["description"]["units"].pop(), "does not have|to unit|of unit|fingerprint"),
-        (lambda c: c["inputs"]["hardware"].update(devices_per_node=2, timings=[]), "describes 2 devices, but its plan is for 4"),
+        (
+            lambda c: c["inputs"]["hardware"].update(devices_per_node=2, timings=[]),
+            "describes 2 devices, but its plan is for 4",
+        ),
     ],
 )
 def test_read_plan_file_refuses_damage_in_one_line(tmp_path, damage, message):
@@ -77,11 +80,21 @@ def test_read_plan_file_refuses_damage_in_one_line(tmp_path, damage, message):
 def test_report_gives_the_estimate_in_parts():
     content = report()
     estimated, terms = content["estimated"], content["estimated"]["step_breakdown"]
-    assert content["plan"]["peak_bytes"] == estimated["peak_bytes"] == sum(estimated["peak_breakdown"].values()) <= LIMIT
-    assert terms["compute_s"] + terms["exposed_s"] + terms["copy_s"] + terms["optimizer_s"] == pytest.approx(estimated["step_s"])
+    assert (
+        content["plan"]["peak_bytes"] == estimated["peak_bytes"] == sum(estimated["peak_breakdown"].values()) <= LIMIT
+    )
+    assert terms["compute_s"] + terms["exposed_s"] + terms["copy_s"] + terms["optimizer_s"] == pytest.approx(
+        estimated["step_s"]
+    )
     assert content["hardware"]["source"] == HARDWARE.device.source
     assert content["hardware"]["collectives"] == [
-        {"collective": "all_reduce", "group_size": 4, "latency_s": 1e-3, "seconds_per_byte": 1e-9, "crosses_nodes": False}
+        {
+            "collective": "all_reduce",
+            "group_size": 4,
+            "latency_s": 1e-3,
+            "seconds_per_byte": 1e-9,
+            "crosses_nodes": False,
+        }
     ]
     assert content["hardware"]["flops_per_s"]["float32"] == HARDWARE.device.flops_per_s["float32"]
     assert set(content["versions"]) == {"python", "system", "hf_osdp", "torch", "accelerate", "transformers"}

@@ -32,7 +32,11 @@ STARTS = {".png": b"\x89PNG\r\n\x1a\n", ".svg": b"<svg", ".html": b"<!DOCTYPE ht
 @cache
 def charts() -> dict:
     rows = compare_strategies(problem(MODEL, HARDWARE, JOB, LIMIT))
-    text = json.dumps((front := frontier_chart("a front", frontier(problem(MODEL, HARDWARE, JOB, 2**30), points=4), rows, LIMIT)).to_dict())
+    text = json.dumps(
+        (
+            front := frontier_chart("a front", frontier(problem(MODEL, HARDWARE, JOB, 2**30), points=4), rows, LIMIT)
+        ).to_dict()
+    )
     assert all((f'"name": "{row.strategy.value}"' in text) == (row.result is not None) for row in rows)
     return {
         "plan": plan_chart(FOUND.plan, INPUTS, INPUTS.estimate(FOUND.plan)),
@@ -44,7 +48,11 @@ def charts() -> dict:
 
 @pytest.mark.parametrize(
     ("name", "suffix"),
-    [*((name, ".svg") for name in ("plan", "memory alone", "front", "one point")), ("plan", ".png"), ("front", ".html")],
+    [
+        *((name, ".svg") for name in ("plan", "memory alone", "front", "one point")),
+        ("plan", ".png"),
+        ("front", ".html"),
+    ],
 )
 def test_save_chart_writes_the_format_of_the_suffix(tmp_path, name, suffix):
     content = save_chart(charts()[name], tmp_path / f"chart{suffix}").read_bytes()
@@ -60,7 +68,9 @@ def test_moment_rows_add_up_at_every_moment():
         assert {(row["unit"], row["phase"]) for row in mine} == {(moment.unit, moment.phase)}
 
 
-@pytest.mark.parametrize(("name", "message"), [("a.pdf", "use one of .png, .svg, .html"), ("a", "use one of"), ("none/a.png", "not exist")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("a.pdf", "use one of .png, .svg, .html"), ("a", "use one of"), ("none/a.png", "not exist")]
+)
 def test_check_plot_path_refuses_other_files(tmp_path, name, message):
     with pytest.raises(ValueError, match=message):
         check_plot_path(tmp_path / name)

@@ -37,7 +37,9 @@ from tests.helpers.problems import problem
 
 JOB = TrainingJob(global_batch_size=1024)
 HARDWARE = bare_preset("a100-40", nodes=16, devices_per_node=8)
-HOST = HostSpec(memory_bytes=2**40, to_device_bytes_per_s=1e10, to_host_bytes_per_s=1e10, update_bytes_per_s=1e10, source="made up")
+HOST = HostSpec(
+    memory_bytes=2**40, to_device_bytes_per_s=1e10, to_host_bytes_per_s=1e10, update_bytes_per_s=1e10, source="made up"
+)
 
 
 def model(*names: str, class_name: str = "Block") -> ModelDescription:
@@ -91,7 +93,10 @@ def assert_whole(lines: list[str]) -> None:
         ("transformer.h", "GPT2Block"),
         ("bert.encoder.layer", "BertLayer"),
         ("model.decoder.layers", "WhisperDecoderLayer"),  # which is folded, as is the next
-        ("model.audio_tower.vision_model.encoder.block_list.layers", "Qwen2AudioEncoderDecoderLayerWithCrossAttention"),
+        (
+            "model.audio_tower.vision_model.encoder.block_list.layers",
+            "Qwen2AudioEncoderDecoderLayerWithCrossAttention",
+        ),
     ],
 )
 def test_plan_table_fits_100_columns_with_every_figure(prefix, class_name):
@@ -146,7 +151,12 @@ def test_plan_rows_join_neighbours_with_one_layout(names, sizes, expected):
 
 @pytest.mark.parametrize(
     "change",
-    [{"activations": Activations.RECOMPUTE}, {"on_host": True}, {"reduce_every_micro_step": True}, {"reshard_after_forward": True}],
+    [
+        {"activations": Activations.RECOMPUTE},
+        {"on_host": True},
+        {"reduce_every_micro_step": True},
+        {"reshard_after_forward": True},
+    ],
 )
 def test_plan_rows_part_units_of_other_decisions(change):
     description = model("h.0", "h.1", "h.2", "h.3")
@@ -172,18 +182,26 @@ def test_plan_table_and_caption_show_what_the_host_holds_of_each_unit_and_of_a_m
     text = "\n".join(rendered(plan_table(plan, description, estimate)))
     assert "held      host" in text and all(format_bytes(nbytes) in text for nbytes in by_unit[2:])
     of_all = f"{format_bytes(8 * estimate.memory.host_bytes)} of 8.00 TiB per machine."
-    assert f"On the host: {format_bytes(estimate.memory.host_bytes)} per rank, {of_all}" in plan_caption(plan, estimate, hardware)
+    assert f"On the host: {format_bytes(estimate.memory.host_bytes)} per rank, {of_all}" in plan_caption(
+        plan, estimate, hardware
+    )
 
 
 def test_plan_caption_says_where_the_peak_is_and_what_a_step_takes():
     estimate = estimated(SMALL, PLAN)
     peak, step, reduced, proven = plan_caption(PLAN, estimate)
-    assert peak.startswith("Peak ") and f"of 32.0 GiB in {estimate.memory.peak.phase} of {estimate.memory.peak.unit}" in peak
+    assert (
+        peak.startswith("Peak ")
+        and f"of 32.0 GiB in {estimate.memory.peak.phase} of {estimate.memory.peak.unit}" in peak
+    )
     assert step.startswith("Step ") and "samples/s" in step
     assert "Gradients are reduced once per step" in reduced and proven.startswith("Proven")
     single = replace(PLAN, strategy="ddp", accumulation_steps=1)
     assert len(plan_caption(single, estimated(SMALL, single))) == 2
-    for held, said in {0: "in every micro-step.", 1: "in every micro-step, except for 1 of 4 units, whose whole gradients"}.items():
+    for held, said in {
+        0: "in every micro-step.",
+        1: "in every micro-step, except for 1 of 4 units, whose whole gradients",
+    }.items():
         units = tuple(replace(unit, reduce_every_micro_step=i >= held) for i, unit in enumerate(PLAN.units))
         assert said in plan_caption(replace(PLAN, units=units), estimated(SMALL, PLAN))[2]
 
@@ -197,7 +215,9 @@ def test_describe_moment_lists_the_largest_bytes_first():
 
 @pytest.mark.parametrize("limit", [1000, 3 * 2**20, 2**40])
 def test_comparison_table_has_a_gain_or_a_reason_for_each_strategy(limit):
-    rows = compare_strategies(problem(transformer(), bare_preset("cpu", devices_per_node=4), TrainingJob(global_batch_size=8), limit))
+    rows = compare_strategies(
+        problem(transformer(), bare_preset("cpu", devices_per_node=4), TrainingJob(global_batch_size=8), limit)
+    )
     lines = rendered(comparison_table(rows, limit))
     assert_whole(lines)
     assert f"limit {format_bytes(limit)}" in lines[0]
@@ -268,7 +288,14 @@ def test_outcome_table_sets_estimate_beside_measurement():
 def test_trials_table_has_a_line_for_each_round(peak, extra, fits, runs, said):
     estimated, measured = {"peak_bytes": 2**20, "step_s": 0.5}, {"peak_bytes": peak, "median_step_s": None}
     correction = {"extra_bytes": extra, "compute_factor": 1.5}
-    past = {"plan": "abc", "estimated": estimated, "measured": measured, "correction": correction, "fits": fits, "runs": runs}
+    past = {
+        "plan": "abc",
+        "estimated": estimated,
+        "measured": measured,
+        "correction": correction,
+        "fits": fits,
+        "runs": runs,
+    }
     lines = rendered(trials_table([past, past]))
     assert_whole(lines)
     assert [" ".join(line.split()) for line in lines if "abc" in line] == [f"1 abc {said}", f"2 abc {said}"]

@@ -1,4 +1,6 @@
-"""What training changes in a model before it is described, and where one process's plan is laid out; torch.cuda is played."""
+"""What training changes in a model before it is described, and where one process's plan is laid out; torch.cuda is
+played.
+"""
 
 from __future__ import annotations
 

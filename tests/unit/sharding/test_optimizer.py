@@ -43,8 +43,12 @@ def test_spec_of_optimizer_says_how_the_step_runs(options, device_type, step):
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], **options)
     assert spec_of_optimizer(optimizer, device_type=device_type).step is step
     if not options:
-        assert spec_of_optimizer(None, device_type=device_type) == spec_of_optimizer(optimizer, device_type=device_type)
-        assert spec_of_trainer_name("adamw_torch", device_type=device_type) == spec_of_optimizer(optimizer, device_type=device_type)
+        assert spec_of_optimizer(None, device_type=device_type) == spec_of_optimizer(
+            optimizer, device_type=device_type
+        )
+        assert spec_of_trainer_name("adamw_torch", device_type=device_type) == spec_of_optimizer(
+            optimizer, device_type=device_type
+        )
 
 
 def test_spec_of_trainer_name_knows_fused_and_stateless_optimizers():
@@ -55,9 +59,13 @@ def test_spec_of_trainer_name_knows_fused_and_stateless_optimizers():
 def test_unknown_optimizers_are_refused_by_name():
     with pytest.raises(ValueError, match=r"^optim='galore_adamw' projects each whole matrix.*AdamW"):
         spec_of_trainer_name("galore_adamw", device_type="cpu")
-    with pytest.raises(ValueError, match=r"^optim='paged_lion_8bit' keeps states in CUDA's unified memory, .*offload_optimizer=True"):
+    with pytest.raises(
+        ValueError, match=r"^optim='paged_lion_8bit' keeps states in CUDA's unified memory, .*offload_optimizer=True"
+    ):
         spec_of_trainer_name("paged_lion_8bit", device_type="cpu")
-    with pytest.raises(ValueError, match=r"^optim='apex' is not known to work under a plan; use one of adamw_torch, .*adafactor\.$"):
+    with pytest.raises(
+        ValueError, match=r"^optim='apex' is not known to work under a plan; use one of adamw_torch, .*adafactor\.$"
+    ):
         spec_of_trainer_name("apex", device_type="cpu")
     with pytest.raises(ValueError, match=r"LBFGS needs dot products.*AdamW"):
         spec_of_optimizer(torch.optim.LBFGS([torch.nn.Parameter(torch.ones(1))]), device_type="cpu")
@@ -92,7 +100,9 @@ class KeepsLists(KeepsMatrices):
 
 @pytest.mark.parametrize(("cls", "said"), [(KeepsMatrices, r"\(96, 96\)"), (KeepsLists, "list")])
 def test_states_of_other_shapes_than_the_parameters_are_refused(cls, said):
-    with pytest.raises(ValueError, match=f"^The memory of {cls.__name__} cannot be determined .*{said}.* for a matrix of shape"):
+    with pytest.raises(
+        ValueError, match=f"^The memory of {cls.__name__} cannot be determined .*{said}.* for a matrix of shape"
+    ):
         spec_of_optimizer(cls([torch.nn.Parameter(torch.ones(2, 2))]), device_type="cpu")
 
 

@@ -32,7 +32,9 @@ def parameters_of(*, mixed: bool, dtype: torch.dtype = torch.float64) -> list[to
 def test_clip_norm_is_that_of_both_devices(norm_type, monkeypatch):
     plain, mixed = parameters_of(mixed=False), parameters_of(mixed=True)
     assert _main_device([p.grad for p in mixed]) == ELSEWHERE, "the norm is where most of a model is"
-    monkeypatch.setattr("hf_osdp.sharding.gradients._main_device", lambda grads: torch.device("cpu"))  # the other is not real
+    monkeypatch.setattr(
+        "hf_osdp.sharding.gradients._main_device", lambda grads: torch.device("cpu")
+    )  # the other is not real
     expected = torch.nn.utils.clip_grad_norm_(plain, 0.5, norm_type)
     with two_devices():
         norm = clip_grad_norm_(mixed, 0.5, norm_type)
@@ -43,7 +45,9 @@ def test_clip_norm_is_that_of_both_devices(norm_type, monkeypatch):
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("overflows", [None, 0, 1])
 def test_scaler_steps_or_skips_on_both_devices(unscales, overflows):
-    """An optimizer that is said to unscale by itself, as with fused kernels, is given gradients that are unscaled already."""
+    """An optimizer that is said to unscale by itself, as with fused kernels, is given gradients that are unscaled
+    already.
+    """
     plain, mixed = parameters_of(mixed=False), parameters_of(mixed=True)
     before = [parameter.detach().clone() for parameter in mixed]
     torch.optim.AdamW(plain, lr=1e-2).step()
@@ -65,7 +69,10 @@ def stepped(optimizer: torch.optim.Optimizer) -> list[tuple]:
     """What the groups are while the optimizer steps."""
     seen: list[list[tuple]] = []
     torch.optim.Optimizer.register_step_pre_hook(
-        optimizer, lambda o, args, kwargs: seen.append([(len(g["params"]), g["lr"], g["foreach"], g["fused"]) for g in o.param_groups])
+        optimizer,
+        lambda o, args, kwargs: seen.append(
+            [(len(g["params"]), g["lr"], g["foreach"], g["fused"]) for g in o.param_groups]
+        ),
     )
     optimizer.step()
     return seen[0]

@@ -24,9 +24,16 @@ from hf_osdp.tracing.memory_tracker import MemoryTracker
 HIDDEN, LENGTH, SAMPLES = 256, 128, 4
 NO_DROPOUT = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
 CONFIGS = {
-    "gpt2": GPT2Config(n_embd=HIDDEN, n_head=4, n_layer=2, vocab_size=64, bos_token_id=0, eos_token_id=0, **NO_DROPOUT),
+    "gpt2": GPT2Config(
+        n_embd=HIDDEN, n_head=4, n_layer=2, vocab_size=64, bos_token_id=0, eos_token_id=0, **NO_DROPOUT
+    ),
     "llama": LlamaConfig(
-        hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2, vocab_size=64
+        hidden_size=HIDDEN,
+        intermediate_size=3 * HIDDEN,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=2,
+        vocab_size=64,
     ),
 }
 WAYS = {1.0: None, 0.53: Recomputation(budget=0.53), 0.0: Recomputation()}
@@ -51,7 +58,9 @@ def with_leaf(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any,
 
 
 def levels(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], memory: MemoryTracker) -> dict[str, float]:
-    """Bytes of a forward and backward, in hidden states: forward's peak, what it leaves, backward's peak above that."""
+    """Bytes of a forward and backward, in hidden states: forward's peak, what it leaves, backward's peak above
+    that.
+    """
     output = block(*args, **kwargs)
     hidden = output[0] if isinstance(output, tuple) else output
     forward, saved = memory.peak_bytes, memory.current_bytes
@@ -71,7 +80,9 @@ def estimated(name: str, way: Recomputation | None) -> dict[str, float]:
     memory = MemoryTracker(block_bytes=1)
     try:
         with mode:
-            args, kwargs = tree_map_only(torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype), tuple(call))
+            args, kwargs = tree_map_only(
+                torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype), tuple(call)
+            )
             args, kwargs = with_leaf(args, kwargs)
             with memory:
                 pass  # it has seen the mode of fake tensors, and counts what compiled code makes alone
@@ -103,7 +114,9 @@ def allocated(name: str, way: Recomputation | None, monkeypatch: pytest.MonkeyPa
         return original(module, inputs, inner_compile=seen)
 
     monkeypatch.setattr(inductor, "compile_fx", compile_fx)
-    monkeypatch.setattr(guards, "_empty_strided_cpu", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
+    monkeypatch.setattr(
+        guards, "_empty_strided_cpu", lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
+    )
     block, *call = block_of(name)
     compile_forward(block, way)
     torch._dynamo.reset()
@@ -118,18 +131,24 @@ CASES = [(name, budget) for name in CONFIGS for budget in WAYS]
 
 
 @pytest.mark.parametrize(
-    ("name", "budget"), [pytest.param(*case, marks=[] if case == ("gpt2", 1.0) else [pytest.mark.slow]) for case in CASES]
+    ("name", "budget"),
+    [pytest.param(*case, marks=[] if case == ("gpt2", 1.0) else [pytest.mark.slow]) for case in CASES],
 )
 def test_trace_allocates_as_inductor_does(name, budget, monkeypatch):
     found, real = estimated(name, WAYS[budget]), allocated(name, WAYS[budget], monkeypatch)
     assert found["saved"] == pytest.approx(real["saved"], abs=0.02)
     assert found["forward"] == pytest.approx(real["forward"], abs=0.02)
-    assert abs(found["backward"] - real["backward"]) <= 1.05, (found, real)  # of some 20, where another kernel comes first
+    assert abs(found["backward"] - real["backward"]) <= 1.05, (
+        found,
+        real,
+    )  # of some 20, where another kernel comes first
 
 
 @functools.cache
 def described(*, compiled: bool) -> ModelDescription:
-    return describe(CONFIGS["gpt2"], sequence_length=LENGTH, device_type="cuda", compute_dtype=DType.BFLOAT16, compile=compiled)
+    return describe(
+        CONFIGS["gpt2"], sequence_length=LENGTH, device_type="cuda", compute_dtype=DType.BFLOAT16, compile=compiled
+    )
 
 
 def test_compiled_blocks_save_less_and_move_less_than_eager_ones():
@@ -142,7 +161,9 @@ def test_compiled_blocks_save_less_and_move_less_than_eager_ones():
     assert other.forward.traffic_bytes(SAMPLES) < 0.4 * one.forward.traffic_bytes(SAMPLES)
     assert other.forward.operators(SAMPLES) < 0.4 * one.forward.operators(SAMPLES)
     for phase in ("forward", "backward"):  # the products are the same
-        assert getattr(other, phase).matmul_flops(SAMPLES) == pytest.approx(getattr(one, phase).matmul_flops(SAMPLES), rel=0.01)
+        assert getattr(other, phase).matmul_flops(SAMPLES) == pytest.approx(
+            getattr(one, phase).matmul_flops(SAMPLES), rel=0.01
+        )
 
 
 def test_budgets_of_compiled_blocks_are_a_frontier():
@@ -235,7 +256,9 @@ def test_checkpointed_blocks_compile_too():
     options = {"sequence_length": LENGTH, "activation_checkpointing": True}
     eager, compiled = (describe(CONFIGS["llama"], compile=one, **options) for one in (False, True))
     assert compiled.compiled_classes == ("LlamaDecoderLayer",)
-    block = next(i for i, segment in enumerate(eager.segments) if eager.units[segment.unit].class_name == "LlamaDecoderLayer")
+    block = next(
+        i for i, segment in enumerate(eager.segments) if eager.units[segment.unit].class_name == "LlamaDecoderLayer"
+    )
     one, other = eager.segments[block], compiled.segments[block]
     assert other.saved_bytes(SAMPLES) == pytest.approx(one.saved_bytes(SAMPLES), rel=0.1)
     assert other.backward.matmul_flops(SAMPLES) == pytest.approx(one.backward.matmul_flops(SAMPLES), rel=0.15)
@@ -243,7 +266,8 @@ def test_checkpointed_blocks_compile_too():
 
 def test_compile_without_blocks_says_so(caplog):
     config = AlbertConfig(
-        hidden_size=32, embedding_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=64
+        hidden_size=32, embedding_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        vocab_size=64
     )  # fmt: skip
     with caplog.at_level(logging.WARNING):
         assert describe(config, sequence_length=8, compile=True).compiled_classes == ()

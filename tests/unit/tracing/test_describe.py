@@ -22,11 +22,13 @@ from hf_osdp.tracing.trace import TraceOptions, trace_segments
 from tests.helpers.sampling import slow_but
 
 DEFAULT_CLASS = [
-    "GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "BartForConditionalGeneration", "LlamaForCausalLM",
+    "GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "BartForConditionalGeneration",
+    "LlamaForCausalLM",
     "ViTForImageClassification", "WhisperForConditionalGeneration",
 ]  # fmt: skip
 TRACED = [
-    *DEFAULT_CLASS, "BertForSequenceClassification", "MixtralForCausalLM", "Qwen2ForCausalLM", "OPTForCausalLM", "DistilBertForMaskedLM",
+    *DEFAULT_CLASS, "BertForSequenceClassification", "MixtralForCausalLM", "Qwen2ForCausalLM", "OPTForCausalLM",
+    "DistilBertForMaskedLM",
 ]  # fmt: skip
 TRACED_AS_CUDA = ["GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "MixtralForCausalLM"]
 
@@ -56,7 +58,9 @@ def test_architectures_are_traced(meta_model, name, device_type):
     assert ("(compute capability 8.6 assumed)" in description.trace) == (device_type == "cuda")
     blocks = [i for i, unit in enumerate(description.units) if unit.class_name in description.block_classes]
     assert [s.unit for s in description.segments if s.unit in blocks] == blocks
-    assert all(s.saved_bytes(2) > 0 and s.forward.matmul_flops(2) > 0 for s in description.segments if s.unit in blocks)
+    assert all(
+        s.saved_bytes(2) > 0 and s.forward.matmul_flops(2) > 0 for s in description.segments if s.unit in blocks
+    )
 
 
 def test_model_and_its_configuration_give_one_description(configuration, real_model):
@@ -77,13 +81,20 @@ def test_facts_of_a_description(configuration):
 
 @pytest.mark.parametrize(
     ("name", "limit"),
-    slow_but([("GPT2LMHeadModel", 64), ("BertForMaskedLM", 512), ("RobertaForMaskedLM", 64)], daily=[("RobertaForMaskedLM", 64)]),
+    slow_but(
+        [("GPT2LMHeadModel", 64), ("BertForMaskedLM", 512), ("RobertaForMaskedLM", 64)],
+        daily=[("RobertaForMaskedLM", 64)],
+    ),
 )
 def test_describe_refuses_more_tokens_than_positions(configuration, name, limit):
-    with pytest.raises(ValueError, match=f"sequence_length={limit + 1} is more than the {limit} positions.*use at most {limit}"):
+    with pytest.raises(
+        ValueError, match=f"sequence_length={limit + 1} is more than the {limit} positions.*use at most {limit}"
+    ):
         describe(configuration(name), sequence_length=limit + 1)
     describe(configuration(name), sequence_length=limit)
-    describe(configuration("LlamaForCausalLM", max_position_embeddings=8), sequence_length=16)  # rotary ones are not learned
+    describe(
+        configuration("LlamaForCausalLM", max_position_embeddings=8), sequence_length=16
+    )  # rotary ones are not learned
 
 
 @pytest.mark.parametrize(
@@ -91,7 +102,11 @@ def test_describe_refuses_more_tokens_than_positions(configuration, name, limit)
     [
         (ValueError, "sequence_length=0 must be at least 1", {"sequence_length": 0}),
         (ValueError, "device_type='tpu' is not known; use cpu or cuda", {"sequence_length": 8, "device_type": "tpu"}),
-        (DescriptionError, "transformers has no class 'AutoModelForNo'", {"sequence_length": 8, "auto_class": "AutoModelForNo"}),
+        (
+            DescriptionError,
+            "transformers has no class 'AutoModelForNo'",
+            {"sequence_length": 8, "auto_class": "AutoModelForNo"},
+        ),
     ],
 )
 def test_describe_refuses_bad_arguments(configuration, error, message, options):
@@ -113,9 +128,14 @@ class Plain(nn.Module):
 def test_plain_module_is_traced_with_inputs_that_it_takes():
     with pytest.raises(DescriptionError, match=r"Plain is not a transformers model.*pass inputs"):
         describe(Plain(), sequence_length=1)
-    with pytest.raises(DescriptionError, match=r"Plain cannot be traced on fake tensors: TypeError.*Pass inputs that its forward accepts"):
+    with pytest.raises(
+        DescriptionError,
+        match=r"Plain cannot be traced on fake tensors: TypeError.*Pass inputs that its forward accepts",
+    ):
         describe(Plain(), sequence_length=1, inputs=lambda n: {"y": torch.zeros(n, 8)})
-    description = describe(Plain(), sequence_length=1, inputs=lambda n: {"x": torch.zeros(n, 8), "target": torch.zeros(n, 8)})
+    description = describe(
+        Plain(), sequence_length=1, inputs=lambda n: {"x": torch.zeros(n, 8), "target": torch.zeros(n, 8)}
+    )
     assert [s.unit for s in description.segments] == [1, 2, 3, 0]
     assert description.segments[1].saved_bytes(5) == 2 * 5 * 8 * 4  # the product and its GELU
     assert description.input_bytes(5) == 2 * 5 * 8 * 4
@@ -131,12 +151,15 @@ def test_describe_names_what_failed_and_where_in_a_model_that_cannot_be_traced(r
     model = real_model("LlamaForCausalLM")
     model.model.layers[1].mlp.forward = lambda hidden: opaque(hidden)  # the operator itself cannot be copied
     where = r"in model\.layers\.1\.mlp \(LlamaMLP\): \w+: There was no fake impl registered for"
-    with pytest.raises(DescriptionError, match=rf"LlamaForCausalLM cannot be traced on fake tensors {where}.*\. Pass inputs") as caught:
+    with pytest.raises(
+        DescriptionError, match=rf"LlamaForCausalLM cannot be traced on fake tensors {where}.*\. Pass inputs"
+    ) as caught:
         describe(model, sequence_length=16)
     assert "\n" not in str(caught.value)
 
 
-# ------------------------------------------------------------------------------------------------------ a loss of the user's
+# ------------------------------------------------------------------------------------------------------ a loss of the
+# user's
 
 TOKENS = 8
 
@@ -160,7 +183,10 @@ def test_loss_is_traced_in_the_place_of_the_models_own(gpt2):
         return model(**batch["rows"]).logits.log_softmax(-1).gather(-1, labels[..., None]).mean()
 
     rows = training_batch(gpt2, TOKENS)
-    plain, own = described(gpt2), described(gpt2, loss=log_probabilities, inputs=lambda samples: {"rows": rows(samples)})
+    plain, own = (
+        described(gpt2),
+        described(gpt2, loss=log_probabilities, inputs=lambda samples: {"rows": rows(samples)}),
+    )
     assert own.trace == plain.trace
     assert own.segments[-1].saved_bytes != plain.segments[-1].saved_bytes
 
@@ -200,7 +226,9 @@ def test_loss_that_reads_a_weight_of_the_model_it_knows_is_refused(gpt2):
     def loss(model, batch):
         return model(**batch).loss + gpt2.lm_head.weight.square().sum()
 
-    with pytest.raises(DescriptionError, match=r"lm_head\.weight of a model that it stores; use the model that is passed"):
+    with pytest.raises(
+        DescriptionError, match=r"lm_head\.weight of a model that it stores; use the model that is passed"
+    ):
         trace_segments(gpt2, find_units(gpt2), training_batch(gpt2, TOKENS), TraceOptions(loss=loss))
     assert gpt2.lm_head.weight.grad is None
 
@@ -233,7 +261,9 @@ def test_forward_that_was_replaced_on_the_instance_runs_on_the_copy(gpt2, replac
     plain = described(gpt2)
     replace(gpt2)
     found = described(gpt2)
-    assert [s.saved_bytes for s in found.segments] == [s.saved_bytes for s in plain.segments] and found.trace == plain.trace
+    assert [s.saved_bytes for s in found.segments] == [
+        s.saved_bytes for s in plain.segments
+    ] and found.trace == plain.trace
     assert all(parameter.grad is None for parameter in gpt2.parameters())
 
 
@@ -278,4 +308,6 @@ def decayed(model, batch):
 
 @pytest.mark.parametrize(("loss", "read"), [(fused, ["lm_head"]), (decayed, ["transformer.h.1"]), (None, [])])
 def test_units_whose_weights_a_loss_reads_stay_gathered(gpt2, loss, read):
-    assert in_use_all_step(describe(gpt2, sequence_length=TOKENS, loss=loss, activation_checkpointing=loss is None)) == ["", *read]
+    assert in_use_all_step(
+        describe(gpt2, sequence_length=TOKENS, loss=loss, activation_checkpointing=loss is None)
+    ) == ["", *read]

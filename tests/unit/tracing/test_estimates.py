@@ -59,12 +59,14 @@ def measured_peak(model: torch.nn.Module, autocast: bool) -> int:
 def estimates(model: torch.nn.Module, autocast: bool, device_type: str) -> tuple[int, int]:
     """Peaks by estimate and by simulation."""
     job = TrainingJob(
-        global_batch_size=SAMPLES, micro_batch_size=SAMPLES, precision=Precision.named("bf16" if autocast else "no", autocast=autocast),
+        global_batch_size=SAMPLES, micro_batch_size=SAMPLES,
+        precision=Precision.named("bf16" if autocast else "no", autocast=autocast),
         optimizer=OptimizerSpec(step=OptimizerStep.FOR_LOOP), recompute=False,
     )  # fmt: skip
     inputs = inputs_of(model)
     description = describe(
-        model, sequence_length=TOKENS, compute_dtype=DType.BFLOAT16 if autocast else None, autocast=autocast, device_type=device_type,
+        model, sequence_length=TOKENS, compute_dtype=DType.BFLOAT16 if autocast else None, autocast=autocast,
+        device_type=device_type,
         recomputation=False, inputs=inputs,
     )  # fmt: skip
     found = search(problem(description, preset("cpu"), job, 2**40))
@@ -85,7 +87,10 @@ def test_estimate_is_what_a_real_step_holds(real_model, name, autocast):
     found = estimates(model, autocast, "cpu")
     measured = measured_peak(model, autocast)
     assert all(0.98 * measured <= peak <= 1.05 * measured for peak in found)
-    if (name, autocast) == ("GPT2LMHeadModel", True):  # on CUDA, normalisation, softmax and loss are computed in float32
+    if (name, autocast) == (
+        "GPT2LMHeadModel",
+        True,
+    ):  # on CUDA, normalisation, softmax and loss are computed in float32
         on_cuda = estimates(model, autocast, "cuda")
         assert on_cuda[0] == pytest.approx(on_cuda[1], rel=0.02)
         assert on_cuda[0] > 1.05 * found[0]

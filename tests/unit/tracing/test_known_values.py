@@ -91,10 +91,18 @@ def test_collectives_are_answered_as_if_alone(ids):
         assert total.item() == IDS.sum() and gathered.tolist() == IDS.repeat(4, 1).tolist()
 
 
-_TEXT = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
+_TEXT = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 100,
+}
 _BART = {
-    "encoder_layers": 2, "decoder_layers": 2, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "vocab_size": 100,
-    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
+    "encoder_layers": 2, "decoder_layers": 2, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64,
+    "vocab_size": 100,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "pad_token_id": 1, "bos_token_id": 0,
+    "eos_token_id": 2,
 }  # fmt: skip
 _VISION = {**{name: value for name, value in _TEXT.items() if name != "vocab_size"}, "image_size": 32, "patch_size": 8}
 _LONGFORMER = {**_TEXT, "attention_window": 8, "pad_token_id": 1, "max_position_embeddings": 66}
@@ -103,7 +111,10 @@ ASKING = {
     "DebertaForSequenceClassification": (_TEXT, 16),
     "DebertaV2ForSequenceClassification": (_TEXT, 16),
     "BartForSequenceClassification": (_BART, 16),
-    "T5ForSequenceClassification": ({"num_layers": 2, "d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "vocab_size": 100}, 16),
+    "T5ForSequenceClassification": (
+        {"num_layers": 2, "d_model": 32, "d_ff": 64, "num_heads": 2, "d_kv": 16, "vocab_size": 100},
+        16,
+    ),
     "LongformerForSequenceClassification": (_LONGFORMER, 32),
     "LongformerForQuestionAnswering": ({**_LONGFORMER, "sep_token_id": 2}, 32),
     "Wav2Vec2ForCTC": (_WAV2VEC2, 4000),
@@ -112,14 +123,18 @@ ASKING = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(ASKING, daily=["DebertaV2ForSequenceClassification", "Wav2Vec2ForCTC", "CLIPModel"]))
+@pytest.mark.parametrize(
+    "name", slow_but(ASKING, daily=["DebertaV2ForSequenceClassification", "Wav2Vec2ForCTC", "CLIPModel"])
+)
 def test_models_that_ask_for_values_are_traced_and_may_be_recomputed(name):
     model = build_on_meta(getattr(transformers, name).config_class(**ASKING[name][0]), name)
     found = describe(model, sequence_length=ASKING[name][1])
     assert found.trace.startswith("fake tensors") and found.recomputable
 
 
-@pytest.mark.parametrize("name", ["BartForSequenceClassification", "LongformerForQuestionAnswering", "Wav2Vec2ForCTC", "CLIPModel"])
+@pytest.mark.parametrize(
+    "name", ["BartForSequenceClassification", "LongformerForQuestionAnswering", "Wav2Vec2ForCTC", "CLIPModel"]
+)
 def test_made_up_batch_runs_for_real(name):
     sizes, length = ASKING[name]
     model = getattr(transformers, name)(getattr(transformers, name).config_class(**sizes)).train()

@@ -32,11 +32,26 @@ from transformers import (
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.tracing.loss_kind import LossKind, find_loss_kind
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 100}
-SEQ2SEQ = {"vocab_size": 100, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "vocab_size": 100,
+}
+SEQ2SEQ = {
+    "vocab_size": 100,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+}
 DISTILBERT = DistilBertConfig(dim=32, hidden_dim=64, n_layers=2, n_heads=2, vocab_size=100)
 T5 = T5Config(vocab_size=61, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
-SPEECH = Wav2Vec2Config(**SIZES, conv_dim=(32, 32), conv_stride=(5, 2), conv_kernel=(10, 3), num_conv_pos_embeddings=16)
+SPEECH = Wav2Vec2Config(
+    **SIZES, conv_dim=(32, 32), conv_stride=(5, 2), conv_kernel=(10, 3), num_conv_pos_embeddings=16
+)
 MOE = {**SIZES, "num_key_value_heads": 2}
 
 
@@ -63,7 +78,10 @@ def its_own(model, batch, items):
 )  # fmt: skip
 def test_find_loss_kind_of_models_of_transformers(make, kind):
     model = make()
-    assert find_loss_kind(model, training_batch(model, 800 if model.main_input_name == "input_values" else 16), its_own) is kind
+    assert (
+        find_loss_kind(model, training_batch(model, 800 if model.main_input_name == "input_values" else 16), its_own)
+        is kind
+    )
 
 
 def test_find_loss_kind_examines_a_large_model_on_the_meta_device():
@@ -74,7 +92,11 @@ def test_find_loss_kind_examines_a_large_model_on_the_meta_device():
 
 def test_find_loss_kind_sees_that_clip_compares_samples():
     towers = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = CLIPModel(CLIPConfig(text_config={**towers, "vocab_size": 100}, vision_config={**towers, "image_size": 32, "patch_size": 16}))
+    model = CLIPModel(
+        CLIPConfig(
+            text_config={**towers, "vocab_size": 100}, vision_config={**towers, "image_size": 32, "patch_size": 16}
+        )
+    )
 
     def divided(model, batch, items):
         return model(**batch).loss / items
@@ -94,7 +116,10 @@ class Classifier(nn.Module):
 
 
 def inputs(samples):
-    return {"input_ids": torch.arange(12)[None].repeat(samples, 1), "labels": (torch.arange(12) % 3)[None].repeat(samples, 1)}
+    return {
+        "input_ids": torch.arange(12)[None].repeat(samples, 1),
+        "labels": (torch.arange(12) % 3)[None].repeat(samples, 1),
+    }
 
 
 def summed(model, batch):
@@ -114,12 +139,15 @@ def contrasted(model, batch):
 LOSSES = {
     "divided": (lambda model, batch, items: summed(model, batch) / items, LossKind.SHARE),
     "divided by a number": (lambda model, batch, items: summed(model, batch) / items.item(), LossKind.SHARE),
-    "divided before the sum": (lambda model, batch, items: (model(batch["input_ids"]).pow(2) / items).sum(), LossKind.SHARE),
+    "divided before the sum": (lambda model, batch, items: (model(batch["input_ids"]).pow(2) / items).sum(),
+                               LossKind.SHARE),
     "masked by a vmap": (lambda model, batch, items: masked(model, batch) / items, LossKind.SHARE),
     "a mean": (lambda model, batch, items: summed(model, batch) / batch["labels"].ne(-100).sum(), LossKind.WHOLE),
-    "a mean divided": (lambda model, batch, items: summed(model, batch) / batch["labels"].numel() / items, LossKind.MIXED),
+    "a mean divided": (lambda model, batch, items: summed(model, batch) / batch["labels"].numel() / items,
+                       LossKind.MIXED),
     "divided, and a small mean": (
-        lambda model, batch, items: summed(model, batch) / items + 1e-4 * model(batch["input_ids"]).pow(2).mean(), LossKind.MIXED,
+        lambda model, batch, items: summed(model, batch) / items + 1e-4 * model(batch["input_ids"]).pow(2).mean(),
+        LossKind.MIXED,
     ),
     "divided by the root": (lambda model, batch, items: summed(model, batch) / items.sqrt(), LossKind.MIXED),
     "samples compared": (lambda model, batch, items: contrasted(model, batch) / items, LossKind.MIXED),

@@ -19,7 +19,13 @@ TOKENS = 256
 
 @functools.cache
 def described(name: str, device_type: str = "cpu") -> ModelDescription:
-    wide = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 3, "num_attention_heads": 12, "vocab_size": 100}
+    wide = {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 12,
+        "vocab_size": 100,
+    }
     configs = {
         "gpt2": GPT2Config(n_embd=768, n_layer=3, n_head=12, n_positions=TOKENS, vocab_size=100, **NO_DROPOUT),
         "gpt2 with dropout": GPT2Config(n_embd=768, n_layer=3, n_head=12, n_positions=TOKENS, vocab_size=100),
@@ -41,7 +47,12 @@ def test_ways_save_what_takes_most_time_for_its_bytes_first():
         call("relu_#0", traffic=200),
     ]
     ways = recomputations(calls, 1000, "cpu")  # a byte moves in the time of 20 FLOPs
-    assert [way.saved_calls for way in ways] == [(), ("attention#0",), ("addmm#0", "attention#0"), ("addmm#0", "mul#0", "attention#0")]
+    assert [way.saved_calls for way in ways] == [
+        (),
+        ("attention#0",),
+        ("addmm#0", "attention#0"),
+        ("addmm#0", "mul#0", "attention#0"),
+    ]
     assert [way.share for way in ways] == pytest.approx([1, 0.429, 0.143, 0.057], abs=1e-3)
     assert ways[2].names == ("qkv", "attention")
 
@@ -52,7 +63,10 @@ def test_what_costs_more_than_its_share_of_saving_all_is_left_out():
 
 
 def test_products_are_named_by_as_much_of_their_modules_as_tells_them_apart():
-    calls = [call(f"addmm#{i}", flops=10**6, saved=10, module=name) for i, name in enumerate(("attn.c_proj", "mlp.c_proj", "mlp.c_fc"))]
+    calls = [
+        call(f"addmm#{i}", flops=10**6, saved=10, module=name)
+        for i, name in enumerate(("attn.c_proj", "mlp.c_proj", "mlp.c_fc"))
+    ]
     *_, most = recomputations(calls, 1000, "cpu")
     assert most.names == ("attn.c_proj", "mlp.c_proj", "c_fc")
 
@@ -63,7 +77,9 @@ points = st.lists(st.tuples(st.integers(0, 1000).map(float), st.integers(0, 1000
 @given(points, st.integers(1, 6))
 def test_corners_are_few_and_each_lies_below_the_line_between_its_neighbours(some, most):
     rising = sorted({x: y for x, y in some}.items())
-    corners = corner_indices([(0.0, 2000.0), *((x + 1, y) for x, y in rising), (2000.0, 0.0)], most=most, least_gain=0.0)
+    corners = corner_indices(
+        [(0.0, 2000.0), *((x + 1, y) for x, y in rising), (2000.0, 0.0)], most=most, least_gain=0.0
+    )
     found = [[(0.0, 2000.0), *((x + 1, y) for x, y in rising), (2000.0, 0.0)][index] for index in corners]
     assert found[0] == (0.0, 2000.0) and found[-1] == (2000.0, 0.0) and len(found) <= most + 1
     for (x0, y0), (x, y), (x1, y1) in zip(found, found[1:], found[2:], strict=False):
@@ -76,7 +92,9 @@ def test_corners_are_few_and_each_lies_below_the_line_between_its_neighbours(som
 def test_each_way_is_better_than_a_mix_of_its_neighbours_and_of_saving_all(name, device_type):
     description = described(name, device_type)
     blocks = [segment for segment in description.segments if segment.recomputed]
-    assert len(blocks) == 3 and len({description.recomputations[s.unit] for s in blocks}) == 1, "equal blocks, equal ways"
+    assert len(blocks) == 3 and len({description.recomputations[s.unit] for s in blocks}) == 1, (
+        "equal blocks, equal ways"
+    )
     for segment in blocks:
         first, *others = (way.recomputation for way in segment.recomputed)
         assert first == Recomputation() and all(way.saved_calls and way.share < 1 for way in others)

@@ -22,7 +22,11 @@ TOKENS = 24
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 ARCHITECTURES = {
     "GPT2LMHeadModel": NO_DROPOUT,
-    "BertForMaskedLM": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": TOKENS},
+    "BertForMaskedLM": {
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "max_position_embeddings": TOKENS,
+    },
     "LlamaForCausalLM": {},
     "T5ForConditionalGeneration": {"dropout_rate": 0.0, "decoder_start_token_id": 0},
     "BartForConditionalGeneration": {"dropout": 0.0, "max_position_embeddings": TOKENS},
@@ -82,7 +86,11 @@ def test_reuse_of_equal_blocks_changes_nothing(meta_model, name, fused):
         assert one.backward.matmul_flops == other.backward.matmul_flops
         for samples in (1, 4):
             # a decoder's last block makes the buffer in which the gradient of the encoder's output adds up
-            slack = 2 * 32 * TOKENS * 4 * samples if name in ("T5ForConditionalGeneration", "BartForConditionalGeneration") else 16
+            slack = (
+                2 * 32 * TOKENS * 4 * samples
+                if name in ("T5ForConditionalGeneration", "BartForConditionalGeneration")
+                else 16
+            )
             assert abs(one.saved_bytes(samples) - other.saved_bytes(samples)) <= slack
             assert abs(one.backward.peak_bytes.bytes(samples) - other.backward.peak_bytes.bytes(samples)) <= slack
 
@@ -139,7 +147,9 @@ def test_fused_attention_in_low_precision_keeps_no_square_matrix_and_half_the_by
     found = {}
     for tokens, dtype in ((16, torch.bfloat16), (32, torch.bfloat16), (32, None)):
         options = TraceOptions(compute_dtype=dtype, cuda_kernels=True)
-        found[tokens, dtype] = trace_segments(model, find_units(model), training_batch(model, tokens), options).segments[2]
+        found[tokens, dtype] = trace_segments(
+            model, find_units(model), training_batch(model, tokens), options
+        ).segments[2]
     (short, long, wide) = found.values()
     assert 0 < long.saved_bytes.per_sample == pytest.approx(2 * short.saved_bytes.per_sample, rel=0.1)
     assert long.saved_bytes(4) < 0.65 * wide.saved_bytes(4)
@@ -155,7 +165,9 @@ def test_gradient_checkpointing_keeps_only_block_inputs(real_model):
     checkpointed = next(s for s in segments if s.unit == plain.unit)
     assert checkpointed.saved_bytes(2) == TOKENS * 32 * 4 * 2  # its output
     recomputed = checkpointed.backward.matmul_flops(2) - plain.backward.matmul_flops(2)
-    assert 0.6 < recomputed / plain.forward.matmul_flops(2) <= 1  # torch stops when the last saved tensor is there again
+    assert (
+        0.6 < recomputed / plain.forward.matmul_flops(2) <= 1
+    )  # torch stops when the last saved tensor is there again
 
 
 def test_trace_leaves_model_and_random_states_as_they_are(real_model):
