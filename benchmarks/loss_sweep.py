@@ -235,8 +235,8 @@ def _listed(results: list[Result]) -> str:
     """Return the classes by the ending of their names."""
     groups: dict[str, list[str]] = defaultdict(list)
     for result in results:
-        model, _, head = result.name.partition("For")
-        groups[f"For{head}" if head else "others"].append(model)
+        parts = re.fullmatch(r"(.+?)(For[A-Z]\w*)", result.name)
+        groups[parts[2] if parts else "others"].append(parts[1] if parts else result.name)
     return "\n".join(f"- {head} ({len(names)}): {', '.join(names)}" for head, names in sorted(groups.items())) or "None."
 
 
