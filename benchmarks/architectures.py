@@ -197,20 +197,15 @@ PAGE = """# Models that were tried
 The model classes that were planned and trained. Any `transformers` model whose repeated blocks can be found should work; these do. Each
 class was tried in two ways:
 
-- **With its default configuration**, on paper: described without weights, bf16, {tokens} tokens a sample,
-{samples} samples a device and
+- **With its default configuration**, on paper: described without weights, bf16, {tokens} tokens a sample, {samples} samples a device and
   step, planned for machines of 8 H100 (as many as are needed to hold the model). The limit is half-way between the least possible memory
-  and the memory of plain data parallelism, at most 80 GiB,
-  so that the planner has to mix layouts. `peak of limit` is the estimate, the
+  and the memory of plain data parallelism, at most 80 GiB, so that the planner has to mix layouts. `peak of limit` is the estimate, the
   limit and the number of devices; both include the memory that a device reserves for itself. `plan` says how many units are replicated,
-  kept from forward to backward (ZeRO-2) or freed (ZeRO-3),
-  over how many devices; how many blocks are recomputed (wholly or by operator);
+  kept from forward to backward (ZeRO-2) or freed (ZeRO-3), over how many devices; how many blocks are recomputed (wholly or by operator);
   and micro-batch x accumulation steps.
-- **Tiny**, with real weights and data: two AdamW steps with clipping on two processes, in float64,
-compared with one process, under a plan
+- **Tiny**, with real weights and data: two AdamW steps with clipping on two processes, in float64, compared with one process, under a plan
   that gives neighbouring units different layouts, recomputes some blocks and offloads others to the host.
-  `difference` is the largest absolute difference of any loss, gradient norm,
-  parameter or buffer; the bound is {tolerance:.0e}
+  `difference` is the largest absolute difference of any loss, gradient norm, parameter or buffer; the bound is {tolerance:.0e}
   (`tests/distributed/test_architectures.py`).
 
 Written by `python -m benchmarks.architectures --markdown docs/models.md` (two CPU cores, {versions},
@@ -220,13 +215,11 @@ November 2026).
 
 Special cases:
 
-- Blocks are found automatically, except for ALBERT,
-which runs its one layer repeatedly: `block_classes=("AlbertLayer",)`.
+- Blocks are found automatically, except for ALBERT, which runs its one layer repeatedly: `block_classes=("AlbertLayer",)`.
 - **Tied weights** are one unit with all their owners. Several classes of blocks (encoder and decoder) are planned together. Parameters
   outside of blocks belong to the root. Buffers are replicated, and come from rank 0 at the start.
 - **Batch norm** (ResNet) stays in float32 under bf16 and fp16: batch norms are then units of their own. Each rank normalises by its own
-  samples, as in plain data parallelism,
-  and keeps its own running statistics; rank 0's are saved. Blocks with batch norm are not
+  samples, as in plain data parallelism, and keeps its own running statistics; rank 0's are saved. Blocks with batch norm are not
   recomputed, because their statistics would be updated twice.
 - **Mixture of experts**: every expert is in its block's unit. In float64 the experts run one by one (`experts_implementation="eager"`);
   `grouped_mm`, the default, does not support float64.

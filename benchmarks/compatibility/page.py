@@ -19,25 +19,18 @@ _WIDTH = 136
 _HEAD = """\
 # Compatibility
 
-Which trainings give the same results under a plan as in the stock stack,
-and which are refused. Each row is one small training that runs
-twice on the CPU: with transformers, TRL, sentence-transformers or Accelerate alone, and with this package,
-on two gloo processes, under a
-plan in which neighbouring units have different layouts (replicated, ZeRO-2, ZeRO-3). Loss, gradient norm,
-learning rate and metrics of
+Which trainings give the same results under a plan as in the stock stack, and which are refused. Each row is one small training that runs
+twice on the CPU: with transformers, TRL, sentence-transformers or Accelerate alone, and with this package, on two gloo processes, under a
+plan in which neighbouring units have different layouts (replicated, ZeRO-2, ZeRO-3). Loss, gradient norm, learning rate and metrics of
 every step are compared.
 
-- **equal to stock**: no figure differs by more than float32 rounding (1e-4 of a loss, 1e-3 of a gradient norm,
-                                                                       unless the row says
+- **equal to stock**: no figure differs by more than float32 rounding (1e-4 of a loss, 1e-3 of a gradient norm, unless the row says
   otherwise). Stock is DDP on two processes, unless the row names another run.
-- **refused**: a one-line error on every process, before the first step (or after training,
-                                                                         for saving). The line is quoted below.
+- **refused**: a one-line error on every process, before the first step (or after training, for saving). The line is quoted below.
 - **not applicable**: the stock stack does not run it either; its reason is quoted below.
 
-In two cases stock DDP itself is wrong,
-and one process is the reference: DDP multiplies the loss of models that ignore the number of items
-by the number of processes (`average_tokens_across_devices`; rows of such models switch that off),
-and it does not reduce gradients if an
+In two cases stock DDP itself is wrong, and one process is the reference: DDP multiplies the loss of models that ignore the number of items
+by the number of processes (`average_tokens_across_devices`; rows of such models switch that off), and it does not reduce gradients if an
 evaluation came before training.
 
 If a row differs in silence, crashes or hangs, the command fails. The page is written by
@@ -47,7 +40,7 @@ If a row differs in silence, crashes or hangs, the command fails. The page is wr
 ```
 
 {counts}; {versions}.
-"""
+"""  # noqa: E501
 
 _EVERY_ROW = """\
 ## Every row

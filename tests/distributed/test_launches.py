@@ -22,8 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 from hf_osdp import OptimalShardedDataParallel, OSDPAccelerator
 
 set_seed(0)
-model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=61, n_positions=16, bos_token_id=0,
-                                   eos_token_id=0))
+model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=61, n_positions=16, bos_token_id=0, eos_token_id=0))
 tokens = torch.randint(0, 61, (1, 16)).expand(64, -1)
 losses = []
 if "ACCELERATE_USE_FSDP" in os.environ:
@@ -50,7 +49,7 @@ else:
 told = {"world": torch.distributed.get_world_size(), "hardware": plan.hardware, "first": losses[0], "last": losses[-1]}
 open(f"rank{os.environ['RANK']}.json", "w").write(json.dumps(told))
 torch.distributed.destroy_process_group()
-"""
+"""  # noqa: E501
 SRUN = """#!/bin/bash
 while [[ "$1" == --* ]]; do shift; done
 SLURM_NODEID=1 "$@" & other=$!

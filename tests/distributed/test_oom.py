@@ -103,13 +103,11 @@ class Shortage(TrainerCallback):
 def main():
     set_seed(0)
     model = GPT2LMHeadModel(GPT2Config(
-        n_layer=3, n_embd=64, n_head=2, vocab_size=61, n_positions=32, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0,
-        embd_pdrop=0.0,
+        n_layer=3, n_embd=64, n_head=2, vocab_size=61, n_positions=32, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0,
         attn_pdrop=0.0,
     ))
     args = TrainingArguments(
-        output_dir=OUTPUT, use_cpu=True, per_device_train_batch_size=4, max_steps=8, save_steps=2, logging_steps=1,
-        report_to="none",
+        output_dir=OUTPUT, use_cpu=True, per_device_train_batch_size=4, max_steps=8, save_steps=2, logging_steps=1, report_to="none",
         disable_tqdm=True, learning_rate=1e-2,
     )
     osdp = OSDPConfig(memory_limit="4MiB", hardware="cpu", on_oom=ON_OOM)

@@ -27,28 +27,26 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
 set_seed(0)
-config = GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=61, n_positions=16, resid_pdrop=0, embd_pdrop=0,
-                    attn_pdrop=0,
+config = GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=61, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
                     bos_token_id=0, eos_token_id=0)
 model = GPT2LMHeadModel(config).double()
 rows = torch.randint(0, 61, (32, 12), generator=torch.Generator().manual_seed(3))
 folder, batch = sys.argv[1], int(sys.argv[2])
-"""
+"""  # noqa: E501
 TRAINER = """
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
 class Own(Seq2SeqTrainer):
     pass
 
-args = Seq2SeqTrainingArguments(output_dir=folder, per_device_train_batch_size=batch, max_steps=4, logging_steps=1,
-                                report_to="none",
+args = Seq2SeqTrainingArguments(output_dir=folder, per_device_train_batch_size=batch, max_steps=4, logging_steps=1, report_to="none",
                                 save_strategy="no", disable_tqdm=True, learning_rate=1e-2)
 trainer = Own(model=model, args=args, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
 trainer.train()
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 if trainer.is_world_process_zero():
     json.dump(losses, open(f"{folder}/losses.json", "w"))
-"""
+"""  # noqa: E501
 LOOP = """
 from accelerate import Accelerator
 from helper import optimizer_of
@@ -67,15 +65,14 @@ def main():
         optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach().double(), "mean").item())
     accelerator.wait_for_everyone()
-    accelerator.unwrap_model(trained).save_pretrained(folder, is_main_process=accelerator.is_main_process,
-                                                      save_function=accelerator.save)
+    accelerator.unwrap_model(trained).save_pretrained(folder, is_main_process=accelerator.is_main_process, save_function=accelerator.save)
     accelerator.end_training()
     if accelerator.is_main_process:
         json.dump(losses, open(f"{folder}/losses.json", "w"))
 
 if __name__ == "__main__":
     main()
-"""
+"""  # noqa: E501
 HELPER = "import torch\n\ndef optimizer_of(model):\n    return torch.optim.AdamW(model.parameters(), lr=1e-2)\n"
 
 
