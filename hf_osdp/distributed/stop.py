@@ -43,7 +43,7 @@ class StopSignal:
             if stop.agreed():            # on every rank, after every optimizer step
                 accelerator.save_state("out/checkpoint-last")
                 break
-    stop.exit()                          # if SIGTERM ended the loop: exit with code 143 once the checkpoint is complete
+    stop.exit()                          # after SIGTERM: exit with code 143 once the checkpoint is complete
     ```
 
     The all-reduce of the signal runs during the next step, so that no rank waits for it: all ranks stop one step after
@@ -55,7 +55,7 @@ class StopSignal:
 
     With NCCL, a rank whose peer has died waits on the device and runs no Python, so that the handler would not run
     either. `_Watch` then ends the process, as SIGTERM does without a handler.
-    """  # noqa: E501
+    """
 
     def __init__(self) -> None:
         self.received = False
@@ -89,9 +89,8 @@ class StopSignal:
         self.received = self.stopped = self.is_between_steps = self._ends = False
         if threading.current_thread() is threading.main_thread():
             self._process, before = os.getpid(), signal.signal(signal.SIGTERM, self._note)
-            self._before = (
-                self._before if before == self._note else before
-            )  # our handler stays after SIGTERM has ended a loop
+            if before != self._note:  # our handler stays after SIGTERM has ended a loop
+                self._before = before
             if may_wait_on_device():
                 self._watch = _Watch(lambda: max(_PATIENCE_S, 2 * self._longest_s), lambda: self.is_between_steps)
 
