@@ -8,10 +8,10 @@ from functools import cache, partial
 
 from ..affine import Affine
 from ..decision import Batch, UnitLayout
-from ..description import Activations, GatherSpan, ModelDescription, PhaseCost, Recomputation
+from ..description import Activations, GatherSpan, ModelDescription, PhaseCost
 from ..hardware import Hardware
 from ..job import TrainingJob
-from .units import UnitSeconds, host_of, once_per_shape, unit_seconds
+from .units import UnitSeconds, host_of, once_per_shape, queue_seconds, unit_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,8 @@ def phase_affine(phase: PhaseCost, description: ModelDescription, hardware: Hard
     device = hardware.device
     parts = (
         (phase.matmul_flops, 1 / device.rate(description.compute_dtype)),
+        (phase.attention_flops, 1 / device.attention_rate(description.compute_dtype)),
+        (phase.product_bytes, device.product_traffic / device.memory_bytes_per_s),
         (phase.traffic_bytes, 1 / device.memory_bytes_per_s),
         (phase.operators, 0.0 if hardware.backend.overlaps else device.operator_s),
     )
@@ -77,22 +79,25 @@ def phase_affine(phase: PhaseCost, description: ModelDescription, hardware: Hard
 
 
 def passes(
-    description: ModelDescription, hardware: Hardware, samples: int, activations: Activations = Activations.SAVE
+    description: ModelDescription,
+    hardware: Hardware,
+    samples: int,
+    activations: Activations = Activations.SAVE,
+    queued: Sequence[tuple[float, float]] = (),
 ) -> list[tuple[float, float]]:
     """Return the seconds of each segment's forward and backward in one micro-step, including time in which a GPU waits
     for the CPU.
 
-    All units have the same choice of activations.
+    All units have the same choice of activations. `queued` has the CPU's seconds for each unit beside its operators,
+    which may be below 0 where other work of the device leaves the CPU time.
     """
     work, lacking, issued_s = [], [], 0.0
-    hooked: set[int] = set()
+    left = dict(enumerate(queued))
     for segment in description.segments:
-        costs = segment.under(activations)
-        hooks_s = hardware.device.unit_s if hardware.world_size > 1 and segment.unit not in hooked else 0.0
-        hooked.add(segment.unit)
-        for phase in (costs.forward, costs.backward):
+        costs, queued_s = segment.under(activations), left.pop(segment.unit, (0.0, 0.0))
+        for phase, more_s in zip((costs.forward, costs.backward), queued_s, strict=True):
             work.append(max(0.0, phase_affine(phase, description, hardware)(samples)))
-            issue_s = phase.operators(samples) * hardware.device.operator_s + hooks_s
+            issue_s = phase.operators(samples) * hardware.device.operator_s + more_s
             issued_s += issue_s
             lacking.append(max(0.0, issue_s - work[-1]))
     share = max(0.0, issued_s - sum(work)) / (sum(lacking) or 1.0) if hardware.backend.overlaps else 0.0
@@ -101,7 +106,11 @@ def passes(
 
 
 def unit_work(
-    description: ModelDescription, hardware: Hardware, samples: int, activations: Activations = Activations.SAVE
+    description: ModelDescription,
+    hardware: Hardware,
+    samples: int,
+    activations: Activations = Activations.SAVE,
+    queued: Sequence[tuple[float, float]] = (),
 ) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
     """Return each unit's forward and backward compute in one micro-step, and the compute that its communication can
     overlap.
@@ -112,8 +121,8 @@ def unit_work(
     compute_s = [0.0] * len(description.units)
     calls: list[list[Windows]] = [[] for _ in description.units]
     before, overlaps = 0.0, hardware.backend.overlaps
-    own = passes(description, hardware, samples, activations)
-    plain = passes(description, hardware, samples) if activations.recomputes else own
+    own = passes(description, hardware, samples, activations, queued)
+    plain = passes(description, hardware, samples, queued=queued) if activations.recomputes else own
     for segment, (forward, backward), (saved, _) in zip(description.segments, own, plain, strict=True):
         compute_s[segment.unit] += forward + backward
         if description.units[segment.unit].span is not GatherSpan.STEP:
@@ -159,21 +168,45 @@ class UnitTimer:
     """Time of each unit of a description in an optimizer step, which does not depend on the layouts of other units."""
 
     def __init__(self, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> None:
-        self._description, self._hardware, self._batch = description, hardware, batch
+        self._description, self._hardware, self._job, self._batch = description, hardware, job, batch
         self.terms = once_per_shape(description.units, partial(unit_seconds, hardware=hardware, job=job))
         self.trips = cache(partial(host_trips, description, hardware, batch.micro_batch_size))
         """`host_trips` by choice of activations."""
-        self.work = cache(self._work)
+        self._known: dict[object, tuple[tuple[float, ...], tuple[Windows, ...]]] = {}
 
-    def _work(self, way: Recomputation | None) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
-        """Return `unit_work` of a way to recompute."""
-        return unit_work(
-            self._description, self._hardware, self._batch.micro_batch_size, Activations(recomputation=way)
-        )
+    def work(self, layout: UnitLayout) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
+        """Return `unit_work` as if all units were recomputed, freed and reduced by this layout; those that are gathered
+        for the whole step are never freed.
+        """
+        way = layout.activations.recomputation
+        key = (way, layout.reshard_after_forward, layout.reduce_every_micro_step, layout.on_host)
+        if key not in self._known:
+            queued = [self._queued(index, layout) for index in range(len(self._description.units))]
+            self._known[key] = unit_work(
+                self._description,
+                self._hardware,
+                self._batch.micro_batch_size,
+                Activations(recomputation=way),
+                queued,
+            )
+        return self._known[key]
+
+    def _queued(self, index: int, layout: UnitLayout) -> tuple[float, float]:
+        """Return `queue_seconds` of a unit, less the time in which the device copies: the CPU goes on meanwhile."""
+        unit = self._description.units[index]
+        if unit.span is GatherSpan.STEP:
+            layout = replace(layout, reshard_after_forward=False)
+        forward, backward = queue_seconds(unit, layout, self._hardware, self._job, self._batch)
+        if not forward + backward:
+            return 0.0, 0.0
+        terms = self.terms(index, layout)
+        return forward - terms.copy_forward, backward - terms.copy_backward
 
     def __call__(self, index: int, layout: UnitLayout) -> UnitTime:
         """Return the seconds of a unit under a layout."""
-        compute_s, windows = self.work(layout.activations.recomputation)
+        # units that are kept for the whole step count as if the blocks were freed
+        whole_step = self._description.units[index].span is GatherSpan.STEP
+        compute_s, windows = self.work(replace(layout, reshard_after_forward=True) if whole_step else layout)
         trip = self.trips(layout.activations)[index]
         return unit_time(self.terms(index, layout), layout, windows[index], compute_s[index], self._batch, trip)
 
