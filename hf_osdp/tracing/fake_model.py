@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..modeling.build import disable_cache
 from ..modeling.units import unwrapped
 from ..modeling.wrapping import batch_norm_parameters
 from ..planner.description import GatherSpan, UnitDescription
@@ -52,6 +53,7 @@ def fake_copy(
     for buffer in model.buffers():
         memo[id(buffer)] = fake_like(buffer, mode)
     fakes = copy.deepcopy(model, memo).train()
+    disable_cache(fakes)
     for module in fakes.modules():
         hooked: tuple[dict[Any, Any], ...] = (module.__dict__, module._forward_pre_hooks, module._forward_hooks)
         for functions in hooked:

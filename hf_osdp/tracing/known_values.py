@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..modeling.batch import plain_batch
-from .tensors import DEVICE, call_operator, fake_like, is_dtensor, tensors_in
+from .python_values import python_values
+from .tensors import DEVICE, call_operator, fake_like, is_dtensor, tensors_in, without_stacks
 
 aten = torch.ops.aten
 
@@ -62,6 +64,17 @@ class KnownValues(TorchDispatchMode):
         """
         self._fakes = WeakIdKeyDictionary()
         """Fake tensors of the real tensors that operators received."""
+        self._python = ExitStack()
+
+    def __enter__(self) -> KnownValues:
+        self._python.enter_context(python_values(self.value))
+        self._python.enter_context(without_stacks())
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._python.close()
 
     def store(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """Store a tensor's values, unless it is too large; its views share them."""
@@ -156,7 +169,7 @@ class KnownValues(TorchDispatchMode):
             return (
                 _FALLBACKS[packet](self, *args, **kwargs)
                 if real is _UNKNOWN
-                else tree_map_only(torch.Tensor, self._to_fake, real)
+                else tree_map_only(torch.Tensor, self.fake_of, real)
             )
         indexed = args
         if packet in _INDEXING:
@@ -198,7 +211,8 @@ class KnownValues(TorchDispatchMode):
             ):  # for example token ids of another vocabulary, which are harmless in a trace
                 return _UNKNOWN
 
-    def _to_fake(self, real: torch.Tensor) -> torch.Tensor:
+    def fake_of(self, real: torch.Tensor) -> torch.Tensor:
+        """Return a fake tensor with known values."""
         fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=DEVICE)
         self.store(fake, real)
         return fake
@@ -258,6 +272,15 @@ def _scalar(known: KnownValues, tensor: torch.Tensor) -> bool | int | float:
     return False if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
 
 
+def _nonzero(known: KnownValues, tensor: torch.Tensor) -> torch.Tensor:
+    """Return every position, with its values if they are few: code looks for experts by them."""
+    if tensor.numel() > _MAX_KNOWN_FLOATS:
+        return _empty(tensor.numel(), tensor.dim())
+    with _disable_current_modes():
+        positions = torch.ones(tensor.shape, dtype=torch.bool).nonzero()
+    return known.fake_of(positions)
+
+
 def _unique(known: KnownValues, tensor: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, ...]:
     """Return every element as unique, with the inverse and the counts."""
     return tensor.new_empty(tensor.numel()), _empty(*tensor.shape), _empty(tensor.numel())
@@ -295,7 +318,7 @@ def _ctc_loss(
 _FALLBACKS: dict[object, Callable[..., object]] = {
     aten._local_scalar_dense: _scalar,
     aten.equal: lambda known, tensor, other: False,
-    aten.nonzero: lambda known, tensor: _empty(tensor.numel(), tensor.dim()),
+    aten.nonzero: _nonzero,
     aten.masked_select: lambda known, tensor, mask: tensor.new_empty(
         known.count(mask, torch.broadcast_shapes(tensor.shape, mask.shape))
     ),
