@@ -17,7 +17,7 @@ from ..errors import CheckpointingError, DescriptionError
 from ..modeling.batch import Inputs, Loss, check_sequence_length, plain_batch
 from ..modeling.build import build_on_meta, is_checkpointed
 from ..modeling.split_candidates import split_copy
-from ..modeling.units import class_of, embedding_and_head, find_units, modules_by_name
+from ..modeling.units import class_of, embedding_and_head, find_units, large_tables, modules_by_name
 from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine
 from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription
@@ -182,8 +182,10 @@ class _Describer:
         asked = self._options.block_classes
         if asked is not None:
             return tuple(name for name in dict.fromkeys(asked) if name in found)
-        embeddings = {class_of(module).__name__ for module in embedding_and_head(self._model) if module is not None}
-        return tuple(name for name in found if name not in embeddings)
+        outside = [module for module in embedding_and_head(self._model) if module is not None]
+        outside += [self._modules[name] for name in large_tables(self._model)]
+        classes = {class_of(module).__name__ for module in outside}
+        return tuple(name for name in found if name not in classes)
 
     def _main_dtype(self) -> DType:
         """Return the dtype that most parameter elements have."""

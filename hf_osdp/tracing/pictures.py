@@ -15,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import DescriptionError
-from ..modeling.batch import training_batch, without_adapters, without_packing
+from ..modeling.batch import inner_configs, training_batch, without_adapters, without_packing
 from .fake_model import fake_copy
 from .known_values import KnownValues
 
@@ -145,7 +145,7 @@ class _Vision:
     @classmethod
     def of(cls, config: Any, most: int | None) -> _Vision | None:  # noqa: ANN401
         """Read the sizes from the vision tower's configuration, under whatever name it has; `most` limits them."""
-        found, patch = next(((inner, size) for inner in _configs(config) if (size := _patch(inner))), (None, 0))
+        found, patch = next(((inner, size) for inner in inner_configs(config) if (size := _patch(inner))), (None, 0))
         if found is None:
             return None
         merge = getattr(found, "spatial_merge_size", None) or 1
@@ -156,14 +156,6 @@ class _Vision:
         rounded = (max(height // whole, 1) * whole, max(width // whole, 1) * whole)
         channels = getattr(found, "num_channels", None) or getattr(found, "in_channels", None) or 3
         return cls(config=found, size=rounded, channels=channels, patch=patch)
-
-
-def _configs(config: Any) -> Iterator[Any]:  # noqa: ANN401
-    """Yield the configurations inside, those of vision first."""
-    inner = {name: value for name, value in vars(config).items() if hasattr(value, "to_dict")}
-    for name in sorted(inner, key=lambda name: not any(word in name for word in ("vision", "visual", "image", "vit"))):
-        yield inner[name]
-        yield from _configs(inner[name])
 
 
 def _patch(config: Any) -> int | None:  # noqa: ANN401
@@ -246,7 +238,8 @@ def _rows_of_features(model: nn.Module, pixels: Mapping[str, Any]) -> int:
                 features = owner.get_image_features(**given)
         except Exception:  # a model can raise any exception for pictures of another form
             return 0
-        features = getattr(features, "pooler_output", features)
+        pooled = getattr(features, "pooler_output", None)
+        features = pooled if pooled is not None else getattr(features, "last_hidden_state", features)
         if isinstance(features, tuple) and features and not isinstance(features[0], torch.Tensor):
             features = features[0]
         parts = [features] if isinstance(features, torch.Tensor) else features
