@@ -202,15 +202,11 @@ def batch_with_loss(model: PreTrainedModel, count: int, *, samples_alone: bool =
     With `samples_alone`, the first dimension of each value is that of samples, which the patches of several pictures
     need not have.
     """
-    made, problems = torch.Generator().manual_seed(2), []
-    for inputs in _possible_inputs(model, made, count):
-        if samples_alone and any(isinstance(v, torch.Tensor) and len(v) != count for v in inputs.values()):
-            continue
-        for labels in _possible_labels(model, inputs.pop("labels", None), made, count):
-            batch = {**inputs, "labels": labels}
+    problems: list[str] = []
+    with InDouble():
+        for batch in _possible_batches(model, count, samples_alone):
             try:
-                with InDouble():
-                    loss = model.train()(**part_of(batch, 0, 2)).loss
+                loss = model.train()(**part_of(batch, 0, 2)).loss
             except TimeoutError:
                 raise
             except Exception as error:  # a model can raise any exception
@@ -226,6 +222,15 @@ def batch_with_loss(model: PreTrainedModel, count: int, *, samples_alone: bool =
                 return batch
             problems.append("no loss")
     raise ValueError(problems[0] if problems else "no labels")
+
+
+def _possible_batches(model: PreTrainedModel, count: int, samples_alone: bool) -> Iterator[dict[str, Any]]:
+    made = torch.Generator().manual_seed(2)
+    for inputs in _possible_inputs(model, made, count):
+        if samples_alone and any(isinstance(v, torch.Tensor) and len(v) != count for v in inputs.values()):
+            continue
+        for labels in _possible_labels(model, inputs.pop("labels", None), made, count):
+            yield {**inputs, "labels": labels}
 
 
 def part_of(batch: Mapping[str, Any], part: int, parts: int) -> dict[str, Any]:
@@ -335,6 +340,16 @@ def _possible_labels(model: Any, usual: torch.Tensor | None, made: torch.Generat
 
 class InDouble(TorchFunctionMode):
     """Compute in float64 where models change to float32, as most losses do, so that sums of other sizes agree."""
+
+    def __enter__(self) -> InDouble:
+        self.__dict__.setdefault("before", []).append(torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        torch.set_default_dtype(self.before.pop())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         if func is torch.Tensor.float:

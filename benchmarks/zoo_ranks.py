@@ -154,6 +154,8 @@ def _reference(model: nn.Module, batches: Mapping[str, Any]) -> Trained | str:
         return line_of(error)
     if not all(map(math.isfinite, (*runs[0].losses, *runs[0].norms))):
         return "losses or gradients are not finite"
+    if not all(runs[0].norms):
+        return "gradients are zero"
     return runs[0] if max(runs[0].worst_error(runs[1]).values()) == 0 else "results differ from run to run"
 
 

@@ -29,6 +29,8 @@ _TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
         ),
     ),
 }
+_LEAST = {"images": 0}
+"""Least values of whole numbers, if they are not 1."""
 _IGNORED_WITH_PLAN = (
     "strategy", "operator_splitting", "on_oom", "recalibrate", "hardware", "profile", "nodes", "memory_margin",
     "recompute", "host_offload", "offload_optimizer", "offload_activations", "split_vocabulary", "compile",
@@ -170,9 +172,9 @@ class OSDPConfig:
             ):
                 problem = f"must be true or false{', or auto' if name == 'compile' else ''}"
             elif field.type == "int | None" and (
-                isinstance(value, bool) or not isinstance(value, int) or value < (least := int(name != "images"))
+                isinstance(value, bool) or not isinstance(value, int) or value < _LEAST.get(name, 1)
             ):
-                problem = f"must be a whole number of at least {least}, or left out"
+                problem = f"must be a whole number of at least {_LEAST.get(name, 1)}, or left out"
             elif name in _TYPES and not isinstance(value, _TYPES[name][0]):
                 problem = f"is of type {type(value).__name__}; use {_TYPES[name][1]}"
             if problem is not None:

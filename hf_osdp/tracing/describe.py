@@ -217,6 +217,8 @@ class _Describer:
         except CheckpointingError:
             raise
         except Exception as error:  # under fake tensors a model can raise any exception
+            if self._labels_left_out(error):
+                return self._traced()
             if not split.is_none:
                 raise DescriptionError(
                     f"{self._name} split into {split.describe()} does not run: {error}. Leave it whole."
@@ -233,6 +235,22 @@ class _Describer:
             capability = self._options.capability or capability_here() or ASSUMED_CAPABILITY
             _log.warning(math_kernel_warning(trace.kernels[Kernel.MATH], capability))
         return trace
+
+    def _labels_left_out(self, error: Exception) -> bool:
+        """Leave out labels that are mappings, such as the boxes of detection: their losses match boxes by value.
+        Return whether there were any.
+        """
+        inputs = self._inputs
+        labels = inputs(1).get("labels")
+        if not (isinstance(labels, (list, tuple)) and labels and isinstance(labels[0], Mapping)):
+            return False
+        self._inputs = lambda samples: {name: value for name, value in inputs(samples).items() if name != "labels"}
+        self._options = replace(self._options, loss=None)
+        _log.warning(
+            "The loss of %s depends on values that a trace does not have (%s): the estimate has the model's work, and"
+            " that of its outputs' means in place of the loss.", self._name, _reason(error),
+        )  # fmt: skip
+        return True
 
     def _warn_of_idle_units(self, trace: Trace) -> None:
         """Log the units that would train, but did not run: nothing of them is in the estimate but their states."""

@@ -38,7 +38,9 @@ _LIKE_FIRST = frozenset(
 _UNINITIALISED = frozenset(
     {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided}
 )
-"""Operators that allocate uninitialised memory."""
+"""Operators that allocate uninitialised memory; integers in it count as zeros, which a model overwrites before it
+reads them.
+"""
 _INDEXING = frozenset(
     {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten._unsafe_index_put}
 )
@@ -194,15 +196,16 @@ class KnownValues(TorchDispatchMode):
 
     def _computed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Return the operator's result for known values, else `_UNKNOWN`."""
-        if torch.Tag.nondeterministic_seeded in func.tags or func._overloadpacket in _UNINITIALISED:
+        if torch.Tag.nondeterministic_seeded in func.tags:
             return _UNKNOWN
         with _disable_current_modes(), torch.no_grad():
-            if func._overloadpacket in _LIKE_FIRST:  # its values do not matter
+            if func._overloadpacket in _LIKE_FIRST | _UNINITIALISED and args and isinstance(args[0], torch.Tensor):
+                # its values do not matter
                 args = (torch.zeros((), dtype=args[0].dtype).expand(args[0].shape), *args[1:])
             if any(self.value(tensor) is None for tensor in tensors_in((args, kwargs))):
                 return _UNKNOWN
             try:
-                return func(
+                result = func(
                     *tree_map_only(torch.Tensor, self.value, args), **tree_map_only(torch.Tensor, self.value, kwargs)
                 )
             except (
@@ -210,6 +213,9 @@ class KnownValues(TorchDispatchMode):
                 IndexError,
             ):  # for example token ids of another vocabulary, which are harmless in a trace
                 return _UNKNOWN
+            if func._overloadpacket in _UNINITIALISED:
+                return _UNKNOWN if result.is_floating_point() or result.is_complex() else result.zero_()
+            return result
 
     def fake_of(self, real: torch.Tensor) -> torch.Tensor:
         """Return a fake tensor with known values."""
@@ -244,7 +250,9 @@ class KnownValues(TorchDispatchMode):
 def is_known(func: OpOverload, result: object) -> bool:
     """Return whether an operator's result would be known if its arguments were."""
     packet = func._overloadpacket
-    is_small = not func.is_view and packet not in _UNINITIALISED and all(map(_is_small, tensors_in(result)))
+    made = list(tensors_in(result))
+    is_empty = packet in _UNINITIALISED and any(each.is_floating_point() or each.is_complex() for each in made)
+    is_small = not func.is_view and not is_empty and all(map(_is_small, made))
     return is_small or packet in _FALLBACKS or packet in _INDEXING
 
 
