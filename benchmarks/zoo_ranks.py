@@ -204,7 +204,7 @@ def _on_paper(row: Row) -> Row:
             description = _described(model)
     except Exception as error:  # a model can raise any exception
         return replace(row, described=line_of(error))
-    row = replace(row, described=description.trace)
+    row = replace(row, described=f"{description.trace}; in {description.compute_dtype.value}")
     try:
         with limited(SECONDS):
             return replace(row, planned=_planned(description))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -225,6 +226,12 @@ class _Describer:
                 ) from error
             if isinstance(error, DescriptionError):
                 raise
+            if self._options.cast_dtype is not None and (others := _other_dtypes(error, self._dtype)):
+                raise DescriptionError(
+                    f"{self._name} computes in {others} inside a block{_where(error)}, whose weights FSDP2 gathers in"
+                    f" {self._dtype.value} ({_reason(error)}). Train it without mixed precision, or in one process,"
+                    " which computes under autocast."
+                ) from error
             raise DescriptionError(
                 f"{self._name} cannot be traced on fake tensors{_where(error)}: {_reason(error)}. Pass inputs that"
                 " its forward accepts; a custom operator needs a fake kernel (PyTorch's register_fake)."
@@ -422,6 +429,14 @@ class _Describer:
 
 def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".rstrip(".: ")
+
+
+def _other_dtypes(error: Exception, dtype: DType) -> str:
+    """Return the floating-point dtypes, other than `dtype`, in an error that names both; empty for other errors."""
+    names = {"float": "float32", "Float": "float32", "half": "float16", "Half": "float16", "BFloat16": "bfloat16"}
+    words = re.findall(r"\b(?:float(?:16|32|64)?|Float|[hH]alf|BFloat16|bfloat16|double|Double)\b", str(error))
+    found = {names.get(word, word) for word in words}
+    return " and ".join(sorted(found - {dtype.value})) if dtype.value in found else ""
 
 
 def _where(error: Exception) -> str:

@@ -176,6 +176,8 @@ class KnownValues(TorchDispatchMode):
         indexed = args
         if packet in _INDEXING:
             indexed = (args[0], [position for index in args[1] for position in self._positions(index)], *args[2:])
+        if packet is aten.split_with_sizes:
+            indexed = (args[0], _sizes_that_fit(args[0], args[1], *args[2:], **kwargs), *args[2:])
         result = call_operator(func, indexed, kwargs)
         self._propagate(func, args, kwargs, result)
         return result
@@ -281,12 +283,20 @@ def _scalar(known: KnownValues, tensor: torch.Tensor) -> bool | int | float:
 
 
 def _nonzero(known: KnownValues, tensor: torch.Tensor) -> torch.Tensor:
-    """Return every position, with its values if they are few: code looks for experts by them."""
+    """Return as many positions as elements, all 0 if they are few: that is an expert that exists."""
     if tensor.numel() > _MAX_KNOWN_FLOATS:
         return _empty(tensor.numel(), tensor.dim())
     with _disable_current_modes():
-        positions = torch.ones(tensor.shape, dtype=torch.bool).nonzero()
+        positions = torch.zeros(tensor.numel(), tensor.dim(), dtype=torch.int64)
     return known.fake_of(positions)
+
+
+def _sizes_that_fit(tensor: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> Sequence[int]:
+    """Return the sizes of parts, equal ones in place of unknown ones, which are all 1: tokens of each expert."""
+    total, parts = tensor.shape[dim], len(sizes)
+    if sum(sizes) == total or set(sizes) != {1}:
+        return sizes
+    return [total // parts + (part < total % parts) for part in range(parts)]
 
 
 def _unique(known: KnownValues, tensor: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, ...]:
