@@ -135,16 +135,9 @@ def _completed(config: Any) -> None:
             if hasattr(each, name) and not hasattr(config, name):
                 setattr(config, name, getattr(each, name))
     values = vars(config)
+    _complete_vision(config, values)
     if values.get("vocab_size", 0) is None:
         config.vocab_size = VOCABULARY
-    if values.get("window_size") and values.get("spatial_merge_size"):
-        config.window_size = config.patch_size * config.spatial_merge_size
-    if values.get("pixel_shuffle_ratio") and "projector_input_dim" in values:
-        config.intermediate_size = int(config.hidden_size / config.pixel_shuffle_ratio**2)
-        config.projector_input_dim = config.projector_output_dim = config.vision_output_dim = config.hidden_size
-    for name in ("vision_feature_layer", "vision_feature_layers"):
-        if isinstance(values.get(name), (list, tuple)):
-            setattr(config, name, [-2, -1])
     if values.get("pad_token_id") is None:
         config.pad_token_id = 0
     if not hasattr(config, "image_size"):
@@ -156,6 +149,18 @@ def _completed(config: Any) -> None:
     config._experts_implementation = "eager"
     if isinstance(values.get("hidden_size"), int) and isinstance(values.get("num_attention_heads"), int):
         _complete_heads(config, values)
+
+
+def _complete_vision(config: Any, values: dict[str, Any]) -> None:
+    """Derive sizes of vision towers, and the layers of which their features are, from the small sizes."""
+    if values.get("window_size") and values.get("spatial_merge_size"):
+        config.window_size = config.patch_size * config.spatial_merge_size
+    if values.get("pixel_shuffle_ratio") and "projector_input_dim" in values:
+        config.intermediate_size = int(config.hidden_size / config.pixel_shuffle_ratio**2)
+        config.projector_input_dim = config.projector_output_dim = config.vision_output_dim = config.hidden_size
+    for name in ("vision_feature_layer", "vision_feature_layers"):
+        if isinstance(values.get(name), (list, tuple)):
+            setattr(config, name, [-2, -1])
 
 
 def _complete_heads(config: Any, values: dict[str, Any]) -> None:

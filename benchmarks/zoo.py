@@ -19,17 +19,34 @@ same file goes on, in the order of a hash of the names, so that a part is a fair
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
+import re
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from benchmarks.loss_sweep import shuffled
-from benchmarks.zoo_ranks import SECONDS, UNEQUAL, Row, append, line_of, try_all
+from benchmarks.zoo_ranks import (
+    EQUAL,
+    NOT_MADE,
+    OUTCOMES,
+    PLANNED,
+    REFUSED,
+    SECONDS,
+    STOCK,
+    TOLERANCE,
+    UNEQUAL,
+    Row,
+    append,
+    line_of,
+    try_all,
+)  # fmt: skip
+from hf_osdp.report.content import package_versions
 from tests.helpers.distributed import RankFailure, run_ranks
 
 TASKS = {
@@ -66,11 +83,70 @@ def read(files: Sequence[Path]) -> list[Row]:
     return sorted(rows.values(), key=lambda row: (list(TASKS).index(row.task), row.model_type, row.name))
 
 
+def write(rows: Sequence[Row], table: Path | None, page: Path | None) -> None:
+    """Write the table of all rows, and the page with the summary."""
+    if table is not None:
+        with table.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow([*(field.name for field in fields(Row)), "outcome"])
+            writer.writerows([*asdict(row).values(), row.outcome] for row in rows)
+    if page is not None:
+        page.write_text(markdown(rows), encoding="utf-8")
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return the page of the documentation."""
+    by_task = {task: Counter(row.outcome for row in rows if row.task == task) for task in TASKS}
+    by_task["all"] = Counter(row.outcome for row in rows)
+    lines = [("task", *OUTCOMES), ("---", *["---:"] * len(OUTCOMES))]
+    lines += [(task, *(str(found[outcome] or "") for outcome in OUTCOMES)) for task, found in by_task.items() if found]
+    versions = package_versions()
+    listed = {outcome: [row for row in rows if row.outcome == outcome] for outcome in OUTCOMES}
+    return PAGE.format(
+        table="\n".join(f"| {' | '.join(line)} |" for line in lines),
+        tried=len(rows), all=len(types()), described=sum(row.is_described for row in rows),
+        worst=f"{max((row.difference for row in listed[EQUAL] if row.difference), default=0.0):.0e}",
+        tolerance=f"{TOLERANCE:.0e}",
+        unequal=_named(listed[UNEQUAL]), refused=_named(listed[REFUSED]), untrained=_named(listed[PLANNED]),
+        made=_counted(listed[NOT_MADE]), stock=_counted(listed[STOCK]),
+        versions=", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "accelerate")),
+    )  # fmt: skip
+
+
+def _named(rows: Sequence[Row]) -> str:
+    return "\n".join(f"- {row.name}: {_short(row.reason or row.described)}" for row in rows) or "None."
+
+
+_KINDS = {
+    r"ImportError": "needs a library that is not installed (timm, natten)",
+    r"parameters with small": "large even with small sizes",
+    r"no loss|attribute 'loss'|no labels": "no loss with any of the labels tried",
+    r"differ from run to run": "stock results differ from run to run",
+    r"not finite|are zero": "losses or gradients are not finite, or zero",
+    r"no batch": "no batch of the rule suits the class",
+    r"longer than": f"longer than {SECONDS} s",
+}
+"""Patterns of reasons → kinds, the first that is found counts."""
+
+
+def _counted(rows: Sequence[Row]) -> str:
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        text = f"{row.stock} {row.reason}"
+        kind = next((kind for pattern, kind in _KINDS.items() if re.search(pattern, text)), "other sizes do not fit")
+        kinds[kind].append(row.name)
+    return "\n".join(f"- {kind} ({len(names)}): {', '.join(names)}" for kind, names in kinds.items()) or "None."
+
+
+def _short(reason: str) -> str:
+    return re.sub(r"[<>|*_`]", " ", reason)[:120].strip()
+
+
 def run(rows: Sequence[Row], out: Path, seconds: float) -> None:
     """Try models on two ranks; where the ranks fail, the model that they were at is reported, and new ones go on."""
     end, left = time.monotonic() + seconds, list(rows)
     while left and time.monotonic() < end:
-        part, before = left[:10], {row.name for row in read([out])}
+        part, before = left[:20], {row.name for row in read([out])}
         problem = ""
         try:
             run_ranks(try_all, 2, part, str(out), timeout_s=60 + 3 * SECONDS * len(part))
@@ -112,6 +188,60 @@ def main(arguments: list[str] | None = None) -> int:
     print(dict(Counter(row.outcome for row in rows)))
     return int(any(row.outcome == UNEQUAL for row in rows))
 
+
+PAGE = """# Models that were tried
+
+Every model type that transformers' Auto classes know for language, pictures with text, classification, detection, segmentation, speech and
+audio, with a small configuration made by a rule for the names of its fields. {tried} of {all} classes were tried, in the order of a hash of
+their names; {described} were described. [zoo.csv](data/zoo.csv) has every row: how the stock steps went, how costs were found, the plan,
+and the largest difference.
+
+| outcome | what it means |
+| --- | --- |
+| trained equal | two AdamW steps with clipping on two processes, in float64, under a plan that gives neighbouring units different layouts, recomputes some blocks and keeps others on the host: losses, gradient norms, parameters and buffers differ from one process by at most {tolerance} (the largest: {worst}) |
+| trained unequal | they differ by more |
+| planned, not trained | described and planned, but the comparison failed; listed below |
+| refused | the stock steps run, and hf_osdp refuses the model; listed below |
+| stock fails | the stock steps fail, or no batch was found; most of these were described and planned |
+| not shrunk | the rule makes no small model |
+
+{table}
+
+Written by `python -m benchmarks.zoo --csv docs/data/zoo.csv --markdown docs/models.md FILE` from the results of
+`python -m benchmarks.zoo --out FILE` (two CPU cores, {versions}, 26 November 2026). Descriptions are made in bf16 as on
+CUDA, with the batch that hf_osdp makes of the configuration, pictures included; plans are for two H100 under a limit half-way between the
+least possible memory and data parallelism's. A sample of 20 classes runs in the tests (`tests/distributed/test_zoo.py`).
+
+## Trained unequal
+{unequal}
+
+## Refused
+{refused}
+
+## Planned, not trained
+{untrained}
+
+## Stock fails
+{stock}
+
+## Not shrunk
+{made}
+
+## Special cases
+
+- Blocks are found automatically, except for ALBERT, which runs its one layer repeatedly: `block_classes=("AlbertLayer",)`.
+- **Tied weights** are one unit with all their owners. Several classes of blocks (encoder and decoder) are planned together. Parameters
+  outside of blocks belong to the root, except for modules with 2 % of the model's parameters, which are units. Buffers are replicated, and
+  come from rank 0 at the start.
+- **Batch norm** (ResNet) stays in float32 under bf16 and fp16: batch norms are then units of their own, and frozen ones return their input's
+  dtype. Each rank normalises by its own samples, as in plain data parallelism, and keeps its own running statistics; rank 0's are saved.
+  Blocks with batch norm are not recomputed, because their statistics would be updated twice.
+- **Mixture of experts**: every expert is in its block's unit. In float64 the experts run one by one (`experts_implementation="eager"`);
+  `grouped_mm`, the default, does not support float64.
+- Norms and losses that compute in float32 whatever the dtype of the parameters compute in float64 in this comparison, or their sums would
+  depend on their order in the 8th digit.
+- **Detection** is described without its labels, because losses match boxes by their values.
+"""  # noqa: E501
 
 if __name__ == "__main__":
     sys.exit(main())
