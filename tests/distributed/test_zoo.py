@@ -15,7 +15,8 @@ from tests.helpers.distributed import run_ranks
 DAILY = ("Qwen3VLForConditionalGeneration", "DetrForObjectDetection")
 """What the other tests of architectures do not have: pictures, positions on several axes, boxes."""
 SAMPLE = (
-    *DAILY, "Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration", "InternVLForConditionalGeneration",
+    *DAILY, "Gemma3ForConditionalGeneration", "LlavaForConditionalGeneration", "Qwen2VLForConditionalGeneration",
+    "InternVLForConditionalGeneration",
     "Idefics3ForConditionalGeneration", "PaliGemmaForConditionalGeneration", "Mistral3ForConditionalGeneration",
     "Llama4ForConditionalGeneration", "DeformableDetrForObjectDetection", "RTDetrV2ForObjectDetection",
     "SegformerForSemanticSegmentation", "CLIPForImageClassification", "SiglipForImageClassification",
