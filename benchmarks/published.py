@@ -30,6 +30,7 @@ sys.path.insert(0, str(ROOT))  # Python adds only the script's own folder
 
 from benchmarks.published_parts.choice import choice_table  # noqa: E402
 from benchmarks.published_parts.memory import memory_table  # noqa: E402
+from benchmarks.published_parts.own import own_table  # noqa: E402
 from benchmarks.published_parts.rows import FOLDER, Row, read_rows  # noqa: E402
 from benchmarks.published_parts.runs import Run, hardware_of  # noqa: E402
 
@@ -153,7 +154,7 @@ def main() -> int:
     parts = [
         "## Rows", row_table(results), "## Not estimated", left_out_table(rows), "## Memory", memory_table(
             [result.run for result in results]
-        ), "## Devices", devices,
+        ), "## This project's H100", own_table(), "## Devices", devices,
     ]  # fmt: skip
     parts += ["## Fit", fit_table(results)] if options.fit else []
     parts += ["## Choice", choice_table()] if options.choice else []

@@ -29,18 +29,14 @@ def memory_table(runs: Sequence[Run]) -> str:
         refused += not fits
         if fits and not row["peak_memory_gib"]:
             continue
-        published = (
-            f"{float(row['peak_memory_gib']):.1f} GiB, {row['memory_kind'] or 'reserved'}"
-            if row["peak_memory_gib"]
-            else "-"
-        )
+        published = f"{row['peak_memory_gib']} GiB, {row['memory_kind'] or 'reserved'}"
         without = peak + hardware.outside_bytes(run.plan.communicators)
         verdict = "yes" if fits else f"no: {format_bytes(needed - device.memory_bytes)} over"
         if not fits and without <= device.memory_bytes:
             verdict += f", {format_bytes(device.memory_bytes - without)} free without the margin"
         lines.append(
             f"| {row.label} | {format_bytes(device.memory_bytes)} | {format_bytes(needed)} | {format_bytes(peak)} |"
-            f" {published} | {_own_loss(run, peak)} | {verdict} |"
+            f" {published if row['peak_memory_gib'] else '-'} | {_own_loss(run, peak)} | {verdict} |"
         )
     return "\n".join([*lines, "", f"{len(runs) - refused} of {len(runs)} runs are feasible."])
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import library, nn
 
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.cost.evaluate import PlanEstimate, estimate_plan
@@ -110,8 +110,8 @@ def hardware_of(row: Row, *, data_sheet: bool = False) -> Hardware:
 def precision_of(row: Row) -> Precision:
     """Return the dtypes of gathered parameters and reduced gradients, or autocast."""
     text = row["precision"]
-    if text == "bf16-true" or (text == "bf16" and row["lora_rank"]):
-        return Precision()
+    if text == "bf16-true" or (text == "bf16" and (row["lora_rank"] or "torchtune" in row["source"])):
+        return Precision()  # weights in bf16
     if text in ("fp16 (amp)", "bf16 autocast, fp32 params"):
         return Precision(compute=DType.FLOAT16 if "fp16" in text else DType.BFLOAT16, autocast=True)
     if text.startswith("fp16"):
@@ -201,7 +201,8 @@ def config_of(row: Row) -> Any:
         )  # fmt: skip
     return transformers.LlamaConfig(
         num_hidden_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=vocabulary,
-        num_key_value_heads=row.count("kv_heads", heads), intermediate_size=row.count("ffn", 0) or _WIDTHS[row["model"]],
+        num_key_value_heads=row.count("kv_heads", heads),
+        intermediate_size=row.count("ffn", 0) or _WIDTHS[row["model"]],
         max_position_embeddings=length, tie_word_embeddings="3.2" in row["model"],
         architectures=["LlamaForCausalLM"], **attention,
     )  # fmt: skip
@@ -210,25 +211,37 @@ def config_of(row: Row) -> Any:
 _WIDTHS = {"llama-3.1-8b": 14336, "llama-3-8b": 14336, "llama-2-13b": 13824}
 
 
+library.define("published::loss", "(Tensor logits, Tensor labels) -> (Tensor loss, Tensor sums)")
+library.define("published::loss_backward", "(Tensor grad, Tensor logits, Tensor sums, Tensor labels) -> Tensor")
+
+
+@library.register_fake("published::loss")
+def _loss(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return logits.new_empty((), dtype=torch.float32), logits.new_empty(logits.shape[0], dtype=torch.float32)
+
+
+@library.register_fake("published::loss_backward")
+def _loss_backward(grad: object, logits: torch.Tensor, sums: object, labels: object) -> torch.Tensor:
+    return torch.empty_like(logits)
+
+
 class _FusedCrossEntropy(torch.autograd.Function):
-    """Cross entropy of logits in their own dtype without further copies of them, as fused kernels compute it."""
+    """Cross entropy of logits in their own dtype as one kernel in each pass, without further copies of them."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        sums = torch.logsumexp(logits, -1)
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+        loss, sums = torch.ops.published.loss(logits, labels)
         ctx.save_for_backward(logits, sums, labels)
-        return (sums - logits.gather(-1, labels[:, None])[:, 0]).float().mean()
+        return loss
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        logits, sums, _ = ctx.saved_tensors
-        return (logits - sums[:, None]).exp_(), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
+        return torch.ops.published.loss_backward(grad, *ctx.saved_tensors), None
 
 
 def fused_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the loss of logits that are never copied to float32, as llm-foundry computes it."""
     logits = model(input_ids=batch["input_ids"]).logits
     labels = batch["labels"].roll(-1, dims=-1)
-    with torch.autocast("cpu", enabled=False):
-        loss: torch.Tensor = _FusedCrossEntropy.apply(logits.flatten(0, -2), labels.flatten())
+    loss: torch.Tensor = _FusedCrossEntropy.apply(logits.flatten(0, -2), labels.flatten())
     return loss

@@ -243,8 +243,9 @@ class FsdpOverhead:
 
 _OPERATORS_OF_FSDP = (60, 3.3), (55, 4.4), (0, 4.8), (0, 6), (0, 33)
 """CPU time of FSDP2's gather of a unit, its reduction, and AdamW fused, by lists of tensors and in a loop, as
-multiples of an operator's: for a call, and for each tensor. Measured by `measure_fsdp_overhead` in bf16 without bytes to move
-(torch 2.13), among ranks that send nothing; NCCL's own calls come on top. Checked on an H100: docs/rates.md."""
+multiples of an operator's: for a call, and for each tensor. Measured by `measure_fsdp_overhead` in bf16 without bytes
+to move (torch 2.13), among ranks that send nothing; NCCL's own calls come on top. Checked on an H100: docs/rates.md.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
