@@ -27,6 +27,7 @@ from ..planner.plan import Plan
 from .folders import (
     FileRecord,
     Manifest,
+    absolute,
     complete,
     discard_staging,
     flush,
@@ -34,7 +35,7 @@ from .folders import (
     prepare_staging,
     unlock_checkpoints,
 )
-from .resume import training_of_folder
+from .resume import record_first, recorded_training
 
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 """Names of a rank's files in torch.distributed.checkpoint."""
@@ -102,8 +103,8 @@ class CheckpointWriter:
         raises CheckpointError if this checkpoint or the previous one cannot be written, or another run writes there.
         """
         self.wait()
-        folder = Path(folder).resolve()
-        staged = on_rank_zero(lambda: prepare_staging(folder))
+        given = Path(folder)
+        folder, staged = on_rank_zero(lambda: _prepare(given))
         if rank() == 0:  # let other runs write there once this writer is deleted
             weakref.finalize(self, unlock_checkpoints, folder.parent, lock_name(folder))
         on_every_rank(lambda: _wait_for_folder(staged))
@@ -167,16 +168,25 @@ class CheckpointWriter:
         def finish() -> None:
             parts = _checked(all_gather_objects(part, group))
             if number == 0:
-                training = None
+                record = None
                 with suppress(CheckpointError):  # a damaged training id must not prevent the checkpoint
-                    training = training_of_folder(folder.parent)
-                complete(folder, staging.path, replace(manifest, training=training), parts)
+                    record = recorded_training(folder.parent)
+                complete(folder, staging.path, replace(manifest, training=record.training if record else None), parts)
 
         part = _result_or_error(own_part)
         held.clear()
         self._error = _result_or_error(finish)  # None if it is complete
         if self._error is not None and number == 0:
             discard_staging(staging.path)
+
+
+def _prepare(given: Path) -> tuple[Path, Path]:
+    """Return the checkpoint's folder, and where to write it until it is complete."""
+    folder = absolute(given)
+    staged = prepare_staging(folder)
+    if lock_name(folder) is None:
+        record_first(folder.parent)
+    return folder, staged
 
 
 def on_every_rank(act: Callable[[], T]) -> list[T]:

@@ -15,7 +15,6 @@ from transformers import Trainer as StockTrainer
 from transformers import TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
-from ..checkpoint.resume import start_fresh
 from ..distributed.process_group import host_barrier
 from ..distributed.stop import StopSignal
 from ..measurement.step_meter import StepMeter
@@ -90,8 +89,6 @@ class Trainer(TrainerCheckpoints):
             self._given_args = arguments, dict(vars(arguments))
             assert arguments.output_dir is not None
             self._requested_batch_size = arguments.per_device_train_batch_size
-            if given.get("train_dataset") is not None:
-                start_fresh(arguments.output_dir)  # before planning, which may raise
             self._creates_folder = not Path(arguments.output_dir).exists()
         super().__init__(*call.args[1:], **call.kwargs)
 

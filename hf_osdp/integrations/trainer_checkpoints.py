@@ -5,6 +5,7 @@ ranks; also on SIGTERM.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from ..checkpoint.layouts import find_model, is_of_one_process
 from ..checkpoint.resume import check_checkpoint, checkpoint_to_resume, own_checkpoints, warn_of_changes
 from ..checkpoint.safe import load_file
 from ..checkpoint.states import load_model, load_optimizer, load_random_states, save_model
+from ..distributed.consensus import on_rank_zero
 from ..distributed.stop import StopSignal
+from ..errors import CheckpointError
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
 from ..planning.plan_run import PlannedRun
@@ -148,7 +151,28 @@ class TrainerCheckpoints(transformers.Trainer):
         with patched(self.args, per_device_train_batch_size=self._requested_batch_size):
             result = super()._init_training_state(*args, **kwargs)
         self.state.train_batch_size = self._requested_batch_size
+        self._keep_best_inside()
+        if self.state.global_step > self.state.max_steps and self.is_world_process_zero():
+            _log.warning(
+                "The checkpoint is of step %d, and this run ends after step %d: nothing is left to train.",
+                self.state.global_step, self.state.max_steps,
+            )  # fmt: skip
         return result
+
+    def _keep_best_inside(self) -> None:
+        """Take the best checkpoint from this run's folder, or forget its path: in another folder it may change or
+        disappear, and at the end of training all but the best may be removed here.
+        """
+        folder, best = Path(self._get_output_dir(None)), self.state.best_model_checkpoint
+        if best is None or Path(best).resolve().parent == folder.resolve():
+            return
+        here = folder / Path(best).name
+        self.state.best_model_checkpoint = str(here) if on_rank_zero(here.is_dir) else None
+        if self.state.best_model_checkpoint is None and self.is_world_process_zero():
+            _log.warning(
+                "The best checkpoint so far, %s, is not in %s, so it will not be loaded; to keep it, copy it there.",
+                best, folder,
+            )  # fmt: skip
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Load as the stock Trainer; ranks that did not exist when it was saved get random states of their own."""
@@ -169,6 +193,7 @@ class TrainerCheckpoints(transformers.Trainer):
                     f"There is no complete checkpoint in {folder}; leave resume_from_checkpoint out to begin."
                 )
             return None
+        on_rank_zero(lambda: _check_step(found))
         warn_of_changes(found, self._settings(), self.plan)
         return str(found)
 
@@ -188,6 +213,20 @@ class TrainerCheckpoints(transformers.Trainer):
         self.accelerator._writer.wait()
         self._remove_old_checkpoints(Path(str(self.args.output_dir)))
         unlock_checkpoints(Path(str(self.args.output_dir)))
+
+
+def _check_step(folder: Path) -> None:
+    """Refuse a checkpoint that says another step than its name, as of the stock Trainer without checksums."""
+    number = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+    path, step = folder / TRAINER_STATE, None
+    with suppress(ValueError, TypeError, OSError):  # no JSON, or other fields
+        if not path.exists():
+            return
+        step = TrainerState.load_from_json(str(path)).global_step
+    if type(step) is not int or step < 0 or (number.isdecimal() and step != int(number)):
+        raise CheckpointError(
+            f"Checkpoint {folder} is damaged: {TRAINER_STATE} says step {step}; use an earlier checkpoint."
+        )
 
 
 class StopCallback(TrainerCallback):
