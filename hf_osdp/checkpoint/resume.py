@@ -137,6 +137,8 @@ def warn_of_changes(folder: Path, settings: Mapping[str, str], plan: Plan | None
     saved = {"global batch": manifest.global_batch_size, "communication": EXACT, **manifest.settings}
     own = {"global batch": plan.global_batch_size, "communication": plan.communication} if plan else {}
     now = {**own, **settings}
+    if manifest.world_size != world_size():
+        now.pop("schedule", None)  # prepared schedules count the steps of all processes
     changed = [
         name for name in now if name in saved and None not in (saved[name], now[name]) and saved[name] != now[name]
     ]

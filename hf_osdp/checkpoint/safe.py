@@ -50,9 +50,7 @@ def load_file(path: Path, *, numpy: bool = False) -> Any:  # noqa: ANN401  # wha
 
 def _reason(error: Exception) -> str:
     """Return why torch does not load a file safely, without its advice to load it unsafely."""
-    found = re.search(
-        r"(?:[Uu]nsupported|WeightsUnpickler error:) [^\n]*?(?= was not|\.? Please|\.?\n|\.?$)", str(error)
-    )
+    found = re.search(r"[Uu]nsupported [^\n]*?(?= was not|\.? Please|\.?\n|\.?$)", str(error))
     line = str(error).split("\n")[0]
     return found.group(0) if found else "another kind of file" if "weights_only" in line else line
 

@@ -19,19 +19,26 @@ from ..checkpoint.layouts import find_model, is_of_one_process
 from ..checkpoint.resume import check_checkpoint, checkpoint_to_resume, own_checkpoints, warn_of_changes
 from ..checkpoint.safe import load_file
 from ..checkpoint.states import load_model, load_optimizer, load_random_states, save_model
-from ..distributed.consensus import on_rank_zero
+from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.stop import StopSignal
 from ..errors import CheckpointError
+from ..modeling.identity import configuration_texts, dataset_text, optimizer_texts, schedule_text
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
 from ..planning.plan_run import PlannedRun
 from ..sharding.optimizer import optimizer_name
-from .checkpoints import dataset_text, is_adapted, keep_whole_positions, our_state_functions, patched
+from .checkpoints import is_adapted, keep_whole_positions, our_state_functions, patched
 from .plugin import writes_shards
 
 _log = logging.getLogger(__name__)
 TRAINER_STATE = transformers.trainer.TRAINER_STATE_NAME
 """The file that the Trainer writes last into a checkpoint."""
+_COMPARED = (
+    "learning_rate", "weight_decay", "optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon",
+    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "max_grad_norm",
+    "label_smoothing_factor", "neftune_noise_alpha",
+)  # fmt: skip
+"""Arguments that change each update."""
 
 
 class TrainerCheckpoints(transformers.Trainer):
@@ -183,6 +190,7 @@ class TrainerCheckpoints(transformers.Trainer):
 
     def _checkpoint_to_resume(self, requested: str | bool | None) -> str | None:
         """Return the complete, undamaged checkpoint to resume from; the same on every rank."""
+        settings = self._compare_ranks()
         folder, after_restart = str(self.args.output_dir), self._osdp is None or self._osdp.resume_after_restart
         found = checkpoint_to_resume(
             folder, None if requested == "" else requested, marker=TRAINER_STATE, after_restart=after_restart
@@ -194,19 +202,30 @@ class TrainerCheckpoints(transformers.Trainer):
                 )
             return None
         on_rank_zero(lambda: _check_step(found))
-        warn_of_changes(found, self._settings(), self.plan)
+        warn_of_changes(found, settings, self.plan)
         return str(found)
 
     def _settings(self) -> dict[str, str]:
         seed = str(self.args.seed) if self.args.data_seed is None else f"{self.args.seed} (data {self.args.data_seed})"
-        optimizer = "" if self.optimizer is None else optimizer_name(self.optimizer)
         texts = {
             "seed": seed,
             "precision": self.args.mixed_precision,
             "dataset": dataset_text(self.train_dataset),
-            "optimizer": optimizer,
+            "optimizer": "" if self.optimizer is None else optimizer_name(self.optimizer),
         }
-        return {name: text for name, text in texts.items() if text}
+        arguments = {name: getattr(self.args, name, None) for name in _COMPARED}
+        texts |= {name: str(getattr(value, "value", value)) for name, value in arguments.items() if value is not None}
+        return {**configuration_texts(self.model), **{name: text for name, text in texts.items() if text}}
+
+    def _compare_ranks(self) -> dict[str, str]:
+        """Refuse ranks that are about to train differently; return the run's settings. Collective."""
+        if self.optimizer is not None:  # given by the user
+            self.accelerator._writer.settings |= optimizer_texts(self.optimizer)
+        if self.lr_scheduler is not None:
+            self.accelerator._writer.settings["schedule"] = schedule_text(self.lr_scheduler)
+        settings = {**self.accelerator._writer.settings, **self._settings()}
+        require_same({**settings, "dataset": self.accelerator.data_of_all_ranks(self.train_dataset)})
+        return settings
 
     def _finish_checkpoints(self) -> None:
         """Complete the last checkpoint, and unlock the folder for other runs."""

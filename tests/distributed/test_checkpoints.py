@@ -57,7 +57,7 @@ def run_chain(parent: Path, chain: list[tuple[int, Leg]]) -> tuple[list[float], 
         manifest = json.loads((Path(places[number + 1]) / "osdp_checkpoint.json").read_text())
         assert manifest["world_size"] == (1 if leg.layout is None else world)
     assert last_checkpoint(parent) == Path(places[-1])
-    assert not [path for path in parent.iterdir() if path.name.startswith(".")]
+    assert [path.name for path in parent.glob(".*/*")] == ["training.json"]
     return losses, weights
 
 
