@@ -164,8 +164,7 @@ class AcceleratorCheckpoints(Accelerator):
         data = [dataset_text(loader.dataset) for loader in self._dataloaders if hasattr(loader, "dataset")]
         names = [optimizer_name(optimizer) for optimizer in self._optimizers]
         texts = {"precision": self.mixed_precision, "optimizer": " and ".join(names), "dataset": " and ".join(data)}
-        given = {**self._writer.settings, **(configuration_texts(self._models[0]) if self._models else {})}
-        return {**given, **{name: str(text) for name, text in texts.items() if text}}
+        return {**self._writer.settings, **{name: str(text) for name, text in texts.items() if text}}
 
     def _compare_training(self, given: Iterable[object]) -> None:
         """Compare optimizers, schedules and the training data that `prepare` got between ranks, and remember the
@@ -180,7 +179,7 @@ class AcceleratorCheckpoints(Accelerator):
         loaders = (one for one in given if isinstance(one, DataLoader))
         data = next((self.data_of_all_ranks(loader.dataset) for loader in loaders), "")  # the first is for training
         require_same({**texts, "dataset": data})
-        self._writer.settings |= texts
+        self._writer.settings |= {**configuration_texts(self._models[-1]), **texts}
 
     def data_of_all_ranks(self, dataset: object) -> str:
         """Return a text that identifies a dataset; empty if ranks may have different ones: streams, or rank 0 alone

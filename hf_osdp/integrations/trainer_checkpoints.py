@@ -215,15 +215,18 @@ class TrainerCheckpoints(transformers.Trainer):
         }
         arguments = {name: getattr(self.args, name, None) for name in _COMPARED}
         texts |= {name: str(getattr(value, "value", value)) for name, value in arguments.items() if value is not None}
-        return {**configuration_texts(self.model), **{name: text for name, text in texts.items() if text}}
+        return {name: text for name, text in texts.items() if text}
 
     def _compare_ranks(self) -> dict[str, str]:
         """Refuse ranks that are about to train differently; return the run's settings. Collective."""
-        if self.optimizer is not None:  # given by the user
-            self.accelerator._writer.settings |= optimizer_texts(self.optimizer)
+        kept = self.accelerator._writer.settings = {
+            **self.accelerator._writer.settings,
+            **configuration_texts(self.model),  # before training changes it, as by tokens to pad with
+            **({} if self.optimizer is None else optimizer_texts(self.optimizer)),  # given by the user
+        }
         if self.lr_scheduler is not None:
-            self.accelerator._writer.settings["schedule"] = schedule_text(self.lr_scheduler)
-        settings = {**self.accelerator._writer.settings, **self._settings()}
+            kept["schedule"] = schedule_text(self.lr_scheduler)
+        settings = {**kept, **self._settings()}
         require_same({**settings, "dataset": self.accelerator.data_of_all_ranks(self.train_dataset)})
         return settings
 
