@@ -258,6 +258,7 @@ class Describer:
             capability=facts.capability,
             activation_checkpointing=facts.activation_checkpointing,
             inputs=self._inputs,
+            images=self._config.images,
             loss=self._loss,
             compile=bool(self._config.compile),
             split=split,
