@@ -15,13 +15,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import ProfileError
-from ..modeling.batch import Inputs, loss_of, training_batch
+from ..modeling.batch import Inputs, loss_of
 from ..modeling.build import build_on_meta, checkpoint_blocks
 from ..modeling.units import class_of, find_units, modules_by_name, segment_modules
 from ..modeling.wrapping import cast_floating, compile_forward, forward_replaced
 from ..planner.description import DType, ModelDescription, UnitDescription
 from ..planner.profile import SegmentTimes, SegmentWork, TimePoint
 from ..tracing.describe import describe
+from ..tracing.pictures import UsualBatch
 from .model_copies import materialised, shortened
 from .timing import (
     Moment,
@@ -92,7 +93,7 @@ def measure_block_times(timed: TimedModel, *, device: torch.device, seconds: flo
     for module in model.modules():
         if class_of(module).__name__ in description.compiled_classes:
             compile_forward(module)
-    make = timed.inputs or training_batch(model, timed.sequence_length)
+    make = timed.inputs or UsualBatch(model, timed.sequence_length)
     batches = {size: _on_device(make(size), device, dtype) for size in sorted(set(timed.micro_batch_sizes))}
     shared = cores_are_shared(device)
     stopwatch = Stopwatch(model, description.units, device, dtype, barriers=device.type == "cpu" and not shared)
