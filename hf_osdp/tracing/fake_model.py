@@ -52,12 +52,7 @@ def fake_copy(
     for buffer in model.buffers():
         memo[id(buffer)] = fake_like(buffer, mode)
     fakes = copy.deepcopy(model, memo).train()
-    for module in fakes.modules():
-        hooked: tuple[dict[Any, Any], ...] = (module.__dict__, module._forward_pre_hooks, module._forward_hooks)
-        for functions in hooked:
-            for name, value in functions.items():
-                if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-                    functions[name] = rebound(value, memo)
+    rebind(fakes, memo)
     seen: set[int] = set()
     for module in fakes.modules() if untie else ():
         for name, tied in module._parameters.items():
@@ -65,6 +60,16 @@ def fake_copy(
                 module._parameters[name] = tied = nn.Parameter(tied.detach(), requires_grad=tied.requires_grad)
             seen.add(id(tied))
     return fakes
+
+
+def rebind(model: nn.Module, memo: dict[int, Any]) -> None:
+    """Make the hooks and replaced forwards of a copied model use copies; `memo` is that of `copy.deepcopy`."""
+    for module in model.modules():
+        hooked: tuple[dict[Any, Any], ...] = (module.__dict__, module._forward_pre_hooks, module._forward_hooks)
+        for functions in hooked:
+            for name, value in functions.items():
+                if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+                    functions[name] = rebound(value, memo)
 
 
 def rebound(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401
