@@ -21,6 +21,7 @@ from ..measurement.step_meter import LoopMeter, Observation
 from ..modeling.wrapping import without_wrappers
 from ..planner.description import DType
 from ..planner.job import OptimizerSpec, Precision
+from ..planner.optimizers import spec_of_trainer_name
 from ..planner.plan import Plan
 from ..planner.search.search import SearchResult
 from ..planning.config import OSDPConfig, merged_config
@@ -34,7 +35,7 @@ from ..sharding.apply import apply_plan, verify_applied
 from ..sharding.environment import form_process_group, move_to_device, mp_policy, prepare_model, training_device
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
 from ..sharding.host_states import bind_optimizer
-from ..sharding.optimizer import optimizer_name, spec_of_optimizer, spec_of_trainer_name
+from ..sharding.optimizer import optimizer_name, spec_of_optimizer
 from ..sharding.optimizer_steps import prepare_new_optimizers
 from ..sharding.state import free_gathered, full_state_dict, load_full_state_dict
 from ..sharding.steps import micro_step

@@ -31,7 +31,7 @@ from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..tracing.describe import TRACED_MICRO_BATCH, describe
 from .cache import measured_once
 from .config import OSDPConfig
-from .facts import RunFacts, check_limit, training_job
+from .facts import RunFacts, training_job
 from .run_times import times_of_run
 
 Trace: TypeAlias = Callable[..., ModelDescription]
@@ -136,7 +136,7 @@ class ProblemBuilder:
         _check_host(hardware, config, facts)
         self.hardware = hardware
         limit = hardware.device.memory_bytes if config.memory_limit_bytes is None else config.memory_limit_bytes
-        limit = check_limit(limit, hardware.device, given=f"memory_limit={config.memory_limit!r}")
+        limit = hardware.device.check_limit(limit, given=f"memory_limit={config.memory_limit!r}")
         self.limit_bytes = limit_after_oom(limit) if after_oom else limit
 
     def build(
@@ -214,7 +214,7 @@ class ProblemBuilder:
             return whole.description.split
         vocabulary = facts.reads_loss_alone if config.split_vocabulary is None else config.split_vocabulary
         operators = not (
-            facts.activation_checkpointing or whole.description.compiled_classes
+            facts.activation_checkpointing or config.recompute or whole.description.compiled_classes
         )  # such blocks cannot be cut into units
         splits = partial(
             possible_splits, self.model, whole.description, vocabulary=vocabulary, operators=operators,

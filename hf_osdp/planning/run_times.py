@@ -60,7 +60,8 @@ def _sizes(description: ModelDescription, hardware: Hardware, largest: int, room
         return sum(phase_affine(phase, description, hardware)(samples) for phase in phases)
 
     if (needed := _needed_bytes(description, part, 1)) > room_bytes:
-        raise ProfileError(f"{COPIES} blocks need {format_bytes(needed)} of {format_bytes(room_bytes)} with one sample.")
+        room = format_bytes(room_bytes)
+        raise ProfileError(f"{COPIES} blocks need {format_bytes(needed)} of {room} with one sample.")
     if pass_s(1) > _MOST_PASS_S:
         raise ProfileError(f"{COPIES} blocks take about {format_seconds(pass_s(1))} with one sample.")
     good = [n for n in candidates if pass_s(n) <= _PASS_S and _needed_bytes(description, part, n) <= room_bytes] or [1]
