@@ -94,7 +94,8 @@ def measure_block_times(
         with random_states_kept(devices), torch.inference_mode(False), torch.enable_grad():
             part, passes = _measure_passes(timed, whole, description, device, seconds, rounds_at_most, shared)
     finally:
-        give_back(device)
+        if device.type == "cuda":
+            give_back(device)
     return _segment_times(part, {size: _of_slowest_rank(one, cores_shared=shared) for size, one in passes.items()})
 
 

@@ -50,7 +50,7 @@ MEASURED_EARLIER = "measured earlier"
 _MAX_AGE_S = 24 * 3600
 """A machine's speed changes over time."""
 _MAX_FILES = 256
-_ROUNDS = 12
+_ROUNDS = 8
 """Most passes of each size; those of small models are over sooner than the seconds."""
 _KNOWN_PACKAGES = {"torch", "transformers", "peft", "hf_osdp"}
 """Packages whose code a version or a hash identifies; the code of other modules may change under the same names."""
