@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _OPTIONS = (
     "block_classes", "recompute", "host_offload", "offload_optimizer", "offload_activations", "compile",
     "operator_splitting",
-    "split_vocabulary", "communication", "sequence_length", "global_batch_size", "micro_batch_size",
+    "split_vocabulary", "communication", "sequence_length", "images", "global_batch_size", "micro_batch_size",
 )  # fmt: skip
 """Fields of a request that `OSDPConfig` also has."""
 _OTHER_KINDS = {

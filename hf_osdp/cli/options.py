@@ -49,6 +49,14 @@ class Request:
     ]
     sequence_length: Annotated[int, count("Tokens per sample.")]
     global_batch_size: Annotated[int, count("Samples per optimizer step, over all devices.")]
+    images: Annotated[
+        int | None,
+        option(
+            "N",
+            "Pictures per sample; default: one for models that take them, whose placeholders count as tokens.",
+            min=0,
+        ),
+    ] = None
     memory_limit: Annotated[
         str | None, option("SIZE", "Memory of each device that training may use, such as 8GiB; default: all of it.")
     ] = None

@@ -16,13 +16,14 @@ from torch.utils._pytree import tree_map_only
 
 from ..distributed.process_group import all_gather_objects
 from ..errors import ProfileError
-from ..modeling.batch import Inputs, Loss, loss_of, output_of, random_states_kept, same_random_numbers, training_batch
-from ..modeling.build import build_on_meta, checkpoint_blocks
+from ..modeling.batch import Inputs, Loss, loss_of, output_of, random_states_kept, same_random_numbers
+from ..modeling.build import build_on_meta, checkpoint_blocks, disable_cache
 from ..modeling.units import class_of, modules_by_name
-from ..modeling.wrapping import compile_forward, forward_replaced, under_autocast
+from ..modeling.wrapping import compile_forward, forward_replaced, frozen_norms_keep_dtype, under_autocast
 from ..planner.description import DType, ModelDescription, Segment
 from ..planner.profile import COPIES, SegmentTimes, SegmentWork, TimePoint
 from ..tracing.describe import describe
+from ..tracing.pictures import UsualBatch
 from .model_copies import give_back, materialised, shortened
 from .stopwatch import ROOT, Sections, Stopwatch
 from .timing import cores_are_shared, over_ranks, rounds, trimmed_mean
@@ -51,6 +52,8 @@ class TimedModel:
     """Class names of the blocks; None finds them."""
     inputs: Inputs | None = None
     """A function from a number of samples to forward's keyword arguments; None makes a training batch."""
+    images: int | None = None
+    """Pictures of a sample in the training batch; None is one if the model takes pictures."""
     loss: Loss | None = None
     """Computes the loss from a copy of the model and a batch; None is the model's own loss."""
 
@@ -83,7 +86,7 @@ def measure_block_times(
         description = describe(
             whole, sequence_length=timed.sequence_length, block_classes=timed.block_classes,
             compute_dtype=timed.compute_dtype, autocast=timed.autocast,
-            device_type=device.type, inputs=timed.inputs, loss=timed.loss,
+            device_type=device.type, inputs=timed.inputs, images=timed.images, loss=timed.loss,
             activation_checkpointing=timed.activation_checkpointing,
             compile=timed.compile,
             recomputation=False,
@@ -118,7 +121,7 @@ def _measure_passes(
         short = shortened(whole, description.units, COPIES)
         part = part_of(description, short)
         model = _prepared(materialised(short, device, cast), timed, description)
-        make = timed.inputs or training_batch(whole, timed.sequence_length)
+        make = timed.inputs or UsualBatch(whole, timed.sequence_length, timed.images)
         batches = {size: _on_device(make(size), device, cast) for size in sorted(set(timed.micro_batch_sizes))}
 
         def runner(batch: dict[str, Any]) -> Callable[[], torch.Tensor]:
@@ -153,6 +156,9 @@ def _measure_passes(
 
 def _prepared(model: nn.Module, timed: TimedModel, description: ModelDescription) -> nn.Module:
     """Recompute and compile blocks as training will."""
+    disable_cache(model)
+    if timed.compute_dtype is not None and not timed.autocast:
+        frozen_norms_keep_dtype(model)
     if timed.activation_checkpointing:
         checkpoint_blocks(model, description.block_classes)
     for module in model.modules():

@@ -214,5 +214,18 @@ def has_running_statistics(module: nn.Module, *, itself: bool = False) -> bool:
     return any(isinstance(part, _NormBase) and part.track_running_stats for part in parts)
 
 
+def frozen_norms_keep_dtype(model: nn.Module) -> None:
+    """Let frozen batch norms, as DETR's backbones have, return their input's dtype: their buffers stay in float32, and
+    the next convolution, whose weights are gathered in 16 bits, takes no other.
+    """
+    for module in model.modules():
+        if "FrozenBatchNorm" in type(module).__name__ and _to_dtype_of_input not in module._forward_hooks.values():
+            module.register_forward_hook(_to_dtype_of_input)
+
+
+def _to_dtype_of_input(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    return output.to(args[0].dtype)
+
+
 def batch_norm_parameters(model: nn.Module) -> set[int]:
     return {id(p) for part in model.modules() if isinstance(part, _BatchNorm) for p in part.parameters(recurse=False)}

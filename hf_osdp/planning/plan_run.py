@@ -15,7 +15,7 @@ from ..distributed.consensus import on_rank_zero, require_same_run
 from ..distributed.device import own_gpu
 from ..distributed.mesh import Meshes, find_topology, rank
 from ..errors import InfeasibleError, OSDPError, PlanError
-from ..modeling.batch import check_inputs, training_batch
+from ..modeling.batch import check_inputs
 from ..modeling.build import without_checkpointing
 from ..modeling.split_candidates import split_units
 from ..planner.description import Activations, DType, UnitDescription
@@ -27,6 +27,7 @@ from ..planner.search.search import SearchResult, search
 from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
 from ..sharding.environment import uses_host
+from ..tracing.pictures import UsualBatch
 from .compilation import Compilation, weigh
 from .config import OSDPConfig
 from .facts import RunFacts, check_communication, check_whole, training_job
@@ -164,7 +165,7 @@ def _trial(model: nn.Module, config: OSDPConfig, facts: RunFacts, problem: Plann
         model=model,
         units=problem.description.units,
         job=problem.job,
-        inputs=config.inputs or facts.inputs or training_batch(model, problem.description.sequence_length),
+        inputs=config.inputs or facts.inputs or UsualBatch(model, problem.description.sequence_length, config.images),
         device=own_gpu() if facts.device_type == "cuda" else torch.device(facts.device_type),
         block_classes=problem.description.block_classes,
         activation_checkpointing=facts.activation_checkpointing,

@@ -282,7 +282,7 @@ class Describer:
             model_or_config=self._model, sequence_length=self._config.sequence_length or 1,
             micro_batch_sizes=micro_batch_sizes, compute_dtype=facts.precision.compute,
             autocast=facts.precision.autocast, activation_checkpointing=facts.activation_checkpointing,
-            block_classes=self._config.block_classes, inputs=self._inputs, loss=self._loss,
+            block_classes=self._config.block_classes, inputs=self._inputs, images=self._config.images, loss=self._loss,
         )  # fmt: skip
 
     def _describe(self, split: ModelSplit, **sizes: Any) -> ModelDescription:
@@ -298,6 +298,7 @@ class Describer:
             capability=facts.capability,
             activation_checkpointing=facts.activation_checkpointing,
             inputs=self._inputs,
+            images=self._config.images,
             loss=self._loss,
             compile=bool(self._config.compile),
             split=split,

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..modeling.build import disable_cache
 from ..modeling.units import unwrapped
-from ..modeling.wrapping import batch_norm_parameters
+from ..modeling.wrapping import batch_norm_parameters, frozen_norms_keep_dtype
 from ..planner.description import GatherSpan, UnitDescription
 from .tensors import fake_like, tensors_in
 
@@ -52,14 +53,22 @@ def fake_copy(
     for buffer in model.buffers():
         memo[id(buffer)] = fake_like(buffer, mode)
     fakes = copy.deepcopy(model, memo).train()
+    disable_cache(fakes)
+    if compute_dtype is not None:
+        frozen_norms_keep_dtype(fakes)
     rebind(fakes, memo)
+    if untie:
+        _untie(fakes)
+    return fakes
+
+
+def _untie(model: nn.Module) -> None:
     seen: set[int] = set()
-    for module in fakes.modules() if untie else ():
+    for module in model.modules():
         for name, tied in module._parameters.items():
             if tied is not None and id(tied) in seen:
                 module._parameters[name] = tied = nn.Parameter(tied.detach(), requires_grad=tied.requires_grad)
             seen.add(id(tied))
-    return fakes
 
 
 def rebind(model: nn.Module, memo: dict[int, Any]) -> None:
