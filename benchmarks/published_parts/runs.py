@@ -229,13 +229,13 @@ class _FusedCrossEntropy(torch.autograd.Function):
     """Cross entropy of logits in their own dtype as one kernel in each pass, without further copies of them."""
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         loss, sums = torch.ops.published.loss(logits, labels)
         ctx.save_for_backward(logits, sums, labels)
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # noqa: ANN401
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return torch.ops.published.loss_backward(grad, *ctx.saved_tensors), None
 
 

@@ -61,12 +61,12 @@ class Recorder(MemoryTracker):
     """
 
     def __init__(
-        self, mode: FakeTensorMode, known: KnownValues, seen: dict[object, Repeatable | None], *, block_bytes: int
+        self, mode: FakeTensorMode, known: KnownValues, seen: dict[object, Repeatable | None], **options: Any
     ) -> None:
         """Record operators on a mode's tensors, whose values are in `known`; `seen` shares operators' results
-        between recorders.
+        between recorders, `options` are the tracker's.
         """
-        super().__init__(block_bytes=block_bytes)
+        super().__init__(**options)
         self._mode, self._known, self._seen = mode, known, seen
         self.records: list[SegmentRecord] = []
         self.inside = False
@@ -130,6 +130,8 @@ class Recorder(MemoryTracker):
                     work = {name: getattr(phase, name) - getattr(before, name) for name in WORK}
                     self._seen[call.key] = Repeatable.of(call, result, is_known(func, result), PhaseRecord(**work))
             phase.levels.append(self.current_bytes)
+            if (scratch := self._scratch(func, args)) is not None:
+                phase.scratch.append((self.current_bytes, scratch))
         return result
 
     def _repeated(self, call: Call, phase: PhaseRecord) -> object:

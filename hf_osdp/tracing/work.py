@@ -11,6 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..modeling.selective import operator_name
 from .attention import attention_flops
+from .kernel_scratch import KernelScratch
 from .tensors import tensors_in
 
 aten = torch.ops.aten
@@ -34,6 +35,8 @@ _CAUSAL_SHARE = 0.5
 class PhaseRecord:
     levels: list[int] = field(default_factory=list)
     """Live bytes when the phase began and after each of its operators."""
+    scratch: list[tuple[int, KernelScratch]] = field(default_factory=list)
+    """Live bytes after the operators whose kernels take memory while they run, and what these take."""
     matmul_flops: int = 0
     attention_flops: int = 0
     product_bytes: int = 0

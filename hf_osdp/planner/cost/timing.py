@@ -199,7 +199,7 @@ class UnitTimer:
         gathered for the whole step are never freed.
         """
         way = layout.activations.recomputation
-        key = (way, layout.reshard_after_forward, layout.reduce_every_micro_step, layout.on_host)
+        key: object = (way, layout.reshard_after_forward, layout.reduce_every_micro_step, layout.on_host)
         key = key if self._hardware.backend.overlaps else (way,)
         if key not in self._known:
             queued = [self._queued(index, layout) for index in range(len(self._description.units))]
