@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -36,17 +37,13 @@ def build(into: Path) -> None:
     python = into / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", into], check=True)
-    site = Path(_ask(python, "import sysconfig; print(sysconfig.get_path('purelib'))"))
-    pins = dict(
-        line.split("==", 1) for line in (HERE / "pins.txt").read_text().splitlines() if "==" in line and line[0] != "#"
-    )
-    torch = f"torch==={pins['torch'].lstrip('=')}"
-    headers = into / "headers"
-    _fetch(python, "install", torch)
-    for name in ("nvidia-cuda-runtime", "nvidia-nccl-cu13"):
-        _headers(python, f"{name}=={pins[name]}", headers)
+    site, headers = Path(_ask(python, "import sysconfig; print(sysconfig.get_path('purelib'))")), into / "headers"
+    version = re.findall(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
+    _pip(python, "install", f"torch==={version}", of_the_device=True)  # with == pip may take a build for the CPU
+    _headers(python, headers)
     _pip(python, "install", "-r", HERE / "requirements.txt", "-c", ROOT / "constraints.txt")
-    shutil.rmtree(site / "nvidia", ignore_errors=True)
+    for of_nvidia in (site / "nvidia", *site.glob("nvidia_*.dist-info")):
+        shutil.rmtree(of_nvidia, ignore_errors=True)
     libraries = build_stubs(site / "torch/lib", site / _SHARED, headers)
     values = site / "cuda_software_values.so"
     _build_values(site / "torch", headers, libraries[0], values)
@@ -54,30 +51,26 @@ def build(into: Path) -> None:
         shutil.copy(HERE / "loader" / name, site)
     sizes = {str(path.relative_to(site)): path.stat().st_size for path in (*libraries, values)}
     (site / STAMP).write_text(json.dumps(sizes, indent=1))
+    assert _ask(python, "import torch; print(torch.ones(2, device='cuda').sum().item())") == "2.0"
 
 
-def _pip(python: Path, *words: object) -> subprocess.CompletedProcess[str]:
+def _pip(python: Path, *words: object, of_the_device: bool = False) -> None:
     command = [str(word) for word in (python, "-m", "pip", words[0], "-q", "--no-deps", *words[1:])]
-    return subprocess.run(command, check=True, capture_output=True, text=True)
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode and of_the_device and (missing := re.search(r"No matching distribution.*", ended.stderr)):
+        raise Unavailable(f"pip: {missing[0]}")
+    if ended.returncode:
+        sys.stderr.write(ended.stderr)
+        ended.check_returncode()
 
 
-def _fetch(python: Path, *words: object) -> None:
-    try:
-        _pip(python, *words)
-    except subprocess.CalledProcessError as error:
-        if "No matching distribution found" in error.stderr:
-            raise Unavailable(f"pip finds no {words[1]}") from None
-        sys.stderr.write(error.stderr)
-        raise
-
-
-def _headers(python: Path, package: str, headers: Path) -> None:
-    """The headers of one of NVIDIA's wheels, without its libraries."""
-    done = headers / (package.replace("==", "-") + ".done")
-    if done.exists():
+def _headers(python: Path, headers: Path) -> None:
+    """The headers in NVIDIA's wheels, without their libraries."""
+    wanted, done = (HERE / "headers.txt").read_text(), headers / "of"
+    if done.exists() and done.read_text() == wanted:
         return
     wheels = headers / "wheels"
-    _fetch(python, "download", package, "-d", wheels)
+    _pip(python, "download", "-r", HERE / "headers.txt", "-d", wheels, of_the_device=True)
     for wheel in wheels.glob("*.whl"):
         with zipfile.ZipFile(wheel) as content:
             for name in content.namelist():
@@ -86,7 +79,7 @@ def _headers(python: Path, package: str, headers: Path) -> None:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     target.write_bytes(content.read(name))
     shutil.rmtree(wheels)
-    done.touch()
+    done.write_text(wanted)
 
 
 def _build_values(torch: Path, headers: Path, device: Path, values: Path) -> None:
