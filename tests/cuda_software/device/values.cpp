@@ -321,7 +321,10 @@ const std::set<std::string> left{// views, storage, and questions
                                  "_copy_from",
                                  "_nested_view_from_buffer",
                                  "_cudnn_init_dropout_state",
-                                 "_fused_sdp_choice"};
+                                 "_fused_sdp_choice",
+                                 "_use_cudnn_ctc_loss",
+                                 "_use_miopen_ctc_loss",
+                                 "_use_cudnn_rnn_flatten_weight"};
 }  // namespace
 
 extern "C" int cuda_software_install() {
