@@ -41,12 +41,13 @@ def build(into: Path) -> None:
     version = re.findall(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
     _pip(python, "install", f"torch==={version}", of_the_device=True)  # with == pip may take a build for the CPU
     _headers(python, headers)
+    values = site / "cuda_software_values.so"
+    compilation = _compile_values(site / "torch", headers, values.with_suffix(".o"))
     _pip(python, "install", "-r", HERE / "requirements.txt", "-c", ROOT / "constraints.txt")
     for of_nvidia in (site / "nvidia", *site.glob("nvidia_*.dist-info")):
         shutil.rmtree(of_nvidia, ignore_errors=True)
     libraries = build_stubs(site / "torch/lib", site / _SHARED, headers)
-    values = site / "cuda_software_values.so"
-    _build_values(site / "torch", headers, libraries[0], values)
+    _link_values(compilation, site / "torch", libraries[0], values)
     for name in ("cuda_software.py", "cuda_software.pth"):
         shutil.copy(HERE / "loader" / name, site)
     sizes = {str(path.relative_to(site)): path.stat().st_size for path in (*libraries, values)}
@@ -57,7 +58,9 @@ def build(into: Path) -> None:
 def _pip(python: Path, *words: object, of_the_device: bool = False) -> None:
     command = [str(word) for word in (python, "-m", "pip", words[0], "-q", "--no-deps", *words[1:])]
     ended = subprocess.run(command, capture_output=True, text=True)
-    if ended.returncode and of_the_device and (missing := re.search(r"No matching distribution.*", ended.stderr)):
+    # The second is its answer where a constraints file of the machine names the package too.
+    missing = re.search(r"(No matching distribution|Cannot install .* conflicting).*", ended.stderr)
+    if ended.returncode and of_the_device and missing:
         raise Unavailable(f"pip: {missing[0]}")
     if ended.returncode:
         sys.stderr.write(ended.stderr)
@@ -82,21 +85,26 @@ def _headers(python: Path, headers: Path) -> None:
     done.write_text(wanted)
 
 
-def _build_values(torch: Path, headers: Path, device: Path, values: Path) -> None:
-    """The extension that computes what kernels would."""
-    source = HERE / "device" / "values.cpp"
-    include = [
+def _compile_values(torch: Path, headers: Path, into: Path) -> subprocess.Popen[bytes]:
+    """Begin to compile what computes in place of kernels, which takes longest."""
+    folders = (
         torch / "include",
         torch / "include/torch/csrc/api/include",
         HERE / "device",
         HERE / "device/shim",
         headers,
-    ]
-    words = [
-        "g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", *(f"-I{folder}" for folder in include), source, device,
-        f"-L{torch / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", "-lc10_cuda", "-o", values,
-    ]  # fmt: skip
+    )
+    words = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", *(f"-I{folder}" for folder in folders)]
+    return subprocess.Popen([*words, "-c", str(HERE / "device" / "values.cpp"), "-o", str(into)])
+
+
+def _link_values(compilation: subprocess.Popen[bytes], torch: Path, device: Path, values: Path) -> None:
+    if compilation.wait():
+        raise subprocess.CalledProcessError(compilation.returncode, compilation.args)
+    words = ["g++", "-shared", values.with_suffix(".o"), device, f"-L{torch / 'lib'}"]
+    words += ["-ltorch", "-ltorch_cpu", "-lc10", "-lc10_cuda", "-o", values]
     subprocess.run([str(word) for word in words], check=True)
+    values.with_suffix(".o").unlink()
 
 
 def _ask(python: Path, program: str) -> str:
