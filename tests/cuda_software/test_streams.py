@@ -170,10 +170,10 @@ def test_late_streams_change_nothing_in_our_trainings(name, late):
 
 @pytest.mark.parametrize("name", OFFLOADS)
 def test_late_copies_change_our_offloading_without_its_waits(name):
-    """Or end it, where what is not there yet is an index."""
+    """Or end it, where what is not there yet is an index. Where nothing is late, nobody sees that waits are missing."""
+    assert equal(on_devices(without_waits, 2, name)[0], prompt(name))
     try:
-        found = on_devices(without_waits, 2, name, late="side")[0]
-    except RankFailure as failure:
-        assert "the device has no values of" in str(failure)
-    else:
-        assert not equal(found, prompt(name))
+        found = on_devices(without_waits, 2, name, late="side", timeout_s=45)[0]
+    except RankFailure:
+        return
+    assert not equal(found, prompt(name))
