@@ -170,7 +170,7 @@ def test_late_streams_change_nothing_in_our_trainings(name, late):
 
 @pytest.mark.parametrize("name", OFFLOADS)
 def test_late_copies_change_our_offloading_without_its_waits(name):
-    """Or end it, where what is not there yet is an index. Where nothing is late, nobody sees that waits are missing."""
+    """Or end it, where what is not there yet is an index. Where nothing is late, nobody sees what is missing."""
     assert equal(on_devices(without_waits, 2, name)[0], prompt(name))
     try:
         found = on_devices(without_waits, 2, name, late="side", timeout_s=45)[0]
