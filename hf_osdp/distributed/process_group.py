@@ -272,33 +272,37 @@ def gloo_group() -> dist.ProcessGroup | None:
 
     Collective the first time; the group is formed once for each process group.
     """
-    return _host_group(_gloo_groups, _LONGEST_WAIT)
+    return _host_group(_gloo_groups, lambda world: _LONGEST_WAIT)
 
 
 def step_group() -> dist.ProcessGroup | None:
-    """Return a gloo group of all ranks, as `gloo_group`, for what they agree on in every step: it has the default
-    group's timeout.
+    """Return a group as `gloo_group`, with the default group's timeout, for what ranks agree on in every step.
 
     A process cannot end before its last operation has, so that a pending one on `gloo_group` would keep a rank that
     is cut off from another for hours.
     """
-    world = dist.group.WORLD
-    if world is None or not are_several_ranks():
-        return None
+    return _host_group(_step_groups, _own_timeout)
+
+
+def _own_timeout(world: dist.ProcessGroup) -> timedelta:
+    """Return a group's timeout, for which there is no public call; torch's default if it does not say (torch 2.11 to
+    2.13).
+    """
     device = torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")
-    options = getattr(world._get_backend(device), "options", None)  # no public call gives the timeout
-    return _host_group(_step_groups, getattr(options, "_timeout", default_pg_timeout))
+    timeout: timedelta = getattr(getattr(world._get_backend(device), "options", None), "_timeout", default_pg_timeout)
+    return timeout
 
 
 def _host_group(
-    groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup], timeout: timedelta
+    groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup],
+    timeout_of: Callable[[dist.ProcessGroup], timedelta],
 ) -> dist.ProcessGroup | None:
     world = dist.group.WORLD
     if world is None or not are_several_ranks():
         return None
     if world not in groups:
         try:
-            groups[world] = dist.new_group(backend="gloo", timeout=timeout)
+            groups[world] = dist.new_group(backend="gloo", timeout=timeout_of(world))
         except RuntimeError as error:
             raise LaunchError(
                 f"Rank {dist.get_rank()} on {socket.gethostname()} cannot connect to other ranks over gloo"
