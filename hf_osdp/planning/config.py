@@ -122,6 +122,9 @@ class OSDPConfig:
     """The result of `hf-osdp profile` on this machine, or its file: hardware and block times, which are then not
     measured again.
     """
+    time_blocks: bool = True
+    """Time a few of the model's blocks on the devices before planning, a second or two the first time and then kept on
+    disk; False estimates them from the rates of the hardware. Not if `hardware`, `profile` or `plan` is given."""
     recalibrate: bool = False
     """Before training starts, try the plan for a few steps on a temporary copy of the model, correct the estimates by
     the measurements, and plan again, until the plan no longer changes (at most 3 rounds). The plan that runs was tried

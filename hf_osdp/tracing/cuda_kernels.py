@@ -27,6 +27,7 @@ from .attention import (
     attention_kernel,
     capability_here,
 )
+from .kernel_scratch import processors_of
 
 _Value = TypeVar("_Value")
 
@@ -134,6 +135,7 @@ class CudaKernels(TorchFunctionMode):
 
     def __init__(self, capability: Capability | None = None) -> None:
         super().__init__()
+        self.processors = processors_of(capability)
         self._capability = capability or capability_here() or ASSUMED_CAPABILITY
         self.found: dict[Kernel, AttentionCall] = {}
         """The attention kernels that would have run, each with its first call."""

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..modeling.selective import operator_name
 from .attention import attention_flops
+from .kernel_scratch import KernelScratch
 from .known_values import KnownValues, is_known
 from .memory_tracker import MemoryTracker
 from .repeated import Call, Repeatable
@@ -42,6 +43,8 @@ _MOVES_NOTHING = frozenset({
 class PhaseRecord:
     levels: list[int] = field(default_factory=list)
     """Live bytes when the phase began and after each of its operators."""
+    scratch: list[tuple[int, KernelScratch]] = field(default_factory=list)
+    """Live bytes after the operators whose kernels take memory while they run, and what these take."""
     matmul_flops: int = 0
     traffic_bytes: int = 0
     operators: int = 0
@@ -102,12 +105,12 @@ class Recorder(MemoryTracker):
     """
 
     def __init__(
-        self, mode: FakeTensorMode, known: KnownValues, seen: dict[object, Repeatable | None], *, block_bytes: int
+        self, mode: FakeTensorMode, known: KnownValues, seen: dict[object, Repeatable | None], **options: Any
     ) -> None:
         """Record operators on a mode's tensors, whose values are in `known`; `seen` shares operators' results
-        between recorders.
+        between recorders, `options` are the tracker's.
         """
-        super().__init__(block_bytes=block_bytes)
+        super().__init__(**options)
         self._mode, self._known, self._seen = mode, known, seen
         self.records: list[SegmentRecord] = []
         self.inside = False
@@ -174,6 +177,8 @@ class Recorder(MemoryTracker):
                     )
                     self._seen[call.key] = Repeatable.of(call, result, is_known(func, result), *costs)
             phase.levels.append(self.current_bytes)
+            if (scratch := self._scratch(func, args)) is not None:
+                phase.scratch.append((self.current_bytes, scratch))
         return result
 
     def _repeated(self, call: Call, phase: PhaseRecord) -> object:
