@@ -23,7 +23,7 @@ from ..modeling.selective import operator_name
 from .attention import attention_flops
 from .known_values import KnownValues, is_known
 from .memory_tracker import MemoryTracker
-from .repeated import Call, Repeatable
+from .repeated import Call, Repeatable, seen_operators
 from .tensors import tensors_in
 
 aten = torch.ops.aten
@@ -101,14 +101,10 @@ class Recorder(MemoryTracker):
     them. Operators outside of units belong to the root, unit 0.
     """
 
-    def __init__(
-        self, mode: FakeTensorMode, known: KnownValues, seen: dict[object, Repeatable | None], *, block_bytes: int
-    ) -> None:
-        """Record operators on a mode's tensors, whose values are in `known`; `seen` shares operators' results
-        between recorders.
-        """
+    def __init__(self, mode: FakeTensorMode, known: KnownValues, *, block_bytes: int) -> None:
+        """Record operators on a mode's tensors, whose values are in `known`."""
         super().__init__(block_bytes=block_bytes)
-        self._mode, self._known, self._seen = mode, known, seen
+        self._mode, self._known, self._seen = mode, known, seen_operators()
         self.records: list[SegmentRecord] = []
         self.inside = False
         self._current = self._pending = SegmentRecord(unit=0, first_node=_get_sequence_nr())
