@@ -21,7 +21,8 @@ from benchmarks.limits import LLAMA_3_8B
 from hf_osdp import InfeasibleError, PlanningProblem, TrainingJob, describe, preset, search
 from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import Hardware, HostSpec
-from hf_osdp.planner.job import LOW_BIT, OptimizerSpec, Precision
+from hf_osdp.planner.job import OptimizerSpec, Precision
+from hf_osdp.planner.optimizers import LOW_BIT
 from hf_osdp.planner.search.search import least_memory
 from hf_osdp.planner.split import ModelSplit
 from hf_osdp.quantities import format_bytes

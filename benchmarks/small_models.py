@@ -7,16 +7,17 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, ResNetConfig
 
-from hf_osdp.modeling.batch import training_batch
+from hf_osdp.errors import DescriptionError
+from hf_osdp.tracing.pictures import UsualBatch
 
 SAMPLES, STEPS, TOKENS, WAVE, PICTURE, VOCABULARY = 8, 2, 24, 3200, 32, 120
 MOST_PARAMETERS = 4 * 10**7
@@ -30,7 +31,8 @@ _SIZES: dict[str, int] = {
     r"(.*num_key_value_heads|multi_query_group_num|.*num_kv_heads)": 2,
     r"(head_dim|qk_rope_head_dim|context_size)": 8,
     r"(.*head_dim|mamba_d_head|d_kv|d_head|attention_head_size|qk_nope_head_dim|kv_channels|q_lora_rank|kv_lora_rank|expand_v)": 16,  # noqa: E501
-    r".*vocab_size": VOCABULARY,
+    r".*vocab_size(_per_layer_input)?": VOCABULARY,
+    r"mm_tokens_per_image": 4,
     r"(max_.*positions?(_embeddings)?|n_positions)": 64,
     r"(num_(local_)?experts|n_routed_experts|moe_num_experts)": 4,
     r"window_size": 4,
@@ -105,6 +107,8 @@ def _kept_layers(config: PreTrainedConfig) -> tuple[int, list[int]]:
 
 def _small(name: str, value: Any) -> Any:
     """Return a field's value made small, and without random choices."""
+    if type(value).__name__ == "TimmBackboneConfig":  # of a package that may not be there
+        return small(ResNetConfig(layer_type="basic", depths=[1] * 4, out_indices=value.out_indices or [4]))
     if isinstance(value, PreTrainedConfig):
         return small(value)
     if name == "attention_types":  # of GPT-Neo
@@ -131,6 +135,9 @@ def _completed(config: Any) -> None:
             if hasattr(each, name) and not hasattr(config, name):
                 setattr(config, name, getattr(each, name))
     values = vars(config)
+    _complete_vision(config, values)
+    if values.get("vocab_size", 0) is None:
+        config.vocab_size = VOCABULARY
     if values.get("pad_token_id") is None:
         config.pad_token_id = 0
     if not hasattr(config, "image_size"):
@@ -142,6 +149,18 @@ def _completed(config: Any) -> None:
     config._experts_implementation = "eager"
     if isinstance(values.get("hidden_size"), int) and isinstance(values.get("num_attention_heads"), int):
         _complete_heads(config, values)
+
+
+def _complete_vision(config: Any, values: dict[str, Any]) -> None:
+    """Derive sizes of vision towers, and the layers of which their features are, from the small sizes."""
+    if values.get("window_size") and values.get("spatial_merge_size"):
+        config.window_size = config.patch_size * config.spatial_merge_size
+    if values.get("pixel_shuffle_ratio") and "projector_input_dim" in values:
+        config.intermediate_size = int(config.hidden_size / config.pixel_shuffle_ratio**2)
+        config.projector_input_dim = config.projector_output_dim = config.vision_output_dim = config.hidden_size
+    for name in ("vision_feature_layer", "vision_feature_layers"):
+        if isinstance(values.get(name), (list, tuple)):
+            setattr(config, name, [-2, -1])
 
 
 def _complete_heads(config: Any, values: dict[str, Any]) -> None:
@@ -178,15 +197,21 @@ def built(name: str) -> PreTrainedModel:
 
 def rows_of(model: PreTrainedModel) -> list[dict[str, Any]]:
     """Return samples with which the model computes a loss; raise ValueError if none are found."""
-    made, count, problems = torch.Generator().manual_seed(2), SAMPLES * STEPS, []
-    for inputs in _possible_inputs(model, made, count):
-        for labels in _possible_labels(model, inputs.pop("labels", None), made, count):
-            rows = [
-                {name: value[index] for name, value in {**inputs, "labels": labels}.items()} for index in range(count)
-            ]
+    batch = batch_with_loss(model, SAMPLES * STEPS, samples_alone=True)
+    return [{name: value[index] for name, value in batch.items()} for index in range(SAMPLES * STEPS)]
+
+
+def batch_with_loss(model: PreTrainedModel, count: int, *, samples_alone: bool = False) -> dict[str, Any]:
+    """Return a batch of `count` samples with which the model computes a loss; raise ValueError if none is found.
+
+    With `samples_alone`, the first dimension of each value is that of samples, which the patches of several pictures
+    need not have.
+    """
+    problems: list[str] = []
+    with InDouble():
+        for batch in _possible_batches(model, count, samples_alone):
             try:
-                with InDouble():
-                    loss = model.train()(**collated(rows[:SAMPLES])).loss
+                loss = model.train()(**part_of(batch, 0, 2)).loss
             except TimeoutError:
                 raise
             except Exception as error:  # a model can raise any exception
@@ -199,9 +224,24 @@ def rows_of(model: PreTrainedModel) -> list[dict[str, Any]]:
                 and loss.isfinite()
                 and loss
             ):
-                return rows
+                return batch
             problems.append("no loss")
     raise ValueError(problems[0] if problems else "no labels")
+
+
+def _possible_batches(model: PreTrainedModel, count: int, samples_alone: bool) -> Iterator[dict[str, Any]]:
+    made = torch.Generator().manual_seed(2)
+    for inputs in _possible_inputs(model, made, count):
+        if samples_alone and any(isinstance(v, torch.Tensor) and len(v) != count for v in inputs.values()):
+            continue
+        for labels in _possible_labels(model, inputs.pop("labels", None), made, count):
+            yield {**inputs, "labels": labels}
+
+
+def part_of(batch: Mapping[str, Any], part: int, parts: int) -> dict[str, Any]:
+    """Return one of equal parts of a batch, of which each value's first dimension is cut."""
+    size = {name: len(value) // parts for name, value in batch.items()}
+    return {name: value[part * size[name] : (part + 1) * size[name]] for name, value in batch.items()}
 
 
 def _possible_inputs(model: Any, made: torch.Generator, count: int) -> Iterator[dict[str, Any]]:
@@ -227,8 +267,9 @@ def _possible_inputs(model: Any, made: torch.Generator, count: int) -> Iterator[
 
 def _usual_inputs(model: Any, made: torch.Generator, count: int, most: int) -> dict[str, torch.Tensor]:
     """Return the package's own batch for the class with random values, or nothing if it has none."""
+    length = WAVE if model.main_input_name == "input_values" else TOKENS
     try:
-        usual = training_batch(model, WAVE if model.main_input_name == "input_values" else TOKENS)(count)
+        usual = _with_pictures(model, length)(count)
     except Exception:  # inputs of another kind
         return {}
     batch = {name: value for name, value in usual.items() if isinstance(value, torch.Tensor)}
@@ -236,10 +277,23 @@ def _usual_inputs(model: Any, made: torch.Generator, count: int, most: int) -> d
         if value.is_floating_point():
             batch[name] = torch.randn(value.shape, generator=made)
         elif name in ("input_ids", "decoder_input_ids"):
-            batch[name] = torch.randint(3, most, value.shape, generator=made)
+            values = vars(model.config).items()
+            placeholders = [v for n, v in values if "image" in n and "token" in n and isinstance(v, int)]
+            random = torch.randint(3, most, value.shape, generator=made)
+            batch[name] = torch.where(torch.isin(value, torch.tensor(placeholders or [-1])), value, random)
             if isinstance(end := getattr(model.config, "eos_token_id", None), int):
                 batch[name][..., -1] = end  # some classifiers look for it
     return batch
+
+
+def _with_pictures(model: PreTrainedModel, length: int) -> UsualBatch:
+    """Return the usual batch, in rows long enough for a picture."""
+    try:
+        return UsualBatch(model, length)
+    except DescriptionError as error:
+        if (needed := re.search(r"no room for .* use at least (\d+)", str(error))) is None:
+            raise
+        return UsualBatch(model, int(needed[1]))
 
 
 def _shapes(config: Any) -> list[tuple[str, tuple[int, ...]]]:
@@ -292,9 +346,27 @@ def _possible_labels(model: Any, usual: torch.Tensor | None, made: torch.Generat
 class InDouble(TorchFunctionMode):
     """Compute in float64 where models change to float32, as most losses do, so that sums of other sizes agree."""
 
+    def __enter__(self) -> InDouble:
+        self.__dict__.setdefault("before", []).append(torch.get_default_dtype())
+        torch.set_default_dtype(torch.float64)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        torch.set_default_dtype(self.before.pop())
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> object:
         if func is torch.Tensor.float:
             return args[0].double()
+        if (
+            func is torch.Tensor.backward
+        ):  # in which blocks may be recomputed: this mode is off while it handles a call
+            engine, loss = torch.autograd.Variable._execution_engine, args[0]
+            with self:
+                return engine.run_backward(
+                    (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+                )
         args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         return func(
             *args,

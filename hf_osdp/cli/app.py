@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
@@ -74,8 +75,24 @@ def browser(
     page.block_thread()
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hf-osdp {version('hf_osdp')}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Take the options that stand before a command."""
+
+
 app = typer.Typer(
     cls=OneLineErrors,
+    callback=_options,
+    context_settings={"help_option_names": ["-h", "--help"]},
     name="hf-osdp",
     help=_HELP,
     no_args_is_help=True,
@@ -91,11 +108,11 @@ _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
     "compare": (with_flags(compare, make=Request, leave_out="strategy"), _TO_PLAN),
     "what-if": (with_flags(what_if, make=Request), _TO_PLAN),
     "profile": (
-        with_flags(profile, "precision", "activation_checkpointing", "compile", "block_classes", "auto_class"),
+        with_flags(profile, "precision", "recompute", "compile", "block_classes", "auto_class"),
         "gpt2-xl --sequence-length 1024 --output profile.json",
     ),
     "convert": (convert, "out/checkpoint-1000 weights --to weights"),
-    "doctor": (with_flags(doctor, make=Request, leave_out="optimizer"), f"{_TO_PLAN} --output-dir out"),
+    "doctor": (with_flags(doctor, make=Request), f"{_TO_PLAN} --output-dir out"),
     "config": (with_flags(config, "memory_limit", "precision"), "--memory-limit 16GiB"),
     "run": (run, "--config osdp.yaml train.py --num_train_epochs 1"),
     "app": (browser, "--port 7860"),

@@ -199,7 +199,7 @@ class _Page:
 
 def _error(error: Exception, question: Question) -> str:
     """Return the command line's error message; raise errors that the input did not cause."""
-    if (line := error_line(error, question.options)) is None:
+    if (line := error_line(error, ["plan", *question.options])) is None:
         raise error
     return _html(f'<div class="error">{escape(line)}</div>')
 

@@ -15,22 +15,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ..errors import nearest
+from ..errors import InfeasibleError, nearest
 from ..modeling.catalogue import find_shape, shape_names
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware, check_margin
-from ..planner.job import (
-    ADAFACTOR,
-    BITSANDBYTES,
-    LOW_BIT,
-    OptimizerSpec,
-    Precision,
-    TrainingJob,
-    bitsandbytes_of_trainer,
-)
+from ..planner.job import OptimizerSpec, Precision, TrainingJob
+from ..planner.optimizers import MUON, spec_of_name
 from ..planner.presets import preset, preset_names
 from ..planner.profile import Profile, with_block_times
-from ..quantities import parse_limit
+from ..quantities import format_bytes, parse_limit
 from .options import Request
 
 if TYPE_CHECKING:
@@ -41,18 +34,18 @@ if TYPE_CHECKING:
     from ..planning.facts import RunFacts
     from ..planning.problem import Describer, FoundPlan
 
-OPTIMIZERS = {
-    "adamw": OptimizerSpec(), "momentum": OptimizerSpec(name="momentum", states=1),
-    "sgd": OptimizerSpec(name="sgd", states=0), **LOW_BIT,
-    "adafactor": ADAFACTOR, **{name: bitsandbytes_of_trainer(name) for name in BITSANDBYTES},
-}  # fmt: skip
-"""Optimizers by the names of `--optimizer`."""
 _OPTIONS = (
     "block_classes", "recompute", "host_offload", "offload_optimizer", "offload_activations", "compile",
     "operator_splitting",
-    "split_vocabulary", "communication", "sequence_length", "global_batch_size", "micro_batch_size",
+    "split_vocabulary", "communication", "sequence_length", "images", "global_batch_size", "micro_batch_size",
 )  # fmt: skip
 """Fields of a request that `OSDPConfig` also has."""
+_OTHER_KINDS = {
+    "adapter_config.json": ("an adapter", "the model that it adapts, with --lora-rank"),
+    "model_index.json": ("a diffusion pipeline", "the folder of its transformer, if that is a model of transformers"),
+    ".gguf": ("a quantized file for inference (GGUF)", "the model that it was made of"),
+}
+"""Ending of a file, in a folder without a config.json → what that is, and what to give instead."""
 _HUB_TIMEOUT_S = 5
 """Seconds to wait for the hub's first answer."""
 
@@ -65,7 +58,46 @@ class Case:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.optimizer = OPTIMIZERS[request.optimizer]
+
+    def check(self) -> Case:
+        """Refuse what is wrong without the model, before torch and transformers are imported; return the case.
+
+        Raises:
+            ValueError: a value is wrong, or contradicts another.
+            InfeasibleError: the limit is below what the device takes for itself.
+        """
+        request, hardware, limit = self.request, self.hardware, self.limit_bytes
+        self.check_model()
+        if request.optimizer.lower() != MUON:
+            _ = self.job
+        if hardware.tensor_bytes(limit) <= 0:
+            least = hardware.limit_for(hardware.unavoidable_bytes)
+            raise InfeasibleError(
+                f"--memory-limit {request.memory_limit} leaves nothing for tensors: driver, context, workspaces and"
+                f" communicator take {format_bytes(hardware.unavoidable_bytes)} of each {hardware.device.name}, and"
+                f" {hardware.free_share:.0%} of the limit stay free; give more than {format_bytes(least)}.",
+                memory_limit_bytes=limit,
+                least_peak_bytes=least,
+            )
+        return self
+
+    def check_model(self) -> None:
+        """Refuse what is wrong about the model without reading it."""
+        request = self.request
+        check_path(request.model)
+        if request.lora_rank is None and request.lora_targets:
+            raise ValueError(
+                f"--lora-targets {request.lora_targets} has no effect without --lora-rank; give both, or neither."
+            )
+
+    @cached_property
+    def optimizer(self) -> OptimizerSpec:
+        """What the requested optimizer holds; Muon's matrices are those of the model."""
+        if self.request.optimizer.lower() != MUON:
+            return spec_of_name(self.request.optimizer, device_type=self.device_type)
+        from ..sharding.optimizer import spec_of_muon_beside_adamw
+
+        return spec_of_muon_beside_adamw(self.model, device_type=self.device_type)
 
     @cached_property
     def profile(self) -> Profile | None:
@@ -94,9 +126,7 @@ class Case:
     @property
     def precision(self) -> str:
         """Mixed precision: the requested one, or the device's default."""
-        from ..planning.preflight import bf16_on
-
-        native = self.hardware.backend is Backend.NCCL and bf16_on(self.hardware.device, "cuda")
+        native = self.hardware.backend is Backend.NCCL and self.hardware.device.native_bf16
         return self.request.precision or ("bf16" if native else "no")
 
     @property
@@ -109,6 +139,7 @@ class Case:
 
     @cached_property
     def model_config(self) -> PreTrainedConfig:
+        self.check_model()
         return load_config(self.request.model)
 
     @cached_property
@@ -128,14 +159,13 @@ class Case:
         """The facts of the run."""
         from ..planning.facts import RunFacts
 
-        request, world_size = self.request, self.hardware.world_size
+        world_size = self.hardware.world_size
         return RunFacts(
             world_size=world_size,
             device_type=self.device_type,
             precision=Precision.named(self.precision, autocast=world_size == 1),
             optimizer=self.optimizer,
             capability=self.hardware.device.capability,
-            activation_checkpointing=request.activation_checkpointing,
         )
 
     @property
@@ -151,11 +181,9 @@ class Case:
     @property
     def limit_bytes(self) -> int:
         """Bytes of each device that training may use."""
-        from ..planning.facts import check_limit
-
         device, asked = self.hardware.device, self.request.memory_limit
         limit = device.memory_bytes if asked is None else parse_limit(asked, name="--memory-limit")
-        return check_limit(limit, device, given=f"--memory-limit {asked}")
+        return device.check_limit(limit, given=f"--memory-limit {asked}")
 
     @cached_property
     def model(self) -> nn.Module:
@@ -169,10 +197,6 @@ class Case:
         from ..sharding.environment import hold_master_weights
 
         request = self.request
-        if request.lora_rank is None and request.lora_targets:
-            raise ValueError(
-                f"--lora-targets {request.lora_targets} has no effect without --lora-rank; give both, or neither."
-            )
         model = build_on_meta(model_config, request.auto_class)
         if request.lora_rank is not None:
             model = with_lora(model, request.lora_rank, names_in(request.lora_targets))
@@ -220,19 +244,31 @@ def names_in(text: str | None) -> list[str]:
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
+def check_path(model: str) -> Path:
+    """Return a model's name as a path; raise ValueError if it can only be a path, and is none of a model."""
+    path = Path(model).expanduser()
+    if not path.exists():
+        if model.endswith(".json") or model.startswith((".", "/", "~")) or model.count("/") > 1:
+            raise ValueError(
+                f"MODEL {model!r}: there is no such file or folder; give a config.json, a folder that has one, or a"
+                " hub id."
+            )
+        return path
+    inside = [] if not path.is_dir() or (path / "config.json").exists() else [file.name for file in path.iterdir()]
+    for name, (kind, remedy) in _OTHER_KINDS.items():
+        if any(file.endswith(name) for file in (path.name, *inside)):
+            raise ValueError(f"MODEL {model!r} is {kind}, which has no config.json; give {remedy}.")
+    return path
+
+
 def load_config(model: str) -> PreTrainedConfig:
     """Load a transformers configuration from a hub id, a folder or a file; raise ValueError if there is none.
 
     The hub's cache is tried before the hub; if neither has the configuration, a built-in shape is used, with a line on
     stderr.
     """
-    path = Path(model).expanduser()
+    path = check_path(model)
     local = path.exists()
-    if not local and (model.endswith(".json") or model.startswith((".", "/", "~")) or model.count("/") > 1):
-        raise ValueError(
-            f"MODEL {model!r}: there is no such file or folder; give a config.json, a folder that has one, or a hub"
-            " id."
-        )
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
     from transformers.utils import logging as transformers_logging
 

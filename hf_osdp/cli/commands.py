@@ -56,15 +56,12 @@ def plan(
     started = time.perf_counter()
     rounds: tuple[SimulatedRound, ...] = ()
     with screen.working("Describing the model, searching" + (" and simulating" if simulate else "")):
-        case = Case(request)
+        case = Case(request).check()
         found, problem = case.found.plan, case.found.problem
         if simulate:
             from ..planning.simulate import search_and_simulate
 
-            checkpointed = request.activation_checkpointing
-            rounds = search_and_simulate(
-                case.model, problem, device_type=case.device_type, activation_checkpointing=checkpointed
-            )
+            rounds = search_and_simulate(case.model, problem, device_type=case.device_type)
             found, problem = rounds[-1].found.plan, replace(problem, job=rounds[-1].job)
     planning_s = time.perf_counter() - started
     inputs = PlanInputs.of(problem)
@@ -148,7 +145,7 @@ def compare(
     """
     screen = Output(json_file, plot=plot)
     with screen.working("Describing the model", steps=3) as next_step:
-        case = Case(request)
+        case = Case(request).check()
         problem = case.found.problem
         description, hardware = problem.description, problem.hardware
         next_step("Searching: strategies")
@@ -168,9 +165,6 @@ def compare(
 
 def doctor(
     request: Request,
-    optimizer: Annotated[
-        str, option("NAME", "adamw, momentum, sgd, or a name of TrainingArguments(optim=...).")
-    ] = "adamw",
     output_dir: Annotated[Path | None, option("DIR", "Output folder of the run.")] = None,
     save_total_limit: Annotated[int | None, count("Checkpoints to keep in the output folder; default: all.")] = None,
     json_file: JsonFile = None,
@@ -192,7 +186,7 @@ def doctor(
         )
         rows = [
             ("this machine", "ok", machine_line()),
-            *examine(request, optimizer, folder),
+            *examine(request, folder),
             ("ranks", "later", _RANKS),
         ]
     screen.print(checks_table(f"Before a run of {request.model}", rows))

@@ -34,8 +34,7 @@ from ..planning.preflight import (
 from ..planning.recalibrate import estimated
 from ..quantities import format_bytes, format_count, format_seconds
 from ..report.content import package_versions
-from ..sharding.optimizer import spec_of_trainer_name
-from .cases import OPTIMIZERS, Case
+from .cases import Case
 from .options import Request
 
 T = TypeVar("T")
@@ -48,12 +47,12 @@ _LATER = {
 """Text for checks that cannot be made yet."""
 
 
-def examine(request: Request, optimizer: str, folder: RunFolder | None) -> list[Row]:
+def examine(request: Request, folder: RunFolder | None) -> list[Row]:
     """Make all checks that do not need a started run; the folder is checked if it is given.
 
     Return a row for each finding, a row for each check without one, and one row for all checks that could not be made.
     """
-    examination = _Examination(Case(request), optimizer)
+    examination = _Examination(Case(request))
     examination.examine(folder)
     rows, missing = [], []
     for check in Check:
@@ -73,17 +72,16 @@ def examine(request: Request, optimizer: str, folder: RunFolder | None) -> list[
 class _Examination:
     """The rows of each check; errors are added as soon as they are found."""
 
-    def __init__(self, case: Case, optimizer: str) -> None:
+    def __init__(self, case: Case) -> None:
         self.rows: dict[Check, list[Row]] = {}
         self._case = case
         self._hardware = self._try(
             Check.DEVICES, lambda: case.hardware, lambda h: f"{h.summary}, {format_bytes(h.device.memory_bytes)} each"
         )
         self._try(Check.MODEL, lambda: case.model_config)
-        device_type = "cuda" if self._hardware is None else case.device_type
-        spec = self._try(
+        spec = self._hardware and self._try(
             Check.OPTIMIZER,
-            lambda: OPTIMIZERS.get(optimizer) or spec_of_trainer_name(optimizer.lower(), device_type=device_type),
+            lambda: case.optimizer,
             lambda spec: (
                 f"{spec.name} needs whole parameters: the units that it trains are replicated"
                 if spec.needs_whole

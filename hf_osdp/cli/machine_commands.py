@@ -210,7 +210,7 @@ def profile(
             model_or_config=load_config(model), sequence_length=sequence_length,
             micro_batch_sizes=tuple(map(int, micro_batch_sizes.split(","))),
             compute_dtype=Precision.named(precision).compute,
-            activation_checkpointing=flags["activation_checkpointing"],
+            activation_checkpointing=bool(flags["recompute"]),
             compile=flags["compile"], auto_class=flags["auto_class"],
             block_classes=names_in(flags["block_classes"]) or None,
         )  # fmt: skip

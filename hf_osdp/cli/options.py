@@ -49,6 +49,14 @@ class Request:
     ]
     sequence_length: Annotated[int, count("Tokens per sample.")]
     global_batch_size: Annotated[int, count("Samples per optimizer step, over all devices.")]
+    images: Annotated[
+        int | None,
+        option(
+            "N",
+            "Pictures per sample; default: one for models that take them, whose placeholders count as tokens.",
+            min=0,
+        ),
+    ] = None
     memory_limit: Annotated[
         str | None, option("SIZE", "Memory of each device that training may use, such as 8GiB; default: all of it.")
     ] = None
@@ -74,28 +82,28 @@ class Request:
         ),
     ] = None
     optimizer: Annotated[
-        Literal[
-            "adamw", "momentum", "sgd", "adamw8bit", "adamwfp8", "adamw4bit", "adafactor", "adamw_bnb_8bit",
-            "adamw_8bit", "lion_8bit",
-            "lion_32bit", "rmsprop_bnb_8bit", "rmsprop_bnb", "rmsprop_bnb_32bit", "ademamix_8bit", "ademamix",
-        ],
+        str,
         option(
             "NAME",
-            "adamw, momentum, sgd, adafactor, torchao's adamw8bit, adamwfp8 and adamw4bit, or bitsandbytes' by the"
-            " Trainer's names. Its states need memory: AdamW 8 bytes per parameter, AdamW8bit 2, Adafactor almost"
-            " none, but the units it trains are replicated.",
+            "adamw, momentum, sgd, adafactor, torchao's adamw8bit, adamwfp8 and adamw4bit, or a name of"
+            " TrainingArguments(optim=...). Its states need memory: AdamW 8 bytes per parameter, AdamW8bit 2,"
+            " Adafactor almost none, but the units it trains are replicated.",
         ),
-    ] = "adamw"  # fmt: skip
+    ] = "adamw"
     strategy: Annotated[
         Strategy, option("NAME", "osdp decides for each unit; the others use one layout for all units.")
     ] = Strategy.OSDP
     micro_batch_size: Annotated[
         int | None, count("Samples that one device processes at once; default: the planner decides.")
     ] = None
-    activation_checkpointing: Annotated[
-        bool, switch("Recompute blocks in backward instead of saving activations.", "--activation-checkpointing")
-    ] = False
-    recompute: Annotated[bool | None, switch("Recompute every block, or none; default: the planner decides.")] = None
+    recompute: Annotated[
+        bool | None,
+        switch(
+            "Recompute every block in backward (activation checkpointing), or none; default: the planner decides.",
+            "--recompute/--no-recompute",
+            "--activation-checkpointing",
+        ),
+    ] = None
     host_offload: Annotated[
         bool | None, switch("Keep all states on the host, or none; default: the planner decides.")
     ] = None

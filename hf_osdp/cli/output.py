@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import OSDPError
+from ..errors import OSDPError, nearest
 from ..report.plan_file import write_json
 
 _WIDTH = 100
+_ALIASES = {
+    "zero3": "fsdp", "zero-3": "fsdp", "full_shard": "fsdp", "shard_grad_op": "zero2", "zero-2": "zero2",
+    "hybrid_shard": "hsdp", "no_shard": "ddp", "bfloat16": "bf16", "float16": "fp16", "float32": "no", "fp32": "no",
+}  # fmt: skip
+"""Names of other programs for values of ours."""
 
 
 class Output:
@@ -91,4 +97,10 @@ def _usage_line(error: Any, words: Sequence[str]) -> str:  # noqa: ANN401  (clic
                     .removeprefix(f"{value!r} ")
                 )
                 text = f"{option} {value}{' ' if rule.startswith('is not') else ': '}{rule}"
-    return f"{text}{' See' if text.endswith('?') else '; see'} hf-osdp --help."
+    if (asked := re.fullmatch(r"(?:--\S+) (\S+) is not one of (.*)", text)) is not None:
+        names = re.findall("'([^']*)'", asked[2])
+        alias = _ALIASES.get(asked[1].lower(), "")
+        text += f" (nearest: {alias})" if alias in names else nearest(asked[1], names)
+    in_command = words and not words[0].startswith("-") and not text.startswith("No such command")
+    command = f"hf-osdp {words[0]}" if in_command else "hf-osdp"
+    return f"{text}{' See' if text.endswith('?') else '; see'} {command} --help."

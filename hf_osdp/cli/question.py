@@ -152,7 +152,7 @@ class Planner:
     def _plan(self, question: Question) -> Planned:
         from ..planning.cache import warnings_of_package
 
-        case = Case(self._request(question))
+        case = Case(self._request(question)).check()
         with redirect_stderr(io.StringIO()) as stderr:  # the line about a built-in shape
             _ = case.model_config
         with warnings_of_package() as warnings:

@@ -40,7 +40,7 @@ def what_if(request: Request, json_file: JsonFile = None) -> None:
     """
     screen = Output(json_file)
     with screen.working("Describing the model", steps=7) as next_step:
-        case = Case(request)
+        case = Case(request).check()
         problem = case.found.problem
         models, twice = ChangedModels(case), 2 * problem.memory_limit_bytes
         questions: dict[str, Callable[[str], Answer]] = {

@@ -22,11 +22,12 @@ from transformers.training_args import OptimizerNames
 from ..checkpoint.resume import recorded_manifest
 from ..modeling.batch import Inputs
 from ..planner.job import OptimizerSpec, Precision
+from ..planner.optimizers import knows_trainer_name, spec_of_trainer_name
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
 from ..planning.facts import RunFacts, RunFolder
 from ..sharding.host_states import reason_against_unit_steps
-from ..sharding.optimizer import frozen_parameters, knows_trainer_name, spec_of_optimizer, spec_of_trainer_name
+from ..sharding.optimizer import frozen_parameters, spec_of_optimizer
 from .plugin import offloads
 from .samples import find_batches, row_tokens, tokens_of
 from .subclasses import bytes_of_other_models, traced_loss

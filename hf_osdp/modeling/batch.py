@@ -35,6 +35,10 @@ _SAMPLE_LABELS = (
     "SequenceClassification", "ImageClassification", "AudioClassification", "VideoClassification", "MultipleChoice",
     "NextSentencePrediction", "XVector",
 )  # fmt: skip
+_INPUTS = ("input_ids", "pixel_values", "input_features", "input_values")
+"""Inputs that can be made."""
+_BINS = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "feature_size")
+"""Names of the number of values in a frame of a spectrogram."""
 _FRAMES_PER_LETTER = 3
 """Speech has 50 frames and about 16 letters per second."""
 
@@ -52,11 +56,12 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
     kind = type(model).__name__
     arguments = frozenset(inspect.signature(model.forward).parameters)
     main = getattr(model, "main_input_name", "input_ids")
-    if main not in ("input_ids", "pixel_values", "input_features", "input_values"):
+    if main not in _INPUTS:
         raise DescriptionError(
             f"The inputs of {kind} ({main}) are not known; pass inputs, a function from samples to keyword arguments."
         )
     dtype = torch.float64 if getattr(model, "dtype", None) is torch.float64 else torch.float32
+    _check_waveform(model, main, sequence_length)
 
     def make(samples: int) -> dict[str, Any]:
         batch: dict[str, Any] = {main: _main_input(config, main, samples, sequence_length, dtype)}
@@ -76,11 +81,31 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
         batch |= _labels(model, kind, main, samples, sequence_length)
         if kind.endswith(_TOKEN_LABELS) and "next_sentence_label" in arguments:
             batch["next_sentence_label"] = torch.zeros(samples, dtype=torch.long)
+        for name in _also_taken(model, kind, main) - batch.keys():
+            batch[name] = _main_input(config, name, samples, sequence_length, dtype)
         if "use_cache" in arguments or getattr(config, "use_cache", False):
             batch["use_cache"] = False
         return batch
 
     return make
+
+
+def _also_taken(model: nn.Module, kind: str, main: str) -> set[str]:
+    """Return further inputs that the forward needs: tokens beside pictures, pictures beside tokens."""
+    parameters = inspect.signature(model.forward).parameters
+    needed = {
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    }
+    if main == "pixel_values" and kind.endswith(_TOKEN_LABELS) and "input_ids" in parameters:
+        needed.add("input_ids")
+    if unknown := needed - set(_INPUTS) - {"labels"}:
+        raise DescriptionError(
+            f"The forward of {kind} needs {min(unknown)}, which is not known; pass inputs, a function from samples to"
+            " keyword arguments."
+        )
+    return needed - {"labels"}
 
 
 def _labels(model: Any, kind: str, main: str, samples: int, sequence_length: int) -> dict[str, torch.Tensor]:  # noqa: ANN401
@@ -196,6 +221,18 @@ def random_states_kept(devices: Iterable[torch.device | int] = ()) -> Iterator[N
         np.random.set_state(numpy_state)
 
 
+def _check_waveform(model: Any, main: str, sequence_length: int) -> None:  # noqa: ANN401
+    """Raise DescriptionError if a waveform is so short that its encoder makes no frame of it."""
+    frames = getattr(model, "_get_feat_extract_output_lengths", None)
+    if main != "input_values" or frames is None or sequence_length < 1 or int(frames(sequence_length)) > 0:
+        return
+    least = next((2**k for k in range(30) if int(frames(2**k)) > 0), None)
+    raise DescriptionError(
+        f"sequence_length={sequence_length} counts the values of a waveform, of which {type(model).__name__} makes no"
+        f" frame; use for example {least}."
+    )
+
+
 def check_sequence_length(model: nn.Module, sequence_length: int) -> None:
     """Raise ValueError if samples are empty or longer than a table of absolute positions."""
     if sequence_length < 1:
@@ -224,13 +261,34 @@ def _main_input(config: Any, name: str, samples: int, sequence_length: int, dtyp
     if name == "input_ids":
         return _token_rows(config, samples, sequence_length)
     if name == "input_values":  # a waveform, or a spectrogram
-        shape = (config.max_length, config.num_mel_bins) if hasattr(config, "num_mel_bins") else (sequence_length,)
+        is_spectrogram = hasattr(config, "num_mel_bins") and hasattr(config, "max_length")
+        shape = (config.max_length, config.num_mel_bins) if is_spectrogram else (sequence_length,)
         return torch.zeros(samples, *shape, dtype=dtype)
-    if name == "input_features":  # log-mel frames; Whisper's encoder halves them
-        return torch.zeros(samples, config.num_mel_bins, 2 * config.max_source_positions, dtype=dtype)
-    size = getattr(config, "image_size", None) or 224
+    if (
+        name == "input_features"
+    ):  # log-mel frames; Whisper's encoder takes all that it has positions for, and halves them
+        bins = next((size for one in _BINS if (size := _size(config, one))), 80)
+        positions = _size(config, "max_source_positions") if _size(config, "num_mel_bins") else None
+        shape = (bins, 2 * positions) if isinstance(positions, int) else (sequence_length, bins)
+        return torch.zeros(samples, *shape, dtype=dtype)
+    size = _size(config, "image_size") or 224
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return torch.zeros(samples, getattr(config, "num_channels", 3), height, width, dtype=dtype)
+    return torch.zeros(samples, _size(config, "num_channels") or 3, height, width, dtype=dtype)
+
+
+def _size(config: Any, name: str) -> Any:  # noqa: ANN401
+    """Return a size in a configuration, else in one inside it, of which those of vision come first."""
+    if (own := getattr(config, name, None)) is not None:
+        return own
+    return next((size for inner in inner_configs(config) if (size := getattr(inner, name, None)) is not None), None)
+
+
+def inner_configs(config: Any) -> Iterator[Any]:  # noqa: ANN401
+    """Yield the configurations inside of one, at any depth, those of vision first."""
+    inner = {name: value for name, value in vars(config).items() if hasattr(value, "to_dict")}
+    for name in sorted(inner, key=lambda name: not any(word in name for word in ("vision", "visual", "image", "vit"))):
+        yield inner[name]
+        yield from inner_configs(inner[name])
 
 
 def _token_rows(config: object, samples: int, length: int) -> torch.Tensor:

@@ -92,6 +92,17 @@ def checkpoint_blocks(model: nn.Module, block_classes: Sequence[str], *, trains:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=trains)
 
 
+def disable_cache(model: nn.Module) -> bool:
+    """Switch the key-value cache off, which only takes memory in training and which a recomputed block would extend
+    twice; a vision-language model's text part has its own switch. Return whether it was on.
+    """
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    switched = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
+    for config in switched:
+        config.use_cache = False
+    return bool(switched)
+
+
 @contextmanager
 def without_checkpointing(model: nn.Module) -> Iterator[None]:
     """Make a model's blocks save their activations inside the context, as without checkpointing."""

@@ -20,6 +20,8 @@ LEAST_SHARE = 0.02
 """Least share of a block's parameters for a child to be a unit; smaller ones, such as norms, go to the root,
 gathered once per step.
 """
+LEAST_TABLE = 2**20
+"""Least elements of a module outside of blocks that is a unit, if it has `LEAST_SHARE` of the model's parameters."""
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
@@ -95,11 +97,7 @@ def find_units(
         low_precision: training computes in less than the parameters' precision, so that batch norms become separate
             units.
     """
-    modules = modules_by_name(model)
-    parameters: dict[nn.Parameter, tuple[str, ...]] = {}
-    """Each parameter with all its names, in the model's order."""
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        parameters[parameter] = tuple(dict.fromkeys((*parameters.get(parameter, ()), canonical_name(name))))
+    modules, parameters = modules_by_name(model), _names_of_parameters(model)
     ties = _find_ties(model, parameters)
     blocks = _find_blocks(model, modules, ties, block_classes)
     slices = slice_names(model)
@@ -109,6 +107,7 @@ def find_units(
         # operators that share parameters with each other must stay together
         whole = not split or any(_inside_one(tie, [block]) for tie in ties)
         parts += [block] if whole else _operator_names(block, modules, slices)
+    tied = {name for tie in ties for name in tie}
     ties = [tie for tie in ties if "" not in tie and not _inside_one(tie, blocks)]
     groups: dict[tuple[str, ...], GatherSpan] = {(name,): GatherSpan.USE for name in parts}
     for name in slices:
@@ -121,6 +120,8 @@ def find_units(
     for name, module in modules.items():
         if name and module in ends and _numel(module) and not any(_is_within(name, other) for other in grouped):
             groups[(name,)] = GatherSpan.USE
+    taken = tied | {name for names in groups for name in names}
+    groups |= {(name,): GatherSpan.USE for name in _tables(modules, blocks, taken)}
     keeping = _batch_norm_groups(modules, parts, {name for tie in ties for name in tie}) if low_precision else ()
     groups |= dict.fromkeys(keeping, GatherSpan.STEP)
     order = {name: index for index, name in enumerate(modules)}
@@ -128,6 +129,38 @@ def find_units(
         names: groups[names] for names in sorted(groups, key=lambda names: order[names[0]])
     }
     return _describe_groups(modules, parameters, spans, keeping)
+
+
+def _names_of_parameters(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+    """Return each parameter with all its names, in the model's order."""
+    parameters: dict[nn.Parameter, tuple[str, ...]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameters[parameter] = tuple(dict.fromkeys((*parameters.get(parameter, ()), canonical_name(name))))
+    return parameters
+
+
+def large_tables(model: nn.Module, block_classes: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Return the names of modules outside of blocks that are units because of their size, as `find_units` finds
+    them; the embedding and the head, which are units in any case, are among them.
+    """
+    modules = modules_by_name(model)
+    ties = _find_ties(model, _names_of_parameters(model))
+    blocks = _find_blocks(model, modules, ties, block_classes)
+    return _tables(modules, blocks, {name for tie in ties for name in tie})
+
+
+def _tables(modules: dict[str, nn.Module], blocks: Iterable[str], taken: Container[str]) -> tuple[str, ...]:
+    """Return the modules without submodules that are large, outside of blocks and not taken: Gemma 3n's embeddings
+    for each layer have a third of its parameters.
+    """
+    least = max(LEAST_TABLE, LEAST_SHARE * _numel(modules[""]))
+    return tuple(
+        name
+        for name, module in modules.items()
+        if name and not module._modules and _numel(module) >= least
+        and not any(_is_within(name, block) for block in blocks)
+        and not any(part in taken for part in (*_ancestors(name), name))
+    )  # fmt: skip
 
 
 def embedding_and_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:

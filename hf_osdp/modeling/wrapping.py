@@ -153,11 +153,11 @@ def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:  # noqa: ANN401
     )
 
 
-def under_autocast(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """Wrap a forward on CPU tensors as Accelerate does in one process: under autocast, with outputs in float32."""
+def under_autocast(forward: Callable[..., Any], dtype: torch.dtype, device_type: str = "cpu") -> Callable[..., Any]:
+    """Wrap a forward as Accelerate does in one process: under autocast, with outputs in float32."""
 
     def run(*args: Any, **kwargs: Any) -> object:
-        with torch.autocast("cpu", dtype=dtype):
+        with torch.autocast(device_type, dtype=dtype):
             output = forward(*args, **kwargs)
         return tree_map_only(torch.Tensor, lambda tensor: tensor.float() if tensor.dtype is dtype else tensor, output)
 
@@ -212,6 +212,19 @@ def has_running_statistics(module: nn.Module, *, itself: bool = False) -> bool:
     """
     parts = [module] if itself else module.modules()
     return any(isinstance(part, _NormBase) and part.track_running_stats for part in parts)
+
+
+def frozen_norms_keep_dtype(model: nn.Module) -> None:
+    """Let frozen batch norms, as DETR's backbones have, return their input's dtype: their buffers stay in float32, and
+    the next convolution, whose weights are gathered in 16 bits, takes no other.
+    """
+    for module in model.modules():
+        if "FrozenBatchNorm" in type(module).__name__ and _to_dtype_of_input not in module._forward_hooks.values():
+            module.register_forward_hook(_to_dtype_of_input)
+
+
+def _to_dtype_of_input(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    return output.to(args[0].dtype)
 
 
 def batch_norm_parameters(model: nn.Module) -> set[int]:

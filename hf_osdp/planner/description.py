@@ -327,6 +327,8 @@ class ModelDescription:
     """Outputs of forward beside the loss, such as logits; they count if the training loop holds them."""
     trace: str = "none"
     """How activations were found: `fake tensors, device cpu, attention sdpa`."""
+    timing: str = "estimated"
+    """How the times of blocks were found: `measured with 1, 2, 4 samples`."""
     recomputed_by_others: bool = False
     """Whether the model or its script recomputes blocks, and not the plan."""
     compiled_classes: tuple[str, ...] = ()

@@ -10,12 +10,15 @@ from fractions import Fraction
 from types import MappingProxyType
 
 from ..errors import HardwareError
+from ..quantities import format_bytes
 from .description import DType
 from .job import OptimizerStep
 from .wire import WireFormat
 
 GB = 10**9
 GIB = 2**30
+_NATIVE_SHARE = 0.8
+"""bf16 is native if its rate is at least this share of fp16's."""
 MOST_RANKS = 2**17
 """The search tries layouts for every divisor of the number of ranks."""
 _MOST_MEMORY_BYTES = 2**50
@@ -100,6 +103,23 @@ class DeviceSpec:
         if (largest := max(self.memory_bytes, self.reserved_bytes, self.communicator_bytes)) > _MOST_MEMORY_BYTES:
             raise ValueError(f"Device {self.name!r}: {largest} bytes of memory; the most are {_MOST_MEMORY_BYTES}.")
         object.__setattr__(self, "flops_per_s", MappingProxyType(dict(self.flops_per_s)))
+
+    @property
+    def native_bf16(self) -> bool:
+        """Whether bfloat16 is as fast as float16, or there is no float16."""
+        bf16, fp16 = (self.flops_per_s.get(dtype) for dtype in (DType.BFLOAT16, DType.FLOAT16))
+        return bf16 is not None and (fp16 is None or bf16 >= _NATIVE_SHARE * fp16)
+
+    def check_limit(self, limit_bytes: int, *, given: str) -> int:
+        """Return a limit if the device has as much memory; else raise ValueError with the limit as it was `given`:
+        `memory_limit='8GiB'`.
+        """
+        if limit_bytes <= (total := self.memory_bytes):
+            return limit_bytes
+        raise ValueError(
+            f"{given} is more than the {format_bytes(total)} of {self.name}; use at most {total // 2**20}MiB, or leave"
+            " it out for all of them."
+        )
 
     def rate(self, dtype: DType) -> float:
         """Return the matrix-product rate in FLOP/s; HardwareError if it is not known."""

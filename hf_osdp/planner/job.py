@@ -162,7 +162,7 @@ class OptimizerSpec:
     def formats_of(self, parameter: ParameterSpec) -> tuple[StateFormat, ...]:
         """Return the formats of a parameter's states."""
         plain = parameter.numel < self.least_quantized or (parameter.is_embedding and self.keeps_embeddings)
-        return (_FLOAT32,) * len(self.formats) if plain else self.formats
+        return (FLOAT32_STATE,) * len(self.formats) if plain else self.formats
 
     def with_block_size(self, elements: int) -> OptimizerSpec:
         """Return the optimizer with quantized blocks of `elements`, each with a float32 scale."""
@@ -229,69 +229,7 @@ class OptimizerSpec:
         )
 
 
-_FLOAT32 = StateFormat(bytes_per_element=4)
-_EIGHT_BITS = StateFormat(bytes_per_element=1 + 4 / 256, block_size=256, least_elements=4096)
-_FOUR_BITS = StateFormat(bytes_per_element=0.5 + 4 / 128, block_size=128, least_elements=4096, table_bytes=64)
-LOW_BIT = {
-    "adamw8bit": OptimizerSpec(
-        name="adamw8bit", states=0, formats=(replace(_EIGHT_BITS, table_bytes=1024),) * 2, step=OptimizerStep.FOR_LOOP
-    ),
-    "adamwfp8": OptimizerSpec(
-        name="adamwfp8", states=0, formats=(_EIGHT_BITS,) * 2, step=OptimizerStep.FOR_LOOP, loop_scratch=0.0
-    ),
-    "adamw4bit": OptimizerSpec(
-        name="adamw4bit", states=0, formats=(_FOUR_BITS,) * 2, step=OptimizerStep.FOR_LOOP, loop_scratch=6.5
-    ),
-}
-"""torchao's optimizers: codes, a float32 scale per block, and the code table. `loop_scratch` is what their steps
-allocate, compiled for the CPU (torch 2.13)."""
-_OF_BITSANDBYTES = {
-    "adam": (2, 3.0, 5.0), "ademamix": (3, 4.0, 9.3), "momentum": (1, 2.0, 2.3), "lion": (1, 3.0, 5.0),
-    "rmsprop": (1, 4.0, 3.0),
-    "adagrad": (1, 4.0, 3.0),
-}  # fmt: skip
-"""bitsandbytes' algorithms (0.50.2): state tensors, and `loop_scratch` of a step on the CPU in 32 and in 8 bits."""
-
-
-def bitsandbytes_spec(
-    algorithm: str, bits: int, *, device_type: str = "cuda", least_quantized: int = 4096
-) -> OptimizerSpec:
-    """Return one of bitsandbytes' optimizers: states in float32, or codes of 8 bits with a float32 scale per block.
-
-    Its GPU kernels need no temporaries. All parameters share two tables of 1 KiB.
-    """
-    states, *scratch = _OF_BITSANDBYTES[algorithm]
-    return OptimizerSpec(
-        name=f"{algorithm}_bnb_{bits}bit",
-        states=0,
-        formats=(replace(_EIGHT_BITS, least_elements=0, short_blocks=True) if bits == 8 else _FLOAT32,) * states,
-        step=OptimizerStep.FOR_LOOP,
-        loop_scratch=scratch[bits == 8] if device_type == "cpu" else 0.0,
-        least_quantized=least_quantized if bits == 8 else 0,
-    )
-
-
-def bitsandbytes_of_trainer(name: str, *, device_type: str = "cuda") -> OptimizerSpec:
-    """Return the optimizer of `TrainingArguments(optim=name)`, for names of `BITSANDBYTES`.
-
-    The Trainer keeps the states of embeddings in float32.
-    """
-    spec = bitsandbytes_spec(*BITSANDBYTES[name], device_type=device_type)
-    return replace(spec, keeps_embeddings=spec.is_quantized)
-
-
-BITSANDBYTES = {
-    "adamw_bnb_8bit": ("adam", 8), "adamw_8bit": ("adam", 8), "lion_8bit": ("lion", 8), "lion_32bit": ("lion", 32),
-    "rmsprop_bnb_8bit": ("rmsprop", 8), "rmsprop_bnb": ("rmsprop", 32), "rmsprop_bnb_32bit": ("rmsprop", 32),
-    "ademamix_8bit": ("ademamix", 8), "ademamix": ("ademamix", 32),
-}  # fmt: skip
-"""Algorithm and bits of bitsandbytes' optimizers by their names in `TrainingArguments.optim`."""
-ADAFACTOR = OptimizerSpec(
-    name="adafactor", states=0, formats=(StateFormat(bytes_per_element=4, is_least=True, factored=True),),
-    step=OptimizerStep.FOR_LOOP,
-    needs_whole=True,
-)  # fmt: skip
-"""transformers' Adafactor without a first moment, as its Trainer makes it."""
+FLOAT32_STATE = StateFormat(bytes_per_element=4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,8 @@ _TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
         ),
     ),
 }
+_LEAST = {"images": 0}
+"""Least values of whole numbers, if they are not 1."""
 _IGNORED_WITH_PLAN = (
     "strategy", "operator_splitting", "on_oom", "recalibrate", "hardware", "profile", "nodes", "memory_margin",
     "recompute", "host_offload", "offload_optimizer", "offload_activations", "split_vocabulary", "compile",
@@ -59,6 +61,9 @@ class OSDPConfig:
     """Classes that become units, as names or one comma-separated string; None finds them in the model."""
     sequence_length: int | None = None
     """Tokens of one sample; None takes it from the data."""
+    images: int | None = None
+    """Pictures of one sample, if the batch is derived from the model: 0 for only text, None for one if the model takes
+    pictures. Batches of the data, or `inputs`, have their own."""
     global_batch_size: int | None = None
     """Samples of one optimizer step over all processes; None takes it from the training arguments or the
     DataLoader.
@@ -117,6 +122,9 @@ class OSDPConfig:
     """The result of `hf-osdp profile` on this machine, or its file: hardware and block times, which are then not
     measured again.
     """
+    time_blocks: bool = True
+    """Time a few of the model's blocks on the devices before planning, a second or two the first time and then kept on
+    disk; False estimates them from the rates of the hardware. Not if `hardware`, `profile` or `plan` is given."""
     recalibrate: bool = False
     """Before training starts, try the plan for a few steps on a temporary copy of the model, correct the estimates by
     the measurements, and plan again, until the plan no longer changes (at most 3 rounds). The plan that runs was tried
@@ -166,8 +174,10 @@ class OSDPConfig:
                 and (name, value) != ("compile", "auto")
             ):
                 problem = f"must be true or false{', or auto' if name == 'compile' else ''}"
-            elif field.type == "int | None" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                problem = "must be a whole number of at least 1, or left out"
+            elif field.type == "int | None" and (
+                isinstance(value, bool) or not isinstance(value, int) or value < _LEAST.get(name, 1)
+            ):
+                problem = f"must be a whole number of at least {_LEAST.get(name, 1)}, or left out"
             elif name in _TYPES and not isinstance(value, _TYPES[name][0]):
                 problem = f"is of type {type(value).__name__}; use {_TYPES[name][1]}"
             if problem is not None:

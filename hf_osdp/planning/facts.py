@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import PlanError
-from ..modeling.batch import Inputs, Loss
 from ..planner.description import ModelDescription
-from ..planner.hardware import DeviceSpec
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.plan import Plan
 from ..planner.wire import EXACT, WireFormat, formats_up_to
-from ..quantities import format_bytes
 from .config import OSDPConfig
+
+if TYPE_CHECKING:
+    from ..modeling.batch import Inputs, Loss
 
 _IGNORED_WITH_CHECKPOINTING = (("recompute", False), ("split_vocabulary", True), ("offload_activations", True))
 """Options that have no effect if all blocks are recomputed."""
@@ -153,16 +154,3 @@ def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
     )
     job.micro_batch_sizes(facts.world_size)
     return job
-
-
-def check_limit(limit_bytes: int, device: DeviceSpec, *, given: str) -> int:
-    """Return the limit if the device has as much memory; else raise ValueError with the limit as it was `given`:
-    `memory_limit='8GiB'`.
-    """
-    if limit_bytes <= (total := device.memory_bytes):
-        return limit_bytes
-    raise ValueError(
-        f"{given} is more than the {format_bytes(total)} of {device.name}; use at most {total // 2**20}MiB, or leave"
-        " it out for all of"
-        " them."
-    )

@@ -15,7 +15,7 @@ from ..distributed.consensus import on_rank_zero, require_same_run
 from ..distributed.device import own_gpu
 from ..distributed.mesh import Meshes, find_topology, rank
 from ..errors import InfeasibleError, OSDPError, PlanError
-from ..modeling.batch import check_inputs, training_batch
+from ..modeling.batch import check_inputs
 from ..modeling.build import without_checkpointing
 from ..modeling.split_candidates import split_units
 from ..planner.description import Activations, DType, UnitDescription
@@ -27,12 +27,13 @@ from ..planner.search.search import SearchResult, search
 from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
 from ..sharding.environment import uses_host
+from ..tracing.pictures import UsualBatch
 from .compilation import Compilation, weigh
 from .config import OSDPConfig
 from .facts import RunFacts, check_communication, check_whole, training_job
 from .preflight import Finding, KnownRun, check_model, check_run
 from .probe import Trial, probe
-from .problem import Describer, FoundPlan, ProblemBuilder, find_plan, plan_from_rank_zero
+from .problem import Describer, FoundPlan, find_plan, plan_from_rank_zero
 from .recalibrate import Round, estimated, recalibrate
 
 _log = logging.getLogger(__name__)
@@ -148,14 +149,12 @@ def _open_step_s(found: FoundPlan) -> float | None:
     an estimate.
     """
     config, facts, model = found.builder.config, found.builder.facts, found.builder.model
-    if not (facts.trains and found.problem.description.recomputed_by_others) or config.profile is not None:
-        return None  # the profile's block times include recomputation
+    if not (facts.trains and found.problem.description.recomputed_by_others):
+        return None
     open_facts = replace(facts, activation_checkpointing=False)
     try:
         with without_checkpointing(model):
-            builder = ProblemBuilder(
-                model, replace(config, recompute=None), open_facts, hardware=found.problem.hardware
-            )
+            builder = found.builder.with_changes(replace(config, recompute=None), open_facts)
             return search(replace(builder.build(), memory_limit_bytes=found.problem.memory_limit_bytes)).time.step_s
     except (OSDPError, ValueError):  # the estimate is only advice
         return None
@@ -166,7 +165,7 @@ def _trial(model: nn.Module, config: OSDPConfig, facts: RunFacts, problem: Plann
         model=model,
         units=problem.description.units,
         job=problem.job,
-        inputs=config.inputs or facts.inputs or training_batch(model, problem.description.sequence_length),
+        inputs=config.inputs or facts.inputs or UsualBatch(model, problem.description.sequence_length, config.images),
         device=own_gpu() if facts.device_type == "cuda" else torch.device(facts.device_type),
         block_classes=problem.description.block_classes,
         activation_checkpointing=facts.activation_checkpointing,

@@ -36,8 +36,6 @@ _MAX_WAITING = 0.25
 """A link is slow if a step waits for communication for more than this share of its time."""
 _MIN_SPEEDUP = 1.1
 """Recommend another strategy only if its step is this many times as fast."""
-_NATIVE_SHARE = 0.8
-"""bf16 is native if its rate is at least this share of fp16's."""
 _FIXED_SEGMENTS_MARGIN = 0.2
 """Largest share of a limit that is lost in gaps between tensors with segments that do not expand
 (docs/estimates.md).
@@ -448,9 +446,7 @@ def bf16_on(device: DeviceSpec | None, device_type: str) -> str | None:
     torch.
     """
     if device is not None:
-        bf16, fp16 = (device.flops_per_s.get(dtype) for dtype in (DType.BFLOAT16, DType.FLOAT16))
-        is_native = bf16 is not None and (fp16 is None or bf16 >= _NATIVE_SHARE * fp16)
-        return device.name if is_native else None
+        return device.name if device.native_bf16 else None
     if device_type == "cuda" and torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.cuda.get_device_name(own_gpu())
     return None

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..distributed.mesh import Meshes
 from ..errors import OSDPError
-from ..modeling.batch import Loss, same_random_numbers, training_batch, without_packing
+from ..modeling.batch import Loss, same_random_numbers, without_packing
 from ..modeling.build import build_on_meta, checkpoint_blocks
 from ..modeling.wrapping import compiled_by, forward_replaced, under_autocast
 from ..planner.cost.correction import Correction
@@ -41,8 +41,9 @@ from ..tracing.describe import DescribeOptions
 from ..tracing.fake_model import fake_copy
 from ..tracing.known_values import KnownValues
 from ..tracing.memory_tracker import CUDA_BLOCK_BYTES, Kind, MemoryTracker
+from ..tracing.pictures import UsualBatch
 
-_OPTIONS = {"device_type", "capability", "auto_class", "inputs", "activation_checkpointing", "loss"}
+_OPTIONS = {"device_type", "capability", "auto_class", "inputs", "images", "activation_checkpointing", "loss"}
 """Accepted fields of `DescribeOptions`; the description contains the others."""
 _MAX_ROUNDS = 4
 """The second round corrects the first one's estimate, so that a third is needed only if the new plan has a
@@ -77,7 +78,7 @@ def simulate(
         plan: the plan to run.
         description: the model's description, for its units and sequence length.
         job: precision, optimizer, and whether the loop holds outputs.
-        options: the options given to `describe`: `device_type`, `capability`, `auto_class`, `inputs`,
+        options: the options given to `describe`: `device_type`, `capability`, `auto_class`, `inputs`, `images`,
             `activation_checkpointing`, `loss`.
 
     Raises:
@@ -95,7 +96,7 @@ def simulate(
         if isinstance(model_or_config, nn.Module)
         else build_on_meta(model_or_config, chosen.auto_class)
     )
-    batch = (chosen.inputs or training_batch(model, description.sequence_length))(plan.micro_batch_size)
+    batch = (chosen.inputs or UsualBatch(model, description.sequence_length, chosen.images))(plan.micro_batch_size)
     on_cuda = chosen.device_type == "cuda"
     with fake_process_group(plan.world_size), ExitStack() as stack:
         meshes = Meshes("cpu")

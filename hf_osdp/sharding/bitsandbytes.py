@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from ..errors import OSDPError
-from ..planner.job import OptimizerSpec, bitsandbytes_spec
+from ..planner.job import OptimizerSpec
+from ..planner.optimizers import bitsandbytes_spec
 from .gradients import local
 
 _BLOCK_SIZE = 256

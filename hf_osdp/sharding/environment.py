@@ -15,7 +15,8 @@ from ..distributed.device import own_gpu
 from ..distributed.launcher import variable
 from ..distributed.mesh import collective_device
 from ..distributed.process_group import check_ranks
-from ..modeling.wrapping import has_running_statistics
+from ..modeling.build import disable_cache
+from ..modeling.wrapping import frozen_norms_keep_dtype, has_running_statistics
 from ..planner.description import DType
 from ..planner.job import Precision
 from ..planner.plan import Plan
@@ -47,11 +48,13 @@ def training_device() -> torch.device:
 
 
 def prepare_model(model: nn.Module, precision: Precision) -> None:
-    """Hold master weights in float32, and disable the key-value cache, which only takes memory in training."""
+    """Hold master weights in float32, keep what frozen norms return in 16 bits, and disable the key-value cache, which
+    only takes memory in training.
+    """
     hold_master_weights(model, precision)
-    config = getattr(model, "config", None)
-    if config is not None and getattr(config, "use_cache", False):
-        config.use_cache = False
+    if precision.compute is not None and not precision.autocast:
+        frozen_norms_keep_dtype(model)
+    if disable_cache(model):
         _log.info(
             "%s.config.use_cache is now False: the key-value cache only takes memory in training.",
             type(model).__name__,

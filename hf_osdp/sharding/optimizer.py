@@ -12,32 +12,20 @@ from torch.distributed.tensor import DTensor
 
 from ..distributed.mesh import world_size
 from ..errors import OSDPError
-from ..planner.job import (
+from ..planner.job import OptimizerSpec, OptimizerStep, StateFormat
+from ..planner.optimizers import (
     ADAFACTOR,
-    BITSANDBYTES,
+    ADVICE,
     LOW_BIT,
-    OptimizerSpec,
-    OptimizerStep,
-    StateFormat,
-    bitsandbytes_of_trainer,
+    TORCH_STATES,
+    reason_against,
+    spec_of_trainer_name,
+    step_of,
 )
 from .bitsandbytes import spec_of_bitsandbytes
 from .muon import is_muon, spec_of_muon
 from .optimizer_trial import COLUMNS, ROWS, after_step, difference_on_shards
 
-_REFUSED = {
-    "shampoo": "preconditions with each whole matrix, in states of other shapes",
-    "soap": "preconditions with each whole matrix, in states of other shapes",
-    "galore": "projects each whole matrix, with states of other shapes",
-    "lbfgs": "needs dot products over all parameters, and runs forward and backward again",
-    "sparseadam": "needs sparse gradients",
-    "lomo": "updates while backward runs, before gradients are reduced",
-    "apollo": "projects gradients at random, differently on each rank",
-    "paged": "keeps states in CUDA's unified memory, whose place the driver chooses",
-    "8bit": "holds its states in blocks that are quantized together",
-    "4bit": "holds its states in blocks that are quantized together",
-}
-"""Part of an optimizer's name in lower case → why it cannot run under a plan."""
 _NEEDS_WHOLE = ("adafactor", "lamb", "lars", "muon")
 """Parts of names of optimizers that use norms, factors or products of whole parameters; a trial decides about
 others.
@@ -51,48 +39,6 @@ _MAX_DIFFERENCE = 1e-4
 """Fraction of an update: rounding in float32 causes less; a shard's norm instead of the whole parameter's causes
 some percent.
 """
-_ADVICE = "use an element-wise optimizer such as AdamW, Adam, SGD or RMSprop"
-_PAGED_ADVICE = "use the one that is not paged, or AdamW with OSDPConfig(offload_optimizer=True)"
-_LOW_BIT_ADVICE = "use torchao's AdamW8bit (optim='adamw_torch_8bit'), which quantizes each shard by itself"
-_STATES = {
-    "adamw": 2,
-    "adam": 2,
-    "adamax": 2,
-    "nadam": 2,
-    "radam": 2,
-    "sgd": 0,
-    "adagrad": 1,
-    "rmsprop": 1,
-    "adadelta": 2,
-}
-"""State tensors for each parameter, as `torch.optim` keeps them by default."""
-_TORCH_IN_TRAINER = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-"""Values of `TrainingArguments.optim` that name optimizers of torch."""
-_TRAINER_SPECS = {
-    **{
-        name: OptimizerSpec(name=name.partition("_")[0], states=_STATES[name.partition("_")[0]])
-        for name in _TORCH_IN_TRAINER
-    },
-    "adamw_torch_8bit": LOW_BIT["adamw8bit"].with_block_size(256),
-    "adamw_torch_4bit": LOW_BIT["adamw4bit"].with_block_size(256),
-    **{name: bitsandbytes_of_trainer(name) for name in BITSANDBYTES},
-    "adafactor": ADAFACTOR,
-}
-"""`TrainingArguments.optim` → what the optimizer holds.
-
-transformers sets blocks of 256 elements; torchao's AdamW4bit has 128.
-"""
-
-
-def reason_against(*names: str) -> str | None:
-    """Return why an optimizer with these names, of classes or of `optim`, cannot run, and the remedy; None if no
-    name is refused.
-    """
-    found = next(((name.lower(), part) for name in names for part in _REFUSED if part in name.lower()), None)
-    if found is None:
-        return None
-    advice = _PAGED_ADVICE if found[1] == "paged" else _LOW_BIT_ADVICE if "bit" in found[0] else _ADVICE
-    return f"{_REFUSED[found[1]]}, which a plan does not allow; {advice}"
 
 
 def _class_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
@@ -161,7 +107,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, apart: Iterable[nn.Paramet
         raise OSDPError(
             f"{type(optimizer).__name__} quantizes blocks of whole parameters, and {split} of {len(trained)} are in"
             " slices or on the host;"
-            f" plan for this optimizer, or {_ADVICE}."
+            f" plan for this optimizer, or {ADVICE}."
         )
     gathers = is_muon(optimizer)
     if (whole or gathers) and (
@@ -170,7 +116,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, apart: Iterable[nn.Paramet
         raise OSDPError(
             f"{type(optimizer).__name__} is not element-wise: it needs whole parameters, and {split} of {len(trained)}"
             " are sharded, in"
-            f" slices or on the host; plan for this optimizer, which keeps them whole, or {_ADVICE}."
+            f" slices or on the host; plan for this optimizer, which keeps them whole, or {ADVICE}."
         )
 
 
@@ -191,9 +137,9 @@ def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
     try:
         difference = difference_on_shards(optimizer)
     except Exception as error:  # a user's optimizer may raise anything
-        raise OSDPError(f"{name} cannot be tried on a matrix ({_first_line(error)}); {_ADVICE}.") from error
+        raise OSDPError(f"{name} cannot be tried on a matrix ({_first_line(error)}); {ADVICE}.") from error
     if difference is None:
-        raise OSDPError(f"{name} updates at random, so that replicas would drift apart; {_ADVICE}.")
+        raise OSDPError(f"{name} updates at random, so that replicas would drift apart; {ADVICE}.")
     named = any(part in cls.lower() for cls in _class_names(optimizer) for part in _NEEDS_WHOLE)
     return named or not difference <= _MAX_DIFFERENCE
 
@@ -231,10 +177,10 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer | None, *, device_type: s
         raise ValueError(str(error)) from error
     if is_muon(optimizer):
         return spec_of_muon(optimizer)
-    if name in _STATES and cls is getattr(torch.optim, cls.__name__, None):
-        states = _STATES[name] + sum(bool(options.get(option)) for option in ("amsgrad", "momentum", "centered"))
+    if name in TORCH_STATES and cls is getattr(torch.optim, cls.__name__, None):
+        states = TORCH_STATES[name] + sum(bool(options.get(option)) for option in ("amsgrad", "momentum", "centered"))
         return OptimizerSpec(
-            name=name, states=states, step=_step(options.get("fused"), options.get("foreach"), device_type)
+            name=name, states=states, step=step_of(options.get("fused"), options.get("foreach"), device_type)
         )
     if reason := reason_against(*_class_names(optimizer)):
         raise ValueError(f"{cls.__name__} {reason}.")
@@ -244,7 +190,7 @@ def spec_of_optimizer(optimizer: torch.optim.Optimizer | None, *, device_type: s
         raise ValueError(str(error)) from error
     except Exception as error:  # a user's optimizer may raise anything
         raise ValueError(
-            f"The memory of {cls.__name__} cannot be determined ({_first_line(error)}); {_ADVICE}."
+            f"The memory of {cls.__name__} cannot be determined ({_first_line(error)}); {ADVICE}."
         ) from error
 
 
@@ -264,6 +210,19 @@ def spec_of_optimizers(optimizers: Sequence[torch.optim.Optimizer], *, device_ty
         needs_whole=any(spec.needs_whole for spec in specs),
         matrices=tuple(sorted({shape for spec in specs for shape in spec.matrices})),
     )
+
+
+def spec_of_muon_beside_adamw(model: nn.Module, *, device_type: str) -> OptimizerSpec:
+    """Return what torch's Muon for a model's matrices and AdamW for its embeddings, head and vectors hold."""
+    tables = [getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
+    apart = {id(parameter) for table in tables if table is not None for parameter in table.parameters()}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim == 2 and id(parameter) not in apart]
+    if not matrices:
+        raise ValueError(
+            f"Muon trains matrices, and {type(model).__name__} has none outside of its embeddings; use adamw."
+        )
+    return spec_of_optimizers([torch.optim.Muon(matrices), torch.optim.AdamW(trained)], device_type=device_type)
 
 
 def _counted_spec(optimizer: torch.optim.Optimizer, device_type: str) -> OptimizerSpec:
@@ -291,41 +250,10 @@ def _counted_spec(optimizer: torch.optim.Optimizer, device_type: str) -> Optimiz
         name=type(optimizer).__name__.lower(),
         states=len(full) - len(formats),
         formats=(*formats, *ADAFACTOR.formats * rows),
-        step=OptimizerStep.FOR_LOOP if loops else _step(optimizer.defaults.get("fused"), foreach, device_type),
+        step=OptimizerStep.FOR_LOOP if loops else step_of(optimizer.defaults.get("fused"), foreach, device_type),
         needs_whole=whole,
         loop_scratch=after_step(optimizer, ROWS, ROWS)[1] if whole else OptimizerSpec().loop_scratch,
     )
-
-
-def knows_trainer_name(name: str) -> bool:
-    """Return whether a name is enough to know what an optimizer holds, or that it is refused."""
-    return name in _TRAINER_SPECS or reason_against(name) is not None
-
-
-def spec_of_trainer_name(name: str, *, device_type: str) -> OptimizerSpec:
-    """Return what the optimizer that `TrainingArguments(optim=...)` names will hold; raise ValueError for an
-    unknown name.
-    """
-    if name not in _TRAINER_SPECS:
-        reason = reason_against(name) or f"is not known to work under a plan; use one of {', '.join(_TRAINER_SPECS)}"
-        raise ValueError(f"optim={name!r} {reason}.")
-    if name in BITSANDBYTES:
-        return bitsandbytes_of_trainer(name, device_type=device_type)
-    spec = _TRAINER_SPECS[name]
-    return (
-        replace(spec, step=_step(name.endswith("_fused") or None, None, device_type))
-        if name in _TORCH_IN_TRAINER
-        else spec
-    )
-
-
-def _step(fused: bool | None, foreach: bool | None, device_type: str) -> OptimizerStep:
-    """Return how the step runs; torch's default is foreach on accelerators and a for-loop on the CPU."""
-    if fused:
-        return OptimizerStep.FUSED
-    if foreach or (foreach is None and fused is None and device_type != "cpu"):
-        return OptimizerStep.FOREACH
-    return OptimizerStep.FOR_LOOP
 
 
 def frozen_parameters(optimizer: object) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,16 +15,17 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import CheckpointingError, DescriptionError
-from ..modeling.batch import Inputs, Loss, check_sequence_length, plain_batch, training_batch
+from ..modeling.batch import Inputs, Loss, check_sequence_length, plain_batch
 from ..modeling.build import build_on_meta, is_checkpointed
 from ..modeling.split_candidates import split_copy
-from ..modeling.units import class_of, embedding_and_head, find_units, modules_by_name
+from ..modeling.units import class_of, embedding_and_head, find_units, large_tables, modules_by_name
 from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine
 from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, capability_here, math_kernel_warning
 from .compiled import NotCompiledError
+from .pictures import UsualBatch
 from .trace import Trace, TraceOptions, trace_segments
 
 _log = logging.getLogger(__name__)
@@ -55,6 +57,8 @@ class DescribeOptions:
     inputs: Inputs | None = None
     """A function from a number of samples to forward's keyword arguments, labels included, or to the batch of `loss`;
     None makes a training batch for a transformers model."""
+    images: int | None = None
+    """Pictures of each sample, if the batch is made; None is one for a model that takes them, 0 is only text."""
     activation_checkpointing: bool = False
     """The blocks will be recomputed in backward.
 
@@ -146,7 +150,7 @@ class _Describer:
                 f"{self._name} is not a transformers model, so its inputs are not known;"
                 " pass inputs, a function from samples to keyword arguments."
             )
-        self._inputs = options.inputs or training_batch(model, options.sequence_length)
+        self._inputs = options.inputs or UsualBatch(model, options.sequence_length, options.images)
 
     def describe(self) -> ModelDescription:
         if self._checkpointed:
@@ -179,8 +183,10 @@ class _Describer:
         asked = self._options.block_classes
         if asked is not None:
             return tuple(name for name in dict.fromkeys(asked) if name in found)
-        embeddings = {class_of(module).__name__ for module in embedding_and_head(self._model) if module is not None}
-        return tuple(name for name in found if name not in embeddings)
+        outside = [module for module in embedding_and_head(self._model) if module is not None]
+        outside += [self._modules[name] for name in large_tables(self._model)]
+        classes = {class_of(module).__name__ for module in outside}
+        return tuple(name for name in found if name not in classes)
 
     def _main_dtype(self) -> DType:
         """Return the dtype that most parameter elements have."""
@@ -212,22 +218,63 @@ class _Describer:
         except CheckpointingError:
             raise
         except Exception as error:  # under fake tensors a model can raise any exception
+            if self._labels_left_out(error):
+                return self._traced()
             if not split.is_none:
                 raise DescriptionError(
                     f"{self._name} split into {split.describe()} does not run: {error}. Leave it whole."
                 ) from error
             if isinstance(error, DescriptionError):
                 raise
-            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".rstrip(".: ")
+            if self._options.cast_dtype is not None and (others := _other_dtypes(error, self._dtype)):
+                raise DescriptionError(
+                    f"{self._name} computes in {others} inside a block{_where(error)}, whose weights FSDP2 gathers in"
+                    f" {self._dtype.value} ({_reason(error)}). Train it without mixed precision, or in one process,"
+                    " which computes under autocast."
+                ) from error
             raise DescriptionError(
-                f"{self._name} cannot be traced on fake tensors{_where(error)}: {reason}. Pass inputs that its forward"
-                " accepts; a"
-                " custom operator needs a fake kernel (PyTorch's register_fake)."
+                f"{self._name} cannot be traced on fake tensors{_where(error)}: {_reason(error)}. Pass inputs that"
+                " its forward accepts; a custom operator needs a fake kernel (PyTorch's register_fake)."
             ) from error
+        if split.is_none:
+            self._warn_of_idle_units(trace)
         if Kernel.MATH in trace.kernels and split.is_none:
             capability = self._options.capability or capability_here() or ASSUMED_CAPABILITY
             _log.warning(math_kernel_warning(trace.kernels[Kernel.MATH], capability))
         return trace
+
+    def _labels_left_out(self, error: Exception) -> bool:
+        """Leave out labels that are mappings, such as the boxes of detection: their losses match boxes by value.
+        Return whether there were any.
+        """
+        inputs = self._inputs
+        labels = inputs(1).get("labels")
+        if not (isinstance(labels, (list, tuple)) and labels and isinstance(labels[0], Mapping)):
+            return False
+        self._inputs = lambda samples: {name: value for name, value in inputs(samples).items() if name != "labels"}
+        self._options = replace(self._options, loss=None)
+        _log.warning(
+            "The loss of %s depends on values that a trace does not have (%s): the estimate has the model's work, and"
+            " that of its outputs' means in place of the loss.", self._name, _reason(error),
+        )  # fmt: skip
+        return True
+
+    def _warn_of_idle_units(self, trace: Trace) -> None:
+        """Log the units that would train, but did not run: nothing of them is in the estimate but their states."""
+        idle = [
+            unit
+            for index, unit in enumerate(self._units)
+            if unit.fqn and not unit.keeps_dtype and index not in trace.called | trace.outside_reads
+            and any(parameter.requires_grad for parameter in unit.parameters)
+        ]  # fmt: skip
+        if not idle:
+            return
+        share = sum(unit.numel for unit in idle) / sum(unit.numel for unit in self._units)
+        _log.warning(
+            "%d units with trainable parameters (%s%s; %.0f %% of %s's parameters) do not run in the traced batch, so"
+            " the estimate has only their states, not their work: pass inputs that run them, or freeze them.",
+            len(idle), idle[0].fqn, f" to {idle[-1].fqn}" if len(idle) > 1 else "", 100 * share, self._name,
+        )  # fmt: skip
 
     def _trace(self) -> Trace:
         """Trace the model with every option of its blocks; if it does not run so, trace it with fewer options."""
@@ -257,13 +304,20 @@ class _Describer:
                 self._compiled = ()
 
     def _trace_choices(self, basic: TraceOptions) -> Trace:
+        problems: list[str] = []
         for recomputable, offloadable in self._choices():
             try:
-                return self._trace_compiled(replace(basic, recomputable=recomputable, offloadable=offloadable))
-            except Exception:  # with fewer options the model may run
+                trace = self._trace_compiled(replace(basic, recomputable=recomputable, offloadable=offloadable))
+            except Exception as error:  # with fewer options the model may run
                 if not (recomputable or offloadable):
                     raise
                 _log.debug("Blocks cannot be traced as recomputed or offloaded.", exc_info=True)
+                problems.append(_reason(error))
+                continue
+            if problems:
+                ways = "offload" if recomputable else "recompute or offload"
+                _log.warning("The plan cannot %s blocks of %s: %s.", ways, self._name, problems[-1])
+            return trace
         raise AssertionError
 
     def _trace_compiled(self, options: TraceOptions) -> Trace:
@@ -341,6 +395,7 @@ class _Describer:
             parts += [f"attention {attention or 'sdpa'} by {' and '.join(sorted(kernels))} kernel{note}{saves}"]
         elif attention:
             parts += [f"attention {attention}"]
+        parts += [str(pictures)] if (pictures := getattr(self._inputs, "pictures", None)) else []
         parts += ["under autocast"] if options.autocast else []
         parts += [f"{' and '.join(self._compiled)} compiled"] if self._compiled else []
         parts += ["blocks checkpointed"] if self._checkpointed else []
@@ -370,6 +425,18 @@ class _Describer:
             pairs.append((held, in_forward))
         batch, cast = (Affine(constant=2 * one - two, per_sample=two - one) for one, two in zip(*pairs, strict=True))
         return batch, cast
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}".rstrip(".: ")
+
+
+def _other_dtypes(error: Exception, dtype: DType) -> str:
+    """Return the floating-point dtypes, other than `dtype`, in an error that names both; empty for other errors."""
+    names = {"float": "float32", "Float": "float32", "half": "float16", "Half": "float16", "BFloat16": "bfloat16"}
+    words = re.findall(r"\b(?:float(?:16|32|64)?|Float|[hH]alf|BFloat16|bfloat16|double|Double)\b", str(error))
+    found = {names.get(word, word) for word in words}
+    return " and ".join(sorted(found - {dtype.value})) if dtype.value in found else ""
 
 
 def _where(error: Exception) -> str:

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..modeling.build import disable_cache
 from ..modeling.units import unwrapped
-from ..modeling.wrapping import batch_norm_parameters
+from ..modeling.wrapping import batch_norm_parameters, frozen_norms_keep_dtype
 from ..planner.description import GatherSpan, UnitDescription
 from .tensors import fake_like, tensors_in
 
@@ -52,19 +53,32 @@ def fake_copy(
     for buffer in model.buffers():
         memo[id(buffer)] = fake_like(buffer, mode)
     fakes = copy.deepcopy(model, memo).train()
-    for module in fakes.modules():
+    disable_cache(fakes)
+    if compute_dtype is not None:
+        frozen_norms_keep_dtype(fakes)
+    rebind(fakes, memo)
+    if untie:
+        _untie(fakes)
+    return fakes
+
+
+def _untie(model: nn.Module) -> None:
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, tied in module._parameters.items():
+            if tied is not None and id(tied) in seen:
+                module._parameters[name] = tied = nn.Parameter(tied.detach(), requires_grad=tied.requires_grad)
+            seen.add(id(tied))
+
+
+def rebind(model: nn.Module, memo: dict[int, Any]) -> None:
+    """Make the hooks and replaced forwards of a copied model use copies; `memo` is that of `copy.deepcopy`."""
+    for module in model.modules():
         hooked: tuple[dict[Any, Any], ...] = (module.__dict__, module._forward_pre_hooks, module._forward_hooks)
         for functions in hooked:
             for name, value in functions.items():
                 if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
                     functions[name] = rebound(value, memo)
-    seen: set[int] = set()
-    for module in fakes.modules() if untie else ():
-        for name, tied in module._parameters.items():
-            if tied is not None and id(tied) in seen:
-                module._parameters[name] = tied = nn.Parameter(tied.detach(), requires_grad=tied.requires_grad)
-            seen.add(id(tied))
-    return fakes
 
 
 def rebound(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401

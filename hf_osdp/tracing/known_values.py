@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..modeling.batch import plain_batch
-from .tensors import DEVICE, call_operator, fake_like, is_dtensor, tensors_in
+from .python_values import python_values
+from .tensors import DEVICE, call_operator, fake_like, is_dtensor, tensors_in, without_stacks
 
 aten = torch.ops.aten
 
@@ -36,7 +38,9 @@ _LIKE_FIRST = frozenset(
 _UNINITIALISED = frozenset(
     {aten.empty, aten.empty_like, aten.empty_strided, aten.empty_permuted, aten.new_empty, aten.new_empty_strided}
 )
-"""Operators that allocate uninitialised memory."""
+"""Operators that allocate uninitialised memory; integers in it count as zeros, which a model overwrites before it
+reads them.
+"""
 _INDEXING = frozenset(
     {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten._unsafe_index_put}
 )
@@ -62,6 +66,17 @@ class KnownValues(TorchDispatchMode):
         """
         self._fakes = WeakIdKeyDictionary()
         """Fake tensors of the real tensors that operators received."""
+        self._python = ExitStack()
+
+    def __enter__(self) -> KnownValues:
+        self._python.enter_context(python_values(self.value))
+        self._python.enter_context(without_stacks())
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._python.close()
 
     def store(self, fake: torch.Tensor, real: torch.Tensor) -> None:
         """Store a tensor's values, unless it is too large; its views share them."""
@@ -156,11 +171,13 @@ class KnownValues(TorchDispatchMode):
             return (
                 _FALLBACKS[packet](self, *args, **kwargs)
                 if real is _UNKNOWN
-                else tree_map_only(torch.Tensor, self._to_fake, real)
+                else tree_map_only(torch.Tensor, self.fake_of, real)
             )
         indexed = args
         if packet in _INDEXING:
             indexed = (args[0], [position for index in args[1] for position in self._positions(index)], *args[2:])
+        if packet is aten.split_with_sizes:
+            indexed = (args[0], _sizes_that_fit(args[0], args[1], *args[2:], **kwargs), *args[2:])
         result = call_operator(func, indexed, kwargs)
         self._propagate(func, args, kwargs, result)
         return result
@@ -181,15 +198,16 @@ class KnownValues(TorchDispatchMode):
 
     def _computed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         """Return the operator's result for known values, else `_UNKNOWN`."""
-        if torch.Tag.nondeterministic_seeded in func.tags or func._overloadpacket in _UNINITIALISED:
+        if torch.Tag.nondeterministic_seeded in func.tags:
             return _UNKNOWN
         with _disable_current_modes(), torch.no_grad():
-            if func._overloadpacket in _LIKE_FIRST:  # its values do not matter
+            if func._overloadpacket in _LIKE_FIRST | _UNINITIALISED and args and isinstance(args[0], torch.Tensor):
+                # its values do not matter
                 args = (torch.zeros((), dtype=args[0].dtype).expand(args[0].shape), *args[1:])
             if any(self.value(tensor) is None for tensor in tensors_in((args, kwargs))):
                 return _UNKNOWN
             try:
-                return func(
+                result = func(
                     *tree_map_only(torch.Tensor, self.value, args), **tree_map_only(torch.Tensor, self.value, kwargs)
                 )
             except (
@@ -197,8 +215,12 @@ class KnownValues(TorchDispatchMode):
                 IndexError,
             ):  # for example token ids of another vocabulary, which are harmless in a trace
                 return _UNKNOWN
+            if func._overloadpacket in _UNINITIALISED:
+                return _UNKNOWN if result.is_floating_point() or result.is_complex() else result.zero_()
+            return result
 
-    def _to_fake(self, real: torch.Tensor) -> torch.Tensor:
+    def fake_of(self, real: torch.Tensor) -> torch.Tensor:
+        """Return a fake tensor with known values."""
         fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=DEVICE)
         self.store(fake, real)
         return fake
@@ -230,7 +252,9 @@ class KnownValues(TorchDispatchMode):
 def is_known(func: OpOverload, result: object) -> bool:
     """Return whether an operator's result would be known if its arguments were."""
     packet = func._overloadpacket
-    is_small = not func.is_view and packet not in _UNINITIALISED and all(map(_is_small, tensors_in(result)))
+    made = list(tensors_in(result))
+    is_empty = packet in _UNINITIALISED and any(each.is_floating_point() or each.is_complex() for each in made)
+    is_small = not func.is_view and not is_empty and all(map(_is_small, made))
     return is_small or packet in _FALLBACKS or packet in _INDEXING
 
 
@@ -256,6 +280,23 @@ def _scalar(known: KnownValues, tensor: torch.Tensor) -> bool | int | float:
     threshold.
     """
     return False if tensor.dtype is torch.bool else 1.0 if tensor.is_floating_point() else 1
+
+
+def _nonzero(known: KnownValues, tensor: torch.Tensor) -> torch.Tensor:
+    """Return as many positions as elements, all 0 if they are few: that is an expert that exists."""
+    if tensor.numel() > _MAX_KNOWN_FLOATS:
+        return _empty(tensor.numel(), tensor.dim())
+    with _disable_current_modes():
+        positions = torch.zeros(tensor.numel(), tensor.dim(), dtype=torch.int64)
+    return known.fake_of(positions)
+
+
+def _sizes_that_fit(tensor: torch.Tensor, sizes: Sequence[int], dim: int = 0) -> Sequence[int]:
+    """Return the sizes of parts, equal ones in place of unknown ones, which are all 1: tokens of each expert."""
+    total, parts = tensor.shape[dim], len(sizes)
+    if sum(sizes) == total or set(sizes) != {1}:
+        return sizes
+    return [total // parts + (part < total % parts) for part in range(parts)]
 
 
 def _unique(known: KnownValues, tensor: torch.Tensor, *args: object, **kwargs: object) -> tuple[torch.Tensor, ...]:
@@ -295,7 +336,7 @@ def _ctc_loss(
 _FALLBACKS: dict[object, Callable[..., object]] = {
     aten._local_scalar_dense: _scalar,
     aten.equal: lambda known, tensor, other: False,
-    aten.nonzero: lambda known, tensor: _empty(tensor.numel(), tensor.dim()),
+    aten.nonzero: _nonzero,
     aten.masked_select: lambda known, tensor, mask: tensor.new_empty(
         known.count(mask, torch.broadcast_shapes(tensor.shape, mask.shape))
     ),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +25,18 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, floating_dtype: torch.
     dtype = floating_dtype if floating_dtype is not None and tensor.is_floating_point() else tensor.dtype
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=DEVICE)
+
+
+@contextmanager
+def without_stacks() -> Iterator[None]:
+    """Prevent torch from logging a stack for each operator that fails on fake tensors; the exception has it too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

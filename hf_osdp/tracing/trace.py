@@ -105,6 +105,8 @@ class Trace(NamedTuple):
     """
     kernels: Mapping[Kernel, AttentionCall]
     """The CUDA attention kernels that would run, each with its first call."""
+    called: frozenset[int]
+    """Units of which a module ran."""
 
 
 def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: Inputs, options: TraceOptions) -> Trace:
@@ -150,6 +152,7 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
         output_bytes=output_bytes,
         outside_reads=frozenset(tracer.reads.found),
         kernels=tracer.kernels,
+        called=frozenset(segment.unit for segment in plain),
     )
 
 

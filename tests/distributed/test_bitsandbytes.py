@@ -16,7 +16,8 @@ from transformers import TrainingArguments
 
 from hf_osdp.distributed.mesh import world_size
 from hf_osdp.errors import OSDPError
-from hf_osdp.sharding.optimizer import check_optimizer, needs_whole, spec_of_optimizer, spec_of_trainer_name
+from hf_osdp.planner.optimizers import spec_of_trainer_name
+from hf_osdp.sharding.optimizer import check_optimizer, needs_whole, spec_of_optimizer
 from hf_osdp.sharding.optimizer_steps import prepare_new_optimizers, step_by_device
 from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict
 from tests.helpers.checkpointed import worst

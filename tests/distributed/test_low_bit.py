@@ -19,11 +19,12 @@ from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.modeling.split.names import is_split, keep_positions
 from hf_osdp.planner.job import Precision
+from hf_osdp.planner.optimizers import spec_of_trainer_name
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.facts import RunFacts, training_job
-from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer, spec_of_trainer_name
+from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer
 from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.sharding.state import full_state_dict
 from tests.helpers.checkpointed import worst

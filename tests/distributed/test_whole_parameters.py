@@ -20,13 +20,14 @@ from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.modeling.split.apply_split import split_operators
 from hf_osdp.modeling.units import find_units
+from hf_osdp.planner.optimizers import spec_of_trainer_name
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import local
-from hf_osdp.sharding.optimizer import check_optimizer, needs_whole, spec_of_optimizer, spec_of_trainer_name
+from hf_osdp.sharding.optimizer import check_optimizer, needs_whole, spec_of_optimizer
 from hf_osdp.sharding.optimizer_steps import prepare_new_optimizers, step_on_shards
 from hf_osdp.sharding.state import full_state_dict
 from tests.helpers.checkpointed import trained_by_plan, worst

@@ -11,7 +11,10 @@ import pytest
 
 from .pages import PLACE, page, source_strings, source_trees, text_of
 
-PAGES = ("troubleshooting.md", "troubleshooting_runs.md", "troubleshooting_training.md", "troubleshooting_files.md")
+PAGES = (
+    "troubleshooting.md", "troubleshooting_models.md", "troubleshooting_runs.md", "troubleshooting_training.md",
+    "troubleshooting_files.md",
+)  # fmt: skip
 FOREIGN = "## Messages of torch, Accelerate and transformers"
 ENTRY = re.compile(r"^`(?P<message>[^`\n]+)`\n: ", re.MULTILINE)
 BLANK = re.compile(r"‹[^›]*›")

@@ -15,7 +15,8 @@ from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.affine import Envelope
 from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import Backend, Hardware
-from hf_osdp.planner.job import LOW_BIT, Precision, TrainingJob
+from hf_osdp.planner.job import Precision, TrainingJob
+from hf_osdp.planner.optimizers import LOW_BIT
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import compare_strategies

@@ -16,7 +16,8 @@ from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import InfeasibleError, OSDPError
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob, bitsandbytes_of_trainer
+from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
+from hf_osdp.planner.optimizers import bitsandbytes_of_trainer
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search

@@ -10,7 +10,8 @@ from ...errors import HardwareError, InfeasibleError
 from ...quantities import format_bytes
 from ..cost.memory import MemoryEstimate
 from ..description import ModelDescription, Segment
-from ..job import LOW_BIT, OptimizerSpec, Precision
+from ..job import OptimizerSpec, Precision
+from ..optimizers import LOW_BIT
 from ..plan import Plan
 from ..problem import PlanningProblem, Strategy
 from .candidates import all_candidates

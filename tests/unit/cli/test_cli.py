@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import typer
@@ -133,13 +134,13 @@ def test_plan_passes_every_option_to_the_planner(model, config):
     described = describe(
         config, sequence_length=16, device_type="cuda", compute_dtype=DType.BFLOAT16, block_classes=["GPT2MLP"],
         auto_class="AutoModel",
-        activation_checkpointing=True,
     )  # fmt: skip
     job = TrainingJob(
         global_batch_size=96,
         micro_batch_size=4,
         precision=Precision.named("bf16"),
         optimizer=OptimizerSpec(name="sgd", states=0),
+        recompute=True,
     )
     expected = search(problem(described, hardware, job, hardware.device.memory_bytes, strategy="hsdp")).plan
     assert content["plan"]["fingerprint"] == expected.fingerprint
@@ -293,10 +294,6 @@ def test_plan_takes_devices_and_times_of_a_profile(model, description, tmp_path)
         (("--lora-rank", "2", "--lora-targets", "nothing"), "LoRA adapters cannot be added to GPT2LMHeadModel"),
         (("--json", "no/such/folder/x.json"), "does not exist; create it"),
         (
-            ("--no-recompute", "--activation-checkpointing"),
-            "recompute=False has no effect with activation checkpointing",
-        ),
-        (
             ("--device", "cpu", "--memory-limit", "1GiB", "--host-offload"),
             "host_offload=True, but the CPU trains in the host's own memory",
         ),
@@ -311,7 +308,51 @@ def test_plan_refuses_options_that_cannot_be_used(model, options, message):
 
 
 def test_plan_exits_with_code_1_where_nothing_fits(model):
-    assert_refused(call("plan", model, *WHOLE, "--memory-limit", "100KiB"), "No plan fits 100.0 KiB", code=1)
+    assert_refused(call("plan", model, *WHOLE, "--memory-limit", "100KiB"), "leaves nothing for tensors", code=1)
+    cpu = ("--device", "cpu", "--memory-limit", "100KiB")
+    assert_refused(call("plan", model, *SIZES, *cpu), "No plan fits 100.0 KiB", code=1)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("gpt2", ("--device", "h300"), "'h300'"),
+        ("gpt2", ("--memory-limit", "8XB"), "--memory-limit='8XB' is not a number of bytes"),
+        ("gpt2", ("--memory-limit", "1GiB"), "give more than 2.1 GiB"),
+        ("gpt2", ("--memory-limit", "100GiB"), "is more than the 80.0 GiB of A100-80"),
+        ("gpt2", ("--margin", "2"), "--margin=2.0 must be the share"),
+        ("gpt2", ("--devices-per-node", "7"), "global_batch_size=64 does not divide by 7 processes; use 63 or 70"),
+        ("gpt2", ("--micro-batch-size", "7"), "micro_batch_size=7 does not divide the 8 samples"),
+        ("gpt2", ("--lora-targets", "q"), "has no effect without --lora-rank"),
+        ("gpt2", ("--optimizer", "adam8bit"), "optimizer='adam8bit' is not known (nearest: adamw8bit"),
+        ("gpt2", ("--optimizer", "paged_adamw"), "use the one that is not paged"),
+        ("gpt2", ("--strategy", "zero3"), "(nearest: fsdp); see hf-osdp plan --help"),
+        ("gpt2", ("--precision", "bfloat16"), "(nearest: bf16); see hf-osdp plan --help"),
+        ("no/such/folder", (), "there is no such file or folder"),
+        ("adapter", (), "is an adapter, which has no config.json; give the model that it adapts, with --lora-rank"),
+        ("pipeline", (), "is a diffusion pipeline"),
+        ("weights.gguf", (), "is a quantized file for inference (GGUF)"),
+    ],
+)
+def test_wrong_flags_are_refused_before_the_model_is_read(tmp_path, monkeypatch, model, options, message):
+    """Nothing of torch or transformers is needed for it, so that a wrong flag is answered in half a second."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hf_osdp.cli.cases.load_config", lambda model: pytest.fail("the model was read"))
+    monkeypatch.setitem(sys.modules, "hf_osdp.planning.problem", None)  # imports torch
+    for name, file in (("adapter", "adapter_config.json"), ("pipeline", "model_index.json")):
+        Path(name).mkdir()
+        Path(name, file).write_text("{}")
+    Path("weights.gguf").touch()
+    sizes = ("--sequence-length", 64, "--global-batch-size", 64, "--device", "a100-80", "--devices-per-node", 8)
+    refused = call("plan", model, *sizes, *options)
+    assert refused.exit_code in (1, 2) and message in " ".join(refused.stderr.split())
+
+
+def test_muon_is_planned_for_the_matrices_of_blocks(model, tmp_path):
+    done = call("plan", model, *WHOLE, "--optimizer", "muon", "--output", tmp_path / "plan.json")
+    assert done.exit_code == 0, done.output
+    optimizer = read_plan_file(str(tmp_path / "plan.json"))[1].job.optimizer
+    assert set(optimizer.matrices) == {(64, 192), (64, 64), (64, 256), (256, 64)} and optimizer.states == 2
 
 
 def test_command_line_loads_nothing_heavy():

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import Gemma3nTextConfig
 
 from hf_osdp.modeling.units import canonical_name, find_units
 from hf_osdp.planner.description import DType, GatherSpan
+from hf_osdp.tracing.describe import describe
 
 BLOCKS = {
     "GPT2LMHeadModel": {"GPT2Block": 3},
@@ -53,6 +55,21 @@ def test_units_are_root_blocks_embedding_and_head_with_each_parameter_once(meta_
     assert blocks == BLOCKS[name]
     others = {unit.fqn: unit.span for unit in units if unit.class_name not in BLOCKS[name]}
     assert others == EMBEDDING_AND_HEAD.get(name, others)
+
+
+def test_large_tables_outside_of_blocks_are_units():
+    """Gemma 3n's embeddings for each layer have a third of its parameters."""
+    description = describe(Gemma3nTextConfig(), sequence_length=8, recomputation=False)
+    table = next(unit for unit in description.units if unit.fqn == "model.embed_tokens_per_layer")
+    assert table.span is GatherSpan.USE and table.numel > 0.3 * sum(unit.numel for unit in description.units)
+    assert description.block_classes == ("Gemma3nTextDecoderLayer",)
+    with torch.device("meta"):
+        model = nn.ModuleDict({
+            "blocks": nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)),
+            "table": nn.Embedding(2**18, 8), "small": nn.Embedding(8, 8), "tied": nn.Linear(8, 2**18),
+        })  # fmt: skip
+    model.weight = model["tied"].weight
+    assert [unit.fqn for unit in find_units(model)] == ["", "blocks.0", "blocks.1", "table"]
 
 
 def test_tied_parameters_are_listed_with_all_their_names(meta_model):

@@ -9,7 +9,8 @@ import pytest
 from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.description import DType, ModelDescription, ParameterSpec
 from hf_osdp.planner.hardware import Hardware
-from hf_osdp.planner.job import ADAFACTOR, OptimizerSpec, TrainingJob
+from hf_osdp.planner.job import OptimizerSpec, TrainingJob
+from hf_osdp.planner.optimizers import ADAFACTOR
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.planner.search.search import search

@@ -18,6 +18,7 @@ from hf_osdp.sharding import apply, environment
 from hf_osdp.sharding.environment import hold_master_weights, prepare_model
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_model
+from tests.helpers.vision import tiny_vision
 
 
 def test_hold_master_weights_makes_trainable_parameters_float32():
@@ -36,6 +37,9 @@ def test_prepare_model_switches_cache_off_where_there_is_one():
     assert not model.config.use_cache
     assert model(input_ids=torch.zeros(1, 2, dtype=torch.long)).past_key_values is None
     prepare_model(nn.Linear(2, 2), Precision())  # has no configuration
+    model = tiny_vision("LlavaForConditionalGeneration")  # its text part has the switch
+    prepare_model(model, Precision())
+    assert model(input_ids=torch.zeros(1, 2, dtype=torch.long)).past_key_values is None
 
 
 class Asked(Exception):

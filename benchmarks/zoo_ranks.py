@@ -1,0 +1,274 @@
+"""The stages of the zoo for one model, on two ranks: stock training, description, plan, training under a plan."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+import signal
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+from benchmarks.small_models import SAMPLES, WAVE, InDouble, batch_with_loss, built, part_of
+from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.errors import DescriptionError
+from hf_osdp.modeling.batch import loss_of
+from hf_osdp.modeling.build import disable_cache
+from hf_osdp.modeling.units import find_units
+from hf_osdp.modeling.wrapping import has_running_statistics
+from hf_osdp.planner.description import DType, GatherSpan, ModelDescription
+from hf_osdp.planner.job import Precision, TrainingJob
+from hf_osdp.planner.presets import preset
+from hf_osdp.planner.problem import PlanningProblem
+from hf_osdp.planner.search.search import least_memory, search
+from hf_osdp.sharding.apply import apply_plan, verify_applied
+from hf_osdp.tracing.describe import describe
+from tests.helpers.layouts import plan_of
+from tests.helpers.training import Trained, train_sharded, train_whole
+
+TOLERANCE, STEPS, TOKENS = 1e-12, 2, 24
+SECONDS = 60
+"""Limit of a stage."""
+EQUAL, UNEQUAL, PLANNED, REFUSED, STOCK, NOT_MADE = OUTCOMES = (
+    "trained equal", "trained unequal", "planned, not trained", "refused", "stock fails", "not shrunk",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One model class."""
+
+    task: str
+    model_type: str
+    name: str
+    parameters: int = 0
+    stock: str = ""
+    """`yes`, or why the stock steps failed."""
+    described: str = ""
+    """How the costs were found, or why not."""
+    planned: str = ""
+    """Layouts of the plan, or why there is none."""
+    difference: float | None = None
+    """Largest absolute difference of a loss, gradient norm, parameter or buffer."""
+    reason: str = ""
+    """Why the model was not made or not trained."""
+
+    @property
+    def is_described(self) -> bool:
+        return self.described.startswith("fake tensors")
+
+    @property
+    def outcome(self) -> str:
+        if not self.parameters:
+            return NOT_MADE
+        if self.difference is not None:
+            return EQUAL if self.difference <= TOLERANCE else UNEQUAL
+        if self.stock != "yes":
+            return STOCK
+        return PLANNED if self.is_described else REFUSED
+
+
+def try_all(rows: Sequence[Row], out: str) -> None:
+    """Try models one by one, appending a row for each; end after the first that fails among the ranks."""
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    meshes = Meshes("cpu")
+    for row in rows:
+        row, is_whole = _tried(row, meshes)
+        if dist.get_rank() == 0:
+            append(Path(out), row)
+        if not is_whole:
+            return
+
+
+def _tried(row: Row, meshes: Meshes) -> tuple[Row, bool]:
+    """Return a model's row, and whether the ranks can go on."""
+    model, batches, problem = _made(row.name)
+    row = replace(row, parameters=sum(parameter.numel() for parameter in model.parameters()))
+    if not row.parameters:
+        return replace(row, reason=problem), True
+    mine = _reference(model, batches) if dist.get_rank() == 1 and batches is not None else None
+    row, reference = _exchanged(_on_paper(row) if dist.get_rank() == 0 else mine)
+    if not isinstance(reference, Trained):
+        return replace(row, stock=reference or f"no batch: {problem}"), True
+    row, trained = replace(row, stock="yes"), None
+    try:
+        with limited(SECONDS):
+            trained = _by_plan(model, row, batches, meshes)
+    except Exception as error:  # a model can raise any exception
+        row = replace(row, reason=line_of(error))
+    if reasons := [reason for reason in _exchanged(row.reason) if reason]:
+        return replace(row, reason=reasons[0]), False
+    if dist.get_rank() == 0:
+        row = replace(row, difference=max(trained.worst_error(reference).values()))
+    if any(_exchanged((row.difference or 0.0) > TOLERANCE)):  # the stock steps may differ, too
+        again = _exchanged(_reference(_made(row.name)[0], batches) if dist.get_rank() == 1 else None)[1]
+        if max(again.worst_error(reference).values()) > TOLERANCE:
+            row = replace(row, stock="results differ from run to run", difference=None)
+    return row, True
+
+
+def _made(name: str) -> tuple[nn.Module, Any, str]:
+    """Return a small model and a batch with which it has a loss, as far as they can be made, and why not."""
+    model: nn.Module = nn.Module()
+    try:
+        with limited(SECONDS):
+            model = built(name)
+            disable_cache(model)
+            return model, batch_with_loss(model, SAMPLES), ""
+    except Exception as error:  # a model can raise any exception
+        return model, None, line_of(error)
+
+
+def _exchanged(value: Any) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
+
+
+def _reference(model: nn.Module, batches: Mapping[str, Any]) -> Trained | str:
+    """Train in one process with the two ranks' parts in turn; return why that shows nothing."""
+    loss = _with_statistics_of_the_first(2) if has_running_statistics(model) else _loss
+    try:
+        with limited(SECONDS), InDouble():
+            trained = train_whole(
+                copy.deepcopy(model), accumulation_steps=2, loss_of=loss, batch_of=partial(_batch_of, batches),
+                steps=STEPS,
+            )  # fmt: skip
+    except Exception as error:  # a model can raise any exception
+        return line_of(error)
+    if not all(map(math.isfinite, (*trained.losses, *trained.norms))):
+        return "losses or gradients are not finite"
+    return trained if all(trained.norms) else "gradients are zero"
+
+
+def _batch_of(batches: Mapping[str, Any], step: int, part: int, parts: int) -> dict[str, Any]:
+    torch.manual_seed(1000 + 10 * step + part)
+    return part_of(batches, part, parts)
+
+
+def _loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+    return loss_of(model(**batch))
+
+
+def _with_statistics_of_the_first(parts: int) -> Any:
+    """Return a loss under which only the first of `parts` batches moves running statistics: rank 0's are saved."""
+    calls = iter(range(10**6))
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+        is_first = next(calls) % parts == 0
+        for module in model.modules():
+            if hasattr(module, "track_running_stats"):
+                module.track_running_stats = is_first
+        return _loss(model, batch)
+
+    return loss
+
+
+def _by_plan(model: nn.Module, row: Row, batches: Mapping[str, Any], meshes: Meshes) -> Trained:
+    """Train on all ranks under a mixed plan."""
+    in_step = (
+        set(re.findall(r"whole step: (.*?)(?:;|$)", row.planned)[0].split()) if "whole step" in row.planned else set()
+    )
+    units = tuple(replace(unit, span=GatherSpan.STEP) if unit.fqn in in_step else unit for unit in find_units(model))
+    changes = "recomputed" in row.planned and not has_running_statistics(model)
+    plan = plan_of(units, dist.get_world_size(), "everything" if changes else "mixed")
+    apply_plan(model, plan, units, meshes=meshes)
+    verify_applied(model, plan, units)
+    with InDouble():
+        return train_sharded(model, plan, loss_of=_loss, batch_of=partial(_batch_of, batches), steps=STEPS)
+
+
+def _on_paper(row: Row) -> Row:
+    """Describe and plan the small configuration."""
+    try:
+        with limited(2 * SECONDS):
+            model = built(row.name).float()
+            description = _described(model)
+    except Exception as error:  # a model can raise any exception
+        return replace(row, described=line_of(error))
+    row = replace(row, described=f"{description.trace}; in {description.compute_dtype.value}")
+    try:
+        with limited(SECONDS):
+            return replace(row, planned=_planned(description))
+    except Exception as error:
+        return replace(row, planned=line_of(error))
+
+
+def _described(model: nn.Module) -> ModelDescription:
+    """Describe a model by its own batch, in samples long enough for pictures."""
+    length = WAVE if getattr(model, "main_input_name", "") == "input_values" else TOKENS
+    options: dict[str, Any] = {"device_type": "cuda", "partial_recomputation": False}
+    for dtype in (DType.BFLOAT16, None):
+        try:
+            try:
+                return describe(model, sequence_length=length, compute_dtype=dtype, **options)
+            except DescriptionError as error:
+                if (needed := re.search(r"no room for .* use at least (\d+)", str(error))) is None:
+                    raise
+                length = int(needed[1])
+                return describe(model, sequence_length=length, compute_dtype=dtype, **options)
+        except DescriptionError as error:
+            if dtype is None or "bfloat16" not in str(error):
+                raise
+    raise AssertionError
+
+
+def _planned(description: ModelDescription) -> str:
+    """Plan for two H100 and return the layouts, and the units that are gathered for the whole step."""
+    hardware = preset("h100", devices_per_node=2)
+    problem = PlanningProblem(
+        description=description, hardware=hardware, memory_limit_bytes=hardware.device.memory_bytes,
+        job=TrainingJob(global_batch_size=16, precision=Precision.named("bf16")),
+    )  # fmt: skip
+    limit = (least_memory(problem) + least_memory(replace(problem, strategy="ddp"))) // 2
+    plan = search(replace(problem, memory_limit_bytes=limit)).plan
+    layouts = Counter((unit.shard_size, unit.reshard_after_forward) for unit in plan.units)
+    text = ", ".join(
+        f"{number} {'replicated' if size == 1 else 'freed' if frees else 'kept'}"
+        for (size, frees), number in layouts.most_common()
+    )
+    text += "; blocks can be recomputed" if description.recomputable else ""
+    step = [
+        unit.fqn
+        for unit in description.units
+        if unit.span is GatherSpan.STEP and unit.fqn and "+" not in unit.fqn and not unit.keeps_dtype
+    ]
+    return f"{text}; whole step: {' '.join(step)}" if step else text
+
+
+@contextmanager
+def limited(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError after some seconds."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def line_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:220]
+
+
+def append(file: Path, row: Row) -> None:
+    with file.open("a", encoding="utf-8") as opened:
+        opened.write(json.dumps(asdict(row)) + "\n")

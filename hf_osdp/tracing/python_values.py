@@ -1,0 +1,85 @@
+"""Read known values as Python numbers, lists and text, and make tensors of lists that hold fake ones."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+Value = Callable[[torch.Tensor], torch.Tensor | None]
+"""Function from a fake tensor to a real one with its values; None if they are not known."""
+
+
+@contextmanager
+def python_values(value: Value) -> Iterator[None]:
+    """Let `tolist`, `format`, `torch.tensor` and `torch.as_tensor` use known values inside the context.
+
+    Torch reads the memory of tensors in a list, which fake ones do not have. It makes a list of a fake tensor by one
+    operator for each element, which takes seconds for the tokens of a batch.
+    """
+    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch, "tensor", _of_lists(torch.tensor)),
+        (torch, "as_tensor", _of_lists(torch.as_tensor)),
+        (FakeTensor, "tolist", _list_maker(value)),
+        (FakeTensor, "__format__", _format),
+    ]
+    originals = [(owner, name, vars(owner).get(name)) for owner, name, _ in replaced]
+    for owner, name, function in replaced:
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for owner, name, own in originals:
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+
+def _of_lists(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(make)
+    def made(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:  # noqa: ANN401
+        tensors = list(_fakes_in(data)) if isinstance(data, (list, tuple)) else []
+        if tensors and kwargs.get("dtype") is None:
+            dtypes = [tensor.dtype for tensor in tensors]
+            kwargs["dtype"] = functools.reduce(torch.promote_types, dtypes)
+        return make(_plain(data) if tensors else data, *args, **kwargs)
+
+    return made
+
+
+def _fakes_in(data: object) -> Iterator[torch.Tensor]:
+    if isinstance(data, FakeTensor):
+        yield data
+    elif isinstance(data, (list, tuple)):
+        for item in data:
+            yield from _fakes_in(item)
+
+
+def _plain(data: Any) -> Any:  # noqa: ANN401
+    if isinstance(data, FakeTensor):
+        return data.tolist()
+    return [_plain(item) for item in data] if isinstance(data, (list, tuple)) else data
+
+
+def _list_maker(value: Value) -> Callable[[FakeTensor], Any]:
+    one_by_one = FakeTensor.tolist
+
+    def tolist(self: FakeTensor) -> Any:  # noqa: ANN401
+        values = value(self)
+        if values is None:
+            return one_by_one(self)
+        with _disable_current_modes():
+            return values.tolist()
+
+    return tolist
+
+
+def _format(self: torch.Tensor, spec: str) -> str:
+    """Return the text of a number, by which experts are looked up."""
+    return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)

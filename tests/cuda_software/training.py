@@ -1,0 +1,165 @@
+"""Small trainings of ours, on the device or on the host, in processes with a group of both kinds."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_osdp import OSDPGradScaler
+from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.modeling.units import find_units
+from hf_osdp.planner.description import Activations
+from hf_osdp.planner.job import Precision
+from hf_osdp.planner.plan import Plan, UnitDecision
+from hf_osdp.sharding.apply import apply_plan, verify_applied
+from hf_osdp.sharding.environment import host_parameters, move_to_device, mp_policy
+from hf_osdp.sharding.gradients import clip_grad_norm_
+from hf_osdp.sharding.host_states import bind_optimizer
+from hf_osdp.sharding.optimizer_steps import step_by_device
+from hf_osdp.sharding.state import full_state_dict
+from hf_osdp.sharding.steps import micro_step
+from tests.helpers.distributed import run_ranks
+from tests.helpers.layouts import _is_block, plan_of
+from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.training import Trained
+
+# Else the question whether there is a device, asked before ranks are forked, forbids them to use one.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+Loss = Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A training: what is trained, under which plan, how."""
+
+    model: str = "gpt2"
+    dtype: torch.dtype = torch.float64
+    layout: str = "mixed"
+    """Of `plan_of`."""
+    change: Callable[[int, UnitDecision], dict[str, Any]] | None = None
+    """Number and decision of a unit → what of the decision is different."""
+    activations: Activations | None = None
+    """Of the blocks."""
+    accumulation_steps: int = 1
+    reduce_every_micro_step: bool | None = True
+    precision: str = "no"
+    """As Accelerate names it; fp16 scales the loss."""
+    max_norm: float = 0.5
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    """Options of AdamW."""
+    steps: int = 3
+    prepare: Callable[[nn.Module], object] | None = None
+    """Changes the model before it is sharded."""
+    loss: Loss = tiny_loss
+
+
+def on_host(every: int) -> Callable[[int, UnitDecision], dict[str, Any]]:
+    """Each so many-th unit is on the host."""
+    return lambda number, unit: {"on_host": number % every == 0}
+
+
+def plan_for(variant: Variant, units: Any, world_size: int) -> Plan:
+    plan = plan_of(
+        units, world_size, variant.layout, accumulation_steps=variant.accumulation_steps,
+        reduce_every_micro_step=variant.reduce_every_micro_step,
+    )  # fmt: skip
+    changed = []
+    for number, (decision, unit) in enumerate(zip(plan.units, units, strict=True)):
+        if variant.activations is not None and _is_block(unit):
+            decision = replace(decision, activations=variant.activations)
+        changed.append(replace(decision, **variant.change(number, decision)) if variant.change else decision)
+    return replace(plan, units=tuple(changed))
+
+
+def train(variant: Variant, device_type: str) -> Trained:
+    """Train this rank's part on `"cuda"` or `"cpu"`; rank 0 has the parameters."""
+    model = tiny_model(variant.model, dtype=variant.dtype)
+    if variant.prepare:
+        variant.prepare(model)
+    world, rank, parts = dist.get_world_size(), dist.get_rank(), variant.accumulation_steps
+    units = find_units(model)
+    plan = plan_for(variant, units, world)
+    apply_plan(model, plan, units, meshes=Meshes(device_type), mp_policy=mp_policy(Precision.named(variant.precision)))
+    verify_applied(model, plan, units)
+    device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    move_to_device(model, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **variant.optimizer)
+    step_by_device(optimizer, host_parameters(model))
+    if any(unit.states_on_host for unit in plan.units):
+        bind_optimizer(model, plan, units, [optimizer])
+    scaler = OSDPGradScaler(device=device_type, enabled=variant.precision == "fp16", init_scale=2.0**10)
+    losses, norms = [], []
+    for step in range(variant.steps):
+        optimizer.zero_grad()
+        for part in range(parts):
+            with micro_step(model, is_last=part == parts - 1, plan=plan):
+                batch = tiny_batch(step, part=part * world + rank, parts=world * parts)
+                loss = variant.loss(model, {name: value.to(device) for name, value in batch.items()}) / parts
+                scaler.scale(loss).backward()
+                losses.append(loss.detach())
+        scaler.unscale_(optimizer)
+        norms.append(clip_grad_norm_(model.parameters(), variant.max_norm).detach())
+        scaler.step(optimizer)
+        scaler.update()
+    return Trained(
+        losses=tuple(loss.item() for loss in losses),
+        norms=tuple(norm.item() for norm in norms),
+        parameters=full_state_dict(model),
+    )
+
+
+def on_devices(
+    fn: Callable[..., Any], processes: int, *args: Any, latency_ms: float = 0, sanitizes: bool = False,
+    memory: str = "8G",
+    env: Mapping[str, str] | None = None, timeout_s: float = 120.0,
+) -> list[Any]:  # fmt: skip
+    """Call `fn(*args)` in so many processes, each with a device of its own, in a group that is NCCL's on devices and
+    gloo's on the host.
+
+    Args:
+        fn: a function at the top of a module, as for `run_ranks`.
+        processes: how many.
+        *args: pickled.
+        latency_ms: how late work and events may be (README.md).
+        sanitizes: whether torch's CUDA sanitizer watches, which raises where it sees a race.
+        memory: of each device.
+        env: further variables.
+        timeout_s: as for `run_ranks`.
+
+    Returns:
+        What each returned, by rank.
+
+    Raises:
+        RankFailure: a process raised, or the device could not compute an operator's values.
+    """
+    variables = {
+        "FAKE_CUDA_DEVICES": str(processes), "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(processes))),
+        "FAKE_CUDA_LATENCY_MS": str(latency_ms), "FAKE_CUDA_MEM": memory, **(env or {}),
+    }  # fmt: skip
+    return run_ranks(
+        _in_group, processes, fn, args, sanitizes, timeout_s, init=False, env=variables, timeout_s=timeout_s
+    )
+
+
+def _in_group(fn: Callable[..., Any], args: tuple[Any, ...], sanitizes: bool, timeout_s: float) -> Any:
+    import cuda_software
+
+    if sanitizes:
+        from torch.cuda._sanitizer import enable_cuda_sanitizer
+
+        enable_cuda_sanitizer()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=datetime.timedelta(seconds=timeout_s + 60))
+    result = fn(*args)
+    sys.stdout.flush()
+    missing = cuda_software.failures()
+    assert not missing, f"the device has no values of:\n{missing}"
+    return result
