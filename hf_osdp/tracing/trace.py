@@ -334,7 +334,8 @@ class _Tracer:
             known = stack.enter_context(KnownValues(alone=True))
             fakes = known.fakes_of(batch, self._mode, self._options.compute_dtype)
             block_bytes = CUDA_BLOCK_BYTES if self._options.cuda_kernels else 1
-            recorder = self._recorder = Recorder(self._mode, known, block_bytes=block_bytes)
+            processors = None if self._cuda is None else self._cuda.processors
+            recorder = self._recorder = Recorder(self._mode, known, block_bytes=block_bytes, processors=processors)
             self._calls.clear()
             stack.enter_context(recorder)
             stack.enter_context(self._compiler.recording(recorder))
