@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from .tensors import DEVICE
+from .work import PhaseRecord
 
 _NAMESPACES = frozenset({"aten", "hf_osdp"})
 _EMPTY = torch.ops.aten.empty_strided.default
@@ -70,11 +71,10 @@ class Repeatable(NamedTuple):
     """`tuple`, `list`, or the type of a single tensor."""
     specs: Sequence[_TensorSpec | None]
     is_small: bool
-    flops: int
-    traffic_bytes: int
+    work: PhaseRecord
 
     @classmethod
-    def of(cls, call: Call, result: Any, is_small: bool, flops: int, traffic_bytes: int) -> Repeatable | None:  # noqa: ANN401
+    def of(cls, call: Call, result: Any, is_small: bool, work: PhaseRecord) -> Repeatable | None:  # noqa: ANN401
         """Describe a result; return None unless it depends only on shapes and is a view of the first argument or
         new plain tensors.
         """
@@ -95,7 +95,7 @@ class Repeatable(NamedTuple):
             None if each is None else _TensorSpec(each.shape, each.stride(), each.storage_offset(), each.dtype)
             for each in results
         ]
-        return cls(is_view, kind, specs, is_small, flops, traffic_bytes)
+        return cls(is_view, kind, specs, is_small, work)
 
     def repeat(self, call: Call, mode: FakeTensorMode) -> Any:  # noqa: ANN401
         """Return the result of a call with the same key."""

@@ -9,7 +9,8 @@ from ..errors import DescriptionError
 from ..planner.affine import Affine, Envelope, ScratchMoment
 from ..planner.description import PhaseCost, Segment
 from .kernel_scratch import Growth
-from .recorder import PhaseRecord, SegmentRecord
+from .recorder import SegmentRecord
+from .work import WORK, PhaseRecord
 
 Samples = Sequence[int]
 """The traced batch sizes: two consecutive ones, preceded perhaps by a smaller one, at which costs may be above the
@@ -121,9 +122,8 @@ def _phase(records: Sequence[PhaseRecord], floors: Sequence[int], samples: Sampl
     levels = [[level - floor for level in record.levels] for record, floor in zip(records, floors, strict=True)]
     return PhaseCost(
         peak_bytes=replace(_peak(levels, samples), scratch=_scratch(records, floors, samples)),
-        matmul_flops=_linear([record.matmul_flops for record in records[-2:]], samples[-2:]),
-        traffic_bytes=_linear([record.traffic_bytes for record in records[-2:]], samples[-2:]),
         operators=_linear([record.operators for record in records[-2:]], samples[-2:]),
+        **{name: _linear([getattr(record, name) for record in records[-2:]], samples[-2:]) for name in WORK},
     )
 
 
