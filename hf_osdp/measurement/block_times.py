@@ -29,7 +29,7 @@ from .stopwatch import ROOT, Sections, Stopwatch
 from .timing import cores_are_shared, over_ranks, rounds, trimmed_mean
 
 T = TypeVar("T")
-_MIN_ROUNDS, _MAX_ROUNDS = 3, 50
+_MIN_ROUNDS, _MAX_ROUNDS, _ROUNDS_AT_START = 3, 50, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +70,14 @@ def measure_block_times(
     *,
     device: torch.device,
     seconds: float = 5.0,
-    rounds_at_most: int = _MAX_ROUNDS,
+    at_start: bool = False,
     description: ModelDescription | None = None,
 ) -> tuple[SegmentTimes, ...]:
     """Time every distinct segment of a model: each kind of block, embedding, head with loss. Collective.
 
-    The model itself is not run and not changed, and random number generators keep their states. `description` is that
-    of the whole model; None makes one. Return times of the slowest rank, the same on every rank; in each pass equal
+    The model itself is not run and not changed, and random number generators keep their states. `at_start` takes fewer
+    passes, and not many more seconds even if they are slow, because a training waits. `description` is that of the
+    whole model; None makes one. Return times of the slowest rank, the same on every rank; in each pass equal
     blocks count with their mean. Raise ProfileError, on every rank, if the model does not fit or run on some rank, or
     runs other units than its trace.
     """
@@ -95,7 +96,7 @@ def measure_block_times(
     devices = [device] if device.type == "cuda" else []
     try:
         with random_states_kept(devices), torch.inference_mode(False), torch.enable_grad():
-            part, passes = _measure_passes(timed, whole, description, device, seconds, rounds_at_most, shared)
+            part, passes = _measure_passes(timed, whole, description, device, seconds, at_start, shared)
     finally:
         if device.type == "cuda":
             give_back(device)
@@ -108,7 +109,7 @@ def _measure_passes(
     description: ModelDescription,
     device: torch.device,
     seconds: float,
-    rounds_at_most: int,
+    at_start: bool,
     shared: bool,
 ) -> tuple[ModelDescription, dict[int, torch.Tensor]]:
     """Run passes of a shortened copy; return the description of that copy, and for each size the seconds by pass,
@@ -146,7 +147,8 @@ def _measure_passes(
         if any(one != units for one in all_gather_objects(units)):
             raise ProfileError(f"Ranks run different blocks of {part.model_class}; its blocks cannot be timed.")
         taken: dict[int, list[Sections]] = {size: [] for size in forwards}
-        for _ in rounds(seconds, least=_MIN_ROUNDS, most=rounds_at_most, limit_s=max(2.0, 2 * seconds)):
+        most, limit_s = (_ROUNDS_AT_START, 3 * seconds) if at_start else (_MAX_ROUNDS, float("inf"))
+        for _ in rounds(seconds, least=_MIN_ROUNDS, most=most, limit_s=limit_s):
             for size in forwards:
                 taken[size].append(measure(size))
     return part, _agreed(

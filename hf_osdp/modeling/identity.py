@@ -22,7 +22,7 @@ _SHOWN = 120
 """Longer texts are shown by their beginning and a checksum."""
 _ROWS = 64
 _SAYS_NOTHING = ("architectures", "dtype", "transformers_version", "use_cache")
-"""Entries of configurations that saving writes, or that do not change what is trained, as those with a leading `_`."""
+"""Entries of configurations that saving writes or that do not change training, as those that begin with `_`."""
 _NOT_COMPARED = ("params", "initial_lr", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
 """Entries of an optimizer's groups that are no arguments of its update."""
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

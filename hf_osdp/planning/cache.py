@@ -29,7 +29,6 @@ from ..distributed.mesh import find_topology
 from ..distributed.process_group import all_gather_objects
 from ..measurement.block_times import TimedModel, measure_block_times
 from ..measurement.machine import (
-    SECONDS_AT_START,
     device_name,
     measure_hardware,
     measuring_device,
@@ -50,8 +49,6 @@ MEASURED_EARLIER = "measured earlier"
 _MAX_AGE_S = 24 * 3600
 """A machine's speed changes over time."""
 _MAX_FILES = 256
-_ROUNDS = 8
-"""Most passes of each size; those of small models are over sooner than the seconds."""
 _KNOWN_PACKAGES = {"torch", "transformers", "peft", "hf_osdp"}
 """Packages whose code a version or a hash identifies; the code of other modules may change under the same names."""
 _log = logging.getLogger(__name__)
@@ -174,7 +171,7 @@ def timed_once(
     config = getattr(model, "config", None)
     implementations = [getattr(config, name, None) for name in ("_attn_implementation", "_experts_implementation")]
     options = (timed.micro_batch_sizes, timed.autocast, timed.activation_checkpointing, implementations)
-    measure = partial(measure_block_times, seconds=SECONDS_AT_START, rounds_at_most=_ROUNDS, description=description)
+    measure = partial(measure_block_times, seconds=1.0, at_start=True, description=description)
     content = (json.dumps(plain(description)), options)
     times, ago = _once(_Times, content, device, lambda: _Times(segments=measure(timed, device=device)))
     return times.segments, f" {ago} ago" if ago else ""

@@ -34,6 +34,7 @@ _LEAST = {"images": 0}
 _IGNORED_WITH_PLAN = (
     "strategy", "operator_splitting", "on_oom", "recalibrate", "hardware", "profile", "nodes", "memory_margin",
     "recompute", "host_offload", "offload_optimizer", "offload_activations", "split_vocabulary", "compile",
+    "time_blocks",
 )  # fmt: skip
 
 

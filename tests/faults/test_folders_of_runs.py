@@ -7,11 +7,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import multiprocessing
 import os
 import shutil
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -107,29 +107,24 @@ def test_restart_count_that_is_no_count_is_refused(monkeypatch, text):
 # ------------------------------------------------------------------------------------------------ one run at a time
 
 
-def run_of_another_process(folder: Path, act: str) -> subprocess.Popen:
-    """Another process, with the folder as `folder`, until its input is closed."""
-    imports = "import sys; from pathlib import Path; from hf_osdp.checkpoint import folders, resume"
-    code = f"{imports}; folder = Path(sys.argv[1]); {act}; print('ready', flush=True); sys.stdin.read()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "ready\n"
-    return process
-
-
-@pytest.mark.parametrize("act", ["resume.checkpoint_to_resume(folder)", "folders.lock_checkpoints(folder)"])
+@pytest.mark.parametrize("act", [checkpoint_to_resume, lock_checkpoints])
 def test_second_loop_in_a_new_folder_is_refused_before_anything_is_saved(tmp_path, monkeypatch, act):
     monkeypatch.setattr(folders, "_LOCK_WAIT_S", 0.2)
-    with run_of_another_process(tmp_path / "new", act) as other:
-        recorded = [path.read_text() for path in tmp_path.glob("new/.partial/training.json")]
-        line = rf"Another run \(process {other.pid} on {socket.gethostname()}, started 20.* UTC\) writes checkpoints"
-        with pytest.raises(CheckpointError, match=line):
-            checkpoint_to_resume(tmp_path / "new")
-        with pytest.raises(CheckpointError, match=line), CheckpointWriter().new(tmp_path / "new" / "checkpoint-1"):
-            pass
-        assert [path.read_text() for path in tmp_path.glob("new/.partial/training.json")] == recorded
-    assert checkpoint_to_resume(tmp_path / "new") is None
+    context, new = multiprocessing.get_context("fork"), tmp_path / "new"
+    begun, end = context.Event(), context.Event()
+    other = context.Process(target=lambda: (act(new), begun.set(), end.wait(60)))
+    other.start()
+    assert begun.wait(60)
+    recorded = [path.read_text() for path in new.glob(".partial/training.json")]
+    line = rf"Another run \(process {other.pid} on {socket.gethostname()}, started 20.* UTC\) writes checkpoints"
+    with pytest.raises(CheckpointError, match=line):
+        checkpoint_to_resume(new)
+    with pytest.raises(CheckpointError, match=line), CheckpointWriter().new(new / "checkpoint-1"):
+        pass
+    assert [path.read_text() for path in new.glob(".partial/training.json")] == recorded
+    end.set()
+    other.join()
+    assert checkpoint_to_resume(new) is None
 
 
 @pytest.fixture(params=[errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
