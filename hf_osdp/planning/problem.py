@@ -27,6 +27,7 @@ from ..planner.problem import PlanningProblem, Strategy
 from ..planner.profile import BlockTimes, Profile
 from ..planner.search.compare import StrategyResult, choose_description, compare_strategies
 from ..planner.search.search import search
+from ..planner.shared_ways import with_ways_of, without_head
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..tracing.describe import TRACED_MICRO_BATCH, describe
 from .cache import measured_once
@@ -246,6 +247,7 @@ class Describer:
         self._model, self._config, self._facts, self._trace = model, config, facts, trace
         self._inputs, self._loss = (config.inputs, None) if config.inputs else (facts.inputs, facts.loss)
         self._may_fall_back = config.inputs is None and facts.inputs is not None and _has_usual_batch(model)
+        self._describe = cache(self._traced)
 
     def describe(
         self,
@@ -262,7 +264,7 @@ class Describer:
             "partial_recomputation": not least_memory,
         }
         try:
-            return self._describe(split, **sizes)
+            return self._sharing_ways(split, **sizes) or self._describe(split, **sizes)
         except DescriptionError as error:
             if not self._may_fall_back or isinstance(error, CheckpointingError) or not split.is_none:
                 raise
@@ -275,6 +277,20 @@ class Describer:
         self._inputs, self._loss, self._may_fall_back = None, None, False
         return self._describe(split, **sizes)
 
+    def _sharing_ways(self, split: ModelSplit, **sizes: Any) -> ModelDescription | None:
+        """Describe a split of the head with the ways to recompute blocks of the model with a whole head; None if that
+        is not possible.
+
+        All splits of the head have the same blocks, so that each way to recompute them is traced once.
+        """
+        if split.is_none or self._config.compile:
+            return None
+        whole = self._describe(WHOLE_BLOCKS, **sizes)
+        if (blocks := without_head(split, whole)) == split:
+            return None
+        base = self._describe(blocks, **sizes)
+        return with_ways_of(base, self._describe(split, recomputation=False, **sizes)) if base.recomputable else None
+
     def timed_model(self, micro_batch_sizes: tuple[int, ...]) -> TimedModel:
         """Return the model with its batches and loss, as they were described, to be timed."""
         facts = self._facts
@@ -285,7 +301,7 @@ class Describer:
             block_classes=self._config.block_classes, inputs=self._inputs, images=self._config.images, loss=self._loss,
         )  # fmt: skip
 
-    def _describe(self, split: ModelSplit, **sizes: Any) -> ModelDescription:
+    def _traced(self, split: ModelSplit, **options: Any) -> ModelDescription:
         facts, length = self._facts, self._config.sequence_length
         assert length is not None
         description = self._trace(
@@ -302,7 +318,7 @@ class Describer:
             loss=self._loss,
             compile=bool(self._config.compile),
             split=split,
-            **sizes,
+            **options,
         )
         return replace(description, other_bytes=sum(facts.other_models.values()))
 

@@ -20,7 +20,7 @@ from torch.autograd import _get_sequence_nr
 
 from .known_values import KnownValues, is_known
 from .memory_tracker import MemoryTracker
-from .repeated import Call, Repeatable
+from .repeated import Call, Repeatable, seen_operators
 from .tensors import tensors_in
 from .work import WORK, PhaseRecord
 
@@ -60,14 +60,10 @@ class Recorder(MemoryTracker):
     them. Operators outside of units belong to the root, unit 0.
     """
 
-    def __init__(
-        self, mode: FakeTensorMode, known: KnownValues, seen: dict[object, Repeatable | None], **options: Any
-    ) -> None:
-        """Record operators on a mode's tensors, whose values are in `known`; `seen` shares operators' results
-        between recorders, `options` are the tracker's.
-        """
+    def __init__(self, mode: FakeTensorMode, known: KnownValues, **options: Any) -> None:
+        """Record operators on a mode's tensors, whose values are in `known`; `options` are the tracker's."""
         super().__init__(**options)
-        self._mode, self._known, self._seen = mode, known, seen
+        self._mode, self._known, self._seen = mode, known, seen_operators()
         self.records: list[SegmentRecord] = []
         self.inside = False
         self._current = self._pending = SegmentRecord(unit=0, first_node=_get_sequence_nr())
