@@ -166,7 +166,8 @@ def timed_once(
     implementations = [getattr(config, name, None) for name in ("_attn_implementation", "_experts_implementation")]
     options = (timed.micro_batch_sizes, timed.autocast, timed.activation_checkpointing, implementations)
     measure = partial(measure_block_times, seconds=1.0, at_start=True, description=description)
-    content = (json.dumps(plain(description)), options)
+    read_back = validated(ModelDescription, json.loads(json.dumps(plain(description))), ValueError)
+    content = (json.dumps(plain(read_back)), options)  # numbers of a new description and of one on disk print alike
     times, ago = _once(_Times, content, device, lambda: _Times(segments=measure(timed, device=device)))
     return times.segments, f" {ago} ago" if ago else ""
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -63,11 +64,12 @@ def inputs_key(inputs: Inputs, samples: Sequence[int]) -> object:
 
 def _settings(module: nn.Module) -> object:
     """Return a module's attributes that are not tensors or modules."""
-    hooks = [name for name, value in vars(module).items() if name.endswith("_hooks") and value]
-    if hooks:
-        raise UnknownCodeError(f"{hooks[0]} of {type(module).__qualname__}")
     own = {"_parameters", "_buffers", "_modules", "generation_config"}
-    return [(name, _content(value)) for name, value in vars(module).items() if name not in own]
+    plain = ((name, value) for name, value in vars(module).items() if name not in own)
+    return [
+        (name, _content(list(value.values()) if "_hooks" in name and isinstance(value, dict) else value))
+        for name, value in plain
+    ]  # hooks have numbers that count up in a process
 
 
 def _content(value: Any, *, elements: bool = False) -> object:  # noqa: ANN401
@@ -78,7 +80,7 @@ def _content(value: Any, *, elements: bool = False) -> object:  # noqa: ANN401
             return type(value).__name__, repr(value)
         case torch.Tensor():
             return _layout(value), value.detach().cpu().tolist() if elements else None
-        case nn.Module():
+        case nn.Module() | RemovableHandle():
             return type(value).__qualname__  # one of the model's, or a function without state
         case PreTrainedConfig():
             hidden = [getattr(value, name, None) for name in ("_attn_implementation", "_experts_implementation")]
@@ -103,6 +105,8 @@ def _code(value: Any, inner: Callable[[Any], object]) -> object:  # noqa: ANN401
                 value.__qualname__,
                 [inner(cell.cell_contents) for cell in value.__closure__ or ()],
             )
+        case types.MethodType():
+            return inner(value.__func__), inner(value.__self__)
         case functools.partial():
             return inner(value.func), inner(value.args), inner(value.keywords)
     if hasattr(value, "__dict__") and _is_known_name(type(value).__module__):
