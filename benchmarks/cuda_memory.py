@@ -22,6 +22,8 @@ class Reading:
     """Peak bytes of tensors in the last step."""
     reserved: int
     """Peak bytes that the allocator reserved on the device."""
+    retries: int = 0
+    """How often the allocator emptied its cache because the limit was reached, in all steps."""
 
 
 class Memory(Protocol):
@@ -32,7 +34,7 @@ class Memory(Protocol):
     workspace_bytes: int
     """Bytes that libraries hold in the same allocator, in addition to the step's tensors."""
 
-    def limited(self, limit_bytes: int | None) -> AbstractMemory: ...
+    def limited(self, limit_bytes: int | None, *, expandable: bool = True) -> AbstractMemory: ...
 
     def wait(self) -> None: ...
 
@@ -61,9 +63,13 @@ class CudaMemory:
         self.workspace_bytes = self._workspaces(precision)
 
     @contextmanager
-    def limited(self, limit_bytes: int | None) -> Iterator[None]:
-        """Enforce a limit; free the allocator's cache on exit, also after an error."""
+    def limited(self, limit_bytes: int | None, *, expandable: bool = True) -> Iterator[None]:
+        """Enforce a limit, with segments that expand or not; free the allocator's cache on exit, also after an
+        error.
+        """
         self._give_back()
+        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{expandable}")
+        torch.cuda.reset_accumulated_memory_stats(self.device)
         torch.cuda.set_per_process_memory_fraction(
             1.0 if limit_bytes is None else min(1.0, limit_bytes / self._total), self.device
         )
@@ -87,8 +93,9 @@ class CudaMemory:
         self.wait()
         return Reading(
             allocated=torch.cuda.max_memory_allocated(self.device),
-            reserved=torch.cuda.max_memory_reserved(self.device)
-        )  # fmt: skip
+            reserved=torch.cuda.max_memory_reserved(self.device),
+            retries=torch.cuda.memory_stats(self.device)["num_alloc_retries"],
+        )
 
     def _workspaces(self, precision: Precision) -> int:
         """Return what cuBLAS keeps after a matrix product's forward and backward; backward uses another thread and

@@ -100,7 +100,7 @@ def _bound(problem: PlanningProblem, forward: float, backward: float) -> float:
     freed = [s.unit for s in description.segments if description.units[s.unit].span is GatherSpan.USE]
 
     def pooled(timer: timing.UnitTimer, index: int, layout: UnitLayout) -> timing.UnitTime:
-        found, (compute, windows) = stock(timer, index, layout), timer.work(layout.activations.recomputation)
+        found, (compute, windows) = stock(timer, index, layout), timer.work(layout)
         if index not in freed:
             return found
         batch, window, terms = timer._batch, windows[index], timer.terms(index, layout)

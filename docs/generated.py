@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import typer
 
 from hf_osdp.cli.app import app
+from hf_osdp.planner.description import DType
 from hf_osdp.planner.presets import preset, preset_names
 from hf_osdp.quantities import format_bytes
 
@@ -42,17 +43,23 @@ def _cell(text: str) -> str:
 def preset_table() -> str:
     """Every preset, with its links; below the table where the figures are from."""
     lines = [
-        "| `--device` | memory | inside a machine | between machines | fp16, bf16, dense |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        "| `--device` | memory | inside a machine, GB/s | between machines, GB/s | fp16, TFLOP/s | bf16, TFLOP/s |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     sources = []
     for name in preset_names():
-        hardware = preset(name, nodes=2, devices_per_node=8)
+        hardware, sheet = (preset(name, nodes=2, devices_per_node=8, data_sheet=flag) for flag in (False, True))
         device = hardware.device
-        rates = {dtype.value: f"{rate / 1e12:.3g}" for dtype, rate in device.flops_per_s.items()}
-        links = " | ".join(f"{link.bytes_per_s / 1e9:g} GB/s" for link in (hardware.intra_node, hardware.inter_node))
-        products = f"{rates.get('float16', '-')}, {rates['bfloat16']} TFLOP/s"
-        lines.append(f"| {name} | {format_bytes(device.memory_bytes)} | {links} | {products} |")
+        inside, between = (
+            f"{own.bytes_per_s / 1e9:.3g} / {line.bytes_per_s / 1e9:.4g}"
+            for own, line in ((hardware.intra_node, sheet.intra_node), (hardware.inter_node, sheet.inter_node))
+        )
+        if (shared := hardware.intra_node.shared_bytes_per_s) is not None:
+            inside += f"; {shared / 1e9:.3g} for all devices"
+        low = (DType.FLOAT16, DType.BFLOAT16)
+        rates = [tuple(part.device.flops_per_s.get(dtype) for part in (hardware, sheet)) for dtype in low]
+        products = " | ".join(" / ".join(f"{rate / 1e12:.3g}" if rate else "-" for rate in pair) for pair in rates)
+        lines.append(f"| {name} | {format_bytes(device.memory_bytes)} | {inside} | {between} | {products} |")
         sources.append(
             f"- {name}: {_cell(device.source)}. Links: {_cell(hardware.intra_node.source)};"
             f" {_cell(hardware.inter_node.source)}."

@@ -2,7 +2,8 @@
 and skipped.
 
 `.partial/training.json` in an output folder holds the id of the training that runs there, as the manifests of its
-checkpoints do. Without this file, every checkpoint in the folder belongs to this training.
+checkpoints do, and the launches that run it. A restart continues this training if one of its own launches is among
+them.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ import logging
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from glob import escape
 from pathlib import Path
 
 from ..distributed.consensus import on_rank_zero
-from ..distributed.launcher import restart_count
+from ..distributed.launcher import launches
 from ..distributed.mesh import rank, world_size
 from ..distributed.process_group import all_gather_objects
 from ..errors import CheckpointError
-from ..planner.files import write_whole
+from ..planner.files import validated, write_whole
 from ..planner.plan import Plan
 from ..planner.wire import EXACT
 from ..reading import read_json
@@ -30,7 +32,6 @@ from .folders import (
     FileRecord,
     Manifest,
     damage,
-    is_locked_elsewhere,
     lock_checkpoints,
     numbered_checkpoints,
     restore_replaced,
@@ -58,8 +59,9 @@ def checkpoint_to_resume(
             from that checkpoint. None begins a new training; False does too, and also ignores checkpoints after a
             restart.
         marker: the name of a file that every usable checkpoint has.
-        after_restart: if torchrun or SLURM restarts an interrupted training, resume from the last complete checkpoint
-            that it wrote.
+        after_restart: if torchrun or SLURM starts this launch again, resume from the last complete checkpoint of its
+            training. If the folder does not record that this launch trained there, training begins anew, and a
+            warning says so.
 
     Returns:
         The checkpoint's path, the same on every rank; None if training starts from the beginning.
@@ -68,19 +70,17 @@ def checkpoint_to_resume(
         CheckpointError: the given checkpoint is damaged, or another run trains in the folder; on every rank.
     """
     folder, choice = Path(folder), resume_from_checkpoint
-    on_rank_zero(lambda: lock_checkpoints(folder) if folder.is_dir() else None)
-    if choice is True:
-        _record_training(folder, is_new=False)
-    else:
-        start_fresh(folder)
-    if choice is True or (choice is not False and after_restart and is_restart()):
-        found = last_checkpoint(folder, marker=marker)
-        if found is not None and (choice is True or _has_optimizer(found)):
-            return found
-    if choice is None or isinstance(choice, bool):
-        return None
-    check_checkpoint(choice)
-    return Path(choice)
+    launched, restarted = _of_all_ranks(launches()), restarted_launches() if after_restart else set()
+    on_rank_zero(lambda: lock_checkpoints(folder))
+    goes_on = not isinstance(choice, bool) and on_rank_zero(lambda: _is_continued(folder, restarted))
+    found = _last(folder, marker, own=goes_on) if goes_on or choice is True else None
+    if goes_on and found is not None and not _has_optimizer(found):
+        found = None
+    if found is None and choice is not None and not isinstance(choice, bool):
+        check_checkpoint(choice)
+        found = Path(choice)
+    on_rank_zero(lambda: _record(folder, launched, found if choice is True else None, goes_on=goes_on))
+    return found
 
 
 def last_checkpoint(folder: str | Path, *, marker: str | None = None) -> Path | None:
@@ -88,15 +88,19 @@ def last_checkpoint(folder: str | Path, *, marker: str | None = None) -> Path | 
     rank. Collective.
 
     Damaged checkpoints are logged and skipped, and so are those without a manifest, unless no checkpoint in the folder
-    has one. After a restart, checkpoints of an earlier training are skipped if `checkpoint_to_resume` recorded that a
-    new one began. `marker` is the name of a file that every usable checkpoint has.
+    has one. A restart skips checkpoints of other trainings if the folder records the training that this launch began.
+    `marker` is the name of a file that every usable checkpoint has.
     """
-    folder, restarted = Path(folder), is_restart()
+    folder, restarted = Path(folder), restarted_launches()
+    own = bool(restarted) and on_rank_zero(lambda: _is_own(recorded_training(folder), restarted))
+    return _last(folder, marker, own=own)
 
+
+def _last(folder: Path, marker: str | None, *, own: bool) -> Path | None:
     def candidates() -> list[tuple[Path, str | None]]:
         restore_replaced(folder)
-        found = own_checkpoints(folder) if restarted else numbered_checkpoints(folder)
-        known = any((path / MANIFEST_NAME).is_file() for path in found)
+        found = own_checkpoints(folder, unknown=True) if own else numbered_checkpoints(folder)
+        known = own or any((path / MANIFEST_NAME).is_file() for path in found)
         return [(path, _missing_part(path, marker, known=known)) for path in found]
 
     for path, missing in on_rank_zero(candidates):
@@ -133,6 +137,8 @@ def warn_of_changes(folder: Path, settings: Mapping[str, str], plan: Plan | None
     saved = {"global batch": manifest.global_batch_size, "communication": EXACT, **manifest.settings}
     own = {"global batch": plan.global_batch_size, "communication": plan.communication} if plan else {}
     now = {**own, **settings}
+    if manifest.world_size != world_size():
+        now.pop("schedule", None)  # prepared schedules count the steps of all processes
     changed = [
         name for name in now if name in saved and None not in (saved[name], now[name]) and saved[name] != now[name]
     ]
@@ -201,70 +207,96 @@ def _damage(folder: Path) -> str | None:
     return next(filter(None, all_gather_objects(damage(folder, files[rank() :: world_size()]))), None)
 
 
-def is_restart() -> bool:
-    """Return whether this start continues an interrupted training. Collective."""
-    return max(all_gather_objects(restart_count())) > 0  # torchrun counts restarts on each machine separately
+def restarted_launches() -> set[str]:
+    """Return the launches that torchrun or SLURM has started again; none if this is a first start. Collective."""
+    return _of_all_ranks(launches(restarted=True))  # torchrun counts restarts on each machine separately
 
 
-def start_fresh(folder: str | Path) -> None:
-    """Record, except after a restart, that a new training begins in a folder and ignores earlier checkpoints.
-
-    Collective.
-    """
-    if not is_restart():
-        _record_training(Path(folder), is_new=True)
+def _of_all_ranks(mine: set[str]) -> set[str]:
+    return set().union(*all_gather_objects(mine))
 
 
-def _record_training(folder: Path, *, is_new: bool) -> None:
-    """Write the training's id, or remove the file if all checkpoints belong to the training. Collective."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """The training that runs in an output folder."""
 
-    def write() -> None:
-        if is_locked_elsewhere(folder):
-            return
-        path = folder / PARTIAL / _TRAINING_FILE
-        with suppress(OSError):  # the first checkpoint reports a folder that cannot be written
-            if is_new and numbered_checkpoints(folder):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(path, json.dumps({"training": uuid.uuid4().hex}))
-            else:
-                path.unlink(missing_ok=True)
-
-    on_rank_zero(write)
+    training: str
+    launches: tuple[str, ...] = ()
+    """Names of the launches that began or continued it, see `launcher.launches`."""
 
 
-def training_of_folder(folder: Path) -> str | None:
-    """Return the id of an output folder's training; None if all checkpoints belong to it.
-
-    Raise CheckpointError for a damaged file.
-    """
+def recorded_training(folder: Path) -> Training | None:
+    """Return the training that an output folder records, or None. Raise CheckpointError for a damaged file."""
     path = folder / PARTIAL / _TRAINING_FILE
     if not path.is_file():
         return None
 
     def error(line: str) -> CheckpointError:
         return CheckpointError(
-            f"{line.rstrip('.')}. Remove it to resume from the last checkpoint, whichever training wrote it."
+            f"{line.rstrip('.')}. Remove it, and set resume_from_checkpoint=True to continue from the last checkpoint."
         )
 
     content = read_json(path, "training id", error)
-    training = content.get("training", "") if isinstance(content, dict) else ""
-    if training is None or (isinstance(training, str) and training):
-        return training
-    raise error(f"{path} holds no training id")
+    return validated(Training, content, lambda problem: error(f"{path} holds no training id ({problem})"))
 
 
-def own_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints of an output folder's training, the newest first, including damaged ones."""
-    training = training_of_folder(folder)
+def record_first(folder: Path) -> None:
+    """Record a training in a folder that records none, for a loop that saves without `checkpoint_to_resume`."""
+    if not (folder / PARTIAL / _TRAINING_FILE).exists():
+        _record(folder, launches(), None, goes_on=False)
+
+
+def _is_own(record: Training | None, restarted: set[str]) -> bool:
+    return record is not None and not restarted.isdisjoint(record.launches)
+
+
+def _is_continued(folder: Path, restarted: set[str]) -> bool:
+    """Return whether a restart continues the recorded training; log that it begins anew if the folder has others'
+    checkpoints.
+    """
+    own = bool(restarted) and _is_own(recorded_training(folder), restarted)
+    if restarted and not own and numbered_checkpoints(folder):
+        _log.warning(
+            "Nothing in %s was written by the launch that is started again here, so training begins anew; to continue"
+            " from the last checkpoint there, set resume_from_checkpoint=True.",
+            folder,
+        )
+    return own
+
+
+def _record(folder: Path, launched: set[str], resumed: Path | None, *, goes_on: bool) -> None:
+    """Record the training that runs in a folder: the one that goes on, that of a checkpoint that is resumed, or a new
+    one.
+    """
+    before, training = None, None
+    with suppress(CheckpointError):  # damaged: it is replaced
+        before = recorded_training(folder)
+        training = before.training if before and goes_on else None
+    if resumed is not None and (manifest := Manifest.load(resumed)) is not None:
+        training = manifest.training
+    training = training or uuid.uuid4().hex
+    if before is not None and before.training == training:
+        launched = launched.union(before.launches)
+    path = folder / PARTIAL / _TRAINING_FILE
+    with suppress(OSError):  # the first checkpoint reports a folder that cannot be written
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(asdict(Training(training=training, launches=tuple(sorted(launched))))))
+
+
+def own_checkpoints(folder: Path, *, unknown: bool = False) -> list[Path]:
+    """Return the checkpoints of the training that an output folder records, the newest first, including damaged ones
+    and, if `unknown`, those without a manifest; all if it records none.
+    """
+    record = recorded_training(folder)
 
     def is_own(path: Path) -> bool:
         try:
             manifest = Manifest.load(path)
         except CheckpointError:
             return True
-        return manifest is not None and manifest.training == training
+        return unknown if manifest is None else record is not None and manifest.training == record.training
 
-    return [path for path in numbered_checkpoints(folder) if training is None or is_own(path)]
+    return [path for path in numbered_checkpoints(folder) if record is None or is_own(path)]
 
 
 def recorded_manifest(folder: str | Path) -> Manifest | None:
@@ -272,12 +304,14 @@ def recorded_manifest(folder: str | Path) -> Manifest | None:
 
     Collective.
     """
+    restarted = restarted_launches()
 
     def newest() -> Manifest | None:
-        for path in own_checkpoints(Path(folder)):
+        own = restarted and _is_own(recorded_training(Path(folder)), restarted)
+        for path in own_checkpoints(Path(folder)) if own else ():
             with suppress(CheckpointError):
                 if (manifest := Manifest.load(path)) is not None:
                     return manifest
         return None
 
-    return on_rank_zero(newest) if is_restart() else None
+    return on_rank_zero(newest)

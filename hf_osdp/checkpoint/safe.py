@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 import stat
@@ -42,12 +43,16 @@ def load_file(path: Path, *, numpy: bool = False) -> Any:  # noqa: ANN401  # wha
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; use another checkpoint.") from None
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
-        # The first line of torch's message advises to load the file unsafely; the reason is further down.
-        found = re.search(r"Unsupported \w+: [^\n]*?(?= was not| Please|\n|$)", str(error))
-        reason = found.group(0) if found else str(error).split("\n")[0]
         raise CheckpointError(
-            f"{path} cannot be read as tensors and plain values ({reason}); use another checkpoint."
+            f"{path} cannot be read as tensors and plain values ({_reason(error)}); use another checkpoint."
         ) from None
+
+
+def _reason(error: Exception) -> str:
+    """Return why torch does not load a file safely, without its advice to load it unsafely."""
+    found = re.search(r"[Uu]nsupported [^\n]*?(?= was not|\.? Please|\.?\n|\.?$)", str(error))
+    line = str(error).split("\n")[0]
+    return found.group(0) if found else "another kind of file" if "weights_only" in line else line
 
 
 def check_inside(name: object) -> str:
@@ -113,7 +118,10 @@ class SafePlanner(DefaultLoadPlanner):
         original.
         """
         safe = BytesIO()
-        torch.save(torch.load(value, map_location="cpu", weights_only=True), safe)
+        try:
+            torch.save(torch.load(value, map_location="cpu", weights_only=True), safe)
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            raise CheckpointError(f"{read_item.dest_index.fqn} is no plain value: {_reason(error)}") from None
         safe.seek(0)
         super().load_bytes(read_item, safe)
 
@@ -132,9 +140,41 @@ def _checked_index(index: object) -> Metadata:
     ]
     if any(type(size) is not torch.Size for size in sizes):
         raise TypeError("a tensor's size is not a torch.Size")
+    for name, stored in index.state_dict_metadata.items():
+        if isinstance(stored, TensorStorageMetadata) and (problem := _tiling_problem(stored)):
+            raise ValueError(f"{problem} of {str(name)[:80]}")
     if any(type(part) not in (str, int) for path in (index.planner_data or {}).values() for part in path):
         raise TypeError("a name is not a string")
     return index
+
+
+def _tiling_problem(stored: TensorStorageMetadata) -> str | None:
+    """Return what is wrong with a tensor's chunks unless each element is in exactly one; None if nothing is.
+
+    Disjoint chunks inside the tensor cover it if they have as many elements. Chunks are compared with those that
+    overlap along the dim with the most different offsets, which are few.
+    """
+    whole = stored.size
+    chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks if math.prod(chunk.sizes)]
+    for offsets, sizes in chunks:
+        inside = len(offsets) == len(sizes) == len(whole) and all(
+            0 <= at and 0 < size <= most - at for at, size, most in zip(offsets, sizes, whole, strict=True)
+        )
+        if not inside:
+            return "a chunk lies outside"
+    if sum(math.prod(sizes) for _, sizes in chunks) != math.prod(whole):
+        return "chunks have too few or too many elements"
+    if not whole:
+        return None
+    dim = max(range(len(whole)), key=lambda dim: len({offsets[dim] for offsets, _ in chunks}))
+    reaching: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for offsets, sizes in sorted(chunks, key=lambda chunk: chunk[0][dim]):
+        reaching = [(at, size) for at, size in reaching if at[dim] + size[dim] > offsets[dim]]
+        for at, size in reaching:
+            if all(max(a, b) < min(a + m, b + n) for a, b, m, n in zip(at, offsets, size, sizes, strict=True)):
+                return "chunks overlap in elements"
+        reaching.append((offsets, sizes))
+    return None
 
 
 def _refusal(what: str) -> CheckpointError:

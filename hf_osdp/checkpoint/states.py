@@ -4,6 +4,7 @@ plain loop.
 
 from __future__ import annotations
 
+import math
 import random
 import warnings
 import zlib
@@ -26,8 +27,10 @@ from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank
 from ..distributed.process_group import gloo_group
 from ..errors import CheckpointError
+from ..modeling.identity import optimizer_texts
 from ..modeling.split.names import split_names
 from ..modeling.units import canonical_name
+from ..sharding.gradients import local
 from ..sharding.optimizer import optimizer_name
 from ..sharding.state import (
     check_states,
@@ -43,7 +46,7 @@ from ..sharding.state import (
 from . import layouts
 from .resume import check_checkpoint, warn_of_changes
 from .safe import SafePlanner, SafeReader, load_file
-from .writer import CheckpointWriter, Staging, on_every_rank
+from .writer import CheckpointWriter, Staging, on_every_rank, on_first_rank
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 """Accelerate's keys of the states in folders of shards."""
@@ -73,6 +76,7 @@ def save_model(
     the model's number among several. `trainable_only` leaves frozen parameters and buffers out, as for adapters.
     """
     free_gathered(model)
+    check_finite(model, folder.name)
     weights = named_weights(model) if sharded else full_state_dict(model)
     names = set(weights)
     if trainable_only:
@@ -84,7 +88,7 @@ def save_model(
     if sharded:
         write_shards(layouts.model_path(folder, index, sharded=True), {_MODEL: state}, files)
     else:
-        on_rank_zero(lambda: torch.save(state, layouts.model_path(folder, index, sharded=False)))
+        on_first_rank(lambda: torch.save(state, layouts.model_path(folder, index, sharded=False)))
 
 
 def save_optimizer(
@@ -106,7 +110,7 @@ def save_optimizer(
         )
         return
     whole = full_optimizer_state_dict(model, optimizer)
-    on_rank_zero(lambda: torch.save(whole, layouts.optimizer_path(folder, index, sharded=False)))
+    on_first_rank(lambda: torch.save(whole, layouts.optimizer_path(folder, index, sharded=False)))
 
 
 def write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) -> None:
@@ -124,6 +128,26 @@ def write_shards(path: Path, state: dict[str, Any], files: FileSystem | None) ->
             raise CheckpointError(
                 f"{path} cannot be written ({layouts.cause_of(failed)}); the previous checkpoint is the last."
             ) from None
+
+
+def check_finite(model: nn.Module, folder: str | Path) -> None:
+    """Refuse to save weights that are not finite, before they replace others. Collective.
+
+    Raise CheckpointError on every rank if one rank's shards have NaN or infinity.
+    """
+
+    def look() -> None:
+        for name, parameter in model.named_parameters():
+            shard = local(parameter.detach())
+            if parameter.requires_grad and shard.is_floating_point() and shard.numel():
+                if not math.isfinite(torch.linalg.vector_norm(shard, float("inf")).item()):
+                    raise CheckpointError(
+                        f"{canonical_name(name)} has values on rank {rank()} that are not finite, so {folder} is not"
+                        " written: training has diverged. Go on from an earlier checkpoint, with a lower learning rate"
+                        " or without the data that caused it."
+                    )
+
+    on_every_rank(look)
 
 
 def load_model(folder: Path, model: nn.Module, *, index: int = 0, trainable_only: bool = False) -> None:
@@ -286,7 +310,7 @@ def stage_loop(
         torch.save(dict(progress), staging.path / PROGRESS_NAME)
         load_file(staging.path / PROGRESS_NAME, numpy=True)  # fail now if it could not be read on resuming
 
-    on_rank_zero(save_rest)
+    on_first_rank(save_rest)
 
 
 def load_loop(
@@ -311,6 +335,7 @@ def load_loop(
 
     rest = on_rank_zero(read_rest)
     run = writer or CheckpointWriter()
+    run.settings = {**optimizer_texts(optimizer), **run.settings}  # as given: loading replaces them
     warn_of_changes(folder, {**run.settings, "optimizer": optimizer_name(optimizer)}, run.plan)
     load_model(folder, model)
     load_optimizer(folder, model, optimizer)

@@ -20,13 +20,14 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.mesh import rank, world_size
-from ..distributed.process_group import all_gather_objects, gloo_group, host_barrier
+from ..distributed.process_group import all_gather_objects, gloo_group
 from ..distributed.stop import waits_in_background
 from ..errors import CheckpointError
 from ..planner.plan import Plan
 from .folders import (
     FileRecord,
     Manifest,
+    absolute,
     complete,
     discard_staging,
     flush,
@@ -34,7 +35,7 @@ from .folders import (
     prepare_staging,
     unlock_checkpoints,
 )
-from .resume import training_of_folder
+from .resume import record_first, recorded_training
 
 _SHARD = re.compile(r"__(\d+)_\d+\.distcp")
 """Names of a rank's files in torch.distributed.checkpoint."""
@@ -42,6 +43,8 @@ _VISIBLE_S = 10.0
 """How long a new folder may take to become visible on another machine."""
 _PAUSE_S = 0.05
 _LONGEST_WRITE = timedelta(hours=24)
+_TORCH_WRITER = "PytorchStreamWriter"
+"""Part of the message of `torch.save` if the disk is full."""
 T = TypeVar("T")
 
 
@@ -100,16 +103,24 @@ class CheckpointWriter:
 
         Only shards are written in the background: all other files must exist at the end of the context. Every rank
         raises CheckpointError if this checkpoint or the previous one cannot be written, or another run writes there.
+        Ranks may write files of their own in the context, after its last collective.
         """
         self.wait()
-        folder = Path(folder).resolve()
-        staged = on_rank_zero(lambda: prepare_staging(folder))
+        given = Path(folder)
+        folder, staged = on_rank_zero(lambda: _prepare(given))
         if rank() == 0:  # let other runs write there once this writer is deleted
             weakref.finalize(self, unlock_checkpoints, folder.parent, lock_name(folder))
         on_every_rank(lambda: _wait_for_folder(staged))
         staging = Staging(staged, HeldFileSystem() if self.in_background else FileSystem())
         try:
-            yield staging
+            problem = None
+            try:
+                yield staging
+            except (OSError, RuntimeError) as error:
+                if not isinstance(error, OSError) and _TORCH_WRITER not in str(error):
+                    raise  # other ranks may be in a collective
+                problem = _message(error)
+            _checked(all_gather_objects(problem))  # rank 0 then computes checksums of files that other ranks wrote
         except BaseException:
             if rank() == 0:
                 discard_staging(staged)
@@ -120,7 +131,6 @@ class CheckpointWriter:
             manifest = replace(
                 manifest, settings=sends, plan=plan.fingerprint, global_batch_size=plan.global_batch_size
             )
-        host_barrier()  # rank 0 computes the checksums of files that other ranks wrote
         group = gloo_group()
         if self.in_background and group is not None:
             group = self._group = self._group or dist.new_group(
@@ -167,10 +177,10 @@ class CheckpointWriter:
         def finish() -> None:
             parts = _checked(all_gather_objects(part, group))
             if number == 0:
-                training = None
+                record = None
                 with suppress(CheckpointError):  # a damaged training id must not prevent the checkpoint
-                    training = training_of_folder(folder.parent)
-                complete(folder, staging.path, replace(manifest, training=training), parts)
+                    record = recorded_training(folder.parent)
+                complete(folder, staging.path, replace(manifest, training=record.training if record else None), parts)
 
         part = _result_or_error(own_part)
         held.clear()
@@ -179,12 +189,26 @@ class CheckpointWriter:
             discard_staging(staging.path)
 
 
+def _prepare(given: Path) -> tuple[Path, Path]:
+    """Return the checkpoint's folder, and where to write it until it is complete."""
+    folder = absolute(given)
+    staged = prepare_staging(folder)
+    if lock_name(folder) is None:
+        record_first(folder.parent)
+    return folder, staged
+
+
 def on_every_rank(act: Callable[[], T]) -> list[T]:
     """Run `act` on each rank and return the results of all.
 
     Collective; every rank raises CheckpointError if one fails.
     """
     return _checked(all_gather_objects(_result_or_error(act)))
+
+
+def on_first_rank(act: Callable[[], object]) -> None:
+    """Run `act`, which writes a file, on rank 0. Collective; every rank raises CheckpointError if it fails."""
+    on_every_rank(lambda: act() and None if rank() == 0 else None)
 
 
 def _wait_for_folder(staged: Path) -> None:
@@ -206,8 +230,12 @@ def _result_or_error(act: Callable[[], T]) -> T | str:
     except CheckpointError as error:
         return str(error)
     except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        return f"The checkpoint could not be written on rank {rank()} ({text}); the previous checkpoint is the last."
+        return _message(error)
+
+
+def _message(error: Exception) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"The checkpoint could not be written on rank {rank()} ({text}); the previous checkpoint is the last."
 
 
 def _checked(parts: list[Any]) -> list[Any]:

@@ -154,7 +154,11 @@ class Planner:
 
         case = Case(self._request(question)).check()
         with redirect_stderr(io.StringIO()) as stderr:  # the line about a built-in shape
-            _ = case.model_config
+            try:
+                _ = case.model_config
+            except ValueError as error:
+                shown = str(error).replace(case.request.model, "config.json") if question.config else str(error)
+                raise ValueError(shown) from None
         with warnings_of_package() as warnings:
             plan, problem = case.found.plan, case.found.problem
         estimate = PlanInputs.of(problem).estimate(plan)
@@ -185,7 +189,7 @@ class Planner:
     def _request(self, question: Question) -> Request:
         if question.config and question.model:
             raise ValueError(f"Both MODEL {question.model!r} and a config.json were given; clear one of them.")
-        if question.model and not _HUB_ID.fullmatch(question.model):
+        if question.model and (not _HUB_ID.fullmatch(question.model) or Path(question.model).exists()):
             raise ValueError(f"MODEL {question.model!r} is not a hub id; upload its config.json to the page instead.")
         model = self._saved(question.config) if question.config else question.model
         requests: list[Request] = []

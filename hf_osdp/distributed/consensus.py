@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import OSDPError, PlanMismatchError
+from ..modeling.identity import configuration_texts, modules_text
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
 from .device import own_gpu
@@ -84,7 +85,7 @@ def require_same(mine: Mapping[str, str], hint: str = "") -> None:
 
 
 def require_same_run(model: nn.Module, *asked: object, **more: object) -> None:
-    """Compare the ranks' versions, models, options and devices, before planning. Collective.
+    """Compare the ranks' versions, models with their configurations, options and devices, before planning. Collective.
 
     Options are the fields of dataclasses in `asked`, and `more`. For objects, files, and `memory_limit`, which may be
     measured, only their presence is compared; `sequence_length`, which may be read from the data, is not compared. If
@@ -97,7 +98,7 @@ def require_same_run(model: nn.Module, *asked: object, **more: object) -> None:
         field.name: getattr(one, field.name) for one in asked if is_dataclass(one) for field in fields(one)
     } | more
     texts = {name: _option_text(name, value) for name, value in options.items() if name != "sequence_length"}
-    require_same({"the model": _model_text(model), **texts})
+    require_same({"the model": _model_text(model), **configuration_texts(model), **texts})
     if options.get("device_type") == "cuda":  # CPUs and their memory may differ
         found = torch.cuda.get_device_properties(own_gpu()) if torch.cuda.is_available() else None
         memories = [nbytes for nbytes in all_gather_objects(found.total_memory if found else 0) if nbytes] or [0]
@@ -113,7 +114,8 @@ def require_same_run(model: nn.Module, *asked: object, **more: object) -> None:
 def _model_text(model: nn.Module) -> str:
     tensors = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in model.named_parameters()]
     elements = sum(parameter.numel() for parameter in model.parameters())
-    return f"{type(model).__name__} ({len(tensors)} tensors, {elements} elements, {hashlib.sha256(repr(tensors).encode()).hexdigest()[:8]})"  # noqa: E501
+    checksum = hashlib.sha256(f"{tensors} {modules_text(model)}".encode()).hexdigest()[:8]
+    return f"{type(model).__name__} ({len(tensors)} tensors, {elements} elements, {checksum})"
 
 
 def _option_text(name: str, value: object) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from pathlib import PurePath
 
 
 def variables() -> Mapping[str, str]:
@@ -55,6 +56,22 @@ def is_torchruns_store() -> bool:
     return variable("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def launches(*, restarted: bool = False) -> set[str]:
+    """Return names of this process's launch, which stay the same when torchrun or SLURM starts it again.
+
+    torchrun's run id is `none` unless a user sets it, so it is taken from the folder of its logs, of which each
+    launcher makes one of its own: `none_4f0c9a1e/attempt_0/0/error.json`. With `restarted`, only launches that count
+    a restart.
+    """
+    parts = PurePath(variable("TORCHELASTIC_ERROR_FILE")).parts
+    run = parts[-4] if len(parts) >= 4 else variable("TORCHELASTIC_RUN_ID")
+    counts = {
+        f"torchrun {run}": "TORCHELASTIC_RESTART_COUNT",
+        f"slurm {variable('SLURM_JOB_ID')}": "SLURM_RESTART_COUNT",
+    }
+    return {name for name, count in counts.items() if not restarted or _count(count)}
+
+
 def restart_count() -> int:
     """Return how many times torchrun or SLURM started this run again."""
     return max(map(_count, ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")))
@@ -73,5 +90,4 @@ def restarts_left() -> int | None:
 
 
 def _count(name: str) -> int:
-    text = variable(name)
-    return int(text) if text.isdecimal() else 0
+    return number(name) if variable(name) else 0

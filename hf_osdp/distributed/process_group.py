@@ -21,8 +21,10 @@ from itertools import groupby
 from typing import TypedDict, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.constants import default_pg_timeout
 
 from ..errors import LaunchError, OSDPError
 from .device import prefer_expandable_segments
@@ -54,6 +56,7 @@ _READ_S = 2.0
 _KEY = "hf_osdp/start"
 
 _gloo_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_step_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """How often all ranks have called `require_all`."""
 
@@ -269,12 +272,37 @@ def gloo_group() -> dist.ProcessGroup | None:
 
     Collective the first time; the group is formed once for each process group.
     """
+    return _host_group(_gloo_groups, lambda world: _LONGEST_WAIT)
+
+
+def step_group() -> dist.ProcessGroup | None:
+    """Return a group as `gloo_group`, with the default group's timeout, for what ranks agree on in every step.
+
+    A process cannot end before its last operation has, so that a pending one on `gloo_group` would keep a rank that
+    is cut off from another for hours.
+    """
+    return _host_group(_step_groups, _own_timeout)
+
+
+def _own_timeout(world: dist.ProcessGroup) -> timedelta:
+    """Return a group's timeout, for which there is no public call; torch's default if it does not say (torch 2.11 to
+    2.13).
+    """
+    device = torch.device("cuda" if "nccl" in dist.get_backend_config() else "cpu")
+    timeout: timedelta = getattr(getattr(world._get_backend(device), "options", None), "_timeout", default_pg_timeout)
+    return timeout
+
+
+def _host_group(
+    groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup],
+    timeout_of: Callable[[dist.ProcessGroup], timedelta],
+) -> dist.ProcessGroup | None:
     world = dist.group.WORLD
     if world is None or not are_several_ranks():
         return None
-    if world not in _gloo_groups:
+    if world not in groups:
         try:
-            _gloo_groups[world] = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
+            groups[world] = dist.new_group(backend="gloo", timeout=timeout_of(world))
         except RuntimeError as error:
             raise LaunchError(
                 f"Rank {dist.get_rank()} on {socket.gethostname()} cannot connect to other ranks over gloo"
@@ -283,7 +311,7 @@ def gloo_group() -> dist.ProcessGroup | None:
                 " interface that faces"
                 " the others, as `ip -br addr` lists them."
             ) from error
-    return _gloo_groups[world]
+    return groups[world]
 
 
 def all_gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:

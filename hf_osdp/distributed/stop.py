@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-from .process_group import gloo_group
+from .process_group import step_group
 
 EXIT_CODE = 128 + signal.SIGTERM
 """Exit code of a process that SIGTERM ended, by which the launcher knows that the run is not finished."""
@@ -101,7 +101,7 @@ class StopSignal:
         """
         now = time.monotonic()
         self._longest_s, self._last_s = max(self._longest_s, now - self._last_s), now
-        if (group := gloo_group()) is None:
+        if (group := step_group()) is None:
             self.stopped = self.received
         elif self._pending is not None:
             flag, work = self._pending

@@ -275,6 +275,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             prepared = self._prepare_fsdp2(*args)
             result = prepared if len(prepared) > 1 else prepared[0]
         if optimizers and self._models and self.planned_run is not None:
+            self._compare_training(args)
             self._bind_optimizers(optimizers, self.planned_run)
         return result
 

@@ -71,6 +71,8 @@ def announce_plan(run: PlannedRun) -> None:
         console.print(run.compilation.line(compiles=bool(run.plan.compiled_classes)))
     where = "" if run.hardware is None else f" for {run.hardware.summary}"
     console.print(f"Planned{where} in {format_seconds(run.planning_s)}; activations: {description.trace}.")
+    if run.hardware is not None:
+        console.print(f"Times of blocks: {description.timing.rstrip('.')}.")
     if run.hardware is not None and run.hardware.device.source.startswith(MEASURED_EARLIER):
         console.print(f"The machine was {run.hardware.device.source}.")
     for finding in run.findings:

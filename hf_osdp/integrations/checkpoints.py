@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -27,16 +26,25 @@ from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    LambdaLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+)
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..checkpoint.folders import Manifest, numbered_checkpoints, remove_checkpoint
 from ..checkpoint.layouts import find_model, is_of_one_process
 from ..checkpoint.resume import check_checkpoint, last_checkpoint, warn_of_changes
 from ..checkpoint.safe import load_file
 from ..checkpoint.states import Stateful, load_model, load_optimizer, load_random_states, save_model, save_optimizer
-from ..checkpoint.writer import CheckpointWriter
-from ..distributed.consensus import on_rank_zero
+from ..checkpoint.writer import CheckpointWriter, on_first_rank
+from ..distributed.consensus import on_rank_zero, require_same
 from ..errors import CheckpointError
+from ..modeling.identity import configuration_texts, dataset_text, optimizer_texts, schedule_text
 from ..modeling.split.names import is_split, keep_positions
 from ..planning.plan_run import PlannedRun
 from ..sharding.optimizer import optimizer_name
@@ -45,6 +53,10 @@ from .plugin import writes_shards
 _log = logging.getLogger(__name__)
 _RATE_KEYS = ("lr", "initial_lr", "max_lr", "min_lr")
 """Keys that schedulers write into an optimizer's parameter groups."""
+_MOST_STEPS = 1_000_000
+"""A schedule is stepped so often, in 7 s, to get the bits of an uninterrupted run; further, its position is set."""
+_BY_POSITION = (LambdaLR, OneCycleLR, CyclicLR, CosineAnnealingWarmRestarts)
+"""Schedules whose rates follow from the position alone."""
 
 
 class AcceleratorCheckpoints(Accelerator):
@@ -73,13 +85,13 @@ class AcceleratorCheckpoints(Accelerator):
                 {"_optimizers": []} if sharded else {}
             )  # stock expects as many models as optimizers
             naming = patched(self.project_configuration, automatic_checkpoint_naming=False)
-            with naming, our_state_functions(staging.file_system), patched(self, **hidden):
-                super().save_state(str(staging.path), safe_serialization, **kwargs)
             for index, optimizer in enumerate(sharded):
                 save_optimizer(
                     staging.path, model_of(optimizer, self._models), optimizer,
                     sharded=writes_shards(self.state.fsdp_plugin), index=index, files=staging.file_system,
                 )  # fmt: skip
+            with naming, our_state_functions(staging.file_system), patched(self, **hidden):
+                super().save_state(str(staging.path), safe_serialization, **kwargs)  # files of one rank come last
         limit = self.project_configuration.total_limit
         if self.project_configuration.automatic_checkpoint_naming and limit is not None and self.is_main_process:
             for path in numbered_checkpoints(self._naming_folder())[
@@ -152,7 +164,28 @@ class AcceleratorCheckpoints(Accelerator):
         data = [dataset_text(loader.dataset) for loader in self._dataloaders if hasattr(loader, "dataset")]
         names = [optimizer_name(optimizer) for optimizer in self._optimizers]
         texts = {"precision": self.mixed_precision, "optimizer": " and ".join(names), "dataset": " and ".join(data)}
-        return {name: str(text) for name, text in texts.items() if text}
+        return {**self._writer.settings, **{name: str(text) for name, text in texts.items() if text}}
+
+    def _compare_training(self, given: Iterable[object]) -> None:
+        """Compare optimizers, schedules and the training data that `prepare` got between ranks, and remember the
+        arguments for checkpoints. Collective.
+        """
+        texts: dict[str, str] = {}
+        for one in given:
+            if isinstance(one, torch.optim.Optimizer):
+                texts |= optimizer_texts(one)
+            elif isinstance(one, LRScheduler):
+                texts["schedule"] = schedule_text(one)
+        loaders = (one for one in given if isinstance(one, DataLoader))
+        data = next((self.data_of_all_ranks(loader.dataset) for loader in loaders), "")  # the first is for training
+        require_same({**texts, "dataset": data})
+        self._writer.settings |= {**configuration_texts(self._models[-1]), **texts}
+
+    def data_of_all_ranks(self, dataset: object) -> str:
+        """Return a text that identifies a dataset; empty if ranks may have different ones: streams, or rank 0 alone
+        reads it.
+        """
+        return "" if self.dispatch_batches or isinstance(dataset, IterableDataset) else dataset_text(dataset)
 
     def _new_folder(self, output_dir: str | None) -> Path:
         if not self.project_configuration.automatic_checkpoint_naming:
@@ -184,25 +217,6 @@ def _refuse_unused(function: str, names: Iterable[str]) -> None:
     """
     if unused := ", ".join(sorted(names)):
         raise ValueError(f"{function} would ignore {unused} with this run or this checkpoint; leave it out.")
-
-
-def dataset_text(dataset: Any) -> str:  # noqa: ANN401  # anything that a DataLoader accepts
-    """Return a text that identifies a dataset: its size, and a checksum of three rows if reading them has no side
-    effect.
-    """
-    try:
-        size = len(dataset)
-    except TypeError:
-        return ""
-    arrow = dataset.with_format("arrow") if hasattr(dataset, "with_format") and hasattr(dataset, "data") else None
-    rows = arrow if arrow is not None else dataset if isinstance(dataset, (list, tuple)) else None
-    if rows is None or not size:
-        return f"of {size} rows"
-    texts = [
-        str(row.to_pydict() if arrow is not None else row)
-        for row in (rows[index] for index in (0, size // 2, size - 1))
-    ]
-    return f"of {size} rows ({zlib.crc32(repr(texts).encode()):08x})"
 
 
 @contextmanager
@@ -268,7 +282,7 @@ def _save_custom_state(obj: Stateful, path: str, index: int = 0, save_on_each_no
                 " be read again; let its state_dict return numbers, text, lists, dicts and tensors."
             ) from None
 
-    on_rank_zero(save)
+    on_first_rank(save)
 
 
 def _load_custom_state(obj: Stateful, path: str, index: int = 0) -> None:
@@ -343,14 +357,21 @@ def rescale_schedules(schedules: Sequence[Schedule], factor: Fraction | None) ->
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a scheduler step before any optimizer step
         for schedule, target in targets:
-            for _ in range(target - schedule.position):  # bitwise as in an uninterrupted run; 7 µs per step
-                schedule.scheduler.step()
+            _set_position(schedule, target)
     return [type(schedule.scheduler).__name__ for schedule, target in found if target is None]
 
 
+def _set_position(schedule: Schedule, target: int) -> None:
+    if target - schedule.position > _MOST_STEPS:
+        schedule.scheduler.step(target)  # deprecated, but the one public call that sets a position
+        return
+    for _ in range(target - schedule.position):  # bitwise as in an uninterrupted run; 7 µs per step
+        schedule.scheduler.step()
+
+
 def _target(schedule: Schedule, factor: Fraction | None) -> int | None:
-    """Return a scheduler's position in this run; None if it depends on metrics, the factor is unknown, or it would
-    have to step back.
+    """Return a scheduler's position in this run; None if it depends on metrics, the factor is unknown, it would
+    have to step back, or it is further away than schedulers are stepped, and its rates need every step.
     """
     saved = _position(schedule.scheduler)
     if factor is None or saved < 0 or isinstance(schedule.scheduler, ReduceLROnPlateau):
@@ -358,6 +379,8 @@ def _target(schedule: Schedule, factor: Fraction | None) -> int | None:
     target = round(saved * factor)
     if isinstance(schedule.scheduler, OneCycleLR):
         target = min(target, schedule.state["total_steps"])  # Accelerate does not step it further
+    if target - schedule.position > _MOST_STEPS and not isinstance(schedule.scheduler, _BY_POSITION):
+        return None
     return target if target >= schedule.position else None
 
 

@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint.states import Stateful, load_loop, stage_loop
 from ..checkpoint.writer import CheckpointWriter
-from ..distributed.consensus import on_rank_zero
+from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.mesh import rank, world_size
 from ..measurement.step_meter import LoopMeter, Observation
+from ..modeling.identity import configuration_texts, optimizer_texts
 from ..modeling.wrapping import without_wrappers
 from ..planner.description import DType
 from ..planner.job import OptimizerSpec, Precision
@@ -129,7 +130,8 @@ class OptimalShardedDataParallel(nn.Module):
         self.report: SearchResult | None = run.search
         self.rounds: tuple[Round, ...] = run.rounds
         self.measured: Observation | None = None
-        self._writer = CheckpointWriter(plan=run.plan, settings={"precision": mixed_precision})
+        settings = {**configuration_texts(model), "precision": mixed_precision}
+        writer = self._writer = CheckpointWriter(plan=run.plan, settings=settings)
         apply_plan(model, run.plan, run.units, meshes=run.meshes, mp_policy=mp_policy(precision))
         verify_applied(model, run.plan, run.units)
         self.module = move_to_device(model, device)
@@ -137,7 +139,13 @@ class OptimalShardedDataParallel(nn.Module):
             model, run.plan, run.units, problem=run.problem, on_oom=config.on_oom, device=device
         )
         plan, units = run.plan, run.units  # so that `bind` does not keep the run alive
-        prepare_new_optimizers(self.module, lambda module, optimizer: bind_optimizer(module, plan, units, [optimizer]))
+
+        def bind(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+            writer.settings = {**optimizer_texts(optimizer), **writer.settings}
+            require_same(writer.settings)
+            bind_optimizer(module, plan, units, [optimizer])
+
+        prepare_new_optimizers(self.module, bind)
         self._scales = precision.compute is DType.FLOAT16
         self._loop_meter = LoopMeter(self.module, device, self._log_measured, plan, may_skip=self._scales)
 

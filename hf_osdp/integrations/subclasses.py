@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import Trainer as StockTrainer
@@ -148,12 +149,10 @@ def bytes_of_other_models(trainer: StockTrainer) -> dict[str, int]:
 
 
 class _LocalAccelerator:
-    """An accelerator without collectives, on the device of fake tensors."""
+    """An accelerator without collectives, on the device of the copied model."""
 
-    device = DEVICE
-
-    def __init__(self, accelerator: object) -> None:
-        self._accelerator = accelerator
+    def __init__(self, accelerator: object, device: torch.device | str) -> None:
+        self._accelerator, self.device = accelerator, device
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._accelerator, name)
@@ -180,23 +179,29 @@ def _copy_with_fake_model(trainer: StockTrainer, fake_model: nn.Module, last: li
             setattr(copied, name, last_output if sharded else _fake_copy(value, trainer.model, fake_model))
         elif name not in _DATA and not any(_modules_in(value)):
             setattr(copied, name, rebound(value, {id(trainer): copied, id(trainer.model): fake_model}))
-    copied.accelerator = _LocalAccelerator(trainer.accelerator)
+    device = DEVICE if _fake_mode(fake_model) else next(fake_model.parameters()).device
+    copied.accelerator = _LocalAccelerator(trainer.accelerator, device)
     return copied
 
 
 def _fake_copy(module: nn.Module, model: nn.Module, fake_model: nn.Module) -> nn.Module:
-    """Copy a module with fake parameters; if it holds the trained model, as loss modules may, the copy holds the
-    fake model.
+    """Copy a module with fake parameters, or its own if the model is real; if it holds the trained model, as loss
+    modules may, the copy holds `fake_model`.
     """
-    mode = next(torch._guards.detect_fake_mode([p]) for p in fake_model.parameters())
-    assert mode is not None
+    mode, device = _fake_mode(fake_model), next(fake_model.parameters()).device
     memo: dict[int, Any] = {id(model): fake_model}
     for tensor in _tensors(module):
-        fake = fake_like(tensor, mode)
+        fake = tensor.detach().to(device) if mode is None else fake_like(tensor, mode)
         memo[id(tensor)] = (
             nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
         )
     return copy.deepcopy(module, memo)
+
+
+def _fake_mode(model: nn.Module) -> FakeTensorMode | None:
+    """Return the mode of a fake model; None for a real one."""
+    mode: FakeTensorMode | None = torch._guards.detect_fake_mode([next(model.parameters())])
+    return mode
 
 
 def _modules_in(value: object) -> Iterator[nn.Module]:

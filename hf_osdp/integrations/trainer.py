@@ -15,8 +15,7 @@ from transformers import Trainer as StockTrainer
 from transformers import TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
-from ..checkpoint.resume import start_fresh
-from ..distributed.process_group import host_barrier
+from ..checkpoint.writer import on_every_rank
 from ..distributed.stop import StopSignal
 from ..measurement.step_meter import StepMeter
 from ..modeling.wrapping import without_wrappers
@@ -90,8 +89,6 @@ class Trainer(TrainerCheckpoints):
             self._given_args = arguments, dict(vars(arguments))
             assert arguments.output_dir is not None
             self._requested_batch_size = arguments.per_device_train_batch_size
-            if given.get("train_dataset") is not None:
-                start_fresh(arguments.output_dir)  # before planning, which may raise
             self._creates_folder = not Path(arguments.output_dir).exists()
         super().__init__(*call.args[1:], **call.kwargs)
 
@@ -180,15 +177,13 @@ class Trainer(TrainerCheckpoints):
         """Save as the stock Trainer; a user's call writes a loadable model even if checkpoints are sharded, unlike
         stock.
         """
-        sharded = self._osdp is not None and self._writes_shards()
-        if not sharded or _internal_call:
+        if self._osdp is None or not self.is_fsdp_enabled or (_internal_call and self._writes_shards()):
             super().save_model(output_dir, _internal_call)
-        else:
-            self._save(output_dir or self.args.output_dir, state_dict=self.accelerator.get_state_dict(self.model))
-            if self.args.push_to_hub:
-                self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-        if self._osdp is not None:
-            host_barrier()  # stock continues with collectives while rank 0 still writes
+            return
+        state = self.accelerator.get_state_dict(self.model)
+        on_every_rank(lambda: self._save(output_dir or self.args.output_dir, state_dict=state))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward as the stock Trainer, and explain an error of a loss that mixes shards with

@@ -5,6 +5,7 @@ ranks; also on SIGTERM.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,26 @@ from ..checkpoint.layouts import find_model, is_of_one_process
 from ..checkpoint.resume import check_checkpoint, checkpoint_to_resume, own_checkpoints, warn_of_changes
 from ..checkpoint.safe import load_file
 from ..checkpoint.states import load_model, load_optimizer, load_random_states, save_model
+from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.stop import StopSignal
+from ..errors import CheckpointError
+from ..modeling.identity import configuration_texts, dataset_text, optimizer_texts, schedule_text
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
 from ..planning.plan_run import PlannedRun
 from ..sharding.optimizer import optimizer_name
-from .checkpoints import dataset_text, is_adapted, keep_whole_positions, our_state_functions, patched
+from .checkpoints import is_adapted, keep_whole_positions, our_state_functions, patched
 from .plugin import writes_shards
 
 _log = logging.getLogger(__name__)
 TRAINER_STATE = transformers.trainer.TRAINER_STATE_NAME
 """The file that the Trainer writes last into a checkpoint."""
+_COMPARED = (
+    "learning_rate", "weight_decay", "optim", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon",
+    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "max_grad_norm",
+    "label_smoothing_factor", "neftune_noise_alpha",
+)  # fmt: skip
+"""Arguments that change each update."""
 
 
 class TrainerCheckpoints(transformers.Trainer):
@@ -148,7 +158,28 @@ class TrainerCheckpoints(transformers.Trainer):
         with patched(self.args, per_device_train_batch_size=self._requested_batch_size):
             result = super()._init_training_state(*args, **kwargs)
         self.state.train_batch_size = self._requested_batch_size
+        self._keep_best_inside()
+        if self.state.global_step > self.state.max_steps and self.is_world_process_zero():
+            _log.warning(
+                "The checkpoint is of step %d, and this run ends after step %d: nothing is left to train.",
+                self.state.global_step, self.state.max_steps,
+            )  # fmt: skip
         return result
+
+    def _keep_best_inside(self) -> None:
+        """Take the best checkpoint from this run's folder, or forget its path: in another folder it may change or
+        disappear, and at the end of training all but the best may be removed here.
+        """
+        folder, best = Path(self._get_output_dir(None)), self.state.best_model_checkpoint
+        if best is None or Path(best).resolve().parent == folder.resolve():
+            return
+        here = folder / Path(best).name
+        self.state.best_model_checkpoint = str(here) if on_rank_zero(here.is_dir) else None
+        if self.state.best_model_checkpoint is None and self.is_world_process_zero():
+            _log.warning(
+                "The best checkpoint so far, %s, is not in %s, so it will not be loaded; to keep it, copy it there.",
+                best, folder,
+            )  # fmt: skip
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Load as the stock Trainer; ranks that did not exist when it was saved get random states of their own."""
@@ -159,6 +190,7 @@ class TrainerCheckpoints(transformers.Trainer):
 
     def _checkpoint_to_resume(self, requested: str | bool | None) -> str | None:
         """Return the complete, undamaged checkpoint to resume from; the same on every rank."""
+        settings = self._compare_ranks()
         folder, after_restart = str(self.args.output_dir), self._osdp is None or self._osdp.resume_after_restart
         found = checkpoint_to_resume(
             folder, None if requested == "" else requested, marker=TRAINER_STATE, after_restart=after_restart
@@ -169,25 +201,54 @@ class TrainerCheckpoints(transformers.Trainer):
                     f"There is no complete checkpoint in {folder}; leave resume_from_checkpoint out to begin."
                 )
             return None
-        warn_of_changes(found, self._settings(), self.plan)
+        on_rank_zero(lambda: _check_step(found))
+        warn_of_changes(found, settings, self.plan)
         return str(found)
 
     def _settings(self) -> dict[str, str]:
         seed = str(self.args.seed) if self.args.data_seed is None else f"{self.args.seed} (data {self.args.data_seed})"
-        optimizer = "" if self.optimizer is None else optimizer_name(self.optimizer)
         texts = {
             "seed": seed,
             "precision": self.args.mixed_precision,
             "dataset": dataset_text(self.train_dataset),
-            "optimizer": optimizer,
+            "optimizer": "" if self.optimizer is None else optimizer_name(self.optimizer),
         }
+        arguments = {name: getattr(self.args, name, None) for name in _COMPARED}
+        texts |= {name: str(getattr(value, "value", value)) for name, value in arguments.items() if value is not None}
         return {name: text for name, text in texts.items() if text}
+
+    def _compare_ranks(self) -> dict[str, str]:
+        """Refuse ranks that are about to train differently; return the run's settings. Collective."""
+        kept = self.accelerator._writer.settings = {
+            **self.accelerator._writer.settings,
+            **configuration_texts(self.model),  # before training changes it, as by tokens to pad with
+            **({} if self.optimizer is None else optimizer_texts(self.optimizer)),  # given by the user
+        }
+        if self.lr_scheduler is not None:
+            kept["schedule"] = schedule_text(self.lr_scheduler)
+        settings = {**kept, **self._settings()}
+        require_same({**settings, "dataset": self.accelerator.data_of_all_ranks(self.train_dataset)})
+        return settings
 
     def _finish_checkpoints(self) -> None:
         """Complete the last checkpoint, and unlock the folder for other runs."""
         self.accelerator._writer.wait()
         self._remove_old_checkpoints(Path(str(self.args.output_dir)))
         unlock_checkpoints(Path(str(self.args.output_dir)))
+
+
+def _check_step(folder: Path) -> None:
+    """Refuse a checkpoint that says another step than its name, as of the stock Trainer without checksums."""
+    number = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+    path, step = folder / TRAINER_STATE, None
+    with suppress(ValueError, TypeError, OSError):  # no JSON, or other fields
+        if not path.exists():
+            return
+        step = TrainerState.load_from_json(str(path)).global_step
+    if type(step) is not int or step < 0 or (number.isdecimal() and step != int(number)):
+        raise CheckpointError(
+            f"Checkpoint {folder} is damaged: {TRAINER_STATE} says step {step}; use an earlier checkpoint."
+        )
 
 
 class StopCallback(TrainerCallback):

@@ -4,43 +4,32 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from ..distributed.process_group import all_gather_objects
 from ..errors import ProfileError
-from ..modeling.batch import Inputs, loss_of
-from ..modeling.build import build_on_meta, checkpoint_blocks
-from ..modeling.units import class_of, find_units, modules_by_name, segment_modules
-from ..modeling.wrapping import cast_floating, compile_forward, forward_replaced
-from ..planner.description import DType, ModelDescription, UnitDescription
-from ..planner.profile import SegmentTimes, SegmentWork, TimePoint
+from ..modeling.batch import Inputs, Loss, loss_of, output_of, random_states_kept, same_random_numbers
+from ..modeling.build import build_on_meta, checkpoint_blocks, disable_cache
+from ..modeling.units import class_of, modules_by_name
+from ..modeling.wrapping import compile_forward, forward_replaced, frozen_norms_keep_dtype, under_autocast
+from ..planner.description import DType, ModelDescription, Segment
+from ..planner.profile import COPIES, SegmentTimes, SegmentWork, TimePoint
 from ..tracing.describe import describe
 from ..tracing.pictures import UsualBatch
-from .model_copies import materialised, shortened
-from .timing import (
-    Moment,
-    barrier,
-    cores_are_shared,
-    now,
-    over_ranks,
-    rounds,
-    seconds_between,
-    synchronize,
-    trimmed_mean,
-)
+from .model_copies import give_back, materialised, shortened
+from .stopwatch import ROOT, Sections, Stopwatch
+from .timing import cores_are_shared, over_ranks, rounds, trimmed_mean
 
-_COPIES = 3
-"""Number of blocks of each kind that run one after the other."""
-_MIN_ROUNDS, _MAX_ROUNDS = 3, 50
-ROOT = 0
-"""Index of the root's unit."""
+T = TypeVar("T")
+_MIN_ROUNDS, _MAX_ROUNDS, _ROUNDS_AT_START = 3, 50, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +42,8 @@ class TimedModel:
     """Sizes to time; choose them around the ones to plan for, because time is only roughly linear."""
     compute_dtype: DType | None = None
     """Dtype of gathered parameters and activations; None keeps that of the parameters."""
+    autocast: bool = False
+    """Compute in `compute_dtype` under `torch.autocast`, as one process does."""
     activation_checkpointing: bool = False
     compile: bool = False
     auto_class: type | str | None = None
@@ -61,6 +52,10 @@ class TimedModel:
     """Class names of the blocks; None finds them."""
     inputs: Inputs | None = None
     """A function from a number of samples to forward's keyword arguments; None makes a training batch."""
+    images: int | None = None
+    """Pictures of a sample in the training batch; None is one if the model takes pictures."""
+    loss: Loss | None = None
+    """Computes the loss from a copy of the model and a batch; None is the model's own loss."""
 
     def __post_init__(self) -> None:
         for size in self.micro_batch_sizes:
@@ -70,72 +65,147 @@ class TimedModel:
             raise ValueError("micro_batch_sizes is empty; give at least one size, for example 1,2,4.")
 
 
-def measure_block_times(timed: TimedModel, *, device: torch.device, seconds: float = 5.0) -> tuple[SegmentTimes, ...]:
+def measure_block_times(
+    timed: TimedModel,
+    *,
+    device: torch.device,
+    seconds: float = 5.0,
+    at_start: bool = False,
+    description: ModelDescription | None = None,
+) -> tuple[SegmentTimes, ...]:
     """Time every distinct segment of a model: each kind of block, embedding, head with loss. Collective.
 
-    Return times of the slowest rank, the same on every rank; in each pass equal blocks count with their mean. Raise
-    ProfileError if the model does not fit, or runs other units than its trace.
+    The model itself is not run and not changed, and random number generators keep their states. `at_start` takes fewer
+    passes, and not many more seconds even if they are slow, because a training waits. `description` is that of the
+    whole model; None makes one. Return times of the slowest rank, the same on every rank; in each pass equal
+    blocks count with their mean. Raise ProfileError, on every rank, if the model does not fit or run on some rank, or
+    runs other units than its trace.
     """
     source = timed.model_or_config
     whole = source if isinstance(source, nn.Module) else build_on_meta(source, timed.auto_class)
-    model = shortened(whole, find_units(whole, timed.block_classes), _COPIES)
-    description = describe(
-        model, sequence_length=timed.sequence_length, block_classes=timed.block_classes,
-        compute_dtype=timed.compute_dtype,
-        device_type=device.type, inputs=timed.inputs, activation_checkpointing=timed.activation_checkpointing,
-        compile=timed.compile,
-        recomputation=False,
-    )  # fmt: skip
+    if description is None:
+        description = describe(
+            whole, sequence_length=timed.sequence_length, block_classes=timed.block_classes,
+            compute_dtype=timed.compute_dtype, autocast=timed.autocast,
+            device_type=device.type, inputs=timed.inputs, images=timed.images, loss=timed.loss,
+            activation_checkpointing=timed.activation_checkpointing,
+            compile=timed.compile,
+            recomputation=False,
+        )  # fmt: skip
+    shared = cores_are_shared(device)
+    devices = [device] if device.type == "cuda" else []
+    try:
+        with random_states_kept(devices), torch.inference_mode(False), torch.enable_grad():
+            part, passes = _measure_passes(timed, whole, description, device, seconds, at_start, shared)
+    finally:
+        if device.type == "cuda":
+            give_back(device)
+    return _segment_times(part, {size: _of_slowest_rank(one, cores_shared=shared) for size, one in passes.items()})
+
+
+def _measure_passes(
+    timed: TimedModel,
+    whole: nn.Module,
+    description: ModelDescription,
+    device: torch.device,
+    seconds: float,
+    at_start: bool,
+    shared: bool,
+) -> tuple[ModelDescription, dict[int, torch.Tensor]]:
+    """Run passes of a shortened copy; return the description of that copy, and for each size the seconds by pass,
+    segment and phase.
+    """
     dtype = None if timed.compute_dtype is None else getattr(torch, timed.compute_dtype.value)
-    model = materialised(model, device, dtype)
+    cast = None if timed.autocast else dtype
+
+    def prepare() -> tuple[nn.Module, ModelDescription, dict[int, Callable[[], torch.Tensor]]]:
+        short = shortened(whole, description.units, COPIES)
+        part = part_of(description, short)
+        model = _prepared(materialised(short, device, cast), timed, description)
+        make = timed.inputs or UsualBatch(whole, timed.sequence_length, timed.images)
+        batches = {size: _on_device(make(size), device, cast) for size in sorted(set(timed.micro_batch_sizes))}
+
+        def runner(batch: dict[str, Any]) -> Callable[[], torch.Tensor]:
+            return lambda: loss_of(output_of(model, batch, timed.loss))
+
+        return model, part, {size: runner(batch) for size, batch in batches.items()}
+
+    model, part, forwards = _agreed(prepare)
+    stopwatch = Stopwatch(model, part.units, device, cast, barriers=device.type == "cpu" and not shared)
+    with ExitStack() as stack:
+        stack.enter_context(stopwatch.attached())
+        if timed.loss is not None:  # it may call the original model, as trainers do with `self.model`
+            stack.enter_context(forward_replaced(whole, model.__call__))
+        if timed.autocast and dtype is not None:
+            stack.enter_context(forward_replaced(model, under_autocast(model.forward, dtype, device.type)))
+
+        def measure(size: int, *, alone: bool = False) -> Sections:
+            with same_random_numbers():  # all ranks and passes run the same modules
+                return stopwatch.measure(forwards[size], alone=alone)
+
+        units = _agreed(lambda: [measure(size, alone=True)[0] for size in forwards])
+        if any(one != units for one in all_gather_objects(units)):
+            raise ProfileError(f"Ranks run different blocks of {part.model_class}; its blocks cannot be timed.")
+        taken: dict[int, list[Sections]] = {size: [] for size in forwards}
+        most, limit_s = (_ROUNDS_AT_START, 3 * seconds) if at_start else (_MAX_ROUNDS, float("inf"))
+        for _ in rounds(seconds, least=_MIN_ROUNDS, most=most, limit_s=limit_s):
+            for size in forwards:
+                taken[size].append(measure(size))
+    return part, _agreed(
+        lambda: {size: torch.stack([_by_segment(part, *one) for one in passes]) for size, passes in taken.items()}
+    )
+
+
+def _prepared(model: nn.Module, timed: TimedModel, description: ModelDescription) -> nn.Module:
+    """Recompute and compile blocks as training will."""
+    disable_cache(model)
+    if timed.compute_dtype is not None and not timed.autocast:
+        frozen_norms_keep_dtype(model)
     if timed.activation_checkpointing:
         checkpoint_blocks(model, description.block_classes)
     for module in model.modules():
         if class_of(module).__name__ in description.compiled_classes:
             compile_forward(module)
-    make = timed.inputs or UsualBatch(model, timed.sequence_length)
-    batches = {size: _on_device(make(size), device, dtype) for size in sorted(set(timed.micro_batch_sizes))}
-    shared = cores_are_shared(device)
-    stopwatch = Stopwatch(model, description.units, device, dtype, barriers=device.type == "cpu" and not shared)
-    with torch.random.fork_rng(
-        devices=[device] if device.type == "cuda" else []
-    ):  # dropout must not change the training's random state
-        sections = _measure_sections(model, stopwatch, batches, seconds)
-    passes = {size: torch.stack([_by_segment(description, *one) for one in taken]) for size, taken in sections.items()}
-    return _segment_times(
-        description, {size: _of_slowest_rank(one, cores_shared=shared) for size, one in passes.items()}
-    )
+    return model
 
 
-Sections = tuple[list[int], list[list[float]]]
-"""Units of a pass's sections, and the seconds of forward and backward of each section."""
+def part_of(description: ModelDescription, short: nn.Module) -> ModelDescription:
+    """Return the description of a shortened model: the units and segments of the whole one that it still has.
 
-
-def _measure_sections(
-    model: nn.Module, stopwatch: Stopwatch, batches: Mapping[int, dict[str, Any]], seconds: float
-) -> dict[int, list[Sections]]:
-    """Return the sections of all passes of each size.
-
-    All ranks raise ProfileError if one ran out of memory during warm-up.
+    Of the root's segments around blocks that are gone, the last one is left, as in a pass of the short model.
     """
-    taken: dict[int, list[Sections]] = {size: [] for size in batches}
-    with stopwatch.attached():
-        for size, batch in batches.items():
-            fits = True
-            try:
-                stopwatch.measure(lambda: loss_of(model(**batch)))  # noqa: B023
-            except (torch.OutOfMemoryError, MemoryError):
-                fits = False
-            if not over_ranks([fits], dist.ReduceOp.MIN)[0]:
-                name = class_of(model).__name__
-                raise ProfileError(
-                    f"{_COPIES} blocks of {name} do not fit the device with micro_batch_size={size}; use smaller"
-                    " sizes."
-                )
-        for _ in rounds(seconds, least=_MIN_ROUNDS, most=_MAX_ROUNDS):
-            for size, batch in batches.items():
-                taken[size].append(stopwatch.measure(lambda: loss_of(model(**batch))))  # noqa: B023
-    return taken
+    there = modules_by_name(short)
+    kept = [i for i, unit in enumerate(description.units) if all(name in there for name in unit.module_names)]
+    place = {old: new for new, old in enumerate(kept)}
+    segments: list[Segment] = []
+    gone = False
+    for segment in description.segments:
+        if segment.unit not in place:
+            gone = True
+            continue
+        if gone and segment.unit == ROOT and segments and segments[-1].unit == ROOT:
+            segments.pop()
+        segments.append(replace(segment, unit=place[segment.unit]))
+        gone = gone and segment.unit == ROOT
+    return replace(description, units=tuple(description.units[i] for i in kept), segments=tuple(segments))
+
+
+def _agreed(attempt: Callable[[], T]) -> T:
+    """Return what `attempt` returns; raise ProfileError on every rank if it fails on some rank. Collective."""
+    result: T | None = None
+    reason = ""
+    try:
+        result = attempt()
+    except (torch.OutOfMemoryError, MemoryError):
+        reason = f"{COPIES} blocks do not fit the device; use smaller micro-batches."
+    except ProfileError as error:
+        reason = str(error)
+    except Exception as error:  # a model may raise anything
+        text = (str(error).splitlines() or [""])[0].rstrip(".")
+        reason = f"A copy of the model does not run: {type(error).__name__}: {text}."
+    if reason := next(filter(None, all_gather_objects(reason)), ""):
+        raise ProfileError(reason)
+    return result  # type: ignore[return-value]
 
 
 def _by_segment(
@@ -204,121 +274,3 @@ def _on_device(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtyp
         return tensor.to(device, dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
 
     return tree_map_only(torch.Tensor, move, dict(batch))
-
-
-class Stopwatch:
-    """Time the sections of a pass while `attached`: one for each call of a unit, and those of the root between them.
-
-    In backward a section begins when the gradient of its output is complete: a hook on that tensor runs just before
-    autograd continues.
-
-    On the CPU all ranks synchronize where a unit begins and at the end, as in the collectives of training, and the
-    barrier's own time is subtracted. If ranks share cores there are no barriers: a waiting rank leaves its core to
-    another one, and a barrier would take longer than the section.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[UnitDescription],
-        device: torch.device,
-        compute_dtype: torch.dtype | None,
-        *,
-        barriers: bool,
-    ) -> None:
-        """Prepare to time a model on a device; with `barriers`, ranks wait for each other between sections.
-
-        The root is the first unit.
-        """
-        self._barriers = barriers
-        self._model, self._device, self._compute_dtype = model, device, compute_dtype
-        self._modules = segment_modules(modules_by_name(model), units)
-        self._inside = self._in_backward = False
-        self._marks: list[tuple[int, Moment, bool]] = []  # section, moment, whether a barrier was before it
-        self._current = 0
-        self._sections: list[int] = []
-
-    @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Time the units' calls, and free each gradient as soon as it is complete, so that passes start without
-        gradients.
-        """
-        with ExitStack() as stack:
-            for unit, module in self._modules:
-                stack.enter_context(forward_replaced(module, self._timed(unit, module.forward)))
-            for parameter in self._model.parameters():
-                if parameter.requires_grad:
-                    handle = parameter.register_post_accumulate_grad_hook(
-                        lambda parameter: setattr(parameter, "grad", None)
-                    )
-                    stack.callback(handle.remove)
-            yield
-
-    def measure(self, forward: Callable[[], torch.Tensor]) -> Sections:
-        """Run `forward`, which returns the loss, and backward.
-
-        Return the sections in forward order; root and other units alternate.
-        """
-        self._sections, self._marks, self._in_backward = [], [], False
-        barrier(self._device)
-        barrier_s = 0.0
-        if self._barriers:
-            began = now(self._device)
-            barrier(self._device)
-            barrier_s = seconds_between(began, now(self._device))
-        self._begin(ROOT)
-        loss = forward()
-        self._in_backward = True
-        self._mark()
-        loss.backward()
-        self._mark()
-        synchronize(self._device)
-        seconds = [[0.0, 0.0] for _ in self._sections]
-        for number, ((section, began, _), (_, ended, with_barrier)) in enumerate(
-            zip(self._marks, self._marks[1:], strict=False)
-        ):
-            in_backward = number >= len(self._sections)  # forward has one mark per section
-            seconds[section][in_backward] += max(0.0, seconds_between(began, ended) - with_barrier * barrier_s)
-        return self._sections, seconds
-
-    def _timed(self, unit: int, original: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> object:
-            if self._inside or self._in_backward:
-                return original(*args, **kwargs)  # a call inside another, or recomputed in backward
-            self._hook((args, kwargs), len(self._sections) - 1)
-            self._inside = True
-            section = self._begin(unit)
-            try:
-                args, kwargs = cast_floating((args, kwargs), self._compute_dtype)
-                output = original(*args, **kwargs)
-                self._hook(output, section)
-            finally:
-                self._inside = False
-            self._begin(ROOT)
-            return output
-
-        return forward
-
-    def _begin(self, unit: int) -> int:
-        self._sections.append(unit)
-        self._current = len(self._sections) - 1
-        self._mark(with_barrier=unit != ROOT)
-        return self._current
-
-    def _mark(self, *, with_barrier: bool = True) -> None:
-        with_barrier = with_barrier and self._barriers
-        if with_barrier:
-            barrier(self._device)
-        self._marks.append((self._current, now(self._device), with_barrier))
-
-    def _hook(self, value: object, section: int) -> None:
-        """Begin the section in backward when the gradient of one of these tensors is complete."""
-
-        def enter(_: torch.Tensor) -> None:
-            if self._in_backward and section < self._current:
-                self._current = section
-                self._mark()
-
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-                leaf.register_hook(enter)

@@ -18,7 +18,7 @@ from ..errors import HardwareError
 from ..planner.description import DType
 from ..planner.hardware import Backend, DeviceSpec, Hardware
 from ..planner.job import divisors
-from ..planner.presets import COMMUNICATOR_BYTES, UNIT_S, preset
+from ..planner.presets import COMMUNICATOR_BYTES, preset
 from ..planner.profile import Profile, SegmentTimes
 from .block_times import TimedModel, measure_block_times
 from .links import links_of, measure_collectives
@@ -28,7 +28,6 @@ from .rates import (
     matmul_rates,
     measure_codecs,
     measure_fsdp_overhead,
-    measure_hooks,
     measure_host,
     operator_seconds,
 )
@@ -215,20 +214,9 @@ def _measure_device(device: torch.device, seconds: float, allocated_before: int)
         source=f"measured{memory_source}",
         reserved_bytes=int(-agreed[2]),
         operator_s=-agreed[3],
-        unit_s=_hooks_s(device, 0.1 * seconds),
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
         communicator_bytes=int(-agreed[4]),
     )
-
-
-def _hooks_s(device: torch.device, seconds: float) -> float:
-    """Measure the CPU time of FSDP2's hooks on CUDA; one process takes the presets' figure.
-
-    0 on the CPU (see `measure_fsdp_overhead`).
-    """
-    if device.type == "cpu" or world_size() == 1:
-        return 0.0 if device.type == "cpu" else UNIT_S
-    return measure_hooks(device, seconds)
 
 
 def _communicator_bytes(device: torch.device) -> int:

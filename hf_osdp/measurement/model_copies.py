@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..modeling.units import modules_by_name
 from ..modeling.wrapping import batch_norm_parameters
 from ..planner.description import GatherSpan, UnitDescription
 from ..tracing.equal_blocks import block_key
+from ..tracing.fake_model import rebind
 
 _SPREAD = 0.02
 """Bound of the uniform random weights: similar to the initialisation of transformers, and finite in float16."""
@@ -29,7 +31,9 @@ def empty_copy(model: nn.Module, device: torch.device, *, keeps_buffers: bool = 
     }
     if not keeps_buffers:
         memo |= {id(buffer): torch.empty_like(buffer, device=device) for buffer in model.buffers()}
-    return copy.deepcopy(model, memo).train()
+    copied = copy.deepcopy(model, memo).train()
+    rebind(copied, memo)
+    return copied
 
 
 @torch.no_grad()
@@ -56,11 +60,11 @@ def materialised(model: nn.Module, device: torch.device, compute_dtype: torch.dt
     """Return a copy of a meta-device model on `device`, with random weights.
 
     Parameters get `compute_dtype` as in FSDP2's mixed precision, except those of batch norms; None keeps their dtypes.
-    transformers models initialise their buffers again; other models must have real ones.
+    A transformers model without real buffers initialises them; other models must have real ones.
     """
     real = empty_copy(model, device)
     fill(real, model)
-    if hasattr(real, "init_weights"):
+    if hasattr(real, "init_weights") and any(buffer.is_meta for buffer in model.buffers()):
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
             torch.manual_seed(0)
             real.init_weights()  # type: ignore[operator]
@@ -96,3 +100,10 @@ def _leading_count(keys: Sequence[Hashable], copies: int) -> int:
     for count, key in enumerate(keys, start=1):
         counts.setdefault(key, []).append(count)
     return max(numbers[:copies][-1] for numbers in counts.values())
+
+
+def give_back(device: torch.device) -> None:
+    """Free copies, whose modules and hooks refer to each other, and the allocator's cache."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

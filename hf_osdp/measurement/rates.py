@@ -164,15 +164,16 @@ def update_rate(device: torch.device, seconds: float, *, elements: int = _UPDATE
 
 
 def measure_fsdp_overhead(device: torch.device, seconds: float) -> FsdpOverhead | None:
-    """Measure FSDP2's own work on the CPU, on all ranks at once, and return the times of the slowest. Collective.
+    """Measure FSDP2's own work, on all ranks at once, and return the times of the slowest. Collective.
 
-    Return None for a single process, which is not sharded, and on CUDA, where the CPU queues kernels ahead and copies
-    run at memory speed.
+    On CUDA it is the CPU's time to queue that work, of the quickest round; bytes move at memory speed there. Return
+    None without a process group, and on the CPU for a single process, which is not sharded.
     """
-    if device.type != "cpu" or world_size() == 1:
+    alone, on_gpu = world_size() == 1, device.type == "cuda"
+    if not dist.is_initialized() or (alone and not on_gpu):
         return None
-    clock = work_clock(device)
-    models = [_EmptyModel(tensors, numel, device, clock) for tensors, numel in _KINDS]
+    clock = time.perf_counter if on_gpu else work_clock(device)
+    models = [_EmptyModel(tensors, numel, device, clock) for tensors, numel in _KINDS[: 2 if on_gpu else 3]]
     taken: dict[str, list[list[float]]] = {}
     """Seconds of one unit, for each kind of units."""
     for measure in (
@@ -183,9 +184,10 @@ def measure_fsdp_overhead(device: torch.device, seconds: float) -> FsdpOverhead 
             for kind, model in enumerate(models):
                 for name, whole_s in measure(model).items():
                     if number:
-                        taken.setdefault(name, [[] for _ in _KINDS])[kind].append(whole_s / _UNITS)
-    gather, reduce = (_fit(taken[name]) for name in ("gather", "reduce"))
-    updates = {step: _fit(taken[step.value]) for step in _STEPS}
+                        taken.setdefault(name, [[] for _ in models])[kind].append(whole_s / _UNITS)
+    typical = min if on_gpu else trimmed_mean
+    gather, reduce = (_fit(list(map(typical, taken[name]))) for name in ("gather", "reduce"))
+    updates = {step: _fit(list(map(typical, taken[step.value]))) for step in _STEPS}
     world = world_size()
     return FsdpOverhead(
         gather=replace(gather, seconds_per_byte=gather.seconds_per_byte / (1 + 1 / world)),
@@ -219,23 +221,17 @@ def measure_codecs(device: torch.device, seconds: float) -> tuple[CodecTime, ...
     return tuple(CodecTime(wire=wire, encode_s=encode_s, decode_s=decode_s) for wire, encode_s, decode_s in by_format)
 
 
-def measure_hooks(device: torch.device, seconds: float) -> float:
-    """Return the CPU seconds of FSDP2's hooks around a unit in forward: the quickest round of the slowest rank.
-
-    Collective.
+def _fit(taken: list[float]) -> WorkTime:
+    """Fit the seconds per call, per tensor and per byte of whole parameters to the kinds of units; without the third
+    kind, bytes take none.
     """
-    model = _EmptyModel(*_KINDS[0], device, time.perf_counter)
-    taken = [model.gather()["gather"] for _ in rounds(seconds, least=_MIN_ROUNDS, most=_MAX_ROUNDS)]
-    return over_ranks([min(taken) / _UNITS])[0]
-
-
-def _fit(taken: list[list[float]]) -> WorkTime:
-    """Fit the seconds per call, per tensor and per byte of whole parameters to the three kinds of units."""
-    one, many, large = over_ranks([trimmed_mean(seconds) for seconds in taken])
+    one, many, *large = over_ranks(taken)
     tensor_s = max(0.0, (many - one) / (_KINDS[1][0] - _KINDS[0][0]))
     nbytes = 4 * _KINDS[2][0] * (_KINDS[2][1] - _KINDS[1][1])
     return WorkTime(
-        call_s=max(0.0, one - tensor_s), tensor_s=tensor_s, seconds_per_byte=max(0.0, (large - many) / nbytes)
+        call_s=max(0.0, one - tensor_s),
+        tensor_s=tensor_s,
+        seconds_per_byte=max(0.0, (large[0] - many) / nbytes) if large else 0.0,
     )
 
 

@@ -153,11 +153,11 @@ def cast_floating(value: Any, dtype: torch.dtype | None) -> Any:  # noqa: ANN401
     )
 
 
-def under_autocast(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """Wrap a forward on CPU tensors as Accelerate does in one process: under autocast, with outputs in float32."""
+def under_autocast(forward: Callable[..., Any], dtype: torch.dtype, device_type: str = "cpu") -> Callable[..., Any]:
+    """Wrap a forward as Accelerate does in one process: under autocast, with outputs in float32."""
 
     def run(*args: Any, **kwargs: Any) -> object:
-        with torch.autocast("cpu", dtype=dtype):
+        with torch.autocast(device_type, dtype=dtype):
             output = forward(*args, **kwargs)
         return tree_map_only(torch.Tensor, lambda tensor: tensor.float() if tensor.dtype is dtype else tensor, output)
 

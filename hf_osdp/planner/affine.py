@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +35,46 @@ class Affine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScratchMoment:
+    """A moment at which a kernel holds memory of its own, which is not linear in the b samples of a micro-batch."""
+
+    live: Affine
+    """Live bytes without the kernel's own."""
+    least: float
+    """The kernel holds memory from this number of samples on."""
+    growing: Affine
+    """Its bytes, up to the highest of `most`."""
+    most: tuple[Affine, ...]
+
+    def bytes(self, samples: int) -> int:
+        """Return the live bytes, the kernel's own included, rounded up and never negative."""
+        own = min(self.growing(samples), max(most(samples) for most in self.most)) if samples >= self.least else 0.0
+        return max(0, math.ceil(self.live(samples) + own - 1e-6))
+
+    def plus(self, other: Affine) -> ScratchMoment:
+        """Return the moment with a function added to its live bytes."""
+        return replace(self, live=self.live.plus(other))
+
+    def scaled(self, factor: float, *, constants: bool) -> ScratchMoment:
+        """Return the moment with every function scaled (`Affine.scaled`)."""
+        return replace(
+            self,
+            live=self.live.scaled(factor, constants=constants),
+            growing=self.growing.scaled(factor, constants=constants),
+            most=tuple(most.scaled(factor, constants=constants) for most in self.most),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
-    """A peak of one micro-batch of b samples: the highest of several moments, each a linear function."""
+    """A peak of one micro-batch of b samples: the highest of several moments, most of them linear functions."""
 
     pieces: tuple[Affine, ...] = (Affine(),)
     """The moments that are highest for some b."""
     single: float | None = None
     """The peak at one sample if the pieces do not give it: torch copies nothing to expand a dimension of size 1."""
+    scratch: tuple[ScratchMoment, ...] = ()
+    """Moments at which a kernel holds memory of its own."""
 
     def __post_init__(self) -> None:
         if not self.pieces:
@@ -68,16 +101,23 @@ class Envelope:
     def bytes(self, samples: int) -> int:
         """Return the peak as whole bytes, rounded up and never negative."""
         pieces = self.pieces if samples > 1 or self.single is None else (Affine(constant=self.single),)
-        return max(piece.bytes(samples) for piece in pieces)
+        moments: tuple[Affine | ScratchMoment, ...] = (*pieces, *self.scratch)
+        return max(moment.bytes(samples) for moment in moments)
 
     def plus(self, other: Affine) -> Envelope:
         """Return the peak with a function added to every moment."""
-        single = None if self.single is None else self.single + other(1)
-        return Envelope(pieces=tuple(piece.plus(other) for piece in self.pieces), single=single)
+        return Envelope(
+            pieces=tuple(piece.plus(other) for piece in self.pieces),
+            single=None if self.single is None else self.single + other(1),
+            scratch=tuple(moment.plus(other) for moment in self.scratch),
+        )
 
     def scaled(self, factor: float, *, constants: bool) -> Envelope:
         """Return the peak with every piece scaled (`Affine.scaled`), and without `single`."""
-        return Envelope(pieces=tuple(piece.scaled(factor, constants=constants) for piece in self.pieces))
+        return Envelope(
+            pieces=tuple(piece.scaled(factor, constants=constants) for piece in self.pieces),
+            scratch=tuple(moment.scaled(factor, constants=constants) for moment in self.scratch),
+        )
 
 
 def _meet(flat: Affine, steep: Affine) -> float:

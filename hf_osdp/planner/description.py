@@ -238,13 +238,22 @@ class PhaseCost:
     Backward is relative to the end of the segment's forward; it includes the incoming gradient and the unsharded
     gradients of the segment's parameters."""
     matmul_flops: Affine = Affine()
-    """Floating-point operations in matrix products and attention."""
+    """Floating-point operations in matrix products."""
+    attention_flops: Affine = Affine()
+    """Floating-point operations in fused attention, without those that a causal mask leaves out."""
+    product_bytes: Affine = Affine()
+    """Bytes read and written by matrix products and fused attention."""
     traffic_bytes: Affine = Affine()
     """Bytes read and written by all other operations."""
     operators: Affine = Affine()
     """Operators that torch dispatches, views included."""
     seconds: Affine | None = None
     """Measured time of the phase on the device; None estimates it by the roofline of FLOPs and traffic."""
+
+    @property
+    def flops(self) -> Affine:
+        """Floating-point operations in matrix products and attention."""
+        return self.matmul_flops.plus(self.attention_flops)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,6 +336,8 @@ class ModelDescription:
     """Outputs of forward beside the loss, such as logits; they count if the training loop holds them."""
     trace: str = "none"
     """How activations were found: `fake tensors, device cpu, attention sdpa`."""
+    timing: str = "estimated"
+    """How the times of blocks were found: `measured with 1, 2, 4 samples`."""
     recomputed_by_others: bool = False
     """Whether the model or its script recomputes blocks, and not the plan."""
     compiled_classes: tuple[str, ...] = ()

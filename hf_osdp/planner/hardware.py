@@ -60,14 +60,19 @@ class Link:
     latency_s: float
     """α: seconds for one hop of an empty message."""
     bytes_per_s: float
-    """1/β: bytes each second in one direction."""
+    """1/β: bytes each second in one direction, as a ring of NCCL or gloo reaches it."""
     source: str
+    shared_bytes_per_s: float | None = None
+    """What all devices of a machine reach together, if their messages pass through the host's memory; None if each
+    has a link of its own."""
     assumed: bool = False
     """The machine had no such link to measure; the figures are placeholders that no plan of its size uses."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "latency_s")
         check_numbers(self, "bytes_per_s", above_zero=True)
+        if self.shared_bytes_per_s is not None:
+            check_numbers(self, "shared_bytes_per_s", above_zero=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +82,19 @@ class DeviceSpec:
     name: str
     memory_bytes: int
     flops_per_s: Mapping[DType, float] = field(hash=False)
-    """Dense matrix-product rate by dtype."""
+    """Rate that dense matrix products reach, by dtype."""
     memory_bytes_per_s: float
+    """Rate that operators reach that only move data."""
     source: str
+    attention_flops_per_s: float | None = None
+    """Rate that fused attention reaches in 16 bits, forward and backward together; None if it is not known apart from
+    that of products."""
+    product_traffic: float = 0.0
+    """Share of the time of a product's or of attention's reads and writes that its computation does not hide."""
     operator_s: float = 0.0
     """Seconds of CPU time to launch an operator, views included; a GPU waits for the CPU only if it runs out of
     work.
     """
-    unit_s: float = 0.0
-    """Seconds of CPU time for FSDP2's hooks of a unit in forward, and again in backward, beside a GPU."""
     reserved_bytes: int = 0
     """Device memory that is not available to tensors under any plan: driver, CUDA context, workspaces of matrix
     products.
@@ -97,7 +106,9 @@ class DeviceSpec:
 
     def __post_init__(self) -> None:
         check_numbers(self, "memory_bytes", "memory_bytes_per_s", above_zero=True)
-        check_numbers(self, "operator_s", "unit_s", "reserved_bytes", "communicator_bytes")
+        check_numbers(self, "operator_s", "product_traffic", "reserved_bytes", "communicator_bytes")
+        if self.attention_flops_per_s is not None:
+            check_numbers(self, "attention_flops_per_s", above_zero=True)
         if not all(0 < rate < math.inf for rate in self.flops_per_s.values()):
             raise ValueError(f"Device {self.name!r}: FLOP/s must be finite and above 0.")
         if (largest := max(self.memory_bytes, self.reserved_bytes, self.communicator_bytes)) > _MOST_MEMORY_BYTES:
@@ -129,6 +140,10 @@ class DeviceSpec:
                 f"The {dtype.value} rate of {self.name} is not known (known: {known}); use one of those or measure it."
             )
         return self.flops_per_s[dtype]
+
+    def attention_rate(self, dtype: DType) -> float:
+        """Return the rate of fused attention in FLOP/s; in 32 bits that of products, if it is lower."""
+        return min(self.rate(dtype), self.attention_flops_per_s or math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,7 +212,10 @@ class WorkTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpOverhead:
-    """Measured work of FSDP2 and the optimizer beside compute and links."""
+    """Work of FSDP2 and the optimizer beside compute and links.
+
+    Beside a GPU it is the CPU's time alone, without bytes, which move at the speed of memory.
+    """
 
     gather: WorkTime
     """Gathering a unit without the collective: hooks, views, copies into the buffer and out of it. Bytes are the
@@ -212,6 +230,22 @@ class FsdpOverhead:
         if absent := [step.value for step in OptimizerStep if step not in self.updates]:
             raise ValueError(f"The time of the optimizer step {absent[0]!r} is missing.")
         object.__setattr__(self, "updates", MappingProxyType(dict(self.updates)))
+
+    @classmethod
+    def issued(cls, operator_s: float) -> FsdpOverhead:
+        """Return the CPU's time beside a GPU, estimated from the seconds of an operator."""
+        gather, reduce, fused, foreach, loop = (
+            WorkTime(call_s=call * operator_s, tensor_s=tensor * operator_s) for call, tensor in _OPERATORS_OF_FSDP
+        )
+        updates = {OptimizerStep.FUSED: fused, OptimizerStep.FOREACH: foreach, OptimizerStep.FOR_LOOP: loop}
+        return cls(gather=gather, reduce=reduce, updates=updates)
+
+
+_OPERATORS_OF_FSDP = (60, 3.3), (55, 4.4), (0, 4.8), (0, 6), (0, 33)
+"""CPU time of FSDP2's gather of a unit, its reduction, and AdamW fused, by lists of tensors and in a loop, as
+multiples of an operator's: for a call, and for each tensor. Measured by `measure_fsdp_overhead` in bf16 without bytes
+to move (torch 2.13), among ranks that send nothing; NCCL's own calls come on top. Checked on an H100: docs/rates.md.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +277,9 @@ class Hardware:
     host: HostSpec | None = None
     """The host, to which states can be offloaded; None if unknown, or if the device is the CPU."""
     fsdp_overhead: FsdpOverhead | None = None
-    """Measured work of FSDP2 and the optimizer; None estimates copies and updates at memory speed."""
+    """Measured work of FSDP2 and the optimizer; None estimates copies and updates at memory speed, and on a GPU the
+    CPU's time from that of an operator.
+    """
     codecs: tuple[CodecTime, ...] = ()
     """Measured wire formats; others are estimated from the bytes that their operators move, at memory speed."""
     margin: float | None = None
@@ -269,6 +305,18 @@ class Hardware:
         """Short text: `2 nodes x 8 A100-40 (nccl)`."""
         nodes = f"{self.nodes} nodes x " if self.nodes > 1 else ""
         return f"{nodes}{self.devices_per_node} x {self.device.name} ({self.backend.value})"
+
+    @property
+    def queueing(self) -> FsdpOverhead:
+        """The CPU's time for FSDP2 and the optimizer beside a GPU: as measured, else estimated."""
+        return self.fsdp_overhead or FsdpOverhead.issued(self.device.operator_s)
+
+    @property
+    def intra_node_bytes_per_s(self) -> float:
+        """Bytes each second that a device sends to its neighbour in the machine while all devices send."""
+        link = self.intra_node
+        shared = math.inf if link.shared_bytes_per_s is None else link.shared_bytes_per_s / self.devices_per_node
+        return min(link.bytes_per_s, shared)
 
     @property
     def free_share(self) -> float:

@@ -29,19 +29,24 @@ CUBLAS_BYTES, HOPPER_CUBLAS_BYTES = 8_519_680 + 4 * MIB, 2 * 32 * MIB
 bytes) and for cuBLASLt; NVIDIA recommends 4 MiB, on Hopper 32 MiB (cuBLAS documentation of cublasSetWorkspace;
 pytorch/pytorch#120925)."""
 
-OPERATOR_S, UNIT_S = 5e-6, 1e-3
-"""CPU time beside a GPU, until `hf-osdp profile` measures it: 2 to 7 microseconds for an operator of eager torch
-(pytorch/pytorch#41383), about a millisecond for FSDP2's hooks before each unit's forward (torch 2.10, Xeon:
-pytorch/pytorch#173680)."""
+OPERATOR_S = 8e-6
+"""CPU time of an operator beside a GPU, until it is measured: 2 to 7 microseconds in eager torch
+(pytorch/pytorch#41383), 9 to 12 on the host of an H100 (docs/gpu_results.md), 7 to 8 by trainings of short samples on
+an A100 (docs/rates.md). FSDP2's own time follows from it (`FsdpOverhead.issued`)."""
+
+
+PRODUCT_TRAFFIC = 1.0
+"""Share of the time of a product's or of attention's reads and writes that its FLOPs do not hide: docs/rates.md."""
 
 
 @functools.cache
 def _presets() -> dict[str, dict[str, dict[str, Any]]]:
     """Return the sections `links`, `hosts` and `devices` of `presets.json`.
 
-    A device has the dense rates of its data sheet. `usable_gib` is the lowest total that torch states in out-of-memory
-    messages of such devices in public issues; without it, all memory is usable. A host is the server into which most
-    devices of a kind are built.
+    A device and a link have the rates of their data sheets and those that were reached (docs/rates.md): shares of the
+    data sheet's for products and memory, a rate for attention. What is known of a relative only says so. `usable_gib`
+    is the lowest total that torch states in out-of-memory messages of such devices in public issues; without it, all
+    memory is usable. A host is the server into which most devices of a kind are built.
     """
     sections: dict[str, dict[str, dict[str, Any]]] = json.loads(
         Path(__file__).with_name("presets.json").read_text(encoding="utf-8")
@@ -49,9 +54,17 @@ def _presets() -> dict[str, dict[str, dict[str, Any]]]:
     return sections
 
 
-def _link(name: str) -> Link:
+def _link(name: str, *, data_sheet: bool = False) -> Link:
     row = _presets()["links"][name]
-    return Link(latency_s=row["latency_s"], bytes_per_s=row["gb_per_s"] * GB, source=row["source"])
+    if data_sheet or "reached" not in row:
+        return Link(latency_s=row["latency_s"], bytes_per_s=row["gb_per_s"] * GB, source=row["source"])
+    reached = row["reached"]
+    return Link(
+        latency_s=row["latency_s"],
+        bytes_per_s=reached["gb_per_s"] * GB,
+        shared_bytes_per_s=reached["shared_gb_per_s"] * GB if "shared_gb_per_s" in reached else None,
+        source=f"{reached['source']}; {row['source']}",
+    )
 
 
 def _host(name: str) -> HostSpec:
@@ -60,20 +73,20 @@ def _host(name: str) -> HostSpec:
     It steps at memory speed.
     """
     row = _presets()["hosts"][name]
-    link = _link(row["link"])
     return HostSpec(
         memory_bytes=row["memory_gb"] * GB,
-        to_device_bytes_per_s=link.bytes_per_s,
-        to_host_bytes_per_s=link.bytes_per_s,
+        to_device_bytes_per_s=row["copy_gb_per_s"] * GB,
+        to_host_bytes_per_s=row["copy_gb_per_s"] * GB,
         update_bytes_per_s=row["memory_gb_per_s"] * GB,
         source=row["source"],
     )
 
 
-def _device(row: dict[str, Any], backend: Backend) -> DeviceSpec:
+def _device(row: dict[str, Any], backend: Backend, *, data_sheet: bool) -> DeviceSpec:
     """Return the device of a row; under NCCL, driver, CUDA context and cuBLAS reserve memory, and the CPU takes
     time to launch kernels.
     """
+    reached = {} if data_sheet else row.get("reached", {})
     memory = row["memory_gib"] * GIB if "memory_gib" in row else row["memory_gb"] * GB
     on_gpu: dict[str, Any] = {}
     if backend is Backend.NCCL:
@@ -84,15 +97,19 @@ def _device(row: dict[str, Any], backend: Backend) -> DeviceSpec:
             "capability": capability,
             "reserved_bytes": driver + CONTEXT_BYTES + workspaces,
             "communicator_bytes": COMMUNICATOR_BYTES,
-            "unit_s": UNIT_S,
         }
     return DeviceSpec(
         name=row["name"],
         memory_bytes=memory,
-        flops_per_s={DType(dtype): float(round(rate * TERA)) for dtype, rate in row["tflops"].items()},
-        memory_bytes_per_s=row["gb_per_s"] * GB,
+        flops_per_s={
+            DType(dtype): float(round(rate * TERA * reached.get("products", 1.0)))
+            for dtype, rate in row["tflops"].items()
+        },
+        memory_bytes_per_s=row["gb_per_s"] * GB * reached.get("memory", 1.0),
+        attention_flops_per_s=reached["attention_tflops"] * TERA if reached else None,
+        product_traffic=PRODUCT_TRAFFIC if reached else 0.0,
         operator_s=row.get("operator_s", OPERATOR_S),
-        source=row["source"],
+        source=f"{reached['source']}; {row['source']}" if reached else row["source"],
         **on_gpu,
     )
 
@@ -102,9 +119,9 @@ def preset_names() -> tuple[str, ...]:
     return tuple(_presets()["devices"])
 
 
-def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
-    """Return nodes of a known device, with links at their line rates; measurements by `hf-osdp profile` are more
-    accurate.
+def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1, data_sheet: bool = False) -> Hardware:
+    """Return nodes of a known device at the rates that trainings reached (docs/rates.md); measurements by
+    `hf-osdp profile` are more accurate.
 
     ```python
     preset("a100-80", nodes=2, devices_per_node=8)       # NVLink, 4 x 100 Gb/s between nodes
@@ -119,6 +136,7 @@ def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
         name: one of `preset_names()`; upper case and `_` are accepted.
         nodes: number of machines.
         devices_per_node: devices in each machine.
+        data_sheet: use the peaks of data sheets and the line rates of links instead, which no training reaches.
 
     Raises:
         HardwareError: the name is not known.
@@ -131,9 +149,9 @@ def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1) -> Hardware:
         )
     row, backend = devices[key], Backend.GLOO if key == "cpu" else Backend.NCCL
     alone = Hardware(
-        device=_device(row, backend),
-        intra_node=_link(row["intra_node"]),
-        inter_node=_link(row["inter_node"]),
+        device=_device(row, backend, data_sheet=data_sheet),
+        intra_node=_link(row["intra_node"], data_sheet=data_sheet),
+        inter_node=_link(row["inter_node"], data_sheet=data_sheet),
         backend=backend,
         host=_host(row["host"]) if "host" in row else None,
     )

@@ -16,7 +16,9 @@ from .description import DType, ModelDescription, PhaseCost, Segment
 from .files import plain, validated, write_whole
 from .hardware import Hardware, check_numbers
 
-PROFILE_VERSION = 5
+PROFILE_VERSION = 6
+COPIES = 3
+"""Number of blocks of each kind that run one after the other when they are timed."""
 _WORK_SAMPLES = 2
 """Samples for which the work of segments is compared."""
 _SAME_WORK = 0.02
@@ -41,9 +43,9 @@ class SegmentWork:
     def of(cls, segment: Segment) -> SegmentWork:
         """Return the work of a traced segment."""
         return cls(
-            forward_flops=segment.forward.matmul_flops(_WORK_SAMPLES),
+            forward_flops=segment.forward.flops(_WORK_SAMPLES),
             forward_bytes=segment.forward.traffic_bytes(_WORK_SAMPLES),
-            backward_flops=segment.backward.matmul_flops(_WORK_SAMPLES),
+            backward_flops=segment.backward.flops(_WORK_SAMPLES),
             backward_bytes=segment.backward.traffic_bytes(_WORK_SAMPLES),
         )
 
@@ -171,58 +173,108 @@ class Profile:
 def with_block_times(description: ModelDescription, profile: Profile) -> ModelDescription:
     """Return the description with measured times instead of the roofline; unchanged if the profile has no blocks.
 
-    A segment takes the times of the measured segment with the same class, parameter shapes, sequence length and
-    compute dtype, and the nearest work, at most 2 % apart. All segments must be measured, because measured and
-    roofline times have different scales.
-
     Raises:
         ProfileError: the profile has blocks, but not all blocks of this model.
     """
     if not profile.segments:
         return description
-    return replace(
-        description, segments=tuple(_timed(segment, description, profile) for segment in description.segments)
-    )
+    return BlockTimes.of(profile.segments, description, profile.hardware, "from the profile").on(description)
 
 
-def _timed(segment: Segment, description: ModelDescription, profile: Profile) -> Segment:
-    fitting, work = [times for times in profile.segments if times.fits(description, segment)], SegmentWork.of(segment)
-    if not fitting:
-        raise ProfileError(_mismatch(segment, description, profile))
-    found = min(fitting, key=lambda times: times.work.difference(work))
-    forward, backward = found.linear("forward_s"), found.linear("backward_s")
-    samples = max(point.samples for point in found.points)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockTimes:
+    """Measured times of a model's segments, for all descriptions of the model: whole, split, compiled."""
 
-    def measured(phase: PhaseCost, seconds: Affine) -> PhaseCost:
-        return replace(phase, seconds=seconds, operators=Affine())  # measured seconds include dispatch
+    segments: tuple[SegmentTimes, ...]
+    hardware: Hardware
+    slowdown: float
+    """Measured seconds of the whole model relative to the roofline's."""
+    source: str
+    """Where the times are from, for `ModelDescription.timing`."""
 
-    def again(costs: Segment) -> Segment:
-        """Return the costs of a recomputed segment: backward adds the share of forward's time that runs again, by
-        its work.
+    @classmethod
+    def of(
+        cls, segments: tuple[SegmentTimes, ...], description: ModelDescription, hardware: Hardware, source: str
+    ) -> BlockTimes:
+        """Compare the times with the roofline of a description; ProfileError if a segment of it was not timed."""
+        measured_s = roofline_s = 0.0
+        for segment in description.segments:
+            if (found := _nearest(segments, segment, description)) is None:
+                raise ProfileError(_mismatch(segment, description, segments))
+            samples = max(point.samples for point in found.points)
+            measured_s += sum(found.linear(phase)(samples) for phase in ("forward_s", "backward_s"))
+            phases = (segment.forward, segment.backward)
+            roofline_s += sum(phase_affine(phase, description, hardware)(samples) for phase in phases)
+        slowdown = measured_s / roofline_s if roofline_s else 1.0
+        return cls(segments=segments, hardware=hardware, slowdown=slowdown, source=source)
+
+    def on(self, description: ModelDescription) -> ModelDescription:
+        """Return the description with measured times instead of the roofline.
+
+        A segment takes the times of the measured segment with the same class, parameter shapes, sequence length and
+        compute dtype, and the nearest work, at most 2 % apart. Other segments, such as those of a split block, take
+        the roofline's times `slowdown`, so that they compare with measured ones.
         """
-        phases = (costs.backward, segment.backward, segment.recomputed[0].costs.backward)
-        partly, none, whole = (phase_affine(phase, description, profile.hardware)(samples) for phase in phases)
-        share = max(0.0, (partly - none) / (whole - none)) if whole > none else 1.0
-        backward_s = backward.plus(forward.scaled(share, constants=True))
-        issued = costs.forward.operators(1) - segment.forward.operators(1)  # operators that save and replay outputs
-        modes = Affine(
-            constant=0.0 if profile.hardware.backend.overlaps else issued * profile.hardware.device.operator_s
-        )
+        segments = tuple(self._timed(segment, description) for segment in description.segments)
+        return replace(description, segments=segments, timing=self.source)
+
+    def _timed(self, segment: Segment, description: ModelDescription) -> Segment:
+        found = _nearest(self.segments, segment, description)
+        if found is None:
+            return segment.each(
+                lambda costs: replace(
+                    costs,
+                    forward=self._scaled(costs.forward, description),
+                    backward=self._scaled(costs.backward, description),
+                )
+            )
+        forward, backward = found.linear("forward_s"), found.linear("backward_s")
+        samples = max(point.samples for point in found.points)
+
+        def again(costs: Segment) -> Segment:
+            """Return the costs of a recomputed segment: backward adds the share of forward's time that runs again, by
+            its work.
+            """
+            phases = (costs.backward, segment.backward, segment.recomputed[0].costs.backward)
+            partly, none, whole = (phase_affine(phase, description, self.hardware)(samples) for phase in phases)
+            share = max(0.0, (partly - none) / (whole - none)) if whole > none else 1.0
+            backward_s = backward.plus(forward.scaled(share, constants=True))
+            issued = costs.forward.operators(1) - segment.forward.operators(1)  # save and replay outputs
+            overlaps = self.hardware.backend.overlaps
+            modes = Affine(constant=0.0 if overlaps else issued * self.hardware.device.operator_s)
+            return replace(
+                costs,
+                forward=_measured(costs.forward, forward.plus(modes)),
+                backward=_measured(costs.backward, backward_s),
+            )
+
         return replace(
-            costs, forward=measured(costs.forward, forward.plus(modes)), backward=measured(costs.backward, backward_s)
+            segment,
+            forward=_measured(segment.forward, forward),
+            backward=_measured(segment.backward, backward),
+            recomputed=tuple(replace(way, costs=again(way.costs)) for way in segment.recomputed),
         )
 
-    return replace(
-        segment,
-        forward=measured(segment.forward, forward),
-        backward=measured(segment.backward, backward),
-        recomputed=tuple(replace(way, costs=again(way.costs)) for way in segment.recomputed),
-    )
+    def _scaled(self, phase: PhaseCost, description: ModelDescription) -> PhaseCost:
+        roofline = phase_affine(phase, description, self.hardware)
+        return _measured(phase, roofline.scaled(self.slowdown, constants=True))
 
 
-def _mismatch(segment: Segment, description: ModelDescription, profile: Profile) -> str:
+def _measured(phase: PhaseCost, seconds: Affine) -> PhaseCost:
+    return replace(phase, seconds=seconds)  # beside a GPU the CPU issues FSDP2's work after these operators
+
+
+def _nearest(
+    measured: tuple[SegmentTimes, ...], segment: Segment, description: ModelDescription
+) -> SegmentTimes | None:
+    """Return the times of the segment's kind with the nearest work; None if it was not timed."""
+    fitting, work = [times for times in measured if times.fits(description, segment)], SegmentWork.of(segment)
+    return min(fitting, key=lambda times: times.work.difference(work), default=None)
+
+
+def _mismatch(segment: Segment, description: ModelDescription, measured: tuple[SegmentTimes, ...]) -> str:
     unit, length, dtype = description.units[segment.unit], description.sequence_length, description.compute_dtype
-    had = {(times.class_name, times.sequence_length, times.compute_dtype) for times in profile.segments}
+    had = {(times.class_name, times.sequence_length, times.compute_dtype) for times in measured}
     there = "it has times for " + ", ".join(
         f"{name} at {tokens} tokens in {of.value}" for name, tokens, of in sorted(had)
     )

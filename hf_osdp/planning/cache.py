@@ -1,4 +1,6 @@
-"""Cache model descriptions and measured hardware on disk for later starts, in the folder that `OSDP_CACHE` names."""
+"""Cache model descriptions, measured hardware and times of blocks on disk for later starts, in the folder that
+`OSDP_CACHE` names.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,11 +27,18 @@ from ..distributed.consensus import on_rank_zero
 from ..distributed.launcher import variable, variables
 from ..distributed.mesh import find_topology
 from ..distributed.process_group import all_gather_objects
-from ..measurement.machine import device_name, measure_hardware, measuring_device, with_memory_of_now
+from ..measurement.block_times import TimedModel, measure_block_times
+from ..measurement.machine import (
+    device_name,
+    measure_hardware,
+    measuring_device,
+    with_memory_of_now,
+)
 from ..measurement.timing import usable_cores
 from ..planner.description import ModelDescription
 from ..planner.files import plain, validated, write_whole
 from ..planner.hardware import Hardware
+from ..planner.profile import SegmentTimes
 from ..reading import read_json
 from ..tracing.attention import capability_here
 from ..tracing.describe import describe
@@ -133,35 +142,67 @@ def code_hash() -> str:
 
 
 def measured_once(*, device_type: str, seconds: float) -> Hardware:
-    """Measure the machine by `measure_hardware`, or return what was measured on the same machine within the last day.
+    """Measure the machine by `measure_hardware`, or return what was measured before, with the current sizes of memory.
     Collective.
-
-    Memory sizes are always read anew. Rank 0 has the file. A measurement on a machine with a load above its cores is
-    not cached.
     """
     device = measuring_device(device_type)
-    ranks = all_gather_objects((platform.node(), device_name(device), usable_cores()))
-    name = hashlib.sha256(repr((code_hash(), seconds, find_topology(), ranks)).encode()).hexdigest()[:32]
-    folder = cache_folder()
-    path = None if folder is None else folder / "machines" / f"{name}.json"
-    cached = on_rank_zero(lambda: _read_recent(path))
-    if cached is None:
-        is_busy = os.getloadavg()[0] > usable_cores()
-        hardware = measure_hardware(device_type=device_type, seconds=seconds)
-        on_rank_zero(lambda: None if is_busy or path is None else _write(path, hardware))
+    hardware, ago = _once(
+        Hardware, seconds, device, lambda: measure_hardware(device_type=device_type, seconds=seconds)
+    )
+    if not ago:
         return hardware
-    text, age_s = cached
-    hardware = with_memory_of_now(validated(Hardware, json.loads(text), ValueError), device)
-    ago = f"{age_s / 3600:.0f} h" if age_s >= 5400 else f"{age_s / 60:.0f} min"
+    hardware = with_memory_of_now(hardware, device)
     source = f"{MEASURED_EARLIER}, {ago} ago; OSDP_CACHE=0 measures it anew"
     return replace(hardware, device=replace(hardware.device, source=source))
 
 
-def _read_recent(path: Path | None) -> tuple[str, float] | None:
-    """Return a file's hardware, as JSON, and its age in seconds; None if it is missing, damaged or too old."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Times:
+    segments: tuple[SegmentTimes, ...]
+
+
+def timed_once(
+    description: ModelDescription, timed: TimedModel, *, device: torch.device
+) -> tuple[tuple[SegmentTimes, ...], str]:
+    """Time the blocks of a described model by `measure_block_times`, or return the times of an equal model from
+    before, and how long ago that was. Collective. Raise ProfileError as `measure_block_times`.
+    """
+    model: Any = timed.model_or_config
+    config = getattr(model, "config", None)
+    implementations = [getattr(config, name, None) for name in ("_attn_implementation", "_experts_implementation")]
+    options = (timed.micro_batch_sizes, timed.autocast, timed.activation_checkpointing, implementations)
+    measure = partial(measure_block_times, seconds=1.0, at_start=True, description=description)
+    content = (json.dumps(plain(description)), options)
+    times, ago = _once(_Times, content, device, lambda: _Times(segments=measure(timed, device=device)))
+    return times.segments, f" {ago} ago" if ago else ""
+
+
+def _once(cls: type[T], content: object, device: torch.device, measure: Callable[[], T]) -> tuple[T, str]:
+    """Return what `measure` returns, or returned for the same content on the same machine within the last day, and
+    how long ago that was, if it was before. Collective.
+
+    Rank 0 has the file. A measurement on a machine with a load above its cores is not cached.
+    """
+    ranks = all_gather_objects((platform.node(), device_name(device), usable_cores()))
+    name = hashlib.sha256(repr((code_hash(), content, find_topology(), ranks)).encode()).hexdigest()[:32]
+    folder = cache_folder()
+    path = None if folder is None else folder / "machines" / f"{name}.json"
+    cached = on_rank_zero(lambda: _read_recent(path, cls))
+    if cached is None:
+        is_busy = os.getloadavg()[0] > usable_cores()
+        value = measure()
+        on_rank_zero(lambda: None if is_busy or path is None else _write(path, value))
+        return value, ""
+    text, age_s = cached
+    value = validated(cls, json.loads(text), ValueError)
+    return value, f"{age_s / 3600:.0f} h" if age_s >= 5400 else f"{age_s / 60:.0f} min"
+
+
+def _read_recent(path: Path | None, cls: type[T]) -> tuple[str, float] | None:
+    """Return a file's value, as JSON, and its age in seconds; None if it is missing, damaged or too old."""
     with suppress(OSError):
         if path is not None and 0 <= (age_s := time.time() - path.stat().st_mtime) < _MAX_AGE_S:
-            return None if (hardware := _read(path, Hardware)) is None else (json.dumps(plain(hardware)), age_s)
+            return None if (value := _read(path, cls)) is None else (json.dumps(plain(value)), age_s)
     return None
 
 

@@ -34,6 +34,7 @@ _LEAST = {"images": 0}
 _IGNORED_WITH_PLAN = (
     "strategy", "operator_splitting", "on_oom", "recalibrate", "hardware", "profile", "nodes", "memory_margin",
     "recompute", "host_offload", "offload_optimizer", "offload_activations", "split_vocabulary", "compile",
+    "time_blocks",
 )  # fmt: skip
 
 
@@ -122,6 +123,9 @@ class OSDPConfig:
     """The result of `hf-osdp profile` on this machine, or its file: hardware and block times, which are then not
     measured again.
     """
+    time_blocks: bool = True
+    """Time a few of the model's blocks on the devices before planning, a second or two the first time and then kept on
+    disk; False estimates them from the rates of the hardware. Not if `hardware`, `profile` or `plan` is given."""
     recalibrate: bool = False
     """Before training starts, try the plan for a few steps on a temporary copy of the model, correct the estimates by
     the measurements, and plan again, until the plan no longer changes (at most 3 rounds). The plan that runs was tried

@@ -33,7 +33,7 @@ from .config import OSDPConfig
 from .facts import RunFacts, check_communication, check_whole, training_job
 from .preflight import Finding, KnownRun, check_model, check_run
 from .probe import Trial, probe
-from .problem import Describer, FoundPlan, ProblemBuilder, find_plan, plan_from_rank_zero
+from .problem import Describer, FoundPlan, find_plan, plan_from_rank_zero
 from .recalibrate import Round, estimated, recalibrate
 
 _log = logging.getLogger(__name__)
@@ -149,14 +149,12 @@ def _open_step_s(found: FoundPlan) -> float | None:
     an estimate.
     """
     config, facts, model = found.builder.config, found.builder.facts, found.builder.model
-    if not (facts.trains and found.problem.description.recomputed_by_others) or config.profile is not None:
-        return None  # the profile's block times include recomputation
+    if not (facts.trains and found.problem.description.recomputed_by_others):
+        return None
     open_facts = replace(facts, activation_checkpointing=False)
     try:
         with without_checkpointing(model):
-            builder = ProblemBuilder(
-                model, replace(config, recompute=None), open_facts, hardware=found.problem.hardware
-            )
+            builder = found.builder.with_changes(replace(config, recompute=None), open_facts)
             return search(replace(builder.build(), memory_limit_bytes=found.problem.memory_limit_bytes)).time.step_s
     except (OSDPError, ValueError):  # the estimate is only advice
         return None

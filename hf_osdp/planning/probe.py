@@ -7,7 +7,6 @@ are small random numbers; peak and time do not depend on them.
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from ..distributed.mesh import Meshes, destroy_mesh, find_topology
-from ..measurement.model_copies import empty_copy, fill
+from ..measurement.model_copies import empty_copy, fill, give_back
 from ..measurement.step_meter import Observation, StepMeter, training_tensors
 from ..measurement.timing import over_ranks
 from ..modeling.batch import Inputs, random_states_kept
@@ -60,7 +59,7 @@ def probe(plan: Plan, trial: Trial, meshes: Meshes | None, *, timed_steps: int =
     find_topology()  # collective and cached; call it before ranks may fail one by one
     with random_states_kept([trial.device] if trial.device.type == "cuda" else []):
         seen = (_on_cuda if trial.device.type == "cuda" else _observe)(plan, trial, meshes, timed_steps)
-    _give_back(trial.device)
+    give_back(trial.device)
     return seen
 
 
@@ -79,7 +78,7 @@ def _on_cuda(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int) 
     finally:
         if alone is not None:
             alone.close()
-    _give_back(trial.device)
+    give_back(trial.device)
     if over_ranks([failed])[0]:
         return Observation(steps=0, median_step_s=None, out_of_memory=True)
     seen = _observe(plan, trial, meshes, timed_steps)
@@ -147,10 +146,3 @@ class SilentMeshes(Meshes):
         """Destroy the process groups. Collective."""
         while self._formed:
             destroy_mesh(self._formed.popitem()[1])
-
-
-def _give_back(device: torch.device) -> None:
-    """Free the copy, whose modules and hooks refer to each other, and the allocator's cache."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

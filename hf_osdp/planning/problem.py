@@ -15,7 +15,15 @@ from torch import nn
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.restart import limit_after_oom
-from ..errors import CheckpointingError, DescriptionError, DescriptionTimeoutError, HardwareError, InfeasibleError
+from ..errors import (
+    CheckpointingError,
+    DescriptionError,
+    DescriptionTimeoutError,
+    HardwareError,
+    InfeasibleError,
+    ProfileError,
+)
+from ..measurement.block_times import TimedModel
 from ..measurement.machine import hardware_of_run
 from ..modeling.batch import training_batch
 from ..modeling.split_candidates import possible_splits
@@ -23,14 +31,16 @@ from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
-from ..planner.profile import Profile, with_block_times
+from ..planner.profile import BlockTimes, Profile
 from ..planner.search.compare import StrategyResult, choose_description, compare_strategies
 from ..planner.search.search import search
+from ..planner.shared_ways import with_ways_of, without_head
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..tracing.describe import TRACED_MICRO_BATCH, describe
 from .cache import measured_once
 from .config import OSDPConfig
 from .facts import RunFacts, training_job
+from .run_times import times_of_run
 
 Trace: TypeAlias = Callable[..., ModelDescription]
 """`describe`, or a function with the same arguments."""
@@ -60,8 +70,8 @@ class FoundPlan:
 
     @property
     def eager(self) -> ModelDescription | None:
-        """The model without compilation; None if no block is compiled, or times were measured."""
-        return self.builder.eager if self.whole.compiled_classes and not self.builder.is_timed else None
+        """The model without compilation; None if no block is compiled."""
+        return self.builder.eager if self.whole.compiled_classes else None
 
     def compared(self, *, compiles: bool = False) -> tuple[StrategyResult, ...]:
         """Return every strategy at its own best batch, OSDP first; `compiles` also compares with compiled blocks,
@@ -73,18 +83,10 @@ class FoundPlan:
         )
 
     def _compiled(self) -> ModelDescription | None:
-        """Return the whole model with compiled blocks, at its best plan's batch; None if no block compiles, or
-        times were measured.
-        """
+        """Return the whole model with compiled blocks, at its best plan's batch; None if no block compiles."""
         builder = self.builder
-        if builder.is_timed:
-            return None
         config = replace(builder.config, compile=True, operator_splitting=False)
-        whole = (
-            ProblemBuilder(builder.model, config, builder.facts, hardware=builder.hardware, trace=builder.trace)
-            .find()
-            .whole
-        )
+        whole = builder.with_changes(config, builder.facts).find().whole
         return whole if whole.compiled_classes else None
 
 
@@ -118,23 +120,26 @@ class ProblemBuilder:
         *,
         hardware: Hardware | None = None,
         trace: Trace = describe,
+        times: BlockTimes | None = None,
     ) -> None:
         """Find out job, limit and hardware; for `hardware=None` use the configuration's, or measure this machine.
         Collective if None.
 
-        `trace` is `describe`, or a cache of it. Raise HardwareError if offload needs a host that the hardware does not
-        describe, ProfileError if the profile cannot be read, ValueError if sizes, limit and hardware contradict each
-        other.
+        `times` are those of the model's blocks, if they are known. `trace` is `describe`, or a cache of it. Raise
+        HardwareError if offload needs a host that the hardware does not describe, ProfileError if the profile cannot
+        be read, ValueError if sizes, limit and hardware contradict each other.
         """
         self.model, self.config, self.facts, self.trace = model, config, facts, trace
-        self._describe = cache(Describer(model, config, facts, trace).describe)
+        self._describer = Describer(model, config, facts, trace)
+        self._describe = cache(self._describer.describe)
         self.job = training_job(config, facts)
         self._profile = _profile(config)
-        self.is_timed = self._profile is not None and bool(self._profile.segments)
+        self.times, self._untimed = times, "estimated"
         after_oom = hardware is None
+        self._measures = config.time_blocks and facts.trains and not (config.hardware or self._profile or hardware)
         if hardware is None:
-            given = config.hardware if self._profile is None else self._profile.hardware
-            hardware = hardware_of_run(given, device_type=facts.device_type, nodes=config.nodes, measure=measured_once)
+            named = config.hardware if self._profile is None else self._profile.hardware
+            hardware = hardware_of_run(named, device_type=facts.device_type, nodes=config.nodes, measure=measured_once)
             hardware = hardware.with_margin(config.memory_margin)
         _check_host(hardware, config, facts)
         self.hardware = hardware
@@ -146,11 +151,11 @@ class ProblemBuilder:
         self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int = TRACED_MICRO_BATCH
     ) -> PlanningProblem:
         """Return the problem of the model with a split, compiled at this micro-batch size; raise DescriptionError
-        or ProfileError.
+        or ProfileError. Collective if it times the blocks.
         """
-        description = self._describe(split, micro_batch_size=micro_batch_size)
-        if self._profile is not None and split.is_none:
-            description = with_block_times(description, self._profile)
+        if split.is_none and self.times is None:
+            self._time_blocks(self._describe(split, micro_batch_size=micro_batch_size))
+        description = self.describe(split, micro_batch_size=micro_batch_size)
         return PlanningProblem(
             description=description,
             hardware=self.hardware,
@@ -158,6 +163,37 @@ class ProblemBuilder:
             memory_limit_bytes=self.limit_bytes,
             strategy=Strategy.parse(self.config.strategy),
         )
+
+    def describe(self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int) -> ModelDescription:
+        """Describe the model with a split, with the times of its blocks if they were measured."""
+        return self._with_times(self._describe(split, micro_batch_size=micro_batch_size))
+
+    def _with_times(self, description: ModelDescription) -> ModelDescription:
+        return replace(description, timing=self._untimed) if self.times is None else self.times.on(description)
+
+    def _time_blocks(self, whole: ModelDescription) -> None:
+        """Take the profile's times of the blocks, or measure them where the run measures.
+
+        Compiled blocks, which take minutes to compile on the CPU, have the times of eager ones in proportion.
+        """
+        if self._profile is not None and self._profile.segments:
+            self.times = BlockTimes.of(self._profile.segments, whole, self.hardware, "from the profile")
+        if not self._measures:
+            return
+        self._measures = False  # once, also if it fails
+        try:
+            timed = self._describer.timed_model(self.job.micro_batch_sizes(self.facts.world_size))
+            room_bytes = self.hardware.tensor_bytes(self.limit_bytes)
+            device_type = self.facts.device_type
+            eager = self._eager if whole.compiled_classes else whole
+            self.times = times_of_run(eager, timed, self.hardware, device_type=device_type, room_bytes=room_bytes)
+        except ProfileError as error:
+            self._untimed = f"estimated. {error}"
+
+    def with_changes(self, config: OSDPConfig, facts: RunFacts) -> ProblemBuilder:
+        """Return a builder for the same model, hardware and times with other options; it measures nothing."""
+        config = replace(config, profile=None)  # its times are known
+        return ProblemBuilder(self.model, config, facts, hardware=self.hardware, trace=self.trace, times=self.times)
 
     def find(self) -> FoundPlan:
         """Search on rank 0; describe compiled blocks at the plan's micro-batch size. Collective."""
@@ -180,11 +216,9 @@ class ProblemBuilder:
             return found(outcome=error)
 
     def _best_split(self, whole: PlanningProblem, micro_batch_size: int) -> ModelSplit:
-        """Return the split with which the model trains fastest, or none; a model with block times from a profile is
-        not split.
-        """
+        """Return the split with which the model trains fastest, or none."""
         config, facts = self.config, self.facts
-        if not config.operator_splitting or self.is_timed:
+        if not config.operator_splitting:
             return whole.description.split
         vocabulary = facts.reads_loss_alone if config.split_vocabulary is None else config.split_vocabulary
         operators = not (
@@ -194,11 +228,15 @@ class ProblemBuilder:
             possible_splits, self.model, whole.description, vocabulary=vocabulary, operators=operators,
             slices=facts.optimizer.takes_slices,
         )  # fmt: skip
-        return choose_description(whole, splits, partial(self._describe, micro_batch_size=micro_batch_size)).split
+        return choose_description(whole, splits, partial(self.describe, micro_batch_size=micro_batch_size)).split
 
-    @cached_property
+    @property
     def eager(self) -> ModelDescription:
         """The model without compilation."""
+        return self._with_times(self._eager)
+
+    @cached_property
+    def _eager(self) -> ModelDescription:
         return Describer(self.model, replace(self.config, compile=False), self.facts, self.trace).describe()
 
 
@@ -216,6 +254,7 @@ class Describer:
         self._model, self._config, self._facts, self._trace = model, config, facts, trace
         self._inputs, self._loss = (config.inputs, None) if config.inputs else (facts.inputs, facts.loss)
         self._may_fall_back = config.inputs is None and facts.inputs is not None and _has_usual_batch(model)
+        self._describe = cache(self._traced)
 
     def describe(
         self,
@@ -232,7 +271,7 @@ class Describer:
             "partial_recomputation": not least_memory,
         }
         try:
-            return self._describe(split, **sizes)
+            return self._sharing_ways(split, **sizes) or self._describe(split, **sizes)
         except DescriptionError as error:
             final = isinstance(error, (CheckpointingError, DescriptionTimeoutError))
             if not self._may_fall_back or final or not split.is_none:
@@ -246,7 +285,31 @@ class Describer:
         self._inputs, self._loss, self._may_fall_back = None, None, False
         return self._describe(split, **sizes)
 
-    def _describe(self, split: ModelSplit, **sizes: Any) -> ModelDescription:
+    def _sharing_ways(self, split: ModelSplit, **sizes: Any) -> ModelDescription | None:
+        """Describe a split of the head with the ways to recompute blocks of the model with a whole head; None if that
+        is not possible.
+
+        All splits of the head have the same blocks, so that each way to recompute them is traced once.
+        """
+        if split.is_none or self._config.compile:
+            return None
+        whole = self._describe(WHOLE_BLOCKS, **sizes)
+        if (blocks := without_head(split, whole)) == split:
+            return None
+        base = self._describe(blocks, **sizes)
+        return with_ways_of(base, self._describe(split, recomputation=False, **sizes)) if base.recomputable else None
+
+    def timed_model(self, micro_batch_sizes: tuple[int, ...]) -> TimedModel:
+        """Return the model with its batches and loss, as they were described, to be timed."""
+        facts = self._facts
+        return TimedModel(
+            model_or_config=self._model, sequence_length=self._config.sequence_length or 1,
+            micro_batch_sizes=micro_batch_sizes, compute_dtype=facts.precision.compute,
+            autocast=facts.precision.autocast, activation_checkpointing=facts.activation_checkpointing,
+            block_classes=self._config.block_classes, inputs=self._inputs, images=self._config.images, loss=self._loss,
+        )  # fmt: skip
+
+    def _traced(self, split: ModelSplit, **options: Any) -> ModelDescription:
         facts, length = self._facts, self._config.sequence_length
         assert length is not None
         description = self._trace(
@@ -263,7 +326,7 @@ class Describer:
             loss=self._loss,
             compile=bool(self._config.compile),
             split=split,
-            **sizes,
+            **options,
         )
         return replace(description, other_bytes=sum(facts.other_models.values()))
 

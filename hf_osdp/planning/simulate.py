@@ -115,7 +115,12 @@ def simulate(
                 fake, plan, description.units, meshes=meshes, mp_policy=mp_policy(job.precision), broadcast=False
             )
         fakes = known.fakes_of(batch, mode)
-        memory = MemoryTracker(block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1, by_kind=True, locks_pages=on_cuda)
+        memory = MemoryTracker(
+            block_bytes=CUDA_BLOCK_BYTES if on_cuda else 1,
+            by_kind=True,
+            locks_pages=on_cuda,
+            processors=None if cuda is None else cuda.processors,
+        )
         stack.enter_context(memory)
         stack.enter_context(memory.host_copies())
         stack.enter_context(_separate_shape_propagation())

@@ -155,7 +155,7 @@ def stream_times(
             totals[name] = total + times * seconds, exposed + times * seconds * share
 
     for index, choice in enumerate(layouts):
-        terms, window = timer.terms(index, choice), timer.work(choice.activations.recomputation)[1][index]
+        terms, window = timer.terms(index, choice), timer.work(choice)[1][index]
         trip = timer.trips(choice.activations)[index]
         backward = {"all-gather": terms.gather_backward, _ACTIVATIONS: trip.back_beside}
         early = terms.reduce_scatter if batch.reduce_scatters(choice) > 1 else 0.0

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 from ..distributed.process_group import all_gather_objects
 from ..errors import OSDPError
@@ -45,10 +44,7 @@ class Kind(NamedTuple):
 
 
 class Agreement:
-    """Comparisons of all ranks over a gloo group.
-
-    Its own timeout is for saves and searches; these wait as long as other collectives.
-    """
+    """Comparisons of all ranks over a gloo group."""
 
     def __init__(self, host: dist.ProcessGroup, labels: Sequence[str]) -> None:
         """Take the group and the units' labels, by their numbers."""
@@ -62,7 +58,7 @@ class Agreement:
 
     def result(self, sent: torch.Tensor, work: dist.Work, need: int | None) -> tuple[int | None, bool]:
         """Return whose turn it is, and whether a rank has zeros; raise OSDPError if ranks do different things."""
-        work.wait(default_pg_timeout)
+        work.wait()
         turn, most, least, has_zeros = sent.tolist()
         found = [(Kind.of_number(number // _MOST_RANKS), number % _MOST_RANKS) for number in (most, -least)]
         if found[0][0] != found[1][0]:
@@ -77,7 +73,7 @@ class Agreement:
 
     def most(self, tensor: torch.Tensor) -> None:
         """Replace each element by the largest of all ranks. Collective."""
-        self._start_most(tensor).wait(default_pg_timeout)
+        self._start_most(tensor).wait()
 
     def gathered(self, mine: Sequence[int]) -> list[Sequence[int]]:
         """Return every rank's sequence, in rank order. Collective."""

@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..distributed.process_group import gloo_group, require_all
+from ..distributed.process_group import require_all, step_group
 from ..errors import OSDPError
 from ..modeling.step_hooks import before_step
 from ..modeling.units import modules_by_name
@@ -61,7 +61,7 @@ class WeightReads:
         self._labels = {
             group: unit.label for unit in units for group in parameter_groups(modules[unit.module_names[0]])
         }
-        host = None if is_alone else gloo_group()
+        host = None if is_alone else step_group()
         self._order = None if host is None else UnitOrder(root, self._labels, host)
         self._checks = checks = GradientChecks(self._labels, scalars, replaced, self._order, is_alone=is_alone)
         weakref.finalize(checks, before_step.add(partial(_step_begins, weakref.ref(checks))))

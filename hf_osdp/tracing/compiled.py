@@ -128,7 +128,7 @@ class TracedCompiler:
         """Allocate what a kernel writes, and release what no later kernel reads."""
         with ExitStack() as stack:
             if isinstance(self._memory, Recorder):
-                stack.enter_context(self._memory.kernel(kernel.flops, kernel.traffic_bytes))
+                stack.enter_context(self._memory.kernel(kernel.work))
             for node in kernel.writes:
                 values.pop(kernel.reuses.get(node), None)  # type: ignore[arg-type]
                 like = node.meta["val"]

@@ -27,6 +27,7 @@ from .attention import (
     attention_kernel,
     capability_here,
 )
+from .kernel_scratch import processors_of
 
 _Value = TypeVar("_Value")
 
@@ -45,13 +46,16 @@ ATen/autocast_mode.h).
 
 library.define(
     "hf_osdp::attention",
-    "(Tensor query, Tensor key, Tensor value, Tensor? bias, bool efficient) -> (Tensor output, Tensor logsumexp)",
+    (
+        "(Tensor query, Tensor key, Tensor value, Tensor? bias, bool efficient, bool is_causal) -> (Tensor output,"
+        " Tensor logsumexp)"
+    ),
 )
 library.define(
     "hf_osdp::attention_backward",
     (
         "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor? bias, Tensor logsumexp, bool efficient, bool"
-        " bias_grad) -> Tensor[]"
+        " bias_grad, bool is_causal) -> Tensor[]"
     ),
 )
 
@@ -59,7 +63,12 @@ library.define(
 @library.impl("hf_osdp::attention", "CPU")
 @library.register_fake("hf_osdp::attention")
 def _attention_outputs(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, efficient: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    efficient: bool,
+    is_causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Allocate what a fused kernel returns: its output, and a float32 logsumexp per query, padded if the kernel is
     `efficient`.
@@ -78,7 +87,7 @@ def _attention_outputs(
 def _attention_gradients(  # noqa: PLR0913  the operator's arguments
     grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None,
     logsumexp: torch.Tensor,
-    efficient: bool, bias_grad: bool,
+    efficient: bool, bias_grad: bool, is_causal: bool,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Allocate like backward of a fused kernel: gradients of query, key, value and perhaps bias, then temporary
     tensors.
@@ -101,15 +110,17 @@ def _attention_gradients(  # noqa: PLR0913  the operator's arguments
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:  # noqa: ANN401
-    query, key, value, bias, ctx.efficient = inputs
+    query, key, value, bias, ctx.efficient, ctx.is_causal = inputs
     ctx.save_for_backward(query, key, value, bias, *output)
 
 
 def _attention_backward(ctx: Any, grad: torch.Tensor, _: object) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
     query, key, value, bias, _out, logsumexp = ctx.saved_tensors
     bias_grad = ctx.needs_input_grad[3]
-    grads = torch.ops.hf_osdp.attention_backward(grad, query, key, value, bias, logsumexp, ctx.efficient, bias_grad)
-    return *grads[:3], grads[3] if bias_grad else None, None
+    grads = torch.ops.hf_osdp.attention_backward(
+        grad, query, key, value, bias, logsumexp, ctx.efficient, bias_grad, ctx.is_causal
+    )
+    return *grads[:3], grads[3] if bias_grad else None, None, None
 
 
 library.register_autograd("hf_osdp::attention", _attention_backward, setup_context=_save_for_backward)
@@ -134,6 +145,7 @@ class CudaKernels(TorchFunctionMode):
 
     def __init__(self, capability: Capability | None = None) -> None:
         super().__init__()
+        self.processors = processors_of(capability)
         self._capability = capability or capability_here() or ASSUMED_CAPABILITY
         self.found: dict[Kernel, AttentionCall] = {}
         """The attention kernels that would have run, each with its first call."""
@@ -194,7 +206,9 @@ class CudaKernels(TorchFunctionMode):
             query, key, value = (F.pad(tensor, (0, -size % 8)) for tensor in (query, key, value))
         if attn_mask is not None and kernel is Kernel.EFFICIENT and (padding := -attn_mask.shape[-1] % 16):
             attn_mask = F.pad(attn_mask, (0, padding))
-        output: torch.Tensor = torch.ops.hf_osdp.attention(query, key, value, attn_mask, kernel is Kernel.EFFICIENT)[0]
+        output: torch.Tensor = torch.ops.hf_osdp.attention(
+            query, key, value, attn_mask, kernel is Kernel.EFFICIENT, call.is_causal
+        )[0]
         return output[..., :size]
 
 

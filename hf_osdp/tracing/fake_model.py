@@ -56,12 +56,7 @@ def fake_copy(
     disable_cache(fakes)
     if compute_dtype is not None:
         frozen_norms_keep_dtype(fakes)
-    for module in fakes.modules():
-        hooked: tuple[dict[Any, Any], ...] = (module.__dict__, module._forward_pre_hooks, module._forward_hooks)
-        for functions in hooked:
-            for name, value in functions.items():
-                if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-                    functions[name] = rebound(value, memo)
+    rebind(fakes, memo)
     if untie:
         _untie(fakes)
     return fakes
@@ -74,6 +69,16 @@ def _untie(model: nn.Module) -> None:
             if tied is not None and id(tied) in seen:
                 module._parameters[name] = tied = nn.Parameter(tied.detach(), requires_grad=tied.requires_grad)
             seen.add(id(tied))
+
+
+def rebind(model: nn.Module, memo: dict[int, Any]) -> None:
+    """Make the hooks and replaced forwards of a copied model use copies; `memo` is that of `copy.deepcopy`."""
+    for module in model.modules():
+        hooked: tuple[dict[Any, Any], ...] = (module.__dict__, module._forward_pre_hooks, module._forward_hooks)
+        for functions in hooked:
+            for name, value in functions.items():
+                if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+                    functions[name] = rebound(value, memo)
 
 
 def rebound(value: Any, memo: dict[int, Any]) -> Any:  # noqa: ANN401

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from .recorder import PhaseRecord
+from .work import PhaseRecord
 
 aten = torch.ops.aten
 
@@ -52,8 +52,7 @@ class FusedKernel:
     """Buffers and inputs that nothing reads after it; the caller may still hold the inputs."""
     reuses: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """For each output written in place, the freed buffer whose memory it reuses."""
-    flops: int = 0
-    traffic_bytes: int = 0
+    work: PhaseRecord = field(default_factory=PhaseRecord)
 
 
 class FusedGraph:
@@ -153,7 +152,7 @@ class FusedGraph:
         kernel.reads = {node: None for node in kernel.reads if node not in own}
         moved = sum(map(nbytes, (*kernel.reads, *kernel.writes)))
         if kernel.is_fused:
-            kernel.traffic_bytes = moved
+            kernel.work.traffic_bytes = moved
             return kernel
         node = kernel.nodes[0]
         kernel.scratch_bytes = max(0, nbytes(node) - sum(map(nbytes, kernel.writes)))
@@ -166,10 +165,8 @@ class FusedGraph:
             operator_, args, result = args[0], args[1:], result[-1] if isinstance(result, tuple) else result
         if isinstance(operator_, OpOverload):
             record.count(operator_, args, kwargs, result)
-        kernel.flops, kernel.traffic_bytes = (
-            record.matmul_flops,
-            record.traffic_bytes or (0 if record.matmul_flops else moved),
-        )
+        record.traffic_bytes = record.traffic_bytes or (0 if record.flops else moved)
+        kernel.work = record
         return kernel
 
     def _with_frees(self, order: Sequence[FusedKernel]) -> list[FusedKernel]:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..modeling.activation_offload import host_memory
 from ..planner.cost.units import pinned_bytes
+from .kernel_scratch import KernelScratch, Processors, kernel_scratch
 from .tensors import call_operator, is_dtensor, storages_in
 
 CUDA_BLOCK_BYTES = 512
@@ -71,7 +72,7 @@ class MemoryTracker(TorchDispatchMode):
     `FakeTensorMode` first.
 
     Storages that existed before count only if they were passed to `track`; resized ones count with their current size.
-    Scratch memory inside a kernel and allocations of other threads are not counted. A fake storage always reports the
+    Allocations of other threads are not counted. A fake storage always reports the
     CPU; it counts as host memory if `track` says so, if an operator made it from host memory, or if FSDP2 copied it
     there (see `host_copies`).
 
@@ -80,6 +81,7 @@ class MemoryTracker(TorchDispatchMode):
         device_type: count only storages on this type of device; None counts all except `meta`.
         by_kind: find the kind of each storage from the function that allocates it; else all are activations.
         locks_pages: pinned host memory is rounded as `pinned_bytes` does.
+        processors: count what this device's kernels take while they run, where it is known; None counts none.
     """
 
     def __init__(
@@ -89,8 +91,10 @@ class MemoryTracker(TorchDispatchMode):
         device_type: str | None = None,
         by_kind: bool = False,
         locks_pages: bool = False,
+        processors: Processors | None = None,
     ) -> None:
         super().__init__()
+        self._processors = processors
         self._block_bytes, self._device_type, self._by_kind, self._locks_pages = (
             block_bytes,
             device_type,
@@ -194,7 +198,12 @@ class MemoryTracker(TorchDispatchMode):
         with self._targeting(target):
             result = call_operator(func, args, kwargs)
             self._update_results(result, () if func is torch.ops.aten.lift_fresh.default else (args, kwargs))
+        if (scratch := self._scratch(func, args)) is not None:
+            self._count_peak(scratch.growth.of_rows(scratch.rows))
         return result
+
+    def _scratch(self, func: OpOverload, args: tuple[Any, ...]) -> KernelScratch | None:
+        return None if self._processors is None else kernel_scratch(func, args, self._processors)
 
     def _update_results(self, result: object, arguments: object) -> None:
         """Count an operator's results, except those in its arguments' memory: views and in-place results."""
@@ -223,8 +232,13 @@ class MemoryTracker(TorchDispatchMode):
         entry.nbytes = -(-nbytes // self._block_bytes) * self._block_bytes
         self.current_bytes += entry.nbytes - before
         self._live[entry.kind] += entry.nbytes - before
-        if self.current_bytes > self.peak_bytes:
-            self.peak_bytes, self.peak_by_kind = self.current_bytes, dict(self._live)
+        self._count_peak()
+
+    def _count_peak(self, scratch_bytes: int = 0) -> None:
+        """Raise the peak to the live bytes and those that a kernel takes."""
+        if self.current_bytes + scratch_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_by_kind = self.current_bytes + scratch_bytes, dict(self._live)
+            self.peak_by_kind[Kind.ACTIVATIONS] += scratch_bytes
 
     def _forget(self, key: int) -> None:
         storage = self._storages.pop(key)

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import DescriptionError
 from ..modeling.selective import CallCounter
 from ..planner.description import Recomputation, RecomputedSegment, Segment
-from .recorder import PhaseRecord
 from .tensors import storages_in
+from .work import PhaseRecord
 
 _log = logging.getLogger(__name__)
 _FLOPS_PER_BYTE = {"cpu": 20.0, "cuda": 150.0}
@@ -108,9 +108,7 @@ class OperatorLog(TorchDispatchMode):
             return result
         cost = PhaseRecord()
         cost.count(func, args, kwargs, result)
-        logged = LoggedCall(
-            call=call, module=self._running[-1], flops=cost.matmul_flops, traffic_bytes=cost.traffic_bytes
-        )
+        logged = LoggedCall(call=call, module=self._running[-1], flops=cost.flops, traffic_bytes=cost.traffic_bytes)
         made = {storage._cdata: storage.nbytes() for _, storage in storages_in(result)}
         if made and not func._schema.is_mutable and not before & set(made):
             logged.saved_bytes = sum(made.values())
@@ -204,7 +202,7 @@ def worthwhile(plain: Segment, ways: Sequence[Segment], device_type: str, sample
     def point(segment: Segment) -> Point:
         backward = segment.backward
         return segment.saved_bytes(samples), _work(
-            backward.matmul_flops(samples), backward.traffic_bytes(samples), device_type
+            backward.flops(samples), backward.traffic_bytes(samples), device_type
         )
 
     corners = corner_indices([*map(point, ways), point(plain)], most=len(ways), least_gain=0.0)
@@ -220,7 +218,7 @@ def with_share(
     if way.recomputation.budget is None:
         return way
     part, all_of_it, none = (
-        _work(costs.backward.matmul_flops(samples), costs.backward.traffic_bytes(samples), device_type)
+        _work(costs.backward.flops(samples), costs.backward.traffic_bytes(samples), device_type)
         for costs in (way.costs, whole.costs, plain)
     )
     share = (part - none) / (all_of_it - none) if all_of_it > none else 1.0

@@ -19,56 +19,15 @@ from torch import nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import _get_sequence_nr
-from torch.utils.flop_counter import flop_registry
 
 from ..errors import DescriptionTimeoutError
-from ..modeling.selective import operator_name
-from .attention import attention_flops
 from .known_values import KnownValues, is_known
 from .memory_tracker import MemoryTracker
-from .repeated import Call, Repeatable
+from .repeated import Call, Repeatable, seen_operators
 from .tensors import tensors_in
-
-aten = torch.ops.aten
+from .work import WORK, PhaseRecord
 
 _DEVICE_OF = torch.ops.prim.device.default
-_PICKS_ROWS = frozenset({aten.embedding, aten.index_select, aten.gather, aten.index, aten.nll_loss_forward})
-"""Operators whose first argument is a table, from which they read about as many bytes as they write."""
-_MOVES_NOTHING = frozenset({
-    aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.lift_fresh,
-    aten._unsafe_view,
-})  # fmt: skip
-"""Operators that allocate or alias without reading or writing memory, though their schemas do not say so."""
-
-
-@dataclass(slots=True, kw_only=True)
-class PhaseRecord:
-    levels: list[int] = field(default_factory=list)
-    """Live bytes when the phase began and after each of its operators."""
-    matmul_flops: int = 0
-    traffic_bytes: int = 0
-    operators: int = 0
-
-    def count(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
-        """Count an operator: its FLOPs if torch.utils.flop_counter has a formula for it, else the bytes that it
-        reads and writes.
-        """
-        packet = func._overloadpacket
-        if func.namespace == "prim":  # a query about a fake tensor, not a computation
-            return
-        self.operators += 1
-        if operator_name(func) == "attention" and packet not in flop_registry:
-            self.matmul_flops += attention_flops(*(tensor.shape for tensor in args[:3]))
-        elif packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
-            self.matmul_flops += attention_flops(*(tensor.shape for tensor in args[1:4]), backward=True)
-        elif packet is aten._grouped_mm:
-            self.matmul_flops += 2 * args[0].numel() * args[1].shape[-1]
-        elif packet in flop_registry:
-            self.matmul_flops += int(flop_registry[packet](*args, **kwargs, out_val=result))
-        elif packet in _PICKS_ROWS:
-            self.traffic_bytes += _bytes((args[1:], kwargs)) + 2 * _bytes(result)
-        elif not func.is_view and packet not in _MOVES_NOTHING:
-            self.traffic_bytes += _bytes((args, kwargs)) + _bytes(result)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,19 +64,13 @@ class Recorder(MemoryTracker):
     """
 
     def __init__(
-        self,
-        mode: FakeTensorMode,
-        known: KnownValues,
-        seen: dict[object, Repeatable | None],
-        *,
-        block_bytes: int,
-        deadline_s: float = math.inf,
+        self, mode: FakeTensorMode, known: KnownValues, *, deadline_s: float = math.inf, **options: Any
     ) -> None:
-        """Record operators on a mode's tensors, whose values are in `known`; `seen` shares operators' results
-        between recorders. After `deadline_s` of the process's time, operators raise DescriptionTimeoutError.
+        """Record operators on a mode's tensors, whose values are in `known`; `options` are the tracker's. After
+        `deadline_s` of the process's time, operators raise DescriptionTimeoutError.
         """
-        super().__init__(block_bytes=block_bytes)
-        self._mode, self._known, self._seen = mode, known, seen
+        super().__init__(**options)
+        self._mode, self._known, self._seen = mode, known, seen_operators()
         self.records: list[SegmentRecord] = []
         self.inside = False
         self._deadline_s, self._operators = deadline_s, 0
@@ -154,13 +107,12 @@ class Recorder(MemoryTracker):
             self._current.gradients.append(name)
 
     @contextmanager
-    def kernel(self, flops: int, traffic_bytes: int) -> Iterator[None]:
+    def kernel(self, work: PhaseRecord) -> Iterator[None]:
         """Count a kernel that is no operator; its allocations are tracked inside the context."""
         self._switch_segment()
         yield
         phase = self._phase
-        phase.matmul_flops += flops
-        phase.traffic_bytes += traffic_bytes
+        phase.add(work)
         phase.operators += 1
         phase.levels.append(self.current_bytes)
 
@@ -182,11 +134,11 @@ class Recorder(MemoryTracker):
                 result = super().__torch_dispatch__(func, types, args, kwargs)
                 phase.count(func, args, kwargs, result)
                 if call.key is not None and call.key not in self._seen:
-                    costs = (
-                        getattr(phase, name) - getattr(before, name) for name in ("matmul_flops", "traffic_bytes")
-                    )
-                    self._seen[call.key] = Repeatable.of(call, result, is_known(func, result), *costs)
+                    work = {name: getattr(phase, name) - getattr(before, name) for name in WORK}
+                    self._seen[call.key] = Repeatable.of(call, result, is_known(func, result), PhaseRecord(**work))
             phase.levels.append(self.current_bytes)
+            if (scratch := self._scratch(func, args)) is not None:
+                phase.scratch.append((self.current_bytes, scratch))
         return result
 
     def _repeated(self, call: Call, phase: PhaseRecord) -> object:
@@ -200,8 +152,7 @@ class Recorder(MemoryTracker):
         for tensor in () if seen.is_view else tensors_in(result):
             self._update(tensor.untyped_storage())
         phase.operators += 1
-        phase.matmul_flops += seen.flops
-        phase.traffic_bytes += seen.traffic_bytes
+        phase.add(seen.work)
         return result
 
     @classmethod
@@ -257,10 +208,3 @@ class Recorder(MemoryTracker):
             record.release()
             record.kept_bytes += before - self.current_bytes
         record.input_gradient_bytes = max(0, self.current_bytes - record.start_bytes)
-
-
-def _bytes(value: object) -> int:
-    """Return the bytes of tensors' memory; an expanded tensor has fewer than its elements need."""
-    return sum(
-        min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) for tensor in tensors_in(value)
-    )

@@ -6,9 +6,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ..errors import DescriptionError
-from ..planner.affine import Affine, Envelope
+from ..planner.affine import Affine, Envelope, ScratchMoment
 from ..planner.description import PhaseCost, Segment
-from .recorder import PhaseRecord, SegmentRecord
+from .kernel_scratch import Growth
+from .recorder import SegmentRecord
+from .work import WORK, PhaseRecord
 
 Samples = Sequence[int]
 """The traced batch sizes: two consecutive ones, preceded perhaps by a smaller one, at which costs may be above the
@@ -119,11 +121,25 @@ def _released(record: SegmentRecord) -> int:
 def _phase(records: Sequence[PhaseRecord], floors: Sequence[int], samples: Samples) -> PhaseCost:
     levels = [[level - floor for level in record.levels] for record, floor in zip(records, floors, strict=True)]
     return PhaseCost(
-        peak_bytes=_peak(levels, samples),
-        matmul_flops=_linear([record.matmul_flops for record in records[-2:]], samples[-2:]),
-        traffic_bytes=_linear([record.traffic_bytes for record in records[-2:]], samples[-2:]),
+        peak_bytes=replace(_peak(levels, samples), scratch=_scratch(records, floors, samples)),
         operators=_linear([record.operators for record in records[-2:]], samples[-2:]),
+        **{name: _linear([getattr(record, name) for record in records[-2:]], samples[-2:]) for name in WORK},
     )
+
+
+def _scratch(records: Sequence[PhaseRecord], floors: Sequence[int], samples: Samples) -> tuple[ScratchMoment, ...]:
+    """Return the moments at which kernels take memory of their own: of each kind of kernel the one with most live
+    bytes.
+    """
+    highest: dict[tuple[Growth, Affine], Affine] = {}
+    for calls in zip(*(record.scratch for record in records[-2:]), strict=False):
+        (_, one), (_, other) = calls
+        if one.growth == other.growth:
+            lives = [live - floor for (live, _), floor in zip(calls, floors[-2:], strict=True)]
+            live, rows = _linear(lives, samples[-2:]), _linear([one.rows, other.rows], samples[-2:])
+            before = highest.get((one.growth, rows), live)
+            highest[one.growth, rows] = max(before, live, key=lambda moment: moment(samples[-1]))
+    return tuple(growth.moment(live, rows) for (growth, rows), live in highest.items())
 
 
 def _peak(levels: Sequence[Sequence[int]], samples: Samples) -> Envelope:

@@ -35,7 +35,6 @@ from .known_values import KnownValues
 from .memory_tracker import CUDA_BLOCK_BYTES
 from .recomputation import LoggedCall, OperatorLog, recomputations, with_modes, with_share, worthwhile
 from .recorder import Recorder, SegmentRecord
-from .repeated import Repeatable
 from .segments import (
     Samples,
     held_by_recomputed,
@@ -242,8 +241,6 @@ class _Tracer:
         unit_of = {module: i for i, module in self._segments}
         self._segments += [(unit_of[shared], own) for own, shared in slices]
         self._step_names = _step_names(units)
-        self._seen: dict[object, Repeatable | None] = {}
-        """Results of operators that ran, see `Recorder`."""
         self._trains = any(parameter.requires_grad for parameter in self._fake.parameters())
         """Whether any parameter is trainable; else no backward runs."""
         self._logs: dict[int, list[list[LoggedCall]]] = {}
@@ -342,8 +339,9 @@ class _Tracer:
             known = stack.enter_context(KnownValues(alone=True))
             fakes = known.fakes_of(batch, self._mode, self._options.compute_dtype)
             block_bytes = CUDA_BLOCK_BYTES if self._options.cuda_kernels else 1
+            processors = None if self._cuda is None else self._cuda.processors
             recorder = self._recorder = Recorder(
-                self._mode, known, self._seen, block_bytes=block_bytes, deadline_s=self._deadline_s
+                self._mode, known, block_bytes=block_bytes, processors=processors, deadline_s=self._deadline_s
             )
             self._calls.clear()
             stack.enter_context(recorder)

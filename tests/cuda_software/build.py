@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -36,48 +37,43 @@ def build(into: Path) -> None:
     python = into / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", into], check=True)
-    site = Path(_ask(python, "import sysconfig; print(sysconfig.get_path('purelib'))"))
-    pins = dict(
-        line.split("==", 1) for line in (HERE / "pins.txt").read_text().splitlines() if "==" in line and line[0] != "#"
-    )
-    torch = f"torch==={pins['torch'].lstrip('=')}"
-    headers = into / "headers"
-    _fetch(python, "install", torch)
-    for name in ("nvidia-cuda-runtime", "nvidia-nccl-cu13"):
-        _headers(python, f"{name}=={pins[name]}", headers)
-    _pip(python, "install", "-r", HERE / "requirements.txt", "-c", ROOT / "constraints.txt")
-    shutil.rmtree(site / "nvidia", ignore_errors=True)
-    libraries = build_stubs(site / "torch/lib", site / _SHARED, headers)
+    site, headers = Path(_ask(python, "import sysconfig; print(sysconfig.get_path('purelib'))")), into / "headers"
+    version = re.findall(r"^torch==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
+    _pip(python, "install", f"torch==={version}", of_the_device=True)  # with == pip may take a build for the CPU
+    _headers(python, headers)
     values = site / "cuda_software_values.so"
-    _build_values(site / "torch", headers, libraries[0], values)
+    compilation = _compile_values(site / "torch", headers, values.with_suffix(".o"))
+    _pip(python, "install", "-r", HERE / "requirements.txt", "-c", ROOT / "constraints.txt")
+    for of_nvidia in (site / "nvidia", *site.glob("nvidia_*.dist-info")):
+        shutil.rmtree(of_nvidia, ignore_errors=True)
+    libraries = build_stubs(site / "torch/lib", site / _SHARED, headers)
+    _link_values(compilation, site / "torch", libraries[0], values)
     for name in ("cuda_software.py", "cuda_software.pth"):
         shutil.copy(HERE / "loader" / name, site)
     sizes = {str(path.relative_to(site)): path.stat().st_size for path in (*libraries, values)}
     (site / STAMP).write_text(json.dumps(sizes, indent=1))
+    assert _ask(python, "import torch; print(torch.ones(2, device='cuda').sum().item())") == "2.0"
 
 
-def _pip(python: Path, *words: object) -> subprocess.CompletedProcess[str]:
+def _pip(python: Path, *words: object, of_the_device: bool = False) -> None:
     command = [str(word) for word in (python, "-m", "pip", words[0], "-q", "--no-deps", *words[1:])]
-    return subprocess.run(command, check=True, capture_output=True, text=True)
+    ended = subprocess.run(command, capture_output=True, text=True)
+    # The second is its answer where a constraints file of the machine names the package too.
+    missing = re.search(r"(No matching distribution|Cannot install .* conflicting).*", ended.stderr)
+    if ended.returncode and of_the_device and missing:
+        raise Unavailable(f"pip: {missing[0]}")
+    if ended.returncode:
+        sys.stderr.write(ended.stderr)
+        ended.check_returncode()
 
 
-def _fetch(python: Path, *words: object) -> None:
-    try:
-        _pip(python, *words)
-    except subprocess.CalledProcessError as error:
-        if "No matching distribution found" in error.stderr:
-            raise Unavailable(f"pip finds no {words[1]}") from None
-        sys.stderr.write(error.stderr)
-        raise
-
-
-def _headers(python: Path, package: str, headers: Path) -> None:
-    """The headers of one of NVIDIA's wheels, without its libraries."""
-    done = headers / (package.replace("==", "-") + ".done")
-    if done.exists():
+def _headers(python: Path, headers: Path) -> None:
+    """The headers in NVIDIA's wheels, without their libraries."""
+    wanted, done = (HERE / "headers.txt").read_text(), headers / "of"
+    if done.exists() and done.read_text() == wanted:
         return
     wheels = headers / "wheels"
-    _fetch(python, "download", package, "-d", wheels)
+    _pip(python, "download", "-r", HERE / "headers.txt", "-d", wheels, of_the_device=True)
     for wheel in wheels.glob("*.whl"):
         with zipfile.ZipFile(wheel) as content:
             for name in content.namelist():
@@ -86,24 +82,29 @@ def _headers(python: Path, package: str, headers: Path) -> None:
                     target.parent.mkdir(parents=True, exist_ok=True)
                     target.write_bytes(content.read(name))
     shutil.rmtree(wheels)
-    done.touch()
+    done.write_text(wanted)
 
 
-def _build_values(torch: Path, headers: Path, device: Path, values: Path) -> None:
-    """The extension that computes what kernels would."""
-    source = HERE / "device" / "values.cpp"
-    include = [
+def _compile_values(torch: Path, headers: Path, into: Path) -> subprocess.Popen[bytes]:
+    """Begin to compile what computes in place of kernels, which takes longest."""
+    folders = (
         torch / "include",
         torch / "include/torch/csrc/api/include",
         HERE / "device",
         HERE / "device/shim",
         headers,
-    ]
-    words = [
-        "g++", "-std=c++20", "-O1", "-w", "-shared", "-fPIC", *(f"-I{folder}" for folder in include), source, device,
-        f"-L{torch / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", "-lc10_cuda", "-o", values,
-    ]  # fmt: skip
+    )
+    words = ["g++", "-std=c++20", "-O1", "-w", "-fPIC", *(f"-I{folder}" for folder in folders)]
+    return subprocess.Popen([*words, "-c", str(HERE / "device" / "values.cpp"), "-o", str(into)])
+
+
+def _link_values(compilation: subprocess.Popen[bytes], torch: Path, device: Path, values: Path) -> None:
+    if compilation.wait():
+        raise subprocess.CalledProcessError(compilation.returncode, compilation.args)
+    words = ["g++", "-shared", values.with_suffix(".o"), device, f"-L{torch / 'lib'}"]
+    words += ["-ltorch", "-ltorch_cpu", "-lc10", "-lc10_cuda", "-o", values]
     subprocess.run([str(word) for word in words], check=True)
+    values.with_suffix(".o").unlink()
 
 
 def _ask(python: Path, program: str) -> str:

@@ -75,7 +75,19 @@ def _imports(torch_lib: Path) -> dict[str, dict[str, str]]:
 def _build(soname: str, wanted: dict[str, str], by_name: set[str], into: Path, include: Path) -> None:
     stem = soname.partition(".so")[0]
     short = stem.removeprefix("lib").replace("-", "_")
-    flags = ["-fPIC", "-O1", "-w", "-I", DEVICE, "-I", DEVICE / "shim", "-I", include, f"-DFAKE_{short}"]
+    flags = [
+        "-fPIC",
+        "-O1",
+        "-w",
+        "-Werror=implicit-function-declaration",
+        "-I",
+        DEVICE,
+        "-I",
+        DEVICE / "shim",
+        "-I",
+        include,
+        f"-DFAKE_{short}",
+    ]
     objects = []
     for source in _SOURCES.get(stem + ".so", ("answers.c",)):
         objects.append(into / f"{short}.{source}.o")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +32,7 @@ from tests.helpers.training import Trained
 
 # Else the question whether there is a device, asked before ranks are forked, forbids them to use one.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+LATE_MS = 200
 Loss = Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
 
 
@@ -117,7 +117,7 @@ def train(variant: Variant, device_type: str) -> Trained:
 
 
 def on_devices(
-    fn: Callable[..., Any], processes: int, *args: Any, latency_ms: float = 0, sanitizes: bool = False,
+    fn: Callable[..., Any], processes: int, *args: Any, late: str = "", sanitizes: bool = False, eager: bool = False,
     memory: str = "8G",
     env: Mapping[str, str] | None = None, timeout_s: float = 120.0,
 ) -> list[Any]:  # fmt: skip
@@ -128,8 +128,9 @@ def on_devices(
         fn: a function at the top of a module, as for `run_ranks`.
         processes: how many.
         *args: pickled.
-        latency_ms: how late work and events may be (README.md).
+        late: which streams are late by LATE_MS (README.md): "all", "main", "side", or none.
         sanitizes: whether torch's CUDA sanitizer watches, which raises where it sees a race.
+        eager: whether the group is formed with its device, so that communicators are made at once and split.
         memory: of each device.
         env: further variables.
         timeout_s: as for `run_ranks`.
@@ -142,24 +143,25 @@ def on_devices(
     """
     variables = {
         "FAKE_CUDA_DEVICES": str(processes), "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(processes))),
-        "FAKE_CUDA_LATENCY_MS": str(latency_ms), "FAKE_CUDA_MEM": memory, **(env or {}),
+        "FAKE_CUDA_LATENCY_MS": str(LATE_MS if late else 0), "FAKE_CUDA_LATE": late, "FAKE_CUDA_MEM": memory,
+        **(env or {}),
     }  # fmt: skip
-    return run_ranks(
-        _in_group, processes, fn, args, sanitizes, timeout_s, init=False, env=variables, timeout_s=timeout_s
-    )
+    how = {"sanitizes": sanitizes, "eager": eager, "timeout_s": timeout_s}
+    return run_ranks(_in_group, processes, fn, args, how, init=False, env=variables, timeout_s=timeout_s)
 
 
-def _in_group(fn: Callable[..., Any], args: tuple[Any, ...], sanitizes: bool, timeout_s: float) -> Any:
+def _in_group(fn: Callable[..., Any], args: tuple[Any, ...], how: dict[str, Any]) -> Any:
     import cuda_software
 
-    if sanitizes:
+    if how["sanitizes"]:
         from torch.cuda._sanitizer import enable_cuda_sanitizer
 
         enable_cuda_sanitizer()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=datetime.timedelta(seconds=timeout_s + 60))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    timeout = datetime.timedelta(seconds=how["timeout_s"] + 60)
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device if how["eager"] else None)
     result = fn(*args)
-    sys.stdout.flush()
     missing = cuda_software.failures()
     assert not missing, f"the device has no values of:\n{missing}"
     return result

@@ -48,7 +48,7 @@ RUN_BY = {
 }
 """The beginning of a command → the test that runs it, or what it stands for with less work."""
 ELSEWHERE = {
-    r"python3 -m venv |pip install |ruff |python -m pytest ": "the script of CI does it; a test cannot install or start all tests",  # noqa: E501
+    r"python3 -m venv |pip install |ruff |python -m pytest |.*\.venv-cuda": "the script of CI does it; a test cannot install or start all tests",  # noqa: E501
     r"#SBATCH --(requeue|signal)|srun torchrun ": "needs SLURM, which starts a job again",
     r"cosmic-ray |cr-|nice .*cosmic-ray |python -m tests\.mutation": "takes hours; docs/mutation.md has the results",
     r"python -m coverage ": "runs the tests themselves",

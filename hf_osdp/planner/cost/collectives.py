@@ -109,7 +109,7 @@ def _lap_seconds(hardware: Hardware, ring: Ring, nbytes: int) -> float:
     hops = ring.size - 1
     outer = min(hops, ring.node_crossings)
     latency = (hops - outer) * hardware.intra_node.latency_s + outer * hardware.inter_node.latency_s
-    rate = hardware.intra_node.bytes_per_s
+    rate = hardware.intra_node_bytes_per_s
     if ring.node_crossings:
         share = hardware.inter_node.bytes_per_s / ring.sharing
         rate = share if ring.node_crossings == ring.size else min(rate, share)

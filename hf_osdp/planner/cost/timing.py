@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from ..affine import Affine
 from ..decision import Batch, UnitLayout
-from ..description import Activations, GatherSpan, ModelDescription, PhaseCost, Recomputation
+from ..description import Activations, GatherSpan, ModelDescription, PhaseCost, UnitDescription
 from ..hardware import Hardware
 from ..job import TrainingJob
-from .units import UnitSeconds, host_of, once_per_shape, unit_seconds
+from .units import UnitSeconds, host_of, once_per_shape, queue_seconds, unit_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,8 @@ def phase_affine(phase: PhaseCost, description: ModelDescription, hardware: Hard
     device = hardware.device
     parts = (
         (phase.matmul_flops, 1 / device.rate(description.compute_dtype)),
+        (phase.attention_flops, 1 / device.attention_rate(description.compute_dtype)),
+        (phase.product_bytes, device.product_traffic / device.memory_bytes_per_s),
         (phase.traffic_bytes, 1 / device.memory_bytes_per_s),
         (phase.operators, 0.0 if hardware.backend.overlaps else device.operator_s),
     )
@@ -76,44 +78,69 @@ def phase_affine(phase: PhaseCost, description: ModelDescription, hardware: Hard
     )
 
 
+def phases(
+    description: ModelDescription, hardware: Hardware, samples: int, activations: Activations
+) -> list[tuple[float, float]]:
+    """Return the device's seconds and the CPU's seconds to issue them, of each segment's forward and backward in turn;
+    all units have the same choice of activations.
+    """
+    costs = (segment.under(activations) for segment in description.segments)
+    return [
+        (
+            max(0.0, phase_affine(phase, description, hardware)(samples)),
+            phase.operators(samples) * hardware.device.operator_s,
+        )
+        for segment in costs
+        for phase in (segment.forward, segment.backward)
+    ]
+
+
 def passes(
-    description: ModelDescription, hardware: Hardware, samples: int, activations: Activations = Activations.SAVE
+    description: ModelDescription,
+    hardware: Hardware,
+    work: Sequence[tuple[float, float]],
+    queued: Sequence[tuple[float, float]],
 ) -> list[tuple[float, float]]:
     """Return the seconds of each segment's forward and backward in one micro-step, including time in which a GPU waits
     for the CPU.
 
-    All units have the same choice of activations.
+    `work` is that of `phases`. `queued` has the CPU's seconds for each unit beside its operators, which may be below 0
+    where other work of the device leaves the CPU time.
     """
-    work, lacking, issued_s = [], [], 0.0
-    hooked: set[int] = set()
-    for segment in description.segments:
-        costs = segment.under(activations)
-        hooks_s = hardware.device.unit_s if hardware.world_size > 1 and segment.unit not in hooked else 0.0
-        hooked.add(segment.unit)
-        for phase in (costs.forward, costs.backward):
-            work.append(max(0.0, phase_affine(phase, description, hardware)(samples)))
-            issue_s = phase.operators(samples) * hardware.device.operator_s + hooks_s
-            issued_s += issue_s
-            lacking.append(max(0.0, issue_s - work[-1]))
-    share = max(0.0, issued_s - sum(work)) / (sum(lacking) or 1.0) if hardware.backend.overlaps else 0.0
-    seconds = [done + share * lack for done, lack in zip(work, lacking, strict=True)]
+    if not hardware.backend.overlaps:
+        return [(forward, backward) for (forward, _), (backward, _) in zip(work[::2], work[1::2], strict=True)]
+    left = dict(enumerate(queued))
+    more = [s for segment in description.segments for s in left.pop(segment.unit, (0.0, 0.0))]
+    issued = [issue_s + more_s for (_, issue_s), more_s in zip(work, more, strict=True)]
+    lacking = [max(0.0, issue_s - done) for issue_s, (done, _) in zip(issued, work, strict=True)]
+    share = max(0.0, sum(issued) - sum(done for done, _ in work)) / (sum(lacking) or 1.0)
+    seconds = [done + share * lack for (done, _), lack in zip(work, lacking, strict=True)]
     return list(zip(seconds[::2], seconds[1::2], strict=True))
 
 
 def unit_work(
-    description: ModelDescription, hardware: Hardware, samples: int, activations: Activations = Activations.SAVE
+    description: ModelDescription,
+    hardware: Hardware,
+    samples: int,
+    activations: Activations = Activations.SAVE,
+    queued: Sequence[tuple[float, float]] = (),
+    *,
+    timed: Callable[..., list[tuple[float, float]]] = phases,
 ) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
     """Return each unit's forward and backward compute in one micro-step, and the compute that its communication can
     overlap.
 
     `activations` is the choice of the unit itself; the forward of the preceding segment counts as if everything were
-    saved. The first segment has no preceding one, so that its gather in forward overlaps nothing.
+    saved. The first segment has no preceding one, so that its gather in forward overlaps nothing. `queued` is that of
+    `passes`; `timed` is `phases`, or a cache of it.
     """
     compute_s = [0.0] * len(description.units)
     calls: list[list[Windows]] = [[] for _ in description.units]
     before, overlaps = 0.0, hardware.backend.overlaps
-    own = passes(description, hardware, samples, activations)
-    plain = passes(description, hardware, samples) if activations.recomputes else own
+    own, plain = (
+        passes(description, hardware, timed(description, hardware, samples, choice), queued)
+        for choice in (activations, Activations.SAVE)
+    )
     for segment, (forward, backward), (saved, _) in zip(description.segments, own, plain, strict=True):
         compute_s[segment.unit] += forward + backward
         if description.units[segment.unit].span is not GatherSpan.STEP:
@@ -159,21 +186,52 @@ class UnitTimer:
     """Time of each unit of a description in an optimizer step, which does not depend on the layouts of other units."""
 
     def __init__(self, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> None:
-        self._description, self._hardware, self._batch = description, hardware, batch
+        self._description, self._hardware, self._job, self._batch = description, hardware, job, batch
         self.terms = once_per_shape(description.units, partial(unit_seconds, hardware=hardware, job=job))
         self.trips = cache(partial(host_trips, description, hardware, batch.micro_batch_size))
         """`host_trips` by choice of activations."""
-        self.work = cache(self._work)
+        self._queued = once_per_shape(description.units, self._queue_of)
+        self._phases: dict[Activations, list[tuple[float, float]]] = {}
+        self._known: dict[object, tuple[tuple[float, ...], tuple[Windows, ...]]] = {}
 
-    def _work(self, way: Recomputation | None) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
-        """Return `unit_work` of a way to recompute."""
-        return unit_work(
-            self._description, self._hardware, self._batch.micro_batch_size, Activations(recomputation=way)
-        )
+    def work(self, layout: UnitLayout) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
+        """Return `unit_work` as if all units were recomputed, freed and reduced by this layout; those that are
+        gathered for the whole step are never freed.
+        """
+        way = layout.activations.recomputation
+        key: object = (way, layout.reshard_after_forward, layout.reduce_every_micro_step, layout.on_host)
+        key = key if self._hardware.backend.overlaps else (way,)
+        if key not in self._known:
+            queued = [self._queued(index, layout) for index in range(len(self._description.units))]
+            self._known[key] = unit_work(
+                self._description, self._hardware, self._batch.micro_batch_size, Activations(recomputation=way),
+                queued, timed=self._timed,
+            )  # fmt: skip
+        return self._known[key]
+
+    def _timed(
+        self, description: ModelDescription, hardware: Hardware, samples: int, activations: Activations
+    ) -> list[tuple[float, float]]:
+        """Return `phases`, computed once for each choice."""
+        if activations not in self._phases:
+            self._phases[activations] = phases(description, hardware, samples, activations)
+        return self._phases[activations]
+
+    def _queue_of(self, unit: UnitDescription, layout: UnitLayout) -> tuple[float, float]:
+        """Return `queue_seconds` of a unit, less the time in which the device copies: the CPU goes on meanwhile."""
+        if unit.span is GatherSpan.STEP:
+            layout = replace(layout, reshard_after_forward=False)
+        forward, backward = queue_seconds(unit, layout, self._hardware, self._job, self._batch)
+        if not forward + backward:
+            return 0.0, 0.0
+        terms = unit_seconds(unit, layout, self._hardware, self._job)
+        return forward - terms.copy_forward, backward - terms.copy_backward
 
     def __call__(self, index: int, layout: UnitLayout) -> UnitTime:
         """Return the seconds of a unit under a layout."""
-        compute_s, windows = self.work(layout.activations.recomputation)
+        # units that are kept for the whole step count as if the blocks were freed
+        whole_step = self._description.units[index].span is GatherSpan.STEP
+        compute_s, windows = self.work(replace(layout, reshard_after_forward=True) if whole_step else layout)
         trip = self.trips(layout.activations)[index]
         return unit_time(self.terms(index, layout), layout, windows[index], compute_s[index], self._batch, trip)
 

@@ -163,9 +163,7 @@ def unit_bytes(
     g, precision, trainable = layout.shard_size, job.precision, unit.trainable
     shards = [p.sharded_bytes(g) for p in trainable]
     gradients = 0 if layout.on_host else sum(shards)
-    casts = any(precision.gathered_dtype(p) is not p.dtype for p in unit.parameters)
-    # one process without a cast trains the plain module, without FSDP2's copies
-    copies = world_size > 1 or casts or layout.on_host
+    copies = runs_fsdp(unit, world_size, job) or layout.on_host
     gathered, scatter_input = _gathered(unit, g, job) if copies else 0, reduce_input(unit, g, job)
     reduced = scatter_input // g
     recast = any(precision.reduced_dtype(p) is not p.dtype for p in trainable)
@@ -212,6 +210,11 @@ def unit_bytes(
         host=_host_bytes(unit, layout, job),
         host_moment=max(shards, default=0) if layout.on_host and accumulates and not partial else 0,
     )
+
+
+def runs_fsdp(unit: UnitDescription, world_size: int, job: TrainingJob) -> bool:
+    """Return whether FSDP2 handles a unit on the device: one process without a cast trains the plain module."""
+    return world_size > 1 or any(job.precision.gathered_dtype(p) is not p.dtype for p in unit.parameters)
 
 
 def reduce_input(unit: UnitDescription, shard_size: int, job: TrainingJob) -> int:
@@ -265,7 +268,7 @@ def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, 
     )
     gather, scatter, replicas = unit_collective_seconds(unit, layout, hardware, gathered, reduced)
     copy_out, copy_in = 0.0, 0.0
-    if hardware.world_size > 1 or layout.on_host:
+    if runs_fsdp(unit, hardware.world_size, job) or layout.on_host:
         copy_out, copy_in = _copy_seconds(unit, g, gathered, reduced, hardware)
     if layout.on_host:
         host = host_of(hardware)
@@ -303,10 +306,24 @@ def _copy_seconds(
     """
     rate, overhead = hardware.device.memory_bytes_per_s, hardware.fsdp_overhead
     reductions = 2 if g == 1 else 1  # the reduce-scatter of one rank is a second copy
-    if overhead is None:
+    if overhead is None or hardware.backend.overlaps:
         return 2 * gathered / rate, reductions * 2 * reduced / rate
     copied = gathered if g == 1 else gathered + gathered // g
     return overhead.gather(len(unit.parameters), copied), overhead.reduce(len(unit.trainable), reductions * reduced)
+
+
+def queue_seconds(
+    unit: UnitDescription, layout: UnitLayout, hardware: Hardware, job: TrainingJob, batch: Batch
+) -> tuple[float, float]:
+    """Return the CPU's seconds for FSDP2's work on a unit beside a GPU, in forward and in backward of a micro-step;
+    the latter include a part of the optimizer step. 0 without FSDP2.
+    """
+    if not hardware.backend.overlaps or not (runs_fsdp(unit, hardware.world_size, job) or layout.on_host):
+        return 0.0, 0.0
+    overhead, trainable = hardware.queueing, len(unit.trainable)
+    gather, reduce = overhead.gather(len(unit.parameters), 0), overhead.reduce(trainable, 0)
+    last = batch.reduce_scatters(layout) * reduce + overhead.updates[job.optimizer.step](trainable, 0)
+    return gather, last / batch.accumulation_steps + (gather if layout.reshard_after_forward else 0.0)
 
 
 def host_of(hardware: Hardware) -> HostSpec:
@@ -328,7 +345,7 @@ def _update_seconds(shards: Sequence[int], hardware: Hardware, job: TrainingJob,
     if on_host:
         clipped = 3 if job.clips_gradients else 0
         return (optimizer.traffic_per_element() + clipped) * nbytes / host_of(hardware).update_bytes_per_s
-    if hardware.fsdp_overhead is None:
+    if hardware.fsdp_overhead is None or hardware.backend.overlaps:
         update = optimizer.traffic_per_element() * nbytes / device.memory_bytes_per_s
     else:
         share = optimizer.traffic_per_element() / OptimizerSpec().traffic_per_element()  # AdamW was measured

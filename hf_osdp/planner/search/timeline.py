@@ -13,7 +13,7 @@ from ..cost.memory import SegmentBytes, gathered_ahead, merging_segments, reside
 from ..cost.timing import UnitTimer
 from ..cost.units import gradients_arriving, once_per_shape, shape_ids, unit_bytes
 from ..decision import Batch, UnitLayout, meshes_of
-from ..description import Activations, GatherSpan
+from ..description import Activations, GatherSpan, Recomputation
 from ..problem import PlanningProblem
 from .options import LaterCall, Option, Part, RootSegment, Timeline, UnitGroup, undominated
 from .strategies import Space
@@ -73,7 +73,7 @@ class BatchCosts:
             unit = segment.unit
             several = unit if len(self.calls[unit]) > 1 else None  # a unit with several calls equals no other unit
             ways = (None, *(way.recomputation for way in segment.recomputed))
-            windows = tuple(self._timer.work(way)[1][unit] for way in ways)
+            windows = tuple(self._timer.work(_freed(way))[1][unit] for way in ways)
             alike = segment.each(lambda one: replace(one, unit=0))
             kinds.append(
                 known.setdefault(
@@ -195,3 +195,8 @@ def _parts(costs: BatchCosts, space: Space, others: _Others) -> Iterator[Part]:
             yield LaterCall(
                 unit=unit, number=costs.calls[unit].index(first) - 1, prefetches=costs.ahead[first] is not None
             )
+
+
+def _freed(way: Recomputation | None) -> UnitLayout:
+    """Return the layout of a unit that is recomputed in this way, and freed after its forward."""
+    return UnitLayout(shard_size=1, reshard_after_forward=True, activations=Activations(recomputation=way))

@@ -40,6 +40,12 @@ double fc_latency_ms(void) {
   return value < 0 ? value = fc_number("FAKE_CUDA_LATENCY_MS", 0) : value;
 }
 
+static int is_late(const fc_stream* s) {
+  const char* which = getenv("FAKE_CUDA_LATE");
+  int is_main = s >= defaults && s < defaults + FC_MAX_DEVICES;
+  return !which || !*which || !strcmp(which, "all") || !strcmp(which, is_main ? "main" : "side");
+}
+
 fc_stream* fc_stream_new(int device, int priority) { /* never freed: events may still name it */
   fc_stream* s = calloc(1, sizeof *s);
   s->device = device;
@@ -97,7 +103,7 @@ long fc_queue(fc_stream* s, fc_call call, void* data) {
     return 0;
   }
   work* w = malloc(sizeof *w);
-  *w = (work){call, data, fc_now_ms() + fc_latency_ms(), NULL};
+  *w = (work){call, data, fc_now_ms() + (is_late(s) ? fc_latency_ms() : 0), NULL};
   pthread_mutex_lock(&lock);
   if (!s->has_thread) {
     static int registered;

@@ -1,6 +1,6 @@
 // Values on the device. Each CUDA operator of torch still runs, so that it allocates what it allocates, with kernels
-// that do nothing; then the same operator runs on CPU tensors over the same memory, and its results are copied into the
-// CUDA outputs, as work of the current stream.
+// that do nothing; then the same operator runs on CPU tensors over the same memory, and its results are copied into
+// the CUDA outputs, as work of the current stream.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -22,12 +22,12 @@ using c10::IValue;
 using torch::jit::Stack;
 
 namespace {
-thread_local int depth = 0; // within an operator of ours: what it calls is part of it
+thread_local int depth = 0;  // within an operator of ours: what it calls is part of it
 struct Deeper {
   Deeper() { ++depth; }
   ~Deeper() { --depth; }
 };
-struct Below { // neither autograd nor an operator of ours
+struct Below {  // neither autograd nor an operator of ours
   Deeper deeper;
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autograd_dispatch_keyset};
 };
@@ -39,7 +39,7 @@ void failed(const std::string& what, const std::string& why) {
   failures[what] = why.substr(0, 200);
 }
 
-Tensor on_cpu(const Tensor& t) { // a CPU tensor over the same memory, which it does not keep
+Tensor on_cpu(const Tensor& t) {  // a CPU tensor over the same memory, which it does not keep
   if (!t.defined() || !t.is_cuda() || t.layout() != at::kStrided) return t;
   auto data = at::DataPtr(const_cast<void*>(t.storage().data()), at::kCPU);
   auto storage = c10::Storage(c10::Storage::use_byte_size_t(), t.storage().nbytes(), std::move(data), nullptr, false);
@@ -51,9 +51,7 @@ Tensor on_cpu(const Tensor& t) { // a CPU tensor over the same memory, which it 
   return out;
 }
 // Kernels read the host's scalars when they are launched: the host may change them before late work runs.
-Tensor argument(const Tensor& t) {
-  return t.defined() && t.is_cpu() && fc_latency_ms() > 0 ? t.clone() : on_cpu(t);
-}
+Tensor argument(const Tensor& t) { return t.defined() && t.is_cpu() && fc_latency_ms() > 0 ? t.clone() : on_cpu(t); }
 
 IValue mapped(const IValue& v, const std::function<Tensor(const Tensor&)>& f) {
   if (v.isTensor()) return f(v.toTensor());
@@ -64,8 +62,7 @@ IValue mapped(const IValue& v, const std::function<Tensor(const Tensor&)>& f) {
   }
   if (v.isOptionalTensorList()) {
     c10::List<std::optional<Tensor>> list;
-    for (const auto& t : v.toOptionalTensorVector())
-      list.push_back(t ? std::optional<Tensor>(f(*t)) : std::nullopt);
+    for (const auto& t : v.toOptionalTensorVector()) list.push_back(t ? std::optional<Tensor>(f(*t)) : std::nullopt);
     return list;
   }
   return v;
@@ -76,7 +73,7 @@ Stack on_cpu(const Stack& args, const std::function<Tensor(const Tensor&)>& f) {
     if (v.isDevice() && v.toDevice().is_cuda())
       out.push_back(c10::Device(at::kCPU));
     else
-      out.push_back(v.isGenerator() ? IValue() : mapped(v, f)); // values come from the CPU's own generator
+      out.push_back(v.isGenerator() ? IValue() : mapped(v, f));  // values come from the CPU's own generator
   }
   return out;
 }
@@ -100,12 +97,12 @@ bool worth_it(const Stack& values) {
   return small || small_integers;
 }
 
-void write(const Tensor& to, const Tensor& from) { // both are CPU tensors
+void write(const Tensor& to, const Tensor& from) {  // both are CPU tensors
   if (!to.defined() || !from.defined()) return;
   if (to.data_ptr() == from.data_ptr() && to.numel() == from.numel()) return;
   Tensor a = to;
   if (a.dim() == 3 && from.dim() == 3 && a.size(2) > from.size(2) && a.size(1) == from.size(1))
-    a = a.narrow(2, 0, from.size(2)); // efficient attention pads its logsumexp
+    a = a.narrow(2, 0, from.size(2));  // efficient attention pads its logsumexp
   if (a.numel() == from.numel())
     a.copy_(from.reshape(a.sizes()));
   else
@@ -118,26 +115,23 @@ std::optional<double> number(const IValue& v) { return v.isNone() ? std::optiona
 std::optional<Tensor> mask(const IValue& v) {
   return v.isTensor() && v.toTensor().defined() ? std::optional<Tensor>(v.toTensor()) : std::nullopt;
 }
-struct Attention { // query, key, value and the rest of a forward call; dropout inside of it is not applied
+struct Attention {  // query, key, value and the rest of a forward call; dropout inside of it is not applied
   Tensor q, k, v;
   bool causal;
   std::optional<Tensor> bias;
   std::optional<double> scale;
   int64_t groups() const { return q.size(1) / k.size(1); }
   Tensor wide(const Tensor& t) const { return groups() > 1 ? t.repeat_interleave(groups(), 1) : t; }
-  Tensor narrow(const Tensor& t) const {
-    return groups() > 1 ? t.unflatten(1, {k.size(1), groups()}).sum(2) : t;
-  }
+  Tensor narrow(const Tensor& t) const { return groups() > 1 ? t.unflatten(1, {k.size(1), groups()}).sum(2) : t; }
   Stack forward() const {
-    auto [o, l] =
-        at::_scaled_dot_product_flash_attention_for_cpu(q, wide(k), wide(v), 0.0, causal, bias, scale);
+    auto [o, l] = at::_scaled_dot_product_flash_attention_for_cpu(q, wide(k), wide(v), 0.0, causal, bias, scale);
     return {o, l};
   }
   Stack backward(const Tensor& grad, const Tensor& out, Tensor lse) const {
     if (lse.dim() == 4) lse = lse.squeeze(3);
     if (lse.size(2) != q.size(2)) lse = lse.narrow(2, 0, q.size(2)).contiguous();
-    auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, wide(k), wide(v), out, lse, 0.0, causal, bias, scale);
+    auto [dq, dk, dv] = at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, q, wide(k), wide(v), out, lse,
+                                                                                 0.0, causal, bias, scale);
     return {dq, narrow(dk), narrow(dv)};
   }
 };
@@ -163,7 +157,8 @@ bool attention(const std::string& name, Stack& s) {
 bool convolution(const std::string& name, Stack& s) {
   auto ints = [&](int i) { return s[i].toIntVector(); };
   if (name == "aten::cudnn_convolution")
-    s = {at::convolution(s[0].toTensor(), s[1].toTensor(), {}, ints(3), ints(2), ints(4), false, {0, 0}, s[5].toInt())};
+    s = {
+        at::convolution(s[0].toTensor(), s[1].toTensor(), {}, ints(3), ints(2), ints(4), false, {0, 0}, s[5].toInt())};
   else if (name == "aten::_conv_depthwise2d")
     s = {at::convolution(s[0].toTensor(), s[1].toTensor(), mask(s[3]), ints(4), ints(5), ints(6), false, {0, 0},
                          s[0].toTensor().size(1))};
@@ -172,14 +167,16 @@ bool convolution(const std::string& name, Stack& s) {
   return true;
 }
 
-// ---- operators whose CUDA kernel is not called, as it is cuDNN's: their outputs, allocated as it does, without its workspace
+// ---- operators whose CUDA kernel is not called, as it is cuDNN's: their outputs, allocated as it does, without its
+// workspace
 
 Tensor convolved(const Stack& s) {
   Tensor in = s[0].toTensor(), weight = s[1].toTensor();
   auto padding = s[2].toIntVector(), stride = s[3].toIntVector(), dilation = s[4].toIntVector();
   std::vector<int64_t> sizes{in.size(0), weight.size(0)};
   for (int64_t i = 2; i < in.dim(); i++)
-    sizes.push_back((in.size(i) + 2 * padding[i - 2] - dilation[i - 2] * (weight.size(i) - 1) - 1) / stride[i - 2] + 1);
+    sizes.push_back((in.size(i) + 2 * padding[i - 2] - dilation[i - 2] * (weight.size(i) - 1) - 1) / stride[i - 2] +
+                    1);
   return at::empty(sizes, in.options().memory_format(in.suggest_memory_format()));
 }
 std::optional<Stack> outputs_without_kernel(const std::string& name, const Stack& s) {
@@ -205,7 +202,7 @@ std::optional<Stack> outputs_without_kernel(const std::string& name, const Stack
 
 // ---- an operator
 
-struct Job { // on CPU tensors over the device's memory
+struct Job {  // on CPU tensors over the device's memory
   c10::OperatorHandle op;
   Stack args, outputs;
   void call(Stack& s) const {
@@ -217,7 +214,8 @@ struct Job { // on CPU tensors over the device's memory
     Stack found = args;
     try {
       call(found);
-    } catch (const std::exception&) { // layer norm's statistics: a CUDA kernel mixes bf16 with float, the CPU's do not
+    } catch (
+        const std::exception&) {  // layer norm's statistics: a CUDA kernel mixes bf16 with float, the CPU's do not
       wide = true;
       found = on_cpu(args, [](const Tensor& t) {
         return t.defined() && t.is_floating_point() && t.element_size() == 2 ? t.to(at::kFloat) : t;
@@ -231,7 +229,7 @@ struct Job { // on CPU tensors over the device's memory
     }
     for (size_t i = 0; i < found.size() && i < outputs.size(); i++) {
       const auto* alias = op.schema().returns()[i].alias_info();
-      if (alias && alias->isWrite() && !wide) continue; // written in place
+      if (alias && alias->isWrite() && !wide) continue;  // written in place
       if (found[i].isTensor() && outputs[i].isTensor()) write(outputs[i].toTensor(), found[i].toTensor());
       if (found[i].isTensorList() && outputs[i].isTensorList()) {
         auto to = outputs[i].toTensorVector(), from = found[i].toTensorVector();
@@ -244,14 +242,15 @@ void run_job(void* data) { std::unique_ptr<Job>(static_cast<Job*>(data))->run();
 
 struct Kernel final : c10::OperatorKernel {
   c10::SafeKernelFunction of_torch;
-  bool reads_values, copies; // results whose shape depends on values; copy_
-  Kernel(c10::SafeKernelFunction k, bool reads, bool is_copy) : of_torch(std::move(k)), reads_values(reads), copies(is_copy) {}
+  enum Kind { PLAIN, READS, COPIES, UNKNOWN } kind;  // reads: the shape of the result depends on values
+  Kernel(c10::SafeKernelFunction k, Kind of) : of_torch(std::move(k)), kind(of) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
     Stack args(stack->end() - op.schema().arguments().size(), stack->end());
-    if (reads_values) return read(op, args, stack);
-    bool across = copies && args[0].toTensor().is_cuda() != args[1].toTensor().is_cuda();
-    if (depth > 0 || across) return of_torch.callBoxed(op, keys, stack); // the device copies between itself and the host
+    if (kind == READS) return read(op, args, stack);
+    bool across = kind == COPIES && args[0].toTensor().is_cuda() != args[1].toTensor().is_cuda();
+    if (depth > 0 || across)
+      return of_torch.callBoxed(op, keys, stack);  // the device copies between itself and the host
     if (auto outputs = outputs_without_kernel(op.schema().name(), args)) {
       torch::jit::drop(*stack, args.size());
       stack->insert(stack->end(), outputs->begin(), outputs->end());
@@ -262,12 +261,13 @@ struct Kernel final : c10::OperatorKernel {
     Stack outputs(stack->end() - op.schema().returns().size(), stack->end()), all = args;
     all.insert(all.end(), outputs.begin(), outputs.end());
     if (!worth_it(all)) return;
+    if (kind == UNKNOWN) return failed(op.schema().name(), "the CPU has no such operator");
     auto stream = c10::cuda::getCurrentCUDAStream();
     each_on_cuda(all, [&](const Tensor& t) { stream = c10::cuda::getCurrentCUDAStream(t.get_device()); });
     auto cpu = [](const Tensor& t) { return on_cpu(t); };
     Below below;
     auto job = std::make_unique<Job>(Job{op, on_cpu(args, argument), on_cpu(outputs, cpu)});
-    if (op.hasTag(at::Tag::nondeterministic_seeded)) { // the order of random numbers is the host's
+    if (op.hasTag(at::Tag::nondeterministic_seeded)) {  // the order of random numbers is the host's
       stream.synchronize();
       return job->run();
     }
@@ -290,17 +290,45 @@ struct Kernel final : c10::OperatorKernel {
 };
 
 std::vector<std::unique_ptr<torch::Library>> libraries;
-const std::set<std::string> reading{"nonzero", "equal", "masked_select", "_unique2", "unique_dim", "unique_consecutive",
-                                    "_local_scalar_dense", "bincount", "repeat_interleave"};
-const std::set<std::string> left{ // views, storage, and questions
-    "set_", "resize_", "resize", "record_stream", "_record_stream", "is_pinned", "_pin_memory", "empty", "empty_strided",
-    "_efficientzerotensor", "is_set_to", "unfold", "as_strided", "view", "_reshape_alias", "view_as_real",
-    "view_as_complex", "alias", "_copy_from", "_nested_view_from_buffer", "_cudnn_init_dropout_state",
-    "_fused_sdp_choice"};
-} // namespace
+const std::set<std::string> reading{"nonzero",
+                                    "equal",
+                                    "masked_select",
+                                    "_unique2",
+                                    "unique_dim",
+                                    "unique_consecutive",
+                                    "_local_scalar_dense",
+                                    "bincount",
+                                    "repeat_interleave"};
+const std::set<std::string> left{// views, storage, and questions
+                                 "set_",
+                                 "resize_",
+                                 "resize",
+                                 "record_stream",
+                                 "_record_stream",
+                                 "is_pinned",
+                                 "_pin_memory",
+                                 "empty",
+                                 "empty_strided",
+                                 "_efficientzerotensor",
+                                 "is_set_to",
+                                 "unfold",
+                                 "as_strided",
+                                 "view",
+                                 "_reshape_alias",
+                                 "view_as_real",
+                                 "view_as_complex",
+                                 "alias",
+                                 "_copy_from",
+                                 "_nested_view_from_buffer",
+                                 "_cudnn_init_dropout_state",
+                                 "_fused_sdp_choice",
+                                 "_use_cudnn_ctc_loss",
+                                 "_use_miopen_ctc_loss",
+                                 "_use_cudnn_rnn_flatten_weight"};
+}  // namespace
 
 extern "C" int cuda_software_install() {
-  struct Quiet : c10::WarningHandler { // that kernels are replaced
+  struct Quiet : c10::WarningHandler {  // that kernels are replaced
     void process(const c10::Warning&) override {}
   } quiet;
   c10::WarningUtils::WarningHandlerGuard guard(&quiet);
@@ -314,9 +342,9 @@ extern "C" int cuda_software_install() {
     if (!op->hasKernelForDispatchKey(c10::DispatchKey::CUDA) && name != "copy_") continue;
     bool known = op->hasComputedKernelForDispatchKey(c10::DispatchKey::CPU) || only_cuda.count(name) ||
                  name.rfind("_scaled_dot_product_", 0) == 0;
-    if (!known) continue;
     bool reads = reading.count(name) && full.overload_name.find("out") == std::string::npos;
-    auto kernel = std::make_unique<Kernel>(op->getComputedKernelForDispatchKey(c10::DispatchKey::CUDA), reads, name == "copy_");
+    auto kind = !known ? Kernel::UNKNOWN : name == "copy_" ? Kernel::COPIES : reads ? Kernel::READS : Kernel::PLAIN;
+    auto kernel = std::make_unique<Kernel>(op->getComputedKernelForDispatchKey(c10::DispatchKey::CUDA), kind);
     auto key = c10::make_optional(c10::DispatchKey::CUDA);
     libraries.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__));
     libraries.back()->impl((name + (full.overload_name.empty() ? "" : "." + full.overload_name)).c_str(),

@@ -14,7 +14,6 @@ from hf_osdp.checkpoint.resume import (
     checkpoint_to_resume,
     last_checkpoint,
     recorded_manifest,
-    start_fresh,
     warn_of_changes,
 )
 from hf_osdp.checkpoint.writer import CheckpointWriter
@@ -65,6 +64,7 @@ def test_given_path_is_checked_and_resumed(tmp_path, restarted):
     assert checkpoint_to_resume(tmp_path / "run", given) == given
     with pytest.raises(CheckpointError, match=r"There is no checkpoint .*; give the path of a checkpoint"):
         checkpoint_to_resume(tmp_path / "run", tmp_path / "nowhere")
+    checkpoint_to_resume(tmp_path / "run", given)
     saved(tmp_path / "run" / "checkpoint-2")
     restarted()
     assert checkpoint_to_resume(tmp_path / "run", given).name == "checkpoint-2", "what this training wrote since"
@@ -90,21 +90,16 @@ def test_restart_passes_over_checkpoints_without_optimizer(tmp_path, restarted, 
 
 @pytest.mark.parametrize(("note", "line"), [('{"training": "ab', "is not JSON"), ("[]", "holds no training id")])
 def test_damaged_note_of_the_training_is_not_taken_for_none(tmp_path, restarted, note, line):
+    checkpoint_to_resume(tmp_path)
     small(tmp_path)
-    start_fresh(tmp_path)
     path = tmp_path / ".partial" / "training.json"
     path.write_text(note)
     restarted()
-    with pytest.raises(CheckpointError, match=f"training.json {line}.* Remove it to resume from the last checkpoint"):
+    with pytest.raises(CheckpointError, match=f"training.json {line}.* Remove it, and set resume_from"):
         last_checkpoint(tmp_path)
     small(tmp_path, "checkpoint-2")  # is not lost for it
     path.unlink()
     assert last_checkpoint(tmp_path).name == "checkpoint-2"
-
-
-def test_start_without_anything_to_note_writes_nothing(tmp_path):
-    start_fresh(tmp_path)
-    assert list(tmp_path.iterdir()) == []
     assert recorded_manifest(tmp_path) is None
 
 
@@ -151,9 +146,7 @@ def test_files_of_earlier_versions_are_read(tmp_path, restarted):
     del content["training"], content["settings"]
     path.write_text(json.dumps(content))
     (tmp_path / ".partial").mkdir(exist_ok=True)
-    (tmp_path / ".partial" / "training.json").write_text(
-        '{"training": null, "launches": ["host /tmp/x"], "process": "7 on host"}'
-    )
+    (tmp_path / ".partial" / "training.json").write_text('{"training": "4f0c9a1e"}')
     restarted()
     assert last_checkpoint(tmp_path) == folder and Manifest.load(folder).settings == {}
     check_checkpoint(folder)

@@ -51,8 +51,9 @@ def test_files_of_tensors_run_nothing(tmp_path):
         {"optimizer": {"state": {}, "param_groups": [{"params": [], "lr": Runs(tmp_path / "ran")}]}},
         checkpoint_id=tmp_path / "optimizer_0",
     )
-    with pytest.raises(CheckpointError, match=r"cannot be read .*(weights_only|Weights only)"):
+    with pytest.raises(CheckpointError, match=r"cannot be read .*no plain value: unsupported GLOBAL posix") as raised:
         read_optimizer(find_optimizer(tmp_path))
+    assert "weights_only" not in str(raised.value)
     assert not (tmp_path / "ran").exists()
 
 

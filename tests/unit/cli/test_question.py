@@ -189,6 +189,16 @@ def test_what_only_the_page_takes_is_refused_in_one_line(planner, change, said):
     assert said in line(planner, replace(QUESTION, **change))
 
 
+@pytest.mark.parametrize("model", ["gpt2", "runs/gpt2"])
+def test_page_reads_no_folder_of_its_machine_and_shows_no_path(planner, tmp_path, monkeypatch, model):
+    (tmp_path / model).mkdir(parents=True)
+    (tmp_path / model / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert f"MODEL {model!r} is not a hub id" in line(planner, replace(QUESTION, config="", model=model))
+    said = line(planner, replace(QUESTION, config='{"model_type": "no such type"}'))
+    assert said.startswith("MODEL 'config.json' has no configuration that transformers can read") and "/" not in said
+
+
 def test_script_asks_for_the_plan_that_is_shown(planner):
     def calls(question: Question) -> dict[str, str]:
         tree = ast.parse(planner.plan(question).script)

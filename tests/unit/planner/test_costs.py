@@ -261,7 +261,7 @@ OVERHEAD = FsdpOverhead(
         OptimizerStep.FOR_LOOP: WorkTime(tensor_s=0.5),
     },
 )
-MEASURED = machine(fsdp_overhead=OVERHEAD)
+MEASURED = machine(fsdp_overhead=OVERHEAD, backend=Backend.GLOO)
 GATHER_S, REDUCE_S = 1 + 0.2 + 0.160, 2 + 0.4 + 0.256
 """2 tensors; 128 bytes out of the buffer, 32 into it; 128 of gradients."""
 TIMES = {
@@ -286,7 +286,7 @@ TIMES = {
     "measured, SGD": (dict(g=4, hardware=MEASURED, job=job_of(states=0, step=OptimizerStep.FOREACH)),
                       dict(optimizer=0.8 * 3 / 7)),
     "measured, one process": (
-        dict(g=1, hardware=machine(1, fsdp_overhead=OVERHEAD)),
+        dict(g=1, hardware=machine(1, fsdp_overhead=OVERHEAD, backend=Backend.GLOO)),
         dict(copy_forward=0, copy_backward=0, optimizer=0.6 + 0.003 * 128),
     ),
     "the host steps and clips": (

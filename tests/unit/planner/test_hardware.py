@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.errors import HardwareError
+from hf_osdp.planner.cost.collectives import Ring, collective_seconds
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.hardware import CACHING_MARGIN, Backend, Collective, CollectiveTiming, Link, WorkTime
 from hf_osdp.planner.presets import COMMUNICATOR_BYTES, CONTEXT_BYTES, preset, preset_names
@@ -25,10 +26,15 @@ def test_presets_have_sources_and_reserve_context_and_communicators(name):
     if alone.backend is Backend.GLOO:
         assert name == "cpu" and (alone.unavoidable_bytes, node.outside_bytes(3)) == (0, 0)
         return
-    assert (
-        node.inter_node.latency_s > node.intra_node.latency_s
-        and node.inter_node.bytes_per_s < node.intra_node.bytes_per_s
-    )
+    assert node.inter_node.latency_s > node.intra_node.latency_s
+    assert node.inter_node.bytes_per_s / 8 < node.intra_node_bytes_per_s, "a device's part of the machine's link"
+    sheet = preset(name, nodes=2, devices_per_node=8, data_sheet=True)
+    for dtype, rate in node.device.flops_per_s.items():
+        assert 0.3 * sheet.device.rate(dtype) < rate <= sheet.device.rate(dtype)
+    assert 0.4 * sheet.device.memory_bytes_per_s < node.device.memory_bytes_per_s < sheet.device.memory_bytes_per_s
+    assert node.device.attention_flops_per_s < node.device.rate(DType.FLOAT16) * 1.1
+    for reached, line in ((node.intra_node, sheet.intra_node), (node.inter_node, sheet.inter_node)):
+        assert reached.bytes_per_s < line.bytes_per_s and line.source in reached.source
     assert CONTEXT_BYTES < alone.unavoidable_bytes == node.device.reserved_bytes
     assert (
         node.device.reserved_bytes < node.device.memory_bytes / 9
@@ -71,9 +77,19 @@ def test_presets_are_those_that_were_promised():
     ],
 )
 def test_links_of_common_clusters(name, inside_gb_per_s, between_gbit_per_s):
-    hardware = preset(name, nodes=2, devices_per_node=8)
+    hardware = preset(name, nodes=2, devices_per_node=8, data_sheet=True)
     assert hardware.intra_node.bytes_per_s == inside_gb_per_s * 1e9
     assert hardware.inter_node.bytes_per_s * 8 == between_gbit_per_s * 1e9
+
+
+def test_devices_that_send_through_the_host_share_what_it_moves():
+    rates = [preset("rtx-4090", devices_per_node=devices).intra_node_bytes_per_s for devices in (2, 4, 8)]
+    assert rates == [2.6e9, 2.5e9, 1.25e9]
+    assert preset("rtx-4090", devices_per_node=2).scaled(devices_per_node=8).intra_node_bytes_per_s == 1.25e9
+    assert preset("a100-80", devices_per_node=8).intra_node_bytes_per_s == 232e9
+    lap = collective_seconds(preset("rtx-4090", devices_per_node=8), Collective.ALL_GATHER, Ring(
+        size=8, node_crossings=0, sharing=1), 10**9)  # fmt: skip
+    assert lap == pytest.approx(7 / 8 / 1.25, rel=1e-3)
 
 
 def test_scaled_changes_the_counts_and_drops_what_was_measured():
@@ -102,7 +118,7 @@ def test_devices_of_a_node_share_its_host():
     whole, eighth = preset("a100-40").host, preset("a100-40", nodes=2, devices_per_node=8).host
     assert whole.memory_bytes == 10**12 and eighth.memory_bytes == whole.memory_bytes // 8
     assert eighth.update_bytes_per_s == whole.update_bytes_per_s / 8 == 51.2e9
-    assert eighth.to_device_bytes_per_s == whole.to_device_bytes_per_s == 31.5e9, "each has its own link"
+    assert eighth.to_device_bytes_per_s == whole.to_device_bytes_per_s == 26.3e9, "each has its own link"
     assert preset("a100-40", devices_per_node=8).scaled(devices_per_node=1).host == whole
 
 

@@ -54,7 +54,8 @@ MADE_FROM = [
         r"Device(Spec\.| 'toy')": dict(
             memory_bytes=(0, 2**51), memory_bytes_per_s=(NAN, INF, 0.0), operator_s=(NAN,), reserved_bytes=(-1,),
             communicator_bytes=(-1,),
-            unit_s=(-1.0,), flops_per_s=tuple({DType.FLOAT32: rate} for rate in (NAN, INF, 0.0)),
+            product_traffic=(-1.0,),
+            attention_flops_per_s=(0.0, -1.0), flops_per_s=tuple({DType.FLOAT32: rate} for rate in (NAN, INF, 0.0)),
         )
     }),
     (HOST, {r"HostSpec\.\w+=\S+ must be finite and above 0": dict(memory_bytes=(0,),

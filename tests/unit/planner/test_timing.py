@@ -11,9 +11,9 @@ from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.timing import HostTrip, UnitTimer, Windows, estimate_time, phase_affine, unit_time, unit_work
 from hf_osdp.planner.cost.units import UnitSeconds, unit_seconds
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
-from hf_osdp.planner.description import Activations, DType, ModelDescription, PhaseCost, Segment
-from hf_osdp.planner.hardware import Backend, Hardware
-from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.description import Activations, DType, GatherSpan, ModelDescription, PhaseCost, Segment
+from hf_osdp.planner.hardware import Backend, FsdpOverhead, Hardware
+from hf_osdp.planner.job import OptimizerStep, Precision, TrainingJob
 from tests.helpers.descriptions import transformer, ways
 from tests.helpers.hardware import bare_preset
 
@@ -106,7 +106,7 @@ def test_phase_is_a_roofline_of_products_and_traffic_and_dispatch_where_nothing_
     assert phase_s(dispatched, 2, hardware(operator_s=1e-3)) == pytest.approx(3.0), "queued ahead"
 
 
-def launching(operators: float, unit_s: float) -> tuple[ModelDescription, Hardware]:
+def launching(operators: float) -> tuple[ModelDescription, Hardware]:
     """A transformer with so many operators in each pass, and a GPU beside a CPU that issues one in a millisecond."""
 
     def issued(phase: PhaseCost) -> PhaseCost:
@@ -117,24 +117,66 @@ def launching(operators: float, unit_s: float) -> tuple[ModelDescription, Hardwa
         s.each(lambda costs: replace(costs, forward=issued(costs.forward), backward=issued(costs.backward)))
         for s in plain.segments
     )
-    return replace(plain, segments=tuple(segments)), hardware(operator_s=1e-3, unit_s=unit_s)
+    return replace(plain, segments=tuple(segments)), hardware(operator_s=1e-3)
 
 
 def test_gpu_waits_where_a_micro_step_has_less_work_than_the_cpu_takes_to_issue():
     work = sum(compute_s(transformer(), hardware(), 4))
     passes, units = 2 * len(transformer().segments), len({segment.unit for segment in transformer().segments})
+    hooks = [(work, work)] * len(transformer().units)
     hidden = 0.5 * work / passes / 1e-3  # operators of a pass that take the CPU half as long as all the work
-    assert sum(compute_s(*launching(hidden, 0.0), 4)) == pytest.approx(work)
-    assert sum(compute_s(*launching(4 * hidden, 0.0), 4)) == pytest.approx(2 * work)
-    assert sum(compute_s(*launching(4 * hidden, work), 4)) == pytest.approx(2 * work + 2 * units * work)
-    description, gpu = launching(4 * hidden, 0.0)
+    assert sum(compute_s(*launching(hidden), 4)) == pytest.approx(work)
+    description, gpu = launching(4 * hidden)
+    assert sum(compute_s(description, gpu, 4)) == pytest.approx(2 * work)
+    queued = unit_work(description, gpu, 4, queued=hooks)[0]
+    assert sum(queued) == pytest.approx(2 * work + 2 * units * work), "each unit's hooks run once in each pass"
     assert sum(compute_s(description, gpu, 2)) == pytest.approx(2 * work), "fewer samples are no quicker"
-    alone = replace(launching(4 * hidden, work)[1], devices_per_node=1)
-    assert sum(compute_s(description, alone, 4)) == pytest.approx(2 * work), "one process has no hooks"
-    before, after = (unit_work(*launching(operators, 0.0), 4)[1] for operators in (0.0, 1e6))
+    before, after = (unit_work(*launching(operators), 4)[1] for operators in (0.0, 1e6))
     assert all(b.backward > 100 * a.backward for a, b in zip(before, after, strict=True) if a.backward), (
         "communication hides beside it"
     )
+
+
+def test_phase_counts_attention_at_its_own_rate_and_the_bytes_of_products():
+    phase = PhaseCost(
+        matmul_flops=Affine(per_sample=19.5e12),
+        attention_flops=Affine(per_sample=5e12),
+        product_bytes=Affine(per_sample=1555e9),
+    )
+    assert phase.flops == Affine(per_sample=24.5e12)
+    assert phase_s(phase, 1, hardware()) == pytest.approx(1 + 5 / 19.5), "by default it has the rate of products"
+    device = {"attention_flops_per_s": 10e12, "product_traffic": 0.25}
+    assert phase_s(phase, 1, hardware(**device)) == pytest.approx(1 + 5 / 10 + 0.25)
+    assert phase_s(phase, 1, hardware(**{**device, "attention_flops_per_s": 1e15})) == pytest.approx(1.25 + 5 / 19.5)
+
+
+def test_gpu_waits_for_fsdp2_and_the_optimizer_where_the_cpu_is_slower():
+    """Gathers and reductions of each micro-step, and a step of the optimizer; less where units are not freed."""
+    description, queueing = transformer(), FsdpOverhead.issued(1.0)
+    slow, layouts = hardware(operator_s=1.0), everywhere(description, 4)
+
+    def queued_s(units: list[UnitLayout], batch: Batch, job: TrainingJob = JOB) -> float:
+        return estimate_time(description, units, slow, job, batch).total("compute_s")
+
+    units = [description.units[index] for index in sorted({segment.unit for segment in description.segments})]
+    gathers = sum(queueing.gather(len(unit.parameters), 0) for unit in units)
+    again = sum(queueing.gather(len(unit.parameters), 0) for unit in units if unit.span is GatherSpan.USE)
+    reduces = sum(queueing.reduce(len(unit.trainable), 0) for unit in units)
+    update = sum(queueing.updates[OptimizerStep.FUSED](len(unit.trainable), 0) for unit in units)
+    assert queued_s(layouts, ONCE) == pytest.approx(gathers + again + reduces + update, rel=1e-3)
+    assert queued_s(layouts, FIVE) == pytest.approx(5 * (gathers + again + reduces) + update, rel=1e-3)
+    kept = everywhere(description, 4, keep=True)
+    assert queued_s(kept, ONCE) == pytest.approx(gathers + reduces + update, rel=1e-3)
+    held = [replace(layout, reduce_every_micro_step=False) for layout in kept]
+    assert queued_s(held, FIVE) == pytest.approx(5 * gathers + reduces + update, rel=1e-3)
+
+    def alone_s(**precision: object) -> float:
+        job = replace(JOB, precision=replace(Precision.named("bf16"), **precision))
+        one = replace(slow, devices_per_node=1)
+        return estimate_time(description, everywhere(description, 1, keep=True), one, job, ONCE).total("compute_s")
+
+    assert alone_s() == pytest.approx(gathers + reduces + update, rel=1e-3), "one rank that casts runs FSDP2"
+    assert alone_s(autocast=True) < 1, "autocast runs without FSDP2"
 
 
 def test_rate_of_an_unknown_dtype_is_an_error_that_lists_the_known():

@@ -48,7 +48,7 @@ def test_compilation_pays_where_steps_are_faster_and_win_back_the_compiling(
 @pytest.fixture
 def model(monkeypatch) -> GPT2LMHeadModel:
     """A model whose compiled blocks are described as the eager ones, in no time at all."""
-    describe = Describer._describe
+    describe = Describer._traced
 
     def described(self: Describer, *args: object, **sizes: object) -> ModelDescription:
         if (key := repr((args, sizes))) not in EAGER:
@@ -64,7 +64,7 @@ def model(monkeypatch) -> GPT2LMHeadModel:
         quick = tuple(replace(s, **changes) for s, changes in zip(EAGER[key].segments, passes, strict=True))
         return replace(EAGER[key], segments=quick, compiled_classes=("GPT2Block",))
 
-    monkeypatch.setattr(Describer, "_describe", described)
+    monkeypatch.setattr(Describer, "_traced", described)
     return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=61, n_positions=16))
 
 

@@ -171,7 +171,7 @@ def test_slow_link_names_what_is_faster(nodes):
     if nodes == 1:
         assert preflight.slow_link(full, hardware, time, [best]) is None
         return
-    crossing = "6 of 6 units are sharded across 2 nodes over 1.2 GiB/s"
+    crossing = "6 of 6 units are sharded across 2 nodes over 953.7 MiB/s"
     assert_found(
         preflight.slow_link(full, hardware, time, [best]),
         Severity.WARNING,

@@ -101,10 +101,10 @@ def test_each_way_is_better_than_a_mix_of_its_neighbours_and_of_saving_all(name,
         costs = [(way.costs.saved_bytes(2), way.costs.backward) for way in segment.recomputed]
         costs.append((segment.saved_bytes(2), segment.backward))
         rate = {"cpu": 20, "cuda": 150}[device_type]
-        work = [(saved, phase.matmul_flops(2) / rate + phase.traffic_bytes(2)) for saved, phase in costs]
+        work = [(saved, phase.flops(2) / rate + phase.traffic_bytes(2)) for saved, phase in costs]
         for (x0, y0), (x, y), (x1, y1) in zip(work, work[1:], work[2:], strict=False):
             assert x0 < x < x1 and y < y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-        assert all(way.costs.forward.matmul_flops == segment.forward.matmul_flops for way in segment.recomputed)
+        assert all(way.costs.forward.flops == segment.forward.flops for way in segment.recomputed)
 
 
 def test_saved_products_do_not_run_again_and_the_last_one_never_did():

@@ -1,0 +1,118 @@
+"""What a training consists of, as short texts by name: compared between ranks before a run, and between save and
+resume (`docs/fault_tolerance.md`, a run's identity).
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, is_dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import TensorDataset
+
+_SHOWN = 120
+"""Longer texts are shown by their beginning and a checksum."""
+_ROWS = 64
+_SAYS_NOTHING = ("architectures", "dtype", "transformers_version", "use_cache")
+"""Entries of configurations that saving writes or that do not change training, as those that begin with `_`."""
+_NOT_COMPARED = ("params", "initial_lr", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
+"""Entries of an optimizer's groups that are no arguments of its update."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_PLAIN = (bool, int, float, str, tuple, list, type(None))
+
+
+def configuration_texts(model: nn.Module) -> dict[str, str]:
+    """Return the entries of a model's configuration, such as `n_head`: they may change what equal weights compute."""
+    config: Any = getattr(model, "config", None)
+    entries = config.to_dict() if hasattr(config, "to_dict") else config
+    if is_dataclass(config) and not isinstance(config, type):
+        entries = asdict(config)
+    if not isinstance(entries, Mapping):
+        return {}
+    kept = {str(name): value for name, value in entries.items() if name not in _SAYS_NOTHING}
+    return {name: _short(value) for name, value in kept.items() if not name.startswith("_")}
+
+
+def modules_text(model: nn.Module) -> str:
+    """Return a model's modules with their options, such as dropout, as torch prints them."""
+    return _text(model)
+
+
+def dataset_text(dataset: Any) -> str:  # noqa: ANN401  # anything that a DataLoader accepts
+    """Return a text that identifies a dataset: its size, and a checksum of 64 rows spread over it if reading them has
+    no side effect; empty without a size.
+    """
+    try:
+        size = len(dataset)
+    except TypeError:
+        return ""
+    arrow = dataset.with_format("arrow") if hasattr(dataset, "with_format") and hasattr(dataset, "data") else None
+    rows = arrow if arrow is not None else dataset if isinstance(dataset, (list, tuple, TensorDataset)) else None
+    if rows is None or not size:
+        return f"of {size} rows"
+    read = (rows[at] for at in sorted({0, size - 1, *random.Random(size).sample(range(size), min(_ROWS, size))}))
+    crc = 0
+    for row in read:
+        for part in _bytes_of(row.to_pydict() if arrow is not None else row):
+            crc = zlib.crc32(part, crc)
+    return f"of {size} rows ({crc:08x})"
+
+
+def optimizer_texts(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return an optimizer's arguments by name, such as `lr`, over its groups; rates are those before any schedule."""
+    texts: dict[str, list[object]] = {}
+    for group in optimizer.param_groups:
+        for name, value in group.items():
+            given = group.get("initial_lr", value) if name == "lr" else value
+            plain = given.item() if torch.is_tensor(given) and given.numel() == 1 else given
+            if name not in _NOT_COMPARED and isinstance(plain, _PLAIN) and plain not in texts.setdefault(name, []):
+                texts[name].append(plain)
+    return {name: _short(values[0] if len(values) == 1 else values) for name, values in texts.items()}
+
+
+def schedule_text(scheduler: object) -> str:
+    """Return a scheduler's type and arguments; of functions only those that `functools.partial` has bound."""
+    state = vars(scheduler) if isinstance(scheduler, LRScheduler) else {}
+    given = {
+        name: value
+        for name, value in state.items()
+        if not name.startswith("_") and name not in ("last_epoch", "base_lrs") and isinstance(value, _PLAIN)
+    }
+    for one in state.get("lr_lambdas", ()):
+        given |= one.keywords if isinstance(one, partial) else {}
+    given.pop("lr_lambdas", None)
+    return f"{type(scheduler).__name__} {_short(given)}"
+
+
+def _short(value: object) -> str:
+    text = _text(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({zlib.crc32(text.encode()):08x})"
+
+
+def _text(value: object) -> str:
+    return _ADDRESS.sub("", repr(value))
+
+
+def _bytes_of(value: object) -> Iterator[bytes]:
+    """Yield the content of a row, at the same for equal rows of any process."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield _text(key).encode()
+            yield from _bytes_of(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _bytes_of(item)
+    elif isinstance(value, torch.Tensor) and not value.is_meta:
+        yield value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        yield value.tobytes()
+    else:
+        yield _text(value).encode(errors="replace")

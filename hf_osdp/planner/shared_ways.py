@@ -1,0 +1,53 @@
+"""Take a model's ways to recompute and offload its blocks from the description of another with the same blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .affine import Affine
+from .description import ModelDescription, Segment
+from .split import ModelSplit
+
+
+def without_head(split: ModelSplit, whole: ModelDescription) -> ModelSplit:
+    """Return a split without what it changes outside the blocks of the whole model: the head in slices, the loss in
+    pieces.
+    """
+    blocks = tuple(
+        f"{name}." for unit in whole.units if unit.class_name in whole.block_classes for name in unit.module_names
+    )
+    inside = tuple(one for one in split.sliced if one.fqn.startswith(blocks))
+    return ModelSplit(operators=split.operators, sliced=inside)
+
+
+def with_ways_of(base: ModelDescription, changed: ModelDescription) -> ModelDescription | None:
+    """Return `changed`, which was traced without ways to recompute and offload its blocks, with those of `base`.
+
+    Return None unless all from the first to the last block costs the same in both. Of the other segments only the
+    first one after the blocks may hold what recomputed blocks need.
+    """
+    blocks = [i for i, segment in enumerate(base.segments) if segment != _plain(segment)]
+    names, changed_names = ([one.units[segment.unit].fqn for segment in one.segments] for one in (base, changed))
+    if not blocks or names[blocks[0]] not in changed_names:
+        return None
+    first, stop = blocks[0], blocks[-1] + 1
+    offset = changed_names.index(names[first]) - first
+    if changed_names[first + offset : stop + offset] != names[first:stop]:
+        return None
+    segments = list(changed.segments)
+    for i in range(first, stop):
+        one, other = segments[i + offset], base.segments[i]
+        if other.recomputed:
+            ways = tuple(replace(way, costs=replace(way.costs, unit=one.unit)) for way in other.recomputed)
+            other = replace(other, recomputed=ways)
+        elif i == stop - 1:  # it belongs to the root, and begins what follows the blocks
+            other = replace(one, held_bytes=other.held_bytes)
+        if replace(_plain(other), unit=one.unit) != one:
+            return None
+        segments[i + offset] = replace(other, unit=one.unit)
+    return replace(changed, segments=tuple(segments))
+
+
+def _plain(segment: Segment) -> Segment:
+    """Return the segment without what only other ways to run the blocks show."""
+    return replace(segment, recomputed=(), held_bytes=Affine(), own_saved_bytes=Affine(), sent_bytes=Affine())

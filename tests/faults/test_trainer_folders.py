@@ -1,0 +1,135 @@
+"""What a run finds in its folder: a best checkpoint elsewhere, steps that no training took, another run's settings."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from hf_osdp import OSDPAccelerator, preset
+from hf_osdp.checkpoint.states import load_loop, save_loop
+from hf_osdp.checkpoint.writer import CheckpointWriter
+from hf_osdp.errors import CheckpointError
+from hf_osdp.modeling.identity import optimizer_texts
+from tests.helpers.models import tiny_model
+from tests.unit.checkpoint.checkpoints import trained
+from tests.unit.integrations.test_checkpoints import names, planned
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+BEST = {
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "load_best_model_at_end": True,
+    "greater_is_better": True,  # the loss falls, so that the first checkpoint is the best
+    "save_total_limit": 1,
+}
+
+
+def old_run(folder):
+    """A run that ended after two steps, with checkpoints of both."""
+    planned(folder, **{**BEST, "save_total_limit": None, "max_steps": 2}).train()
+    assert names(folder) == ["checkpoint-1", "checkpoint-2"]
+    return folder
+
+
+@pytest.mark.parametrize("copied", [["checkpoint-2"], ["checkpoint-1", "checkpoint-2"]])
+def test_best_checkpoint_in_another_folder_loses_none_and_changes_nothing(tmp_path, caplog, copied):
+    old, weights = old_run(tmp_path / "old"), []
+    for number, keeps_old in enumerate((True, False)):
+        new = tmp_path / f"new-{number}"
+        for name in copied:
+            shutil.copytree(old / name, new / name)
+        if not keeps_old:
+            shutil.rmtree(old)
+        trainer = planned(new, **BEST)
+        trainer.train(resume_from_checkpoint=True)
+        weights.append(trainer.model.state_dict())
+        assert names(new), "a checkpoint is left"
+        assert trainer.state.best_model_checkpoint == (str(new / "checkpoint-1") if len(copied) == 2 else None)
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    if len(copied) == 1:
+        assert caplog.text.count("so it will not be loaded; to keep it, copy it there") == 1
+
+
+@pytest.mark.parametrize("step", [10**15, 1e15, -1, None, "2", 1])
+def test_step_that_no_training_took_is_damage(tmp_path, step):
+    planned(tmp_path, max_steps=2, save_steps=2).train()
+    folder = tmp_path / "checkpoint-2"
+    (folder / "osdp_checkpoint.json").unlink()  # as of the stock Trainer
+    state = json.loads((folder / "trainer_state.json").read_text())
+    (folder / "trainer_state.json").write_text(json.dumps({**state, "global_step": step}))
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 is damaged: trainer_state.json says step .*; use"):
+        planned(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_nothing_left_to_train_is_said(tmp_path, caplog):
+    planned(tmp_path, max_steps=3, save_steps=3).train()
+    planned(tmp_path, max_steps=2).train(resume_from_checkpoint=True)
+    assert "is of step 3, and this run ends after step 2: nothing is left to train" in caplog.text
+
+
+CHANGED = {
+    "learning_rate": ("0.01", "0.02"),
+    "weight_decay": ("0.0", "0.1"),
+    "lr_scheduler_type": ("linear", "cosine"),
+    "n_head": ("4", "2"),
+    "activation_function": ("'gelu_new'", "'relu'"),
+}
+
+
+def test_trainer_names_each_change_between_save_and_resume(tmp_path, caplog):
+    planned(tmp_path, max_steps=1).train()
+    planned(tmp_path, max_steps=1).train(resume_from_checkpoint=True)
+    assert "was saved with" not in caplog.text
+    model = tiny_model("gpt2", layers=1)
+    model.config.n_head, model.config.activation_function = 2, "relu"
+    changes = {"learning_rate": 2e-2, "weight_decay": 0.1, "lr_scheduler_type": "cosine"}
+    again = planned(tmp_path, max_steps=2, model=model, **changes)
+    rows = again.train_dataset
+    other = [{name: value.flip(0) for name, value in row.items()} for row in rows]
+    again.train_dataset = [
+        rows[at] if at in (0, len(rows) // 2, len(rows) - 1) else row for at, row in enumerate(other)
+    ]
+    again.train(resume_from_checkpoint=True)
+    (line,) = (record.getMessage() for record in caplog.records if "was saved with" in record.getMessage())
+    saved, now = line.split("; this run has ")
+    for name, (before, after) in CHANGED.items():
+        assert f"{name} {before}" in saved and f"{name} {after}" in now, line
+    assert "dataset of 16 rows (" in saved and "it does not continue the same training" in now
+
+
+def test_loops_name_each_change_between_save_and_resume(tmp_path, caplog):
+    def loop(rate: float, decay: float, gamma: float) -> OSDPAccelerator:
+        accelerator = OSDPAccelerator(cpu=True, osdp={"hardware": preset("cpu", devices_per_node=1)})
+        model = tiny_model("gpt2", layers=1)
+        accelerator.plan(model, sequence_length=12, global_batch_size=2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=decay)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma)
+        accelerator.prepare(model, optimizer, schedule)
+        for _ in range(3):
+            schedule.step()
+        return accelerator
+
+    folder = str(tmp_path / "checkpoint-3")
+    loop(0.1, 0.0, 0.5).save_state(folder)
+    loop(0.1, 0.0, 0.5).load_state(folder)
+    assert "was saved with" not in caplog.text, "the rate before the schedule counts"
+    loop(0.2, 0.1, 0.7).load_state(folder)
+    (line,) = (record.getMessage() for record in caplog.records if "was saved with" in record.getMessage())
+    assert "lr 0.1, weight_decay 0.0, schedule StepLR" in line
+    assert "this run has lr 0.2, weight_decay 0.1, schedule StepLR" in line
+    caplog.clear()
+    model, optimizer = trained()
+    writer = CheckpointWriter(settings=optimizer_texts(optimizer))
+    save_loop(writer, tmp_path / "plain", model, optimizer, others={}, progress={}, sharded=True)
+    load_loop(tmp_path / "plain", *trained(), others={})
+    assert "was saved with" not in caplog.text
+    model, optimizer = trained()
+    for group in optimizer.param_groups:
+        group["initial_lr"], group["weight_decay"] = 0.5, 0.3
+    load_loop(tmp_path / "plain", model, optimizer, others={})
+    (line,) = (record.getMessage() for record in caplog.records if "was saved with" in record.getMessage())
+    assert "lr 0.5" in line and "weight_decay 0.3" in line

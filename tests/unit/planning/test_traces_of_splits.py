@@ -1,0 +1,72 @@
+"""Splits of a model share the traces of what they do not change, and are described as if they shared none."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from hf_osdp.modeling.split_candidates import possible_splits
+from hf_osdp.planner.job import OptimizerSpec, Precision
+from hf_osdp.planner.presets import preset
+from hf_osdp.planner.split import ModelSplit
+from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.planning.facts import RunFacts
+from hf_osdp.planning.problem import Describer, find_plan
+from hf_osdp.tracing import trace
+from hf_osdp.tracing.describe import describe
+
+SIZES = {"n_layer": 3, "n_head": 2, "n_embd": 32, "vocab_size": 512, "n_positions": 32}
+MODELS = {
+    "tied head": lambda: GPT2LMHeadModel(GPT2Config(**SIZES)),
+    "rotary positions": lambda: LlamaForCausalLM(
+        LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=512)
+    ),
+}
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The number of batches of each run of a model on fake tensors."""
+    found: list[int] = []
+    stock = trace._Tracer.run
+
+    def counted(self, samples, *args, **options):
+        found.append(len(samples))
+        return stock(self, samples, *args, **options)
+
+    monkeypatch.setattr(trace._Tracer, "run", counted)
+    return found
+
+
+def facts(world_size: int = 2) -> RunFacts:
+    return RunFacts(
+        world_size=world_size,
+        device_type="cpu",
+        precision=Precision(),
+        optimizer=OptimizerSpec(),
+        reads_loss_alone=True,
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_split_of_the_head_is_described_as_by_traces_of_its_own(name, runs):
+    model = MODELS[name]()
+    describer = Describer(model, OSDPConfig(sequence_length=16, global_batch_size=8), facts())
+    whole = describer.describe()
+    heads = [split for split in possible_splits(model, whole) if split.loss_pieces > 1 or len(split.sliced) == 1]
+    assert len(heads) == 4  # each alone, and with operator units
+    for split in heads:
+        describer.describe(ModelSplit(operators=split.operators))
+        runs.clear()
+        shared = describer.describe(split)
+        assert len(runs) == 1
+        assert shared == describe(model, sequence_length=16, split=split) and shared.recomputable
+
+
+def test_plan_of_the_demo_takes_few_traces(runs):
+    sizes = {"n_layer": 6, "n_head": 6, "n_embd": 192, "vocab_size": 2048, "n_positions": 128}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    config = OSDPConfig(sequence_length=128, global_batch_size=8, memory_limit="65MiB")
+    plan = find_plan(model, config, facts(), hardware=preset("cpu", devices_per_node=2)).plan
+    assert not plan.split.is_none and plan.proven_optimal
+    assert len(runs) <= 12 and sum(runs) <= 31  # 22 and 51 if no split shared a trace
