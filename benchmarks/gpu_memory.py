@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_memory.py
     python benchmarks/gpu_memory.py --quick
+    python benchmarks/gpu_memory.py --limits
     python benchmarks/gpu_memory.py --json gpu_memory.json
 
 With a process group that sends nothing, this process has the shards of rank 0 of 8. Layout, gathers, reductions and
@@ -11,8 +12,9 @@ the optimizer are those of FSDP2 and torch, on the device. There are two questio
    average.
 2. Plans of the search under a limit that `torch.cuda.set_per_process_memory_fraction` enforces: at the least limit
    that the planner calls feasible, and between it and what DDP needs. No such plan may run out of memory, and of a
-   limit of 4 GiB or more at least 98 % of what the margin leaves must be used. Then each limit is lowered until the
-   step really runs out of memory.
+   limit of 4 GiB or more at least 98 % of what the margin leaves must be used. Beside them stands whether the plan
+   runs in 97 % of its limit, and with segments that do not expand. Then each limit is lowered until the step really
+   runs out of memory; `--limits` leaves that and the layouts out, and takes more models.
 
 The workspace of cuBLAS is in the same allocator; it is measured first and given to the planner as reserved memory.
 Without a CUDA device, the program says so and measures nothing. The last line is the headline; the exit code is 1 if
@@ -45,7 +47,7 @@ from hf_osdp.modeling.build import build_on_meta  # noqa: E402
 from hf_osdp.planner.cost.evaluate import estimate_plan  # noqa: E402
 from hf_osdp.planner.decision import Batch  # noqa: E402
 from hf_osdp.planner.description import ModelDescription  # noqa: E402
-from hf_osdp.planner.hardware import CACHING_MARGIN, Hardware  # noqa: E402
+from hf_osdp.planner.hardware import Hardware  # noqa: E402
 from hf_osdp.planner.job import Precision, TrainingJob  # noqa: E402
 from hf_osdp.planner.plan import Plan  # noqa: E402
 from hf_osdp.planner.presets import preset  # noqa: E402
@@ -102,6 +104,28 @@ MODELS = {
                "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True},
     ),
 }  # fmt: skip
+MORE_MODELS = {
+    "Llama 8B": Model(
+        config="LlamaConfig", architecture="LlamaForCausalLM", sequence_length=2048, samples=1,
+        sizes={"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+               "num_key_value_heads": 8, "vocab_size": 128256},
+    ),
+    "Qwen3 0.6B": Model(
+        config="Qwen3Config", architecture="Qwen3ForCausalLM", sequence_length=2048, samples=2,
+        sizes={"num_hidden_layers": 28, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+               "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
+    ),
+    "ViT base": Model(
+        config="ViTConfig", architecture="ViTForImageClassification", sequence_length=1, samples=32,
+        sizes={"num_labels": 1000},
+    ),
+    "8 experts": Model(
+        config="MixtralConfig", architecture="MixtralForCausalLM", sequence_length=1024, samples=2,
+        sizes={"num_hidden_layers": 8, "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 16,
+               "num_key_value_heads": 8, "num_local_experts": 8, "vocab_size": 32000},
+    ),
+}  # fmt: skip
+"""Models of `--limits`, beside MODELS: 8B parameters, a vocabulary of 150k, pictures, experts."""
 LAYOUTS = ("ddp", "zero2", "zero3", "hsdp", "mixed")
 PRECISIONS = ("no", "bf16")
 
@@ -131,19 +155,25 @@ class LimitRow:
     precision: str
     between: float
     limit_bytes: int
+    room_bytes: int
+    """What the margin leaves of the limit."""
     planned_bytes: int
     fits: bool
     allocated_bytes: int | None
     reserved_bytes: int | None
-    survives_bytes: int | None
+    retries: int | None = None
+    """How often the allocator emptied its cache in all steps."""
+    fits_97: bool = False
+    """Whether the plan also runs in 97 % of its limit."""
+    fits_fixed: bool = False
+    """Whether the plan also runs with segments that do not expand."""
+    survives_bytes: int | None = None
     """Lowest limit under which the step still runs; None if no limit up to the device's memory suffices."""
 
     @property
     def used(self) -> float | None:
         """Return the allocated share of what the margin leaves of the limit."""
-        return (
-            None if self.allocated_bytes is None else self.allocated_bytes / (self.limit_bytes * (1 - CACHING_MARGIN))
-        )
+        return None if self.allocated_bytes is None else self.allocated_bytes / self.room_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +191,7 @@ class Setting:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two layouts of GPT-2 small in one precision, one limit")
+    parser.add_argument("--limits", action="store_true", help="limits only, without the walk, of more models in bf16")
     parser.add_argument("--json", type=Path, help="also write every row to this file")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -168,13 +199,13 @@ def main() -> int:
         return 0
     layouts: list[LayoutRow] = []
     limits: list[LimitRow] = []
-    for name, precision in itertools.product(
-        *(("GPT-2 small",), ("bf16",)) if options.quick else (MODELS, PRECISIONS)
-    ):
+    cases = (("GPT-2 small",), ("bf16",)) if options.quick else (MODELS, PRECISIONS)
+    for name, precision in itertools.product(*((*MODELS, *MORE_MODELS), ("bf16",)) if options.limits else cases):
         # One process for each, because a failed step leaves memory in the allocator.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             chosen = (("zero3", "mixed"), (0.0,)) if options.quick else (LAYOUTS, BETWEEN)
-            found = pool.submit(measure_on_cuda, name, precision, *chosen).result()
+            chosen = ((), (*BETWEEN, 0.9)) if options.limits else chosen
+            found = pool.submit(measure_on_cuda, name, precision, *chosen, not options.limits).result()
         layouts += found[0]
         limits += found[1]
         show(*found)
@@ -201,7 +232,8 @@ def measure_on_cuda(
     transformers.logging.set_verbosity_error()
     memory = CudaMemory(Precision.named(precision))
     with fake_process_group(WORLD):
-        return measure(setting_of(name, MODELS[name], precision, memory.device), memory, layouts, between, walks=walks)
+        model = (MODELS | MORE_MODELS)[name]
+        return measure(setting_of(name, model, precision, memory.device), memory, layouts, between, walks=walks)
 
 
 def measure(
@@ -253,12 +285,10 @@ def measure_limit(
     setting: Setting, memory: Memory, between: float, limit_bytes: int, *, walks: bool = True
 ) -> LimitRow:
     """Measure the search's plan at its limit and, with `walks`, find the lowest limit under which it still runs."""
+    hardware = hardware_of(memory)
     plan = search(
         PlanningProblem(
-            description=setting.description,
-            hardware=hardware_of(memory),
-            job=setting.job,
-            memory_limit_bytes=limit_bytes,
+            description=setting.description, hardware=hardware, job=setting.job, memory_limit_bytes=limit_bytes
         )
     ).plan
     reading = attempt(plan, setting, memory, limit_bytes)
@@ -267,10 +297,14 @@ def measure_limit(
         precision=setting.precision,
         between=between,
         limit_bytes=limit_bytes,
+        room_bytes=hardware.room_bytes(limit_bytes),
         planned_bytes=plan.peak_bytes,
         fits=reading is not None,
         allocated_bytes=None if reading is None else reading.allocated,
         reserved_bytes=None if reading is None else reading.reserved,
+        retries=None if reading is None else reading.retries,
+        fits_97=attempt(plan, setting, memory, int(0.97 * limit_bytes)) is not None,
+        fits_fixed=attempt(plan, setting, memory, limit_bytes, expandable=False) is not None,
         survives_bytes=None
         if not walks
         else lowest_limit(
@@ -303,11 +337,13 @@ def limits_of(setting: Setting, memory: Memory, between: Sequence[float]) -> Ite
             yield part, limit
 
 
-def attempt(plan: Plan, setting: Setting, memory: Memory, limit_bytes: int | None) -> Reading | None:
+def attempt(
+    plan: Plan, setting: Setting, memory: Memory, limit_bytes: int | None, *, expandable: bool = True
+) -> Reading | None:
     """Run a few steps under a limit and free everything; return None if memory did not suffice."""
     reading = None
     try:
-        with memory.limited(limit_bytes):
+        with memory.limited(limit_bytes, expandable=expandable):
             reading = _steps(plan, setting, memory)
     except torch.OutOfMemoryError:
         pass  # memory is freed below, because the traceback still holds the tensors here
@@ -422,18 +458,21 @@ def show(layouts: Sequence[LayoutRow], limits: Sequence[LimitRow]) -> None:
         error = "-" if row.error is None else f"{row.error:+.2%}"
         print(f"{row.model:<13}{row.precision:<6}{row.layout:<8}{_text(row.estimated_bytes):>11}{_text(row.allocated_bytes):>11}"
               f"{_text(row.reserved_bytes):>11}{error:>9}")  # fmt: skip
-    names = ("limit", "planned", "allocated", "reserved", "used", "survives")
+    names = ("limit", "planned", "allocated", "reserved", "retries", "used", "survives")
     print(
         f"\n{'model':<13}{'dtype':<6}"
-        + "".join(f"{name:>{8 if name == 'used' else 11}}" for name in names)
-        + "  outcome"
+        + "".join(f"{name:>{8 if name in ('retries', 'used') else 11}}" for name in names)
+        + "  outcome, in 97 %, fixed"
     )
     for row in limits:
         sizes = (row.limit_bytes, row.planned_bytes, row.allocated_bytes, row.reserved_bytes)
         used = "-" if row.used is None else f"{row.used:.1%}"
         outcome = "fits" if row.fits else "OUT OF MEMORY"
+        others = ", ".join("fits" if fits else "out" for fits in (row.fits_97, row.fits_fixed))
+        retries = "-" if row.retries is None else row.retries
         texts = "".join(f"{_text(size):>11}" for size in sizes)
-        print(f"{row.model:<13}{row.precision:<6}{texts}{used:>8}{_text(row.survives_bytes):>11}  {outcome}")
+        texts += f"{retries:>8}{used:>8}{_text(row.survives_bytes):>11}"
+        print(f"{row.model:<13}{row.precision:<6}{texts}  {outcome}, {others}")
     sys.stdout.flush()
 
 

@@ -116,12 +116,12 @@ def fit_table(results: Sequence[Result]) -> str:
         def loss(share: float) -> float:
             return sum(min(0.3, abs(math.log(_by_share(one, share) / one.row.tokens_per_s))) for one in own)  # noqa: B023
 
-        best = min((0.3 + 0.01 * step for step in range(100)), key=loss) if own else 0.0
+        best = min((0.3 + 0.005 * step for step in range(200)), key=loss) if own else 0.0
         dtype = results[0].run.description.compute_dtype
         reached, peak = (
             hardware_of(_first(results, device), data_sheet=flag).device.rate(dtype) for flag in (False, True)
         )
-        lines.append(f"| {device} | {best:.2f} | {reached / peak:.3f} |")
+        lines.append(f"| {device} | {best:.3f} | {reached / peak:.3f} |")
     return "\n".join(lines)
 
 

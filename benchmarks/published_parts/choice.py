@@ -17,7 +17,7 @@ from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
-from hf_osdp.planner.search.search import search
+from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planning.cache import describe_once
 from hf_osdp.quantities import format_bytes, format_seconds
 
@@ -50,11 +50,12 @@ def _gpt2(layers: int, width: int, heads: int) -> Any:
 
 
 @cache
-def _described(name: str, capability: tuple[int, int]) -> ModelDescription:
-    model = build_on_meta(MODELS[name]())
+def _described(name: str) -> ModelDescription:
+    """Return a model's description with flash attention, which all these devices run."""
     return describe_once(
-        model, sequence_length=LENGTH, compute_dtype=DType.BFLOAT16, device_type="cuda", capability=capability
-    )
+        build_on_meta(MODELS[name]()), sequence_length=LENGTH, compute_dtype=DType.BFLOAT16, device_type="cuda",
+        capability=(8, 0),
+    )  # fmt: skip
 
 
 def choice_table() -> str:
@@ -69,9 +70,7 @@ def choice_table() -> str:
             reached, sheet = (
                 preset(device, nodes=nodes, devices_per_node=devices, data_sheet=flag) for flag in (False, True)
             )
-            capability = reached.device.capability
-            assert capability is not None
-            row = _compared(_described(model, capability), reached, sheet)
+            row = _compared(_described(model), reached, sheet)
             if row is None:
                 lines.append(f"| {model} | {machine} | - | does not fit | - | - |")
                 continue
@@ -99,19 +98,10 @@ def _compared(description: ModelDescription, reached: Hardware, sheet: Hardware)
         return time.step_s
 
     try:
-        least = search(problem(reached, reached.device.memory_bytes)).plan
+        least = least_memory(problem(reached, reached.device.memory_bytes))
+        limit = min(reached.device.memory_bytes, round(ABOVE_LEAST * least / GIB) * GIB)
+        plans = [search(problem(hardware, limit)).plan for hardware in (reached, sheet)]
     except InfeasibleError:
         return None
-    limit = min(reached.device.memory_bytes, _limit(description, reached, job, least))
-    plans = [search(problem(hardware, limit)).plan for hardware in (reached, sheet)]
     best_s, other_s = map(seconds, plans)
     return limit, best_s, other_s
-
-
-def _limit(description: ModelDescription, hardware: Hardware, job: TrainingJob, plan: Plan) -> int:
-    from hf_osdp.planner.search.search import least_memory
-
-    problem = PlanningProblem(
-        description=description, hardware=hardware, job=job, memory_limit_bytes=hardware.device.memory_bytes
-    )
-    return round(ABOVE_LEAST * least_memory(problem) / GIB) * GIB

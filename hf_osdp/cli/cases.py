@@ -71,11 +71,11 @@ class Case:
         if request.optimizer.lower() != MUON:
             _ = self.job
         if hardware.tensor_bytes(limit) <= 0:
-            least = hardware.limit_for(hardware.unavoidable_bytes)
+            least, free = hardware.limit_for(hardware.unavoidable_bytes), limit - hardware.room_bytes(limit)
             raise InfeasibleError(
                 f"--memory-limit {request.memory_limit} leaves nothing for tensors: driver, context, workspaces and"
                 f" communicator take {format_bytes(hardware.unavoidable_bytes)} of each {hardware.device.name}, and"
-                f" {hardware.free_share:.0%} of the limit stay free; give more than {format_bytes(least)}.",
+                f" {format_bytes(free)} stay free; give more than {format_bytes(least)}.",
                 memory_limit_bytes=limit,
                 least_peak_bytes=least,
             )

@@ -61,7 +61,8 @@ class Request:
         str | None, option("SIZE", "Memory of each device that training may use, such as 8GiB; default: all of it.")
     ] = None
     margin: Annotated[
-        float | None, option("SHARE", "Share of the limit to keep free; default: 0.06 on CUDA, 0 on the CPU.")
+        float | None,
+        option("SHARE", "Share of the limit to keep free; default: 0.02 and 128 MiB on CUDA, 0 on the CPU."),
     ] = None
     device: Annotated[
         str | None, option("NAME", f"Kind of device: {', '.join(preset_names())}. Or give --profile.")

@@ -71,6 +71,18 @@ def has_fixed_segments() -> bool:
     )
 
 
+def free_workspaces(device: torch.device) -> int:
+    """Free the workspaces that torch keeps in its allocator for cuBLAS and cuBLASLt, and return their bytes; the next
+    matrix products allocate them again. Plans count them as memory that the device reserves. Free none where CUDA
+    graphs were captured, which may use them when they are replayed.
+    """
+    if any(segment["segment_pool_id"] != (0, 0) for segment in torch.cuda.memory_snapshot()):
+        return 0
+    before = torch.cuda.memory_allocated(device)
+    torch._C._cuda_clearCublasWorkspaces()  # no public call; torch 2.11 to 2.13, used by its CUDA graphs
+    return before - torch.cuda.memory_allocated(device)
+
+
 def _allocator_settings() -> dict[str, str]:
     """Return the allocator's settings by name: from environment variables and, since torch 2.13, from calls."""
     texts = [variable(name) for name in _VARIABLES]

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
+from ..distributed.device import free_workspaces
 from ..distributed.mesh import world_size
 from ..modeling.step_hooks import after_step
 from ..planner.hardware import CollectiveTiming
@@ -46,7 +47,7 @@ class Observation:
     first_step_s: float | None = None
     """The first step on the slowest rank, which includes one-time work such as compilation; None before it ended."""
     peak_bytes: int | None = None
-    """Peak of tensors on the fullest rank; None before it was measured."""
+    """Peak of tensors on the fullest rank, without workspaces of matrix products; None before it was measured."""
     collectives: tuple[CollectiveTotal, ...] = ()
     """Totals of one step; empty before they were measured, and with one rank."""
     timings: tuple[CollectiveTiming, ...] = ()
@@ -60,9 +61,10 @@ class Observation:
 class StepMeter:
     """Measure optimizer steps between `step_begins` and `step_ends`; time between steps does not count.
 
-    The first step warms up and is not timed. On CUDA the peak is the allocator's largest peak of all steps. On the CPU
-    it is the peak of live tensor bytes (`MemoryTracker`) in the second step, which is not timed. With several ranks,
-    the next `clocked_steps` time only their collectives (`CollectiveClock`).
+    The first step warms up and is not timed. On CUDA the peak is the allocator's largest peak of all steps, less the
+    workspaces of matrix products, which plans count as reserved by the device. On the CPU it is the peak of live
+    tensor bytes (`MemoryTracker`) in the second step, which is not timed. With several ranks, the next
+    `clocked_steps` time only their collectives (`CollectiveClock`).
     """
 
     def __init__(
@@ -95,6 +97,8 @@ class StepMeter:
         self._entered: MemoryTracker | CollectiveClock | None = None
         self._clock: CollectiveClock | None = None
         self.steps = 0
+        self._allocated_bytes = self._workspace_bytes = 0
+        """On CUDA: the allocator's peak, and the workspaces of matrix products in it."""
         self.peak_bytes: int | None = None
         self.reserved_bytes: int | None = None
         """As in `Observation`, but only of this rank."""
@@ -133,7 +137,7 @@ class StepMeter:
         elif isinstance(self._mode, MemoryTracker):
             self.peak_bytes = self._mode.peak_bytes
         elif self._on_cuda:
-            self.peak_bytes = max(self.peak_bytes or 0, torch.cuda.max_memory_allocated(self._device))
+            self._allocated_bytes = max(self._allocated_bytes, torch.cuda.max_memory_allocated(self._device))
             self.reserved_bytes = max(self.reserved_bytes or 0, torch.cuda.max_memory_reserved(self._device))
         self.abandon()
         self.steps += 1
@@ -145,6 +149,9 @@ class StepMeter:
     def summary(self) -> Observation:
         """Return the measurements over all ranks; the worst rank counts. Collective."""
         first = None if self._first is None else seconds_between(*self._first)
+        if self._allocated_bytes:
+            self._workspace_bytes = max(self._workspace_bytes, free_workspaces(self._device))
+            self.peak_bytes = self._allocated_bytes - self._workspace_bytes
         figures = self.steps, self.median_step_s, first, self.peak_bytes, self.reserved_bytes
         largest = over_ranks([-1.0 if value is None else value for value in figures])
         steps, median, first, peak, reserved = (None if value < 0 else value for value in largest)

@@ -22,11 +22,11 @@ _NATIVE_SHARE = 0.8
 MOST_RANKS = 2**17
 """The search tries layouts for every divisor of the number of ranks."""
 _MOST_MEMORY_BYTES = 2**50
-CACHING_MARGIN = 0.06
-"""Share of the limit that stays free for gaps between tensors in torch's caching allocator.
+CACHING_MARGIN, CACHING_BYTES = 0.02, 128 * 2**20
+"""What of a limit stays free for gaps between tensors in torch's caching allocator: a share, and bytes whatever the
+limit.
 
-The largest share that plans needed in a model of the allocator's rules (cases: docs/estimates.md); not yet measured on
-GPUs."""
+Gaps hardly grow with the limit: each stream has its own pools, of pages of 2 and 20 MiB. Cases: docs/estimates.md."""
 
 
 class Backend(str, Enum):
@@ -283,7 +283,9 @@ class Hardware:
     codecs: tuple[CodecTime, ...] = ()
     """Measured wire formats; others are estimated from the bytes that their operators move, at memory speed."""
     margin: float | None = None
-    """Share of a memory limit that plans leave free; None is `CACHING_MARGIN` under NCCL and 0 under gloo."""
+    """Share of a memory limit that plans leave free; None is `CACHING_MARGIN` and `CACHING_BYTES` under NCCL and 0
+    under gloo.
+    """
 
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.devices_per_node < 1:
@@ -320,19 +322,24 @@ class Hardware:
 
     @property
     def free_share(self) -> float:
-        """Share of a memory limit that plans leave free."""
+        """Share of a memory limit that plans leave free, beside `free_bytes`."""
         default = CACHING_MARGIN if self.backend is Backend.NCCL else 0.0
         return default if self.margin is None else self.margin
 
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that plans leave free under any limit."""
+        return CACHING_BYTES if self.margin is None and self.backend is Backend.NCCL else 0
+
     def room_bytes(self, limit_bytes: int) -> int:
-        """Return the bytes that a plan may use under a limit, ⌊limit · (1 - margin)⌋, memory reserved by the device
-        included.
+        """Return the bytes that a plan may use under a limit, ⌊limit · (1 - share)⌋ - free bytes, memory reserved by
+        the device included.
         """
-        return math.floor(limit_bytes * (1 - Fraction(repr(self.free_share))))
+        return max(0, math.floor(limit_bytes * (1 - Fraction(repr(self.free_share)))) - self.free_bytes)
 
     def limit_for(self, needed_bytes: int) -> int:
         """Return the tightest limit under which a plan may use `needed_bytes`."""
-        return math.ceil(needed_bytes / (1 - Fraction(repr(self.free_share))))
+        return math.ceil((needed_bytes + self.free_bytes) / (1 - Fraction(repr(self.free_share))))
 
     def outside_bytes(self, communicators: int) -> int:
         """Return the device memory outside tensors under a plan with this number of communicators."""

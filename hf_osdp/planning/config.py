@@ -51,8 +51,8 @@ class OSDPConfig:
     device's memory.
     """
     memory_margin: float | None = None
-    """Share of the limit that the plan leaves free; None is 0.06 on CUDA, whose allocator holds more than tensors,
-    and 0 on the CPU.
+    """Share of the limit that the plan leaves free; None is 0.02 and 128 MiB on CUDA, whose allocator holds more than
+    tensors, and 0 on the CPU.
     """
     strategy: str = "osdp"
     """`osdp` decides for each unit; `fsdp`, `ddp`, `zero2`, `hsdp` and `two_stage` apply that one strategy to every

@@ -240,13 +240,15 @@ def slow_link(
     return Finding(Check.LINKS, Severity.WARNING, message)
 
 
-def fixed_segments(free_share: float) -> Finding | None:
-    """Find a free share of the limit that is smaller than the gaps that segments without expansion may have."""
-    if free_share >= _FIXED_SEGMENTS_MARGIN:
+def fixed_segments(hardware: Hardware) -> Finding | None:
+    """Find a margin that is smaller than the gaps that segments without expansion may have."""
+    if hardware.free_share >= _FIXED_SEGMENTS_MARGIN:
         return None
+    size = hardware.device.memory_bytes
+    free = format_bytes(size - hardware.room_bytes(size))
     message = (
-        "Torch's CUDA allocator has segments that do not expand, so gaps between tensors may take more than the free"
-        f" {free_share:.0%} of the limit; set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts,"
+        "Torch's CUDA allocator has segments that do not expand, so gaps between tensors may take more than the margin"
+        f" ({free} of the whole device); set PYTORCH_ALLOC_CONF=expandable_segments:True before the program starts,"
         " or"
         f" memory_margin={_FIXED_SEGMENTS_MARGIN}."
     )
@@ -390,7 +392,7 @@ def findings_of(known: KnownRun) -> tuple[Finding, ...]:
         frozen(known.units, in_optimizer=facts.frozen_in_optimizer),
     ]
     if known.has_fixed_segments and known.hardware is not None:
-        found.append(fixed_segments(known.hardware.free_share))
+        found.append(fixed_segments(known.hardware))
     if known.plan is not None:
         found.append(slow_link(known.plan, known.hardware, known.time, known.others))
         if known.memory is not None and known.needed_bytes is not None:

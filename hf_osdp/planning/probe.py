@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
+from ..distributed.device import free_workspaces
 from ..distributed.mesh import Meshes, destroy_mesh, find_topology
 from ..measurement.model_copies import empty_copy, fill, give_back
 from ..measurement.step_meter import Observation, StepMeter, training_tensors
@@ -65,6 +66,7 @@ def probe(plan: Plan, trial: Trial, meshes: Meshes | None, *, timed_steps: int =
 
 def _on_cuda(plan: Plan, trial: Trial, meshes: Meshes | None, timed_steps: int) -> Observation:
     """Measure memory with each rank alone first, then time with all ranks."""
+    free_workspaces(trial.device)  # the meter does not count them either
     (before,) = over_ranks([torch.cuda.memory_allocated(trial.device)], dist.ReduceOp.MIN)
     alone = None if meshes is None else SilentMeshes(meshes.device_type)
     silent = replace(trial, job=replace(trial.job, clips_gradients=False))  # a norm would be summed over the world

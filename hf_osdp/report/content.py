@@ -92,6 +92,7 @@ def _hardware(hardware: Hardware) -> Content:
         **_picked(hardware, "summary", "nodes", "devices_per_node"),
         "backend": hardware.backend.value,
         "margin": hardware.free_share,
+        "margin_bytes": hardware.free_bytes,
         **plain(hardware.device),
         "collectives": plain(hardware.timings),
     }

@@ -12,6 +12,7 @@ it.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import signal
@@ -65,21 +66,28 @@ class Outcome:
     """Where others had to be ended."""
     trainings: int = 0
     problems: list[str] = field(default_factory=list)
+    wanted: int = 0
+    until_s: float = math.inf
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether more kills are wanted, and there is time for them."""
+        return self.kills.total() < self.wanted and time.monotonic() < self.until_s
 
 
-def run(kills: int, seed: int, folder: Path) -> Outcome:
-    """Train one after the other in a folder until there were so many kills, whose phases, moments and victims a
-    seed picks.
+def run(kills: int, seed: int, folder: Path, seconds: float = math.inf) -> Outcome:
+    """Train one after the other in a folder until there were so many kills, or for so many seconds; a seed picks
+    phases, moments and victims.
     """
-    chance, outcome = random.Random(seed), Outcome()
+    chance, outcome = random.Random(seed), Outcome(wanted=kills, until_s=time.monotonic() + seconds)
     wanted: dict[Training, dict[str, torch.Tensor]] = {}
-    while outcome.kills.total() < kills:
+    while outcome.goes_on:
         training = TRAININGS[outcome.trainings % len(TRAININGS)]
         if training not in wanted:
             wanted[training] = uninterrupted(training, folder)
         place = folder / f"training-{outcome.trainings}"
         place.mkdir()
-        _one_training(training, place, chance, outcome, kills)
+        _one_training(training, place, chance, outcome)
         outcome.trainings += 1
         final = load_file(place / FINAL)
         if different := [name for name, value in wanted[training].items() if not torch.equal(final[name], value)]:
@@ -101,7 +109,7 @@ def uninterrupted(training: Training, folder: Path) -> dict[str, torch.Tensor]:
     return load_file(place / FINAL)
 
 
-def _one_training(training: Training, place: Path, chance: random.Random, outcome: Outcome, kills: int) -> None:
+def _one_training(training: Training, place: Path, chance: random.Random, outcome: Outcome) -> None:
     """Start until it is done; each start must go on from the newest checkpoint that was visible when it began."""
     starts = 0
     while not (place / FINAL).exists():
@@ -111,7 +119,7 @@ def _one_training(training: Training, place: Path, chance: random.Random, outcom
         with ranks_of(
             train, WORLD, training, str(place), timeout_s=START_S, init=training.loop == "plain", env=environment
         ) as ranks:
-            if outcome.kills.total() < kills:
+            if outcome.goes_on:
                 _kill_sometime(ranks, place, chance, outcome, resumes=starts > 0)
             elif not _wait(START_S, lambda ranks=ranks: _ended(ranks)) or any(rank.returncode for rank in ranks):
                 outcome.problems.append(f"{place.name}: a start that nobody killed did not end well")
@@ -173,9 +181,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="kill nothing after so many seconds")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hf_osdp_kills_") as folder:
-        outcome = run(arguments.kills, arguments.seed, Path(folder))
+        outcome = run(arguments.kills, arguments.seed, Path(folder), arguments.seconds)
     who = ("rank 0", "rank 1", "all")
     table = Table("phase", *who, title=f"{outcome.kills.total()} kills in {outcome.trainings} trainings")
     for phase in PHASES:

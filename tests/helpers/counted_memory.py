@@ -20,7 +20,7 @@ class CountedMemory:
         self.attempts = 0
 
     @contextmanager
-    def limited(self, limit_bytes: int | None) -> Iterator[None]:
+    def limited(self, limit_bytes: int | None, *, expandable: bool = True) -> Iterator[None]:
         self.attempts += 1
         self.limit_bytes, self.live = limit_bytes, MemoryTracker(block_bytes=1)
         with self.live:

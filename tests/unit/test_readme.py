@@ -22,7 +22,7 @@ def test_readme_begins_with_two_commands_of_one_line():
 
 
 def test_ci_runs_second_command_of_readme():
-    assert commands()[1] == (ROOT / ".ci" / "run").read_text(encoding="utf-8").strip().splitlines()[-1]
+    assert commands()[1] in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
 
 
 def test_files_that_commands_name_exist():

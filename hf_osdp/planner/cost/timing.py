@@ -192,22 +192,28 @@ class UnitTimer:
         """`host_trips` by choice of activations."""
         self._queued = once_per_shape(description.units, self._queue_of)
         self._phases: dict[Activations, list[tuple[float, float]]] = {}
-        self._known: dict[object, tuple[tuple[float, ...], tuple[Windows, ...]]] = {}
+        self._known: dict[UnitLayout, tuple[tuple[float, ...], tuple[Windows, ...]]] = {}
 
     def work(self, layout: UnitLayout) -> tuple[tuple[float, ...], tuple[Windows, ...]]:
         """Return `unit_work` as if all units were recomputed, freed and reduced by this layout; those that are
         gathered for the whole step are never freed.
         """
-        way = layout.activations.recomputation
-        key: object = (way, layout.reshard_after_forward, layout.reduce_every_micro_step, layout.on_host)
-        key = key if self._hardware.backend.overlaps else (way,)
-        if key not in self._known:
-            queued = [self._queued(index, layout) for index in range(len(self._description.units))]
-            self._known[key] = unit_work(
-                self._description, self._hardware, self._batch.micro_batch_size, Activations(recomputation=way),
-                queued, timed=self._timed,
+        # the fields that count here; with others the result would depend on which layout came first
+        alike = UnitLayout(
+            shard_size=1,
+            reshard_after_forward=layout.reshard_after_forward,
+            reduce_every_micro_step=layout.reduce_every_micro_step,
+            activations=Activations(recomputation=layout.activations.recomputation),
+        )
+        if not self._hardware.backend.overlaps:
+            alike = replace(alike, reshard_after_forward=True, reduce_every_micro_step=True)
+        if alike not in self._known:
+            queued = [self._queued(index, alike) for index in range(len(self._description.units))]
+            self._known[alike] = unit_work(
+                self._description, self._hardware, self._batch.micro_batch_size, alike.activations, queued,
+                timed=self._timed,
             )  # fmt: skip
-        return self._known[key]
+        return self._known[alike]
 
     def _timed(
         self, description: ModelDescription, hardware: Hardware, samples: int, activations: Activations

@@ -318,7 +318,7 @@ def queue_seconds(
     """Return the CPU's seconds for FSDP2's work on a unit beside a GPU, in forward and in backward of a micro-step;
     the latter include a part of the optimizer step. 0 without FSDP2.
     """
-    if not hardware.backend.overlaps or not (runs_fsdp(unit, hardware.world_size, job) or layout.on_host):
+    if not hardware.backend.overlaps or not runs_fsdp(unit, hardware.world_size, job):
         return 0.0, 0.0
     overhead, trainable = hardware.queueing, len(unit.trainable)
     gather, reduce = overhead.gather(len(unit.parameters), 0), overhead.reduce(trainable, 0)

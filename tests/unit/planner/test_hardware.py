@@ -9,7 +9,15 @@ import pytest
 from hf_osdp.errors import HardwareError
 from hf_osdp.planner.cost.collectives import Ring, collective_seconds
 from hf_osdp.planner.description import DType
-from hf_osdp.planner.hardware import CACHING_MARGIN, Backend, Collective, CollectiveTiming, Link, WorkTime
+from hf_osdp.planner.hardware import (
+    CACHING_BYTES,
+    CACHING_MARGIN,
+    Backend,
+    Collective,
+    CollectiveTiming,
+    Link,
+    WorkTime,
+)
 from hf_osdp.planner.presets import COMMUNICATOR_BYTES, CONTEXT_BYTES, preset, preset_names
 
 MEASURED = CollectiveTiming(collective=Collective.ALL_GATHER, group_size=2, latency_s=1.0, seconds_per_byte=0.0)
@@ -133,11 +141,15 @@ def test_rates_cannot_be_changed_and_work_of_no_tensors_takes_no_time():
     assert (work(0, 0), work(2, 8)) == (0.0, 4.0)
 
 
-@pytest.mark.parametrize(("margin", "share"), [(None, CACHING_MARGIN), (0.0, 0.0), (0.25, 0.25)])
-def test_margin_is_what_a_plan_may_not_fill(margin, share):
+@pytest.mark.parametrize(
+    ("margin", "share", "free"), [(None, CACHING_MARGIN, CACHING_BYTES), (0.0, 0.0, 0), (0.25, 0.25, 0)]
+)
+def test_margin_is_what_a_plan_may_not_fill(margin, share, free):
     hardware = preset("h100").with_margin(margin)
-    assert hardware.free_share == share and preset("cpu").free_share == 0.0
-    assert hardware.room_bytes(1000) == round(1000 * (1 - share))
+    assert (hardware.free_share, hardware.free_bytes) == (share, free)
+    assert preset("cpu").free_share == preset("cpu").free_bytes == 0
+    assert hardware.room_bytes(10**10) == round(10**10 * (1 - share)) - free
+    assert hardware.room_bytes(1) == 0 or not free
     for needed in (1, 7, 96, 10**9 + 1, 2**59):
         limit = hardware.limit_for(needed)
         assert hardware.room_bytes(limit) >= needed > hardware.room_bytes(limit - 1)

@@ -12,7 +12,7 @@ from hf_osdp.planner.cost.timing import HostTrip, UnitTimer, Windows, estimate_t
 from hf_osdp.planner.cost.units import UnitSeconds, unit_seconds
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import Activations, DType, GatherSpan, ModelDescription, PhaseCost, Segment
-from hf_osdp.planner.hardware import Backend, FsdpOverhead, Hardware
+from hf_osdp.planner.hardware import Backend, FsdpOverhead, Hardware, HostSpec
 from hf_osdp.planner.job import OptimizerStep, Precision, TrainingJob
 from tests.helpers.descriptions import transformer, ways
 from tests.helpers.hardware import bare_preset
@@ -31,6 +31,9 @@ REDUCING = UnitLayout(shard_size=2, reshard_after_forward=True)
 HOLDING = replace(REDUCING, reduce_every_micro_step=False)
 JOB = TrainingJob(global_batch_size=20)
 TRIP = HostTrip(out=6.0, back_beside=5.0, traffic=0.125)
+HOST = HostSpec(
+    memory_bytes=10**12, to_device_bytes_per_s=1e9, to_host_bytes_per_s=1e9, update_bytes_per_s=1e10, source="made up"
+)
 AWAITED = HostTrip(out=6.0, back_before=5.0, traffic=0.125)
 """As the input of a recomputed unit is."""
 EXPOSED = {
@@ -283,3 +286,25 @@ def test_timer_gives_each_unit_the_time_of_its_own_choice():
     assert estimate_time(description, choices, hardware(), JOB, FIVE).units == tuple(alone)
     assert timer(3, choices[3]).compute_s > timer(3, plain).compute_s
     assert timer(4, choices[4]).communication_s < timer(4, plain).communication_s
+
+
+def test_timer_gives_a_layout_the_same_time_whatever_was_asked_before():
+    """Beside a slow CPU, whose queue must not depend on the layout that came first."""
+    description = recomputable()
+    slow = replace(hardware(operator_s=1e-4), host=HOST)
+    plain = UnitLayout(shard_size=4, reshard_after_forward=True)
+    layouts = [
+        replace(plain, **changes)
+        for changes in (
+            {"shard_size": 1},
+            {"on_host": True},
+            {"shard_size": 1, "on_host": True},
+            {},
+            {"shard_size": 2},
+        )
+    ]
+    alone = [UnitTimer(description, slow, JOB, FIVE)(3, layout) for layout in layouts]
+    for order in (layouts, layouts[::-1]):
+        timer = UnitTimer(description, slow, JOB, FIVE)
+        found = {layout: timer(3, layout) for layout in order}
+        assert [found[layout] for layout in layouts] == alone

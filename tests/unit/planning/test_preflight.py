@@ -146,11 +146,11 @@ def test_fp16_is_a_warning_where_bf16_is_native(name, native):
 
 def test_fixed_segments_are_told_where_the_margin_is_small():
     assert_found(
-        preflight.fixed_segments(0.06),
+        preflight.fixed_segments(preset("a100-80")),
         Severity.WARNING,
-        "gaps between tensors may take more than the free 6% of the limit",
+        "gaps between tensors may take more than the margin (1.7 GiB of the whole device)",
     )
-    assert preflight.fixed_segments(0.2) is None
+    assert preflight.fixed_segments(preset("a100-80").with_margin(0.2)) is None
     facts = RunFacts(
         world_size=1, device_type="cuda", precision=Precision(), optimizer=TrainingJob(global_batch_size=1).optimizer
     )

@@ -1,0 +1,93 @@
+"""Memory on the device, as torch's allocator counts it, against what plans count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import gpu_memory
+from benchmarks.cuda_memory import CudaMemory
+from hf_osdp.distributed.device import free_workspaces
+from hf_osdp.planner.cost.evaluate import estimate_plan
+from hf_osdp.planner.job import Precision
+from hf_osdp.planning.probe import probe
+from hf_osdp.planning.simulate import fake_process_group
+from hf_osdp.tracing.kernel_scratch import kernel_scratch, processors_of
+
+CUBLAS_BYTES = 8_519_680
+SMALL = gpu_memory.Model(
+    config="GPT2Config", architecture="GPT2LMHeadModel", sequence_length=256, samples=4,
+    sizes={"n_layer": 2, "n_embd": 256, "n_head": 4, "n_positions": 256, "vocab_size": 4096},
+)  # fmt: skip
+VIT = gpu_memory.Model(
+    config="ViTConfig", architecture="ViTForImageClassification", sequence_length=1, samples=32,
+    sizes={"num_hidden_layers": 1},
+)  # fmt: skip
+
+
+def own_bytes(run) -> int:
+    """Return what a kernel takes beside its result."""
+    run()
+    torch.cuda.reset_peak_memory_stats()
+    result = run()
+    stats = torch.cuda.memory_stats()
+    del result
+    return stats["requested_bytes.all.peak"] - stats["requested_bytes.all.current"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "dtype"),
+    [
+        (6304, 768, torch.bfloat16),
+        (6304, 3072, torch.float32),
+        (16384, 4096, torch.bfloat16),
+        (4096, 1001, torch.float32),
+        (1021, 768, torch.float32),
+        (1020, 768, torch.float32),
+    ],
+)
+def test_row_sum_takes_what_the_estimate_says(rows, outputs, dtype):
+    tensor = torch.empty(rows, outputs, dtype=dtype, device="cuda")
+    scratch = kernel_scratch(torch.ops.aten.sum.dim_IntList, (tensor, [0], True), processors_of(None))
+    taken = own_bytes(lambda: tensor.sum(0, keepdim=True))
+    assert 0.999 * taken <= scratch.growth.of_rows(scratch.rows) <= 1.07 * taken
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(3072, 5000), (3073, 5000), (4096, 1000), (8192, 50257)])
+def test_embedding_gradient_takes_what_the_estimate_says(tokens, rows):
+    gradient = torch.empty(1, tokens, 64, dtype=torch.bfloat16, device="cuda")
+    args = gradient, torch.zeros(1, tokens, dtype=torch.long, device="cuda"), rows, -1, False
+    operator = torch.ops.aten.embedding_dense_backward.default
+    scratch = kernel_scratch(operator, args, processors_of(None))
+    taken = own_bytes(lambda: operator(*args))
+    assert scratch.growth.of_rows(scratch.rows) == pytest.approx(taken, rel=1e-2)
+
+
+def test_workspaces_of_matrix_products_are_freed_and_made_again():
+    layer = torch.nn.Linear(64, 64, device="cuda")
+    for _ in range(2):
+        layer(torch.zeros(64, 64, device="cuda")).sum().backward()
+        assert free_workspaces(torch.device("cuda", 0)) == CUBLAS_BYTES
+    assert free_workspaces(torch.device("cuda", 0)) == 0
+
+
+@pytest.mark.parametrize("made_before", [False, True])
+def test_measured_peak_is_the_estimated_one_whether_workspaces_were_there_before(made_before):
+    with fake_process_group(gpu_memory.WORLD):
+        setting = gpu_memory.setting_of("small", SMALL, "no", torch.device("cuda", 0))
+        plan = gpu_memory.plan_of(setting, "mixed")
+        free_workspaces(torch.device("cuda", 0))
+        if made_before:
+            torch.zeros(64, 64, device="cuda") @ torch.zeros(64, 64, device="cuda")
+        seen = probe(plan, setting.trial, setting.meshes, timed_steps=1)
+    estimate = estimate_plan(plan, setting.description, setting.job).memory
+    assert seen.peak_bytes == pytest.approx(estimate.peak_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("model", [SMALL, VIT])
+def test_layouts_take_what_the_estimate_says(model):
+    memory = CudaMemory(Precision.named("bf16"))
+    with fake_process_group(gpu_memory.WORLD):
+        setting = gpu_memory.setting_of("model", model, "bf16", memory.device)
+        rows = [gpu_memory.measure_layout(setting, memory, layout) for layout in ("zero3", "mixed")]
+    assert all(abs(row.error) < 0.01 for row in rows), rows
