@@ -3,8 +3,8 @@ the README).
 
     python benchmarks/limits.py --plot docs/images/limits.png --csv docs/data/limits.csv
 
-Nothing is measured. Devices and links are presets from data sheets. Every strategy has its own best batch at every
-limit.
+Nothing is measured. Devices and links are presets, at the rates that trainings reach. Every strategy has its own best
+batch at every limit.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ config = GPT2Config(
 description = describe(
     config, sequence_length=512, device_type="cuda"
 )  # what each part of the model costs; no weights are made
-hardware = preset("rtx-3090", devices_per_node=8)  # eight devices and their links, from data sheets
+hardware = preset("rtx-3090", devices_per_node=8)  # eight devices and their links, at the rates that trainings reach
 job = TrainingJob(global_batch_size=64)  # samples of one optimizer step, over all devices
 
 problem = PlanningProblem(
