@@ -17,6 +17,10 @@ class DescriptionError(OSDPError):
     """A model could not be described: no block matches, or its forward pass could not be traced."""
 
 
+class DescriptionTimeoutError(DescriptionError):
+    """Describing the model takes too long."""
+
+
 class CheckpointingError(DescriptionError):
     """The model's activations cannot be checkpointed."""
 

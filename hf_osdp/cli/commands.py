@@ -61,7 +61,7 @@ def plan(
         if simulate:
             from ..planning.simulate import search_and_simulate
 
-            rounds = search_and_simulate(case.model, problem, device_type=case.device_type)
+            rounds = search_and_simulate(case.model, problem, device_type=case.device_type, images=case.request.images)
             found, problem = rounds[-1].found.plan, replace(problem, job=rounds[-1].job)
     planning_s = time.perf_counter() - started
     inputs = PlanInputs.of(problem)

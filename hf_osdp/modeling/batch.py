@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,7 +37,7 @@ _SAMPLE_LABELS = (
 )  # fmt: skip
 _INPUTS = ("input_ids", "pixel_values", "input_features", "input_values")
 """Inputs that can be made."""
-_BINS = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "feature_size")
+_BINS = ("num_mel_bins", "input_feat_per_channel", "feature_projection_input_dim", "feature_size", "input_dim")
 """Names of the number of values in a frame of a spectrogram."""
 _FRAMES_PER_LETTER = 3
 """Speech has 50 frames and about 16 letters per second."""
@@ -72,8 +72,9 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
                 "pixel_values": _main_input(config.vision_config, "pixel_values", samples, 0, dtype),
                 "return_loss": True,
             }
-        if main == "input_ids" and not kind.endswith(("CausalLM", "LMHeadModel")):
-            batch["attention_mask"] = torch.ones(batch[main].shape, dtype=torch.long)
+        if _takes_mask(kind, main, arguments, batch[main], sequence_length):
+            shape = batch[main].shape
+            batch["attention_mask"] = torch.ones(shape if main == "input_ids" else shape[:2], dtype=torch.long)
         if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in arguments:
             batch["decoder_input_ids"] = torch.zeros(
                 (samples, sequence_length), dtype=torch.long
@@ -88,6 +89,13 @@ def training_batch(model: nn.Module, sequence_length: int) -> Inputs:
         return batch
 
     return make
+
+
+def _takes_mask(kind: str, main: str, arguments: Container[str], given: torch.Tensor, sequence_length: int) -> bool:
+    """Whether a batch has a mask: of tokens, except for packed ones, or of a spectrogram's frames."""
+    if main == "input_features":
+        return "attention_mask" in arguments and given.shape[1] == sequence_length
+    return main == "input_ids" and not kind.endswith(("CausalLM", "LMHeadModel"))
 
 
 def _also_taken(model: nn.Module, kind: str, main: str) -> set[str]:

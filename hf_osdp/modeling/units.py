@@ -344,12 +344,15 @@ def _each_has_one(outer: Sequence[str], inner: Sequence[str]) -> bool:
 
 
 def _listed(modules: dict[str, nn.Module]) -> list[str]:
-    """Return the elements of lists of at least two modules of one class; lists of single layers count only if there
-    are no others.
+    """Return the elements of lists of at least two modules of one class that have a forward; lists of single layers
+    count only if there are no others.
     """
     homogeneous = [
-        names for names in _lists(modules) if len(names) > 1 and len({class_of(modules[name]) for name in names}) == 1
-    ]
+        names
+        for names in _lists(modules)
+        if len(names) > 1 and len({class_of(modules[name]) for name in names}) == 1
+        and not isinstance(modules[names[0]], (nn.ModuleList, nn.ModuleDict))
+    ]  # fmt: skip
     composite = [names for names in homogeneous if modules[names[0]]._modules]
     return [name for names in composite or homogeneous for name in names]
 

@@ -15,7 +15,14 @@ from torch import nn
 
 from ..distributed.consensus import on_rank_zero
 from ..distributed.restart import limit_after_oom
-from ..errors import CheckpointingError, DescriptionError, HardwareError, InfeasibleError, ProfileError
+from ..errors import (
+    CheckpointingError,
+    DescriptionError,
+    DescriptionTimeoutError,
+    HardwareError,
+    InfeasibleError,
+    ProfileError,
+)
 from ..measurement.block_times import TimedModel
 from ..measurement.machine import hardware_of_run
 from ..modeling.batch import training_batch
@@ -266,7 +273,8 @@ class Describer:
         try:
             return self._sharing_ways(split, **sizes) or self._describe(split, **sizes)
         except DescriptionError as error:
-            if not self._may_fall_back or isinstance(error, CheckpointingError) or not split.is_none:
+            final = isinstance(error, (CheckpointingError, DescriptionTimeoutError))
+            if not self._may_fall_back or final or not split.is_none:
                 raise
             _log.warning(
                 "%s cannot be traced with its batches (%s): the estimate uses the model's own loss on %d tokens;"

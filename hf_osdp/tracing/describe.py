@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..errors import CheckpointingError, DescriptionError
+from ..errors import CheckpointingError, DescriptionError, DescriptionTimeoutError
 from ..modeling.batch import Inputs, Loss, check_sequence_length, plain_batch
 from ..modeling.build import build_on_meta, is_checkpointed
 from ..modeling.split_candidates import split_copy
@@ -77,6 +77,8 @@ class DescribeOptions:
     micro_batch_size: int = TRACED_MICRO_BATCH
     """Batch size around which a model with compiled blocks is traced. What Inductor saves and when it frees it depends
     on sizes, so costs are linear only near this one. Costs of other models are linear everywhere."""
+    seconds: float = 600.0
+    """Most CPU time of a trace; a model that loops over tokens in Python takes it in proportion to their number."""
     split: ModelSplit = WHOLE_BLOCKS
     """Split the model this way before describing it."""
     loss: Loss | None = None
@@ -217,6 +219,12 @@ class _Describer:
             trace = self._trace()
         except CheckpointingError:
             raise
+        except DescriptionTimeoutError as error:
+            raise DescriptionTimeoutError(
+                f"Describing {self._name} takes more than {self._options.seconds:.0f} s of CPU time at"
+                f" sequence_length={self._options.sequence_length}, {error} in one pass{_where(error)}, as a loop over"
+                " tokens runs them: use a shorter sequence_length, or install the kernels that replace the loop."
+            ) from None
         except Exception as error:  # under fake tensors a model can raise any exception
             if self._labels_left_out(error):
                 return self._traced()
@@ -287,6 +295,7 @@ class _Describer:
             capability=options.capability,
             autocast=options.torch_dtype if options.autocast else None, loss=options.loss,
             checkpointed_blocks=self._blocks if options.activation_checkpointing else None,
+            seconds=options.seconds,
             partial_recomputation=options.partial_recomputation,
             # parts of a block keep inputs from other parts; copies do not
             reuse_equal_blocks=not options.split.operators,
@@ -295,7 +304,7 @@ class _Describer:
             try:
                 return self._trace_choices(basic)
             except Exception as error:
-                if not self._compiled:
+                if not self._compiled or isinstance(error, DescriptionTimeoutError):
                     raise
                 _log.warning(
                     "The model cannot be traced with compiled blocks (%s); they run uncompiled.", type(error).__name__
@@ -309,7 +318,7 @@ class _Describer:
             try:
                 trace = self._trace_compiled(replace(basic, recomputable=recomputable, offloadable=offloadable))
             except Exception as error:  # with fewer options the model may run
-                if not (recomputable or offloadable):
+                if not (recomputable or offloadable) or isinstance(error, DescriptionTimeoutError):
                     raise
                 _log.debug("Blocks cannot be traced as recomputed or offloaded.", exc_info=True)
                 problems.append(_reason(error))

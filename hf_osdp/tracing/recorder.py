@@ -6,6 +6,8 @@ to the segment in which autograd made the node that runs.
 
 from __future__ import annotations
 
+import math
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import _get_sequence_nr
 
+from ..errors import DescriptionTimeoutError
 from .known_values import KnownValues, is_known
 from .memory_tracker import MemoryTracker
 from .repeated import Call, Repeatable, seen_operators
@@ -60,12 +63,17 @@ class Recorder(MemoryTracker):
     them. Operators outside of units belong to the root, unit 0.
     """
 
-    def __init__(self, mode: FakeTensorMode, known: KnownValues, **options: Any) -> None:
-        """Record operators on a mode's tensors, whose values are in `known`; `options` are the tracker's."""
+    def __init__(
+        self, mode: FakeTensorMode, known: KnownValues, *, deadline_s: float = math.inf, **options: Any
+    ) -> None:
+        """Record operators on a mode's tensors, whose values are in `known`; `options` are the tracker's. After
+        `deadline_s` of the process's time, operators raise DescriptionTimeoutError.
+        """
         super().__init__(**options)
         self._mode, self._known, self._seen = mode, known, seen_operators()
         self.records: list[SegmentRecord] = []
         self.inside = False
+        self._deadline_s, self._operators = deadline_s, 0
         self._current = self._pending = SegmentRecord(unit=0, first_node=_get_sequence_nr())
         self._in_backward = False
         self._with_gradients: list[nn.Parameter] = []
@@ -113,6 +121,9 @@ class Recorder(MemoryTracker):
     ) -> object:
         if func is _DEVICE_OF and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
             return args[0].fake_device  # torch queries it at every operator
+        self._operators += 1
+        if time.process_time() > self._deadline_s:
+            raise DescriptionTimeoutError(f"{self._operators} operators")
         with torch._C.DisableTorchFunction():  # so that reading shapes does not go through function modes
             args, kwargs = self._known.with_fakes(func, args, kwargs or {}, self._mode)
             self._switch_segment()

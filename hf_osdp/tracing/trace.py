@@ -5,6 +5,8 @@ computes, its peaks.
 from __future__ import annotations
 
 import functools
+import math
+import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -79,6 +81,8 @@ class TraceOptions:
     """
     partial_recomputation: bool = True
     """Also trace the ways that save some operators' outputs."""
+    seconds: float = math.inf
+    """CPU time that the trace may take."""
     reuse_equal_blocks: bool = True
     """Trace only the first two of equal blocks."""
     loss: Loss | None = None
@@ -220,6 +224,7 @@ class _Tracer:
     ) -> None:
         self._model, self._units, self._options = model, units, options
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._deadline_s = time.process_time() + options.seconds
         self._batches = {count: inputs(count) for count in options.samples}
         self._fake = fake_copy(model, self._mode, options.compute_dtype, untie=True)
         if options.checkpointed_blocks is not None:
@@ -335,7 +340,9 @@ class _Tracer:
             fakes = known.fakes_of(batch, self._mode, self._options.compute_dtype)
             block_bytes = CUDA_BLOCK_BYTES if self._options.cuda_kernels else 1
             processors = None if self._cuda is None else self._cuda.processors
-            recorder = self._recorder = Recorder(self._mode, known, block_bytes=block_bytes, processors=processors)
+            recorder = self._recorder = Recorder(
+                self._mode, known, block_bytes=block_bytes, processors=processors, deadline_s=self._deadline_s
+            )
             self._calls.clear()
             stack.enter_context(recorder)
             stack.enter_context(self._compiler.recording(recorder))

@@ -176,3 +176,10 @@ def test_dtype_and_trainability_are_recorded():
     model.blocks[0].inner.weight.requires_grad_(False)
     weight, bias = find_units(model)[1].parameters[:2]
     assert (weight.dtype, weight.requires_grad, bias.requires_grad) == (DType.BFLOAT16, False, True)
+
+
+def test_lists_of_lists_are_no_blocks():
+    """PVT has a list of layers for each stage; a list has no forward, which FSDP2 needs."""
+    stages = nn.ModuleList(nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2)) for _ in range(2))
+    found = [unit.fqn for unit in find_units(nn.ModuleDict({"stages": stages}))]
+    assert [fqn for fqn in found if fqn] == [f"stages.{stage}.{layer}" for stage in (0, 1) for layer in (0, 1)]

@@ -11,7 +11,7 @@ import torch
 from torch import library, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from hf_osdp.errors import DescriptionError
+from hf_osdp.errors import DescriptionError, DescriptionTimeoutError
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.modeling.units import find_units
@@ -311,3 +311,10 @@ def test_units_whose_weights_a_loss_reads_stay_gathered(gpt2, loss, read):
     assert in_use_all_step(
         describe(gpt2, sequence_length=TOKENS, loss=loss, activation_checkpointing=loss is None)
     ) == ["", *read]
+
+
+def test_a_trace_that_takes_too_long_is_refused(configuration):
+    with pytest.raises(
+        DescriptionTimeoutError, match=r"takes more than 0 s of CPU time at sequence_length=8, \d+ operat"
+    ):
+        describe(configuration("GPT2LMHeadModel"), sequence_length=8, seconds=0.01)
