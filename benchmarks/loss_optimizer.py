@@ -30,12 +30,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # Python adds only the scrip
 from benchmarks.headline_parts.cases import Case
 from benchmarks.headline_parts.twins import CPU, Contestant, say
 from benchmarks.torchrun import start_ranks
-from hf_osdp.cli.cases import OPTIMIZERS
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.optimizers import spec_of_name
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem, Strategy
@@ -139,7 +139,7 @@ def measure(case: Case, samples: int, rounds: int) -> list[dict]:
         description = describe(config, sequence_length=LENGTH, split=ModelSplit(loss_pieces=way.pieces))
         job = TrainingJob(
             global_batch_size=RANKS * samples, micro_batch_size=samples, recompute=False,
-            optimizer=OPTIMIZERS[way.optimizer],
+            optimizer=spec_of_name(way.optimizer, device_type="cpu"),
         )  # fmt: skip
         plans[way] = plan_of(description, job)
         model = build_on_meta(config)

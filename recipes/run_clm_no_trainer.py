@@ -179,8 +179,6 @@ def main() -> None:
     if not accelerator.is_main_process:
         datasets.disable_progress_bars()
     transformers.set_seed(args.seed)
-    resume = {"true": True, "false": False}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
-    checkpoint = checkpoint_to_resume(args.output_dir, resume)
 
     with accelerator.main_process_first():
         text = load_text(data_args)
@@ -223,6 +221,8 @@ def main() -> None:
         steps_per_epoch,
         steps,
     )
+    resume = {"true": True, "false": False}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
+    checkpoint = checkpoint_to_resume(args.output_dir, resume)
     if checkpoint is not None:
         accelerator.load_state(str(checkpoint))
         loop.step = int(checkpoint.name.rpartition("-")[2])

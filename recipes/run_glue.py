@@ -155,7 +155,8 @@ def main() -> None:
         logging.getLogger().setLevel(logging.ERROR)
     transformers.set_seed(args.seed)
     resume = {"true": True, "false": False}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
-    checkpoint = checkpoint_to_resume(args.output_dir, resume)
+    if isinstance(resume, str) and not Path(resume).is_dir():
+        raise ValueError(f"There is no checkpoint {resume}; give the path of a checkpoint.")
 
     config = load_config(model_args)
     with args.main_process_first(desc="data"):
@@ -191,6 +192,7 @@ def main() -> None:
         osdp=osdp and {"sequence_length": length, **osdp},  # False is the stock Trainer
     )
     trainer.add_callback(JSONLog(trainer))
+    checkpoint = checkpoint_to_resume(args.output_dir, resume)
     if args.do_train and not checkpoint and args.process_index == 0:
         (Path(args.output_dir) / "log.jsonl").unlink(missing_ok=True)  # left by an earlier run
     if args.do_eval:

@@ -71,14 +71,17 @@ def checkpoint_to_resume(
     """
     folder, choice = Path(folder), resume_from_checkpoint
     launched, restarted = _of_all_ranks(launches()), restarted_launches() if after_restart else set()
+    named = choice is not None and not isinstance(choice, bool)
+    if named and on_rank_zero(lambda: not folder.exists()):  # a new folder is not made for a wrong path
+        check_checkpoint(Path(str(choice)))
     on_rank_zero(lambda: lock_checkpoints(folder))
     goes_on = not isinstance(choice, bool) and on_rank_zero(lambda: _is_continued(folder, restarted))
     found = _last(folder, marker, own=goes_on) if goes_on or choice is True else None
     if goes_on and found is not None and not _has_optimizer(found):
         found = None
-    if found is None and choice is not None and not isinstance(choice, bool):
-        check_checkpoint(choice)
-        found = Path(choice)
+    if found is None and named:
+        found = Path(str(choice))
+        check_checkpoint(found)
     on_rank_zero(lambda: _record(folder, launched, found if choice is True else None, goes_on=goes_on))
     return found
 

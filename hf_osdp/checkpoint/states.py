@@ -104,6 +104,7 @@ def save_optimizer(
 
     Collective; arguments and errors are as for `save_model`.
     """
+    free_gathered(model)  # the optimizer has the shards
     if sharded:
         write_shards(
             layouts.optimizer_path(folder, index, sharded=True), {_OPTIMIZER: optimizer_state(model, optimizer)}, files

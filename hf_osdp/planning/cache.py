@@ -41,7 +41,8 @@ from ..planner.hardware import Hardware
 from ..planner.profile import SegmentTimes
 from ..reading import read_json
 from ..tracing.attention import capability_here
-from ..tracing.describe import describe
+from ..tracing.describe import TRACED_MICRO_BATCH, describe
+from .model_key import UnknownCodeError, inputs_key, model_key
 
 T = TypeVar("T")
 MEASURED_EARLIER = "measured earlier"
@@ -49,8 +50,6 @@ MEASURED_EARLIER = "measured earlier"
 _MAX_AGE_S = 24 * 3600
 """A machine's speed changes over time."""
 _MAX_FILES = 256
-_KNOWN_PACKAGES = {"torch", "transformers", "peft", "hf_osdp"}
-"""Packages whose code a version or a hash identifies; the code of other modules may change under the same names."""
 _log = logging.getLogger(__name__)
 
 
@@ -63,22 +62,22 @@ class _CachedDescription:
 
 
 def describe_once(model: nn.Module, **options: Any) -> ModelDescription:
-    """Describe a transformers model, or return the cached description of the same model, made by the same code and
-    versions.
+    """Describe a model, or return the cached description of the same model, made by the same code and versions for
+    batches of the same content.
 
     Files are stored in `OSDP_CACHE` (else in `hf_osdp` under `HF_HOME`, else under `~/.cache/huggingface`); the oldest
-    are deleted first. `OSDP_CACHE=0` switches the cache off. Descriptions with `inputs`, `loss` or modules of other
-    packages are not cached.
+    are deleted first. `OSDP_CACHE=0` switches the cache off. Descriptions with `loss`, or of models with code of other
+    packages, are not cached.
     """
-    folder = cache_folder()
-    own_code = options.get("inputs") is not None or options.get("loss") is not None or not hasattr(model, "config")
-    if (
-        folder is None
-        or own_code
-        or any(type(module).__module__.partition(".")[0] not in _KNOWN_PACKAGES for module in model.modules())
-    ):
+    folder, key = cache_folder(), None
+    if folder is not None and options.get("loss") is None:
+        try:
+            key = _key(model, options)
+        except UnknownCodeError as error:
+            _log.debug("The description is not cached, because of %s.", error)
+    if folder is None or key is None:
         return describe(model, **options)
-    path = folder / f"{_key(model, options)}.json"
+    path = folder / f"{key}.json"
     if (cached := _read(path, _CachedDescription)) is not None:
         with suppress(OSError):
             path.touch()
@@ -115,17 +114,12 @@ def cache_folder() -> Path | None:
     return Path(variable("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hf_osdp"
 
 
-def _key(model: Any, options: Mapping[str, Any]) -> str:  # noqa: ANN401  (a module with a configuration)
-    content = (
-        code_hash(), sorted((name, repr(value)) for name, value in options.items()),
-        model.config.to_json_string(use_diff=False),
-        getattr(model.config, "_attn_implementation", None), getattr(model.config, "_experts_implementation", None),
-        model.training,
-        capability_here(), variable("TORCHDYNAMO_DISABLE"),
-        [(name, type(module).__qualname__) for name, module in model.named_modules()],
-        [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name,
-         p in model.named_parameters(remove_duplicate=False)],
-    )  # fmt: skip
+def _key(model: nn.Module, options: Mapping[str, Any]) -> str:
+    """Return the name of a description; raise UnknownCodeError if the code that decides it is not known."""
+    inputs, size = options.get("inputs"), options.get("micro_batch_size", TRACED_MICRO_BATCH)
+    batches = None if inputs is None else inputs_key(inputs, sorted({1, TRACED_MICRO_BATCH, size, size + 1}))
+    values = sorted((name, repr(value)) for name, value in options.items() if name != "inputs")
+    content = (code_hash(), values, batches, model_key(model), capability_here(), variable("TORCHDYNAMO_DISABLE"))
     return hashlib.sha256(repr(content).encode()).hexdigest()[:32]
 
 
@@ -172,7 +166,8 @@ def timed_once(
     implementations = [getattr(config, name, None) for name in ("_attn_implementation", "_experts_implementation")]
     options = (timed.micro_batch_sizes, timed.autocast, timed.activation_checkpointing, implementations)
     measure = partial(measure_block_times, seconds=1.0, at_start=True, description=description)
-    content = (json.dumps(plain(description)), options)
+    read_back = validated(ModelDescription, json.loads(json.dumps(plain(description))), ValueError)
+    content = (json.dumps(plain(read_back)), options)  # numbers of a new description and of one on disk print alike
     times, ago = _once(_Times, content, device, lambda: _Times(segments=measure(timed, device=device)))
     return times.segments, f" {ago} ago" if ago else ""
 

@@ -36,14 +36,14 @@ from ..planner.search.compare import StrategyResult, choose_description, compare
 from ..planner.search.search import search
 from ..planner.shared_ways import with_ways_of, without_head
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
-from ..tracing.describe import TRACED_MICRO_BATCH, describe
-from .cache import measured_once
+from ..tracing.describe import TRACED_MICRO_BATCH
+from .cache import describe_once, measured_once
 from .config import OSDPConfig
 from .facts import RunFacts, training_job
 from .run_times import times_of_run
 
 Trace: TypeAlias = Callable[..., ModelDescription]
-"""`describe`, or a function with the same arguments."""
+"""`describe_once`, or a function with the same arguments."""
 _log = logging.getLogger(__name__)
 _MAX_DESCRIPTIONS = 3
 """Most descriptions of a model with compiled blocks, each at another micro-batch size."""
@@ -91,7 +91,12 @@ class FoundPlan:
 
 
 def find_plan(
-    model: nn.Module, config: OSDPConfig, facts: RunFacts, *, hardware: Hardware | None = None, trace: Trace = describe
+    model: nn.Module,
+    config: OSDPConfig,
+    facts: RunFacts,
+    *,
+    hardware: Hardware | None = None,
+    trace: Trace = describe_once,
 ) -> FoundPlan:
     """Search on rank 0 for the run's fastest plan that fits. Collective; arguments and errors are those of
     `ProblemBuilder`.
@@ -119,13 +124,13 @@ class ProblemBuilder:
         facts: RunFacts,
         *,
         hardware: Hardware | None = None,
-        trace: Trace = describe,
+        trace: Trace = describe_once,
         times: BlockTimes | None = None,
     ) -> None:
         """Find out job, limit and hardware; for `hardware=None` use the configuration's, or measure this machine.
         Collective if None.
 
-        `times` are those of the model's blocks, if they are known. `trace` is `describe`, or a cache of it. Raise
+        `times` are those of the model's blocks, if they are known. `trace` describes the model. Raise
         HardwareError if offload needs a host that the hardware does not describe, ProfileError if the profile cannot
         be read, ValueError if sizes, limit and hardware contradict each other.
         """
@@ -250,7 +255,7 @@ class Describer:
     batch.
     """
 
-    def __init__(self, model: nn.Module, config: OSDPConfig, facts: RunFacts, trace: Trace = describe) -> None:
+    def __init__(self, model: nn.Module, config: OSDPConfig, facts: RunFacts, trace: Trace = describe_once) -> None:
         self._model, self._config, self._facts, self._trace = model, config, facts, trace
         self._inputs, self._loss = (config.inputs, None) if config.inputs else (facts.inputs, facts.loss)
         self._may_fall_back = config.inputs is None and facts.inputs is not None and _has_usual_batch(model)

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp.distributed.consensus import on_rank_zero
 from hf_osdp.distributed.mesh import Meshes
-from hf_osdp.distributed.process_group import gloo_group
+from hf_osdp.distributed.process_group import gloo_group, step_group
 from hf_osdp.measurement.step_meter import Observation
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.planner.cost.evaluate import PlanEstimate, estimate_plan
@@ -93,7 +93,7 @@ def tried(precision: str, *, checkpointing: bool = False, on_meta: bool = False)
     )  # fmt: skip
     meshes = Meshes("cpu")
     meshes.prepare(plan)
-    gloo_group()  # formed once for each process group
+    gloo_group(), step_group()  # formed once for each process group
     before, formed = state_of_everything(model), groups()
     observed = probe(plan, trial, meshes, timed_steps=1)
     assert on_meta or same(before, state_of_everything(model))
@@ -142,7 +142,8 @@ def test_trial_on_cuda_is_first_alone_and_memory_that_runs_out_is_told_to_all():
             raise torch.OutOfMemoryError("as it would be")
         return original(plan, trial, meshes, timed_steps, **options)
 
-    module._observe, torch.cuda.memory_allocated = observe, lambda device: HELD_BEFORE
+    module._observe, module.free_workspaces = observe, lambda device: None
+    torch.cuda.memory_allocated = lambda device: HELD_BEFORE
     fits, fails = (module._on_cuda(found.plan, trial, found.meshes, 1) for _ in range(2))
     assert seen == ["SilentMeshes", "Meshes", "SilentMeshes"] and groups() == formed
     assert fits.peak_bytes + HELD_BEFORE == pytest.approx(found.observed.peak_bytes, rel=0.05), (

@@ -76,7 +76,7 @@ def test_what_is_fixed_is_what_runs():
 
 def test_one_device_moves_no_more_to_the_host_than_it_must():
     description, hardware, job = instance(5)
-    alone = replace(hardware, nodes=1, devices_per_node=1)
+    alone = replace(hardware, nodes=1, devices_per_node=1, margin=0.06)
     job = replace(job, global_batch_size=2, recompute=False)
     whole = search(problem(description, alone, replace(job, host_offload=False), 10**12))
     less = search(problem(description, alone, job, int(0.8 * whole.plan.peak_bytes))).plan

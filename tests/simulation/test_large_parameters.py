@@ -48,7 +48,7 @@ def test_reduce_buffers_of_experts_are_padded_to_their_shard_group(layout, preci
 class LargeEmbedding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(20_000, 128), nn.Linear(128, 10)
+        self.embedding, self.head = nn.Embedding(8_000, 128), nn.Linear(128, 10)  # larger tables are units
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128)) for _ in range(4)
         )

@@ -74,7 +74,7 @@ def test_every_contender_that_fits_has_a_measured_row_within_its_limit():
 
 
 MODEL = transformer(layers=6, hidden=256)
-FOUR = replace(TINY, devices=4, limit_bytes=120 * 2**20)
+FOUR = replace(TINY, devices=4, limit_bytes=246 * 2**20)  # 113 MiB beside the margin
 
 
 def planned(case: Case = FOUR):

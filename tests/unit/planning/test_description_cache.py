@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import types
+
 import pytest
 import torch
 from transformers import GPT2Config
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
-from hf_osdp.modeling.build import build_on_meta
+from hf_osdp.modeling.build import build_on_meta, with_lora
 from hf_osdp.planner.description import DType
 from hf_osdp.planning import cache
 from hf_osdp.planning.cache import describe_once
@@ -66,14 +71,115 @@ def test_what_differs_is_traced_anew(described, changed):
     assert len(described) == 2
 
 
-def test_modules_of_others_are_traced_each_time(described):
+def batch(samples, *, filled=False):
+    ids = torch.ones(samples, 16, dtype=torch.long) if filled else torch.zeros(samples, 16, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
+
+
+def test_batches_of_the_same_content_are_traced_once(described):
+    for _ in range(2):
+        describe_once(model(), sequence_length=16, inputs=lambda samples: batch(samples))
+    assert len(described) == 1
+    describe_once(model(), sequence_length=16, inputs=lambda samples: batch(samples, filled=True))
+    describe_once(model(), sequence_length=16, inputs=lambda samples: {**batch(samples), "use_cache": False})
+    assert len(described) == 3
+
+
+def untied():
+    apart = model()
+    apart.lm_head.weight = torch.nn.Parameter(apart.lm_head.weight.detach().clone())
+    return apart
+
+
+def with_dropout():
+    changed = model()
+    changed.transformer.h[1].mlp.dropout.p = 0.5
+    return changed
+
+
+def with_checkpointing():
+    changed = model()
+    changed.gradient_checkpointing_enable()
+    return changed
+
+
+def with_adapters():
+    return with_lora(model(), 4)
+
+
+def in_evaluation():
+    return model().eval()
+
+
+def with_buffer():
+    changed = model()
+    changed.register_buffer("ema", torch.zeros(9))
+    return changed
+
+
+@pytest.mark.parametrize(
+    "made", [frozen, untied, with_dropout, with_checkpointing, with_adapters, in_evaluation, with_buffer]
+)
+def test_object_that_differs_from_its_configuration_is_traced_anew_and_once(described, made):
+    for make in (model, made, made):
+        describe_once(make(), sequence_length=16)
+    assert len(described) == 2
+
+
+def own_forward(self, hidden):
+    return hidden
+
+
+def changed_forward(changed, _):
+    changed.transformer.h[0].mlp.forward = types.MethodType(own_forward, changed.transformer.h[0].mlp)
+
+
+def changed_method(_, monkeypatch):
+    monkeypatch.setattr(GPT2MLP, "forward", functools.wraps(GPT2MLP.forward)(own_forward))
+
+
+def changed_loss(_, monkeypatch):
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", own_forward)
+
+
+def changed_attention(_, monkeypatch):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", own_forward)
+
+
+def own_hook(changed, _):
+    changed.transformer.h[0].register_forward_hook(lambda module, args, output: output)
+
+
+def own_module(changed, _):
     class Block(torch.nn.Dropout):
         """Code that no version tells."""
 
+    changed.transformer.drop = Block(0.1)
+
+
+def own_object(changed, _):
+    changed.transformer.h[0].note = Noted()
+
+
+class Noted:
+    """Content that is not known."""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [changed_forward, changed_method, changed_loss, changed_attention, own_hook, own_module, own_object],
+)
+def test_code_of_others_is_traced_each_time(described, monkeypatch, change):
     for _ in range(2):
         own = model()
-        own.transformer.drop = Block(0.1)
+        change(own, monkeypatch)
         describe_once(own, sequence_length=16)
+    assert len(described) == 2
+
+
+def test_own_loss_is_traced_each_time(described):
+    for _ in range(2):
+        describe_once(model(), sequence_length=16, loss=lambda model, batch: model(**batch).loss)
     assert len(described) == 2
 
 

@@ -70,7 +70,8 @@ def test_values_that_activations_decide_count_as_true(ids):
     scores, counts = torch.rand(2, 4), torch.zeros(4, dtype=torch.long)
     assert scores[scores > 0.5].shape == (8,) and (scores > 0.5).nonzero().shape == (8, 2)
     assert scores.sum().item() == 1.0 and not (scores.sum() > 0)
-    assert (torch.empty(4, dtype=torch.long) > 0).nonzero().shape == (4, 1)  # memory that nobody has written
+    assert (torch.empty(4) > 0).nonzero().shape == (4, 1)  # memory that nobody has written
+    assert (torch.empty(4, dtype=torch.long) > 0).nonzero().shape == (0, 1), "integers there are zeros"
     assert counts.sum().item() == 0
     counts.copy_(torch.rand(4).topk(4).indices)
     assert (counts > 0).nonzero().shape == (4, 1)
