@@ -42,7 +42,7 @@ from ..planner.profile import SegmentTimes
 from ..reading import read_json
 from ..tracing.attention import capability_here
 from ..tracing.describe import TRACED_MICRO_BATCH, describe
-from .model_key import UnknownCodeError, inputs_key, model_key
+from .model_key import inputs_key, model_key
 
 T = TypeVar("T")
 MEASURED_EARLIER = "measured earlier"
@@ -73,8 +73,8 @@ def describe_once(model: nn.Module, **options: Any) -> ModelDescription:
     if folder is not None and options.get("loss") is None:
         try:
             key = _key(model, options)
-        except UnknownCodeError as error:
-            _log.debug("The description is not cached, because of %s.", error)
+        except Exception as error:  # a batch that cannot be made, objects in a circle: `describe` reports what matters
+            _log.debug("The description is not cached: %s: %s.", type(error).__name__, error)
     if folder is None or key is None:
         return describe(model, **options)
     path = folder / f"{key}.json"

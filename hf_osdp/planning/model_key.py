@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import hashlib
 import os
 import sys
 import types
@@ -25,6 +26,7 @@ _USED_BY_THEM = ("accelerate", "huggingface_hub", "safetensors", "torchao", "typ
 """Packages from which these import functions by name."""
 _FOR_ALL_MODELS = ("torch.nn.functional", "transformers.loss.loss_utils", "transformers.masking_utils")
 """Modules whose functions a script may have replaced, in addition to those of the model's classes."""
+_ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), enum.Enum, torch.Size, torch.dtype, torch.device)
 
 
@@ -53,6 +55,7 @@ def model_key(model: nn.Module) -> object:
         [(name, type(module).__qualname__, _settings(module)) for name, module in modules.items()],
         [(name, first.setdefault(id(tensor), name), _layout(tensor)) for name, tensor in tensors],
         torch.get_default_dtype(),
+        [getattr(torch.backends.cuda, f"{kernel}_sdp_enabled")() for kernel in _ATTENTION_KERNELS],
     )
 
 
@@ -79,7 +82,7 @@ def _content(value: Any, *, elements: bool = False) -> object:  # noqa: ANN401
         case _ if isinstance(value, _PLAIN):
             return type(value).__name__, repr(value)
         case torch.Tensor():
-            return _layout(value), value.detach().cpu().tolist() if elements else None
+            return _layout(value), _checksum(value) if elements else None
         case nn.Module() | RemovableHandle():
             return type(value).__qualname__  # one of the model's, or a function without state
         case PreTrainedConfig():
@@ -112,6 +115,11 @@ def _code(value: Any, inner: Callable[[Any], object]) -> object:  # noqa: ANN401
     if hasattr(value, "__dict__") and _is_known_name(type(value).__module__):
         return type(value).__qualname__, inner(vars(value))
     raise UnknownCodeError(f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    held = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(held.numpy().tobytes()).hexdigest()
 
 
 def _layout(tensor: torch.Tensor) -> object:

@@ -177,6 +177,21 @@ def test_code_of_others_is_traced_each_time(described, monkeypatch, change):
     assert len(described) == 2
 
 
+def test_model_without_a_key_is_described_all_the_same(described):
+    in_circle = model()
+    in_circle.transformer.h[0].around = around = []
+    around.append(around)
+    describe_once(in_circle, sequence_length=16)
+
+    def only_two(samples):
+        if samples > 2:
+            raise ValueError("no more rows")
+        return batch(samples)
+
+    describe_once(model(), sequence_length=16, inputs=only_two)
+    assert len(described) == 2
+
+
 def test_own_loss_is_traced_each_time(described):
     for _ in range(2):
         describe_once(model(), sequence_length=16, loss=lambda model, batch: model(**batch).loss)
