@@ -121,7 +121,7 @@ _KINDS = {
     r"ImportError": "needs a library that is not installed (timm, natten)",
     r"parameters with small": "large even with small sizes",
     r"no loss|attribute 'loss'|no labels": "no loss with any of the labels tried",
-    r"differ from run to run": "stock results differ from run to run",
+    r"differ by": "stock results differ as much by the weights' last bit",
     r"not finite|are zero": "losses or gradients are not finite, or zero",
     r"no batch": "no batch of the rule suits the class",
     r"longer than": f"longer than {SECONDS} s",

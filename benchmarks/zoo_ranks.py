@@ -36,6 +36,8 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.sharding.apply import apply_plan, verify_applied
+from hf_osdp.sharding.environment import host_parameters
+from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.tracing.describe import describe
 from tests.helpers.layouts import plan_of
 from tests.helpers.training import Trained, train_sharded, train_whole
@@ -113,10 +115,13 @@ def _tried(row: Row, meshes: Meshes, out: Path) -> Row:
         raise
     if dist.get_rank() == 0:
         row = replace(row, difference=max(trained.worst_error(reference).values()))
-    if any(_exchanged((row.difference or 0.0) > TOLERANCE)):  # the stock steps may differ, too
-        again = _exchanged(_reference(_made(row.name)[0], batches) if dist.get_rank() == 1 else None)[1]
-        if max(again.worst_error(reference).values()) > TOLERANCE:
-            row = replace(row, stock="results differ from run to run", difference=None)
+    if any(_exchanged((row.difference or 0.0) > TOLERANCE)):  # the stock steps may depend on rounding, too
+        again = _exchanged(_reference(_rounded(_made(row.name)[0]), batches) if dist.get_rank() == 1 else None)[1]
+        by_rounding = max(again.worst_error(reference).values())
+        if dist.get_rank() == 0 and (row.difference or 0.0) <= 10 * by_rounding:
+            row = replace(
+                row, stock=f"results differ by {by_rounding:.0e} with the weights' last bit", difference=None
+            )
     return row
 
 
@@ -130,6 +135,14 @@ def _made(name: str) -> tuple[nn.Module, Any, str]:
             return model, batch_with_loss(model, SAMPLES), ""
     except Exception as error:  # a model can raise any exception
         return model, None, line_of(error)
+
+
+def _rounded(model: nn.Module) -> nn.Module:
+    """Change each weight's last bit at random, as another order of a sum may."""
+    made = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        parameter.data *= 1 + torch.finfo(parameter.dtype).eps * torch.randint(-1, 2, parameter.shape, generator=made)
+    return model
 
 
 def _exchanged(value: Any) -> list[Any]:
@@ -187,8 +200,12 @@ def _by_plan(model: nn.Module, row: Row, batches: Mapping[str, Any], meshes: Mes
     plan = plan_of(units, dist.get_world_size(), "mixed" if has_running_statistics(model) else "everything")
     apply_plan(model, plan, units, meshes=meshes)
     verify_applied(model, plan, units)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    step_by_device(optimizer, host_parameters(model))
     with InDouble():
-        return train_sharded(model, plan, loss_of=_loss, batch_of=partial(_batch_of, batches), steps=STEPS)
+        return train_sharded(
+            model, plan, loss_of=_loss, batch_of=partial(_batch_of, batches), steps=STEPS, optimizer=optimizer
+        )
 
 
 def _on_paper(row: Row) -> Row:
