@@ -140,8 +140,9 @@ def _made(name: str) -> tuple[nn.Module, Any, str]:
 def _rounded(model: nn.Module) -> nn.Module:
     """Change each weight's last bit at random, as another order of a sum may."""
     made = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.data *= 1 + torch.finfo(parameter.dtype).eps * torch.randint(-1, 2, parameter.shape, generator=made)
+    for weight in model.parameters():
+        last = torch.randint(-1, 2, weight.shape, generator=made, dtype=weight.dtype)
+        weight.data *= 1 + torch.finfo(weight.dtype).eps * last
     return model
 
 
