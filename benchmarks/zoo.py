@@ -237,11 +237,14 @@ well; it takes five times as long. A sample of 20 classes runs in the tests (`te
 - **Batch norm** (ResNet) stays in float32 under bf16 and fp16: batch norms are then units of their own, and frozen ones return their input's
   dtype. Each rank normalises by its own samples, as in plain data parallelism, and keeps its own running statistics; rank 0's are saved.
   Blocks with batch norm are not recomputed, because their statistics would be updated twice.
+- **I-BERT** keeps ranges of activations in buffers, of which each rank has its own, as in FSDP2: losses and gradient norms are equal, only
+  these buffers are not.
 - **Mixture of experts**: every expert is in its block's unit. In float64 the experts run one by one (`experts_implementation="eager"`);
   `grouped_mm`, the default, does not support float64.
 - Norms and losses that compute in float32 whatever the dtype of the parameters compute in float64 in this comparison, or their sums would
   depend on their order in the 8th digit.
-- **Detection** is described without its labels, because losses match boxes by their values.
+- **Detection** is described without its labels, because losses match boxes by their values: the estimate has the mean of the outputs in
+  place of the loss, none of its parts, and a warning says so.
 """  # noqa: E501
 
 if __name__ == "__main__":
