@@ -84,7 +84,9 @@ def plan_for(variant: Variant, units: Any, world_size: int) -> Plan:
 
 def train(variant: Variant, device_type: str) -> Trained:
     """Train this rank's part on `"cuda"` or `"cpu"`; rank 0 has the parameters."""
-    model = gpt2(WIDTH).to(variant.dtype) if variant.model == "wide" else tiny_model(variant.model, dtype=variant.dtype)
+    model = (
+        gpt2(WIDTH).to(variant.dtype) if variant.model == "wide" else tiny_model(variant.model, dtype=variant.dtype)
+    )
     if variant.prepare:
         variant.prepare(model)
     world, rank, parts = dist.get_world_size(), dist.get_rank(), variant.accumulation_steps
@@ -121,7 +123,7 @@ def train(variant: Variant, device_type: str) -> Trained:
 
 def on_devices(
     fn: Callable[..., Any], processes: int, *args: Any, late: str = "", sanitizes: bool = False, eager: bool = False,
-    memory: str = "8G",
+    joins: bool = True, memory: str = "8G",
     env: Mapping[str, str] | None = None, timeout_s: float = 120.0,
 ) -> list[Any]:  # fmt: skip
     """Call `fn(*args)` in so many processes, each with a device of its own, in a group that is NCCL's on devices and
@@ -134,6 +136,7 @@ def on_devices(
         late: which streams are late by LATE_MS (README.md): "all", "main", "side", or none.
         sanitizes: whether torch's CUDA sanitizer watches, which raises where it sees a race.
         eager: whether the group is formed with its device, so that communicators are made at once and split.
+        joins: whether the group is formed; otherwise `fn` may do so, once.
         memory: of each device.
         env: further variables.
         timeout_s: as for `run_ranks`.
@@ -149,7 +152,7 @@ def on_devices(
         "FAKE_CUDA_LATENCY_MS": str(LATE_MS if late else 0), "FAKE_CUDA_LATE": late, "FAKE_CUDA_MEM": memory,
         **(env or {}),
     }  # fmt: skip
-    how = {"sanitizes": sanitizes, "eager": eager, "timeout_s": timeout_s}
+    how = {"sanitizes": sanitizes, "eager": eager, "joins": joins, "timeout_s": timeout_s}
     return run_ranks(_in_group, processes, fn, args, how, init=False, env=variables, timeout_s=timeout_s)
 
 
@@ -162,8 +165,9 @@ def _in_group(fn: Callable[..., Any], args: tuple[Any, ...], how: dict[str, Any]
         enable_cuda_sanitizer()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    timeout = datetime.timedelta(seconds=how["timeout_s"] + 60)
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device if how["eager"] else None)
+    if how["joins"]:
+        timeout = datetime.timedelta(seconds=how["timeout_s"] + 60)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device if how["eager"] else None)
     result = fn(*args)
     missing = cuda_software.failures()
     assert not missing, f"the device has no values of:\n{missing}"
