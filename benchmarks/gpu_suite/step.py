@@ -51,7 +51,7 @@ class Bench:
 
     device: torch.device
     rehearses: bool
-    """Whether the step runs on the CPU, in small sizes."""
+    """Whether the step runs in small sizes, whose times are not judged."""
     folder: Path
     """Folder for the step's files; it is deleted afterwards."""
     out: Path
@@ -60,6 +60,10 @@ class Bench:
     """File of findings, one JSON object per line."""
     limit_s: float
     began: float = field(default_factory=time.monotonic)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
 
     @property
     def left_s(self) -> float:
