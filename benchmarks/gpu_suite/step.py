@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,14 @@ class Bench:
     @property
     def on_cpu(self) -> bool:
         return self.device.type == "cpu"
+
+    @property
+    def compiles(self) -> bool:
+        """Return whether blocks can be compiled; says so if not."""
+        if self.on_cpu or find_spec("triton"):
+            return True
+        self.note("There is no triton here: compiled blocks are left out.")
+        return False
 
     @property
     def left_s(self) -> float:
