@@ -69,6 +69,7 @@ class BatchCosts:
         """Memory terms of a unit, by whether some unit may be on the host."""
         self._made: dict[tuple[int, UnitLayout, _Others], Option] = {}
         self._kept: dict[tuple[int, tuple[UnitLayout, ...], _Others], tuple[UnitLayout, ...]] = {}
+        self._options: dict[tuple[int, tuple[UnitLayout, ...], _Others], tuple[Option, ...]] = {}
 
     def _segment_kinds(self) -> list[int]:
         """Return a number for each segment; segments have the same number if their units have equal options."""
@@ -89,11 +90,14 @@ class BatchCosts:
 
     def options(self, unit: int, layouts: tuple[UnitLayout, ...], others: _Others) -> tuple[Option, ...]:
         """Return the options of a unit that are not dominated, in the order of the rule in `options.py`."""
-        key = (self._alike[unit], layouts, others)
-        if key not in self._kept:
-            self._kept[key] = self._undominated(unit, layouts, others)
-        kept = (self._made_option(unit, layout, others) for layout in self._kept[key])
-        return tuple(sorted(kept, key=lambda option: option.order))
+        key = (self._kind(unit), layouts, others)
+        if key not in self._options:
+            alike = (self._alike[unit], layouts, others)
+            if alike not in self._kept:
+                self._kept[alike] = self._undominated(unit, layouts, others)
+            kept = (self._made_option(unit, layout, others) for layout in self._kept[alike])
+            self._options[key] = tuple(sorted(kept, key=lambda option: option.order))
+        return self._options[key]
 
     def _undominated(self, unit: int, layouts: tuple[UnitLayout, ...], others: _Others) -> tuple[UnitLayout, ...]:
         """Return the layouts that no other one dominates in all units of this structure."""
