@@ -21,12 +21,8 @@ from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware, check_margin
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.optimizers import MUON, spec_of_name
-<<<<<<< HEAD
-from ..planner.presets import preset, preset_names
-from ..planner.problem import check_simplicity
-=======
 from ..planner.presets import assumed_host, preset, preset_names
->>>>>>> main
+from ..planner.problem import check_simplicity
 from ..planner.profile import Profile, with_block_times
 from ..quantities import format_bytes, parse_limit
 from .options import Request
