@@ -57,7 +57,7 @@ def plan_after_init(init: Callable[..., None]) -> Callable[..., None]:
             if outermost:
                 del self._in_init
         if outermost:
-            self._plan_now()
+            self._plan_if_data()
 
     return planning
 
