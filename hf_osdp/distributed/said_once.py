@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,9 @@ def say_once(error: BaseException, name: str = "error") -> None:
     if launched_rank() == 0:
         print(line, file=sys.stderr, flush=True)
         tell_line(line)
-    elif not is_told_line(line, _RANK_ZERO_FIRST_S):
+    elif is_told_line(line, _RANK_ZERO_FIRST_S):
+        time.sleep(_RANK_ZERO_FIRST_S)  # so that the launcher reports rank 0, which printed the line
+    else:
         print(line, file=sys.stderr, flush=True)
 
 

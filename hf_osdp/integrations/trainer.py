@@ -229,6 +229,8 @@ class Trainer(TrainerCheckpoints):
         if self._osdp is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         if self._run is None:
+            if self.train_dataset is None:
+                self.get_train_dataloader()  # raises as stock, unless a subclass makes its own
             self._plan_now(trains=True)
         assert self._run is not None
         copy_changes(self.args, *self._given_args)
@@ -295,7 +297,7 @@ class _Events:
         with AcrossLayouts(f"Work on weights in {event}"), mixing_explained(in_loss=False):
             control = self._call(event, args, state, control, **kwargs)
         if self._stopping is not None:
-            getattr(self._stopping, event)(args, state, control)
+            getattr(self._stopping, event)(args, state, control, **kwargs)
         if event == "on_step_begin":
             self._meter.step_begins()
             self._in_step = True

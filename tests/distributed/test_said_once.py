@@ -8,17 +8,18 @@ import sys
 
 import pytest
 
+from hf_osdp.distributed import said_once
 from hf_osdp.distributed.launcher import launched_rank
 from hf_osdp.distributed.process_group import check_ranks
-from hf_osdp.distributed.said_once import say_uncaught_once
 from hf_osdp.errors import PlanError
 from tests.helpers.distributed import run_ranks
 
 
 def printed(alike: bool, own: bool) -> str:
     """What this rank prints of an uncaught error."""
+    said_once._RANK_ZERO_FIRST_S = 1.0
     check_ranks()
-    say_uncaught_once()
+    said_once.say_uncaught_once()
     text = io.StringIO()
     with contextlib.redirect_stderr(text):
         try:

@@ -39,7 +39,7 @@ def test_without_data_the_plan_is_made_when_data_comes(tmp_path):
     later.train_dataset = rows()
     later.train()
     assert later.plan.global_batch_size == 2 and later.state.global_step == 1
-    with pytest.raises(ValueError, match=r"sequence length cannot be read"):
+    with pytest.raises(ValueError, match=r"training requires a train_dataset"):
         made(tmp_path).train()
 
 
