@@ -39,6 +39,10 @@ class DType(str, Enum):
         """Bytes of one element."""
         return _ITEMSIZE[self]
 
+    @property
+    def is_floating(self) -> bool:
+        return "float" in self.value
+
 
 _MOST_ELEMENTS = 2**50
 _MOST_NAMES = 4
