@@ -15,6 +15,7 @@ import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import OSDPError
+from ..planner.description import DType
 
-FORMATS = ("nf4", "fp4")
 _ALIGNMENT = 16
 """Bytes: scales are read as float32, in vectors."""
 _OUTER_BLOCK = 256
@@ -125,6 +126,27 @@ def layers_in_4_bits(model: nn.Module) -> Iterator[Any]:
 
 def is_packed(layer: nn.Module) -> bool:
     return isinstance(layer.__dict__.get("packing"), Packing)
+
+
+def quantize(model: nn.Module, quant_type: str, compute_dtype: DType | None = None) -> None:
+    """Give a transformers model on the meta device, in place, the layers that `from_pretrained` gives it with
+    `BitsAndBytesConfig(load_in_4bit=True)` and double quantization; all other weights get `compute_dtype`.
+
+    Raises:
+        ValueError: bitsandbytes is not installed.
+    """
+    from transformers import BitsAndBytesConfig
+    from transformers.quantizers import AutoHfQuantizer
+
+    if find_spec("bitsandbytes") is None:
+        raise ValueError('A base in 4 bits needs bitsandbytes; install it with: pip install "hf_osdp[bnb]".')
+    dtype = torch.float32 if compute_dtype is None else getattr(torch, compute_dtype.value)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=quant_type, bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )  # fmt: skip
+    AutoHfQuantizer.from_config(config, pre_quantized=False).preprocess_model(model.to(dtype), device_map=None)
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]  # peft reads it
 
 
 def pack(model: nn.Module) -> nn.Module:
