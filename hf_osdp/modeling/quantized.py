@@ -9,11 +9,12 @@ own, `matmul_4bit`.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -171,8 +172,8 @@ def pack(model: nn.Module) -> nn.Module:
             packed = torch.empty(packing.nbytes, dtype=torch.uint8, device="meta")
         else:
             packed = packing.pack(weight, _state_of(layer))
-        layer.weight, layer.quant_state = nn.Parameter(packed, requires_grad=False), None
-        layer.packing, layer.forward = packing, types.MethodType(_forward, layer)
+        layer.weight = nn.Parameter(packed, requires_grad=False)
+        _install(layer, packing)
     return model
 
 
@@ -192,8 +193,7 @@ def packed_copy(model: nn.Module) -> nn.Module:
     copied = copy.deepcopy(model, memo)
     for layer, original in zip(layers_in_4_bits(copied), layers_in_4_bits(model), strict=True):
         if not is_packed(layer):
-            layer.packing, layer.forward = Packing.of(original), types.MethodType(_forward, layer)
-            layer.quant_state = None
+            _install(layer, Packing.of(original))
     return copied
 
 
@@ -224,12 +224,28 @@ def refuse_other_formats(model: nn.Module) -> None:
         raise OSDPError("DoRA adapters read the base's weights, which are in 4 bits here; use_dora=False trains LoRA.")
 
 
+def restored_elements(model: nn.Module) -> Iterator[tuple[torch.dtype, int]]:
+    """Yield for each packed weight the dtype in which it is multiplied, and its elements."""
+    for layer in filter(is_packed, layers_in_4_bits(model)):
+        yield layer.compute_dtype or layer.packing.dtype, math.prod(layer.packing.shape)
+
+
 def view_in(model: nn.Module, dtype: torch.dtype | None) -> None:
     """View packed weights in the dtype to which FSDP2 casts parameters, so that it leaves their bytes alone: torch up
     to 2.11 casts integers too.
     """
     for layer in layers_in_4_bits(model) if dtype is not None else ():
         layer.weight = nn.Parameter(layer.weight.data.view(dtype), requires_grad=False)
+
+
+def _install(layer: Any, packing: Packing) -> None:  # noqa: ANN401  (bitsandbytes' Linear4bit)
+    layer.quant_state, layer.packing, layer.forward = None, packing, types.MethodType(_uncompiled_forward(), layer)
+
+
+@functools.cache
+def _uncompiled_forward() -> Callable[..., torch.Tensor]:
+    """Return the forward of packed layers; blocks that have them run uncompiled, with a line that says so."""
+    return torch.compiler.disable(_forward)
 
 
 def _forward(layer: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ANN401  (bitsandbytes' Linear4bit)

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 from ..errors import CheckpointingError, DescriptionError, DescriptionTimeoutError
 from ..modeling.batch import Inputs, Loss, check_sequence_length, plain_batch
 from ..modeling.build import build_on_meta, is_checkpointed
-from ..modeling.quantized import packed_copy
+from ..modeling.quantized import packed_copy, restored_elements
 from ..modeling.split_candidates import split_copy
-from ..modeling.units import class_of, embedding_and_head, find_units, large_tables, modules_by_name
+from ..modeling.units import class_of, dtype_of, embedding_and_head, find_units, large_tables, modules_by_name
 from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine
 from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription
@@ -198,6 +198,8 @@ class _Describer:
         for unit in self._units:
             for parameter in unit.parameters:
                 elements[parameter.dtype] += parameter.numel * parameter.dtype.is_floating
+        for dtype, numel in restored_elements(self._model):
+            elements[dtype_of(dtype)] += numel
         return max(elements, key=lambda dtype: elements[dtype], default=DType.FLOAT32)
 
     def _refuse_running_statistics(self) -> None:
