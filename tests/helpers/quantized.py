@@ -22,7 +22,7 @@ def in_4_bits(model: nn.Module, **options: Any) -> nn.Module:
         )  # fmt: skip
         layer.load_state_dict(linear.state_dict())
         model.set_submodule(name, layer.to(dtype).to("cpu").requires_grad_(False))
-    model.is_loaded_in_4bit = model.is_quantized = True
+    model.is_loaded_in_4bit = True
     return model
 
 
