@@ -99,7 +99,7 @@ class Row:
             ("Transformer-XL" in self["model"], "transformers has no such model"),
             ("DeepSpeed" in self["strategy"] or "Megatron" in self["strategy"], "another framework's sharding"),
             ("fp8" in self["precision"].lower() or "mxfp8" in self["precision"], "products in 8 bits"),
-            ("int4" in self["precision"] or "INT8" in self["precision"], "a base in GPTQ's or another library's format"),
+            ("int4" in self["precision"] or "INT8" in self["precision"], "a base in another format of low precision"),
             (not self["device"] or not self.device, "no preset of this device"),
             ("power limited" in self["device"], "a device below its power"),
             (self["strategy"] not in STRATEGIES, f"strategy {self['strategy']}"),

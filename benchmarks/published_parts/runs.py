@@ -111,7 +111,11 @@ def hardware_of(row: Row, *, data_sheet: bool = False) -> Hardware:
 def precision_of(row: Row) -> Precision:
     """Return the dtypes of gathered parameters and reduced gradients, or autocast."""
     text = row["precision"]
-    if text == "bf16-true" or row.is_in_4_bits or (text == "bf16" and (row["lora_rank"] or "torchtune" in row["source"])):
+    if (
+        text == "bf16-true"
+        or row.is_in_4_bits
+        or (text == "bf16" and (row["lora_rank"] or "torchtune" in row["source"]))
+    ):
         return Precision()  # weights in bf16
     if text in ("fp16 (amp)", "bf16 autocast, fp32 params"):
         return Precision(compute=DType.FLOAT16 if "fp16" in text else DType.BFLOAT16, autocast=True)
@@ -162,7 +166,9 @@ def described(row: Row, *, own_loss: bool = False) -> ModelDescription:
     if row.is_in_4_bits:
         quantize(model, "nf4", weights)
     if rank:
-        model = _with_adapters(model, rank, in_dtype_of_base="FSDP1" in row["strategy"] or "torchtune" in row["source"])
+        model = _with_adapters(
+            model, rank, in_dtype_of_base="FSDP1" in row["strategy"] or "torchtune" in row["source"]
+        )
     if fused:
         options["loss"] = fused_loss
     found = describe(model, **options)

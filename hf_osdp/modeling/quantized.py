@@ -1,5 +1,5 @@
-"""4-bit bases of bitsandbytes (QLoRA): each frozen weight and its scales as one tensor of bytes, which FSDP2 shards and
-gathers like any other parameter.
+"""4-bit bases of bitsandbytes (QLoRA): each frozen weight and its scales as one tensor of bytes, which FSDP2 shards
+and gathers like any other parameter.
 
 bitsandbytes keeps scales beside the weight, where FSDP2 does not see them: they stay whole on each device, and a shard
 of the weight has lost them. Here they lie behind the codes in the same tensor. The product itself is bitsandbytes'
@@ -119,7 +119,7 @@ def _state_of(layer: Any) -> Any:  # noqa: ANN401
 
 def layers_in_4_bits(model: nn.Module) -> Iterator[Any]:
     """Yield bitsandbytes' `Linear4bit` modules of a model."""
-    package = sys.modules.get("bitsandbytes")  # without it there are none
+    package: Any = sys.modules.get("bitsandbytes")  # without it there are none
     for module in model.modules() if package is not None else ():
         if isinstance(module, package.nn.Linear4bit):
             yield module
@@ -188,7 +188,7 @@ def _keep_counts(model: nn.Module, layers: Sequence[Any]) -> None:
     for module in model.modules() if missing else ():
         if hasattr(type(module), "num_parameters"):
             inside = sum(missing.get(id(inner), 0) for inner in module.modules())
-            module.num_parameters = functools.partial(_counted, module.num_parameters, inside)  # type: ignore[assignment]
+            module.num_parameters = functools.partial(_counted, module.num_parameters, inside)  # type: ignore
 
 
 def _counted(count: Callable[..., int], missing: int, only_trainable: bool = False, *args: Any, **options: Any) -> int:
@@ -257,6 +257,7 @@ def view_in(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def _install(layer: Any, packing: Packing) -> None:  # noqa: ANN401  (bitsandbytes' Linear4bit)
+    layer.packs = {"weight": math.prod(packing.shape)}
     layer.quant_state, layer.packing, layer.forward = None, packing, types.MethodType(_uncompiled_forward(), layer)
 
 
@@ -294,7 +295,7 @@ class _FakeProduct(torch.autograd.Function):
         return nn.functional.linear(x, _restored(codes, state, x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         (gradient,) = gradients
         needs_input, _, needs_bias, _ = ctx.needs_input_grad
         bias = gradient.flatten(0, -2).sum(0) if needs_bias else None

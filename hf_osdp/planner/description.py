@@ -161,6 +161,8 @@ class ParameterSpec:
     """Whether mixed precision keeps the dtype when the parameter is gathered and reduced, as batch norm needs."""
     is_embedding: bool = False
     """Whether it is the weight of an embedding, possibly shared with a vocabulary projection."""
+    packs: int = 0
+    """Elements that packed bytes stand for; 0 for a parameter that is not packed."""
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):
@@ -219,7 +221,8 @@ class UnitDescription:
 
     @property
     def numel(self) -> int:
-        return sum(p.numel for p in self.parameters)
+        """Parameters as a user counts them: those that packed bytes stand for."""
+        return sum(p.packs or p.numel for p in self.parameters)
 
     @property
     def trainable_numel(self) -> int:

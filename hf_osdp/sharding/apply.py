@@ -106,7 +106,7 @@ def apply_plan(
     # Copies that overlap computation need page-locked memory; on the CPU FSDP2 fails with it.
     pin_memory = meshes.device_type != "cpu" if pin_memory is None else pin_memory
     refuse_hooks(model)
-    view_in(model, mp_policy and mp_policy.param_dtype)
+    view_in(model, None if mp_policy is None else mp_policy.param_dtype)
     replaced = [parameter for parameter in model.parameters() if parameter not in ignored]
     _fully_shard(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pin_memory)
     clip_across_meshes()

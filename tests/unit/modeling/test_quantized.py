@@ -37,7 +37,12 @@ def test_bytes_of_a_weight_are_those_of_bitsandbytes(nested):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"quant_storage": torch.float32}, {"quant_type": "fp4", "compress_statistics": False}, {"compute_dtype": None}],
+    [
+        {},
+        {"quant_storage": torch.float32},
+        {"quant_type": "fp4", "compress_statistics": False},
+        {"compute_dtype": None},
+    ],
 )
 def test_packed_model_computes_the_same_to_the_bit(options):
     model, batch = adapted(base(**options)), tiny_batch(0)
