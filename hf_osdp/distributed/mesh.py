@@ -20,7 +20,7 @@ from ..planner.plan import Plan
 from .collectives import Stages
 from .device import own_gpu
 from .launcher import variables
-from .process_group import all_gather_objects
+from .process_group import all_gather_objects, host_barrier
 
 REPLICATE_AXIS = "replicate"
 SHARD_AXIS = "shard"
@@ -81,6 +81,7 @@ class Meshes:
 
     def form(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
         """Make one mesh, real or in a subclass without communication. Collective."""
+        host_barrier()
         return init_device_mesh(self.device_type, shape, mesh_dim_names=names)
 
     def prepare(self, plan: Plan) -> None:

@@ -281,6 +281,8 @@ def step_group() -> dist.ProcessGroup | None:
     A process cannot end before its last operation has, so that a pending one on `gloo_group` would keep a rank that
     is cut off from another for hours.
     """
+    if dist.is_initialized() and dist.group.WORLD not in _step_groups:
+        host_barrier()
     return _host_group(_step_groups, _own_timeout)
 
 
@@ -323,6 +325,10 @@ def all_gather_objects(mine: T, group: dist.ProcessGroup | None = None) -> list[
 
 
 def host_barrier() -> None:
+    """Wait until every rank is here; raise within milliseconds if one has died.
+
+    Called before a group is formed: that waits for a dead rank as long as the store does, minutes.
+    """
     if (group := gloo_group()) is not None:
         dist.barrier(group=group)
 

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -122,6 +123,18 @@ def rounds(seconds: float, *, least: int, most: int, limit_s: float = float("inf
             if elapsed_s * (number + 1) / max(number, 1) > limit_s or (number >= least and elapsed_s >= seconds):
                 return
         yield number
+
+
+def seconds_without_core() -> float:
+    """Return how long this thread has been ready to run while other programs had the cores, since it began; 0 where
+    the system does not count it.
+
+    Linux does: the second field of `schedstat` (kernel documentation, scheduler/sched-stats).
+    """
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def cores_are_shared(device: torch.device) -> bool:

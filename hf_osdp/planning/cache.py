@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +33,7 @@ from ..measurement.machine import (
     measuring_device,
     with_memory_of_now,
 )
-from ..measurement.timing import usable_cores
+from ..measurement.timing import over_ranks, seconds_without_core, usable_cores
 from ..planner.description import ModelDescription
 from ..planner.files import plain, validated, write_whole
 from ..planner.hardware import Hardware
@@ -50,6 +49,8 @@ MEASURED_EARLIER = "measured earlier"
 _MAX_AGE_S = 24 * 3600
 """A machine's speed changes over time."""
 _MAX_FILES = 256
+_BUSY = 0.1
+"""Share of a measurement's time without a core, above which other programs have disturbed it."""
 _log = logging.getLogger(__name__)
 
 
@@ -176,7 +177,7 @@ def _once(cls: type[T], content: object, device: torch.device, measure: Callable
     """Return what `measure` returns, or returned for the same content on the same machine within the last day, and
     how long ago that was, if it was before. Collective.
 
-    Rank 0 has the file. A measurement on a machine with a load above its cores is not cached.
+    Rank 0 has the file. A measurement during which a rank waited for cores that other programs had is not cached.
     """
     ranks = all_gather_objects((platform.node(), device_name(device), usable_cores()))
     name = hashlib.sha256(repr((code_hash(), content, find_topology(), ranks)).encode()).hexdigest()[:32]
@@ -184,9 +185,10 @@ def _once(cls: type[T], content: object, device: torch.device, measure: Callable
     path = None if folder is None else folder / "machines" / f"{name}.json"
     cached = on_rank_zero(lambda: _read_recent(path, cls))
     if cached is None:
-        is_busy = os.getloadavg()[0] > usable_cores()
+        began_s, waited_s = time.perf_counter(), seconds_without_core()
         value = measure()
-        on_rank_zero(lambda: None if is_busy or path is None else _write(path, value))
+        (share,) = over_ranks([(seconds_without_core() - waited_s) / (time.perf_counter() - began_s)])
+        on_rank_zero(lambda: None if share > _BUSY or path is None else _write(path, value))
         return value, ""
     text, age_s = cached
     value = validated(cls, json.loads(text), ValueError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from itertools import count
 
 import pytest
 
@@ -19,7 +20,7 @@ from hf_osdp.planning.cache import MEASURED_EARLIER, measured_once
 def measured(monkeypatch, tmp_path):
     """The seconds that each measurement was asked for."""
     monkeypatch.setenv("OSDP_CACHE", str(tmp_path))
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0.5, 0.5))
+    monkeypatch.setattr(cache, "seconds_without_core", lambda: 0.0)
     asked: list[float] = []
 
     def measure(*, device_type: str, seconds: float) -> Hardware:
@@ -82,7 +83,7 @@ def test_a_damaged_file_is_measured_anew(measured, tmp_path):
 @pytest.mark.parametrize("is_busy", [True, False])
 def test_nothing_is_kept_where_the_machine_is_busy_or_the_cache_off(measured, monkeypatch, is_busy):
     if is_busy:
-        monkeypatch.setattr(os, "getloadavg", lambda: (cache.usable_cores() + 1.0, 1.0, 1.0))
+        monkeypatch.setattr(cache, "seconds_without_core", count().__next__)
     else:
         monkeypatch.setenv("OSDP_CACHE", "0")
     taken()
@@ -93,7 +94,7 @@ def test_nothing_is_kept_where_the_machine_is_busy_or_the_cache_off(measured, mo
 @pytest.mark.on_ranks(2)
 def test_ranks_take_the_same_file(tmp_path):
     os.environ["OSDP_CACHE"] = str(tmp_path / "shared")
-    os.getloadavg = lambda: (0.5, 0.5, 0.5)
+    cache.seconds_without_core = lambda: 0.0
     measured = [preset("cpu", devices_per_node=2)]
     cache.measure_hardware = lambda **asked: measured.pop()  # once
     first, second = (measured_once(device_type="cpu", seconds=0.05) for _ in range(2))

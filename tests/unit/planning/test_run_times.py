@@ -4,7 +4,6 @@ training.
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import replace
 
@@ -41,7 +40,7 @@ def model() -> GPT2LMHeadModel:
 def timings(monkeypatch, tmp_path) -> list[TimedModel]:
     """The models that were timed; the machine, which is not measured, is idle."""
     monkeypatch.setenv("OSDP_CACHE", str(tmp_path))
-    monkeypatch.setattr(os, "getloadavg", lambda: (0.5, 0.5, 0.5))
+    monkeypatch.setattr(cache, "seconds_without_core", lambda: 0.0)
     monkeypatch.setattr(cache, "measure_hardware", lambda **_: preset("cpu", devices_per_node=1))
     taken: list[TimedModel] = []
 
