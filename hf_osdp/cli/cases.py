@@ -21,7 +21,7 @@ from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware, check_margin
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.optimizers import MUON, spec_of_name
-from ..planner.presets import preset, preset_names
+from ..planner.presets import preset, preset_names, with_host_memory
 from ..planner.profile import Profile, with_block_times
 from ..quantities import format_bytes, parse_limit
 from .options import Request
@@ -121,6 +121,8 @@ class Case:
         nodes, devices = request.num_nodes or hardware.nodes, request.devices_per_node or hardware.devices_per_node
         if (nodes, devices) != (hardware.nodes, hardware.devices_per_node):
             hardware = hardware.scaled(nodes=nodes, devices_per_node=devices)
+        if request.host_memory is not None and hardware.backend is Backend.NCCL:
+            hardware = with_host_memory(hardware, parse_limit(request.host_memory, name="--host-memory"))
         return hardware.with_margin(margin)
 
     @property

@@ -70,6 +70,14 @@ class Request:
     profile: Annotated[
         Path | None, option("FILE", "Measured hardware and block times, written by `hf-osdp profile`.")
     ] = None
+    host_memory: Annotated[
+        str | None,
+        option(
+            "SIZE",
+            "Memory of each machine that a plan may use, such as 128GiB; default: the profile's, or that of NVIDIA's"
+            " servers. Other presets have none, and this one's speed is then assumed.",
+        ),
+    ] = None
     num_nodes: Annotated[int | None, count("Machines; default: the profile's number, or 1.")] = None
     devices_per_node: Annotated[int | None, count("Devices per machine; default: the profile's number, or 1.")] = None
     precision: Annotated[

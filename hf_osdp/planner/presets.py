@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,20 @@ def _host(name: str) -> HostSpec:
         update_bytes_per_s=row["memory_gb_per_s"] * GB,
         source=row["source"],
     )
+
+
+def with_host_memory(hardware: Hardware, memory_bytes: int) -> Hardware:
+    """Return hardware whose machines have this host memory; an unknown host is assumed to be a workstation's."""
+    devices = hardware.devices_per_node
+    host = hardware.host
+    if host is None:
+        host = _host("workstation")
+        rate = min(host.to_device_bytes_per_s, host.update_bytes_per_s / devices)
+        host = replace(
+            host, update_bytes_per_s=host.update_bytes_per_s / devices, to_device_bytes_per_s=rate,
+            to_host_bytes_per_s=rate,
+        )  # fmt: skip
+    return replace(hardware, host=replace(host, memory_bytes=memory_bytes // devices))
 
 
 def _device(row: dict[str, Any], backend: Backend, *, data_sheet: bool) -> DeviceSpec:
