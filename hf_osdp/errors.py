@@ -45,22 +45,49 @@ class PreflightError(OSDPError):
     """A run would fail or train something that the user did not intend; nothing was sharded or written."""
 
 
+class Remedy(str):
+    """A change that makes the model fit, in the words of a script; `flags` are those of the command line."""
+
+    flags: str
+
+    def __new__(cls, script: str, flags: str | None = None) -> Remedy:
+        made = super().__new__(cls, script)
+        made.flags = script if flags is None else flags
+        return made
+
+
 class InfeasibleError(OSDPError):
     """No plan meets the memory limit.
 
     Attributes:
+        finding: the message without the remedies.
         memory_limit_bytes: the requested limit, in bytes.
         least_peak_bytes: the lowest limit that some plan would meet, in bytes, including the margin.
-        remedies: changes that would make the model fit, cheapest first, one line each.
+        remedies: changes that would make the model fit, cheapest first.
     """
 
     def __init__(
-        self, message: str, *, memory_limit_bytes: int, least_peak_bytes: int, remedies: tuple[str, ...] = ()
+        self, finding: str, *, memory_limit_bytes: int, least_peak_bytes: int, remedies: tuple[Remedy, ...] = ()
     ) -> None:
-        super().__init__(message)
+        super().__init__(f"{finding} Use {'; or '.join(remedies)}." if remedies else finding)
+        self.finding = finding
         self.memory_limit_bytes = memory_limit_bytes
         self.least_peak_bytes = least_peak_bytes
         self.remedies = remedies
+
+    @property
+    def on_command_line(self) -> str:
+        """The message with the remedies as flags."""
+        return (
+            f"{self.finding} Use {'; or '.join(way.flags for way in self.remedies)}." if self.remedies else str(self)
+        )
+
+    def with_remedies(self, more: tuple[Remedy, ...]) -> InfeasibleError:
+        """Return the error with further remedies, before the last, more memory."""
+        return InfeasibleError(
+            self.finding, memory_limit_bytes=self.memory_limit_bytes, least_peak_bytes=self.least_peak_bytes,
+            remedies=(*self.remedies[:-1], *more, *self.remedies[-1:]),
+        )  # fmt: skip
 
 
 class PlanError(OSDPError):

@@ -6,7 +6,7 @@ import logging
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, cached_property
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ..errors import InfeasibleError, nearest
+from ..errors import InfeasibleError, OSDPError, Remedy, nearest
 from ..modeling.catalogue import find_shape, shape_names
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware, check_margin
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.optimizers import MUON, spec_of_name
-from ..planner.presets import preset, preset_names, with_host_memory
+from ..planner.presets import assumed_host, preset, preset_names
 from ..planner.profile import Profile, with_block_times
 from ..quantities import format_bytes, parse_limit
 from .options import Request
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig
 
+    from ..planner.problem import PlanningProblem
     from ..planning.config import OSDPConfig
     from ..planning.facts import RunFacts
     from ..planning.problem import Describer, FoundPlan
@@ -46,6 +47,8 @@ _OTHER_KINDS = {
     ".gguf": ("a quantized file for inference (GGUF)", "the model that it was made of"),
 }
 """Ending of a file, in a folder without a config.json → what that is, and what to give instead."""
+_HOST_MEMORIES, _REMEDY_RANK = ("64GiB", "128GiB", "256GiB", "512GiB"), 16
+"""Tried where nothing fits."""
 _HUB_TIMEOUT_S = 5
 """Seconds to wait for the hub's first answer."""
 
@@ -121,9 +124,31 @@ class Case:
         nodes, devices = request.num_nodes or hardware.nodes, request.devices_per_node or hardware.devices_per_node
         if (nodes, devices) != (hardware.nodes, hardware.devices_per_node):
             hardware = hardware.scaled(nodes=nodes, devices_per_node=devices)
-        if request.host_memory is not None and hardware.backend is Backend.NCCL:
-            hardware = with_host_memory(hardware, parse_limit(request.host_memory, name="--host-memory"))
-        return hardware.with_margin(margin)
+        return self._with_host(hardware).with_margin(margin)
+
+    def _with_host(self, hardware: Hardware) -> Hardware:
+        """Return the hardware with the requested host's memory; a card of workstations has a host, an assumed one,
+        only if the request offloads or names its memory.
+        """
+        request = self.request
+        if request.host_memory and hardware.backend is not Backend.NCCL:
+            raise ValueError(
+                f"--host-memory {request.host_memory} has no effect on {hardware.device.name}, which trains in the"
+                " host's own memory; use --memory-limit."
+            )
+        offloads = request.host_offload or request.offload_optimizer or request.offload_activations
+        host = hardware.host
+        if host is None and request.device and (offloads or request.host_memory):
+            alone = replace(preset(request.device), host=assumed_host(request.device))
+            host = alone.scaled(devices_per_node=hardware.devices_per_node).host
+        if host is not None and request.host_memory:
+            given = parse_limit(request.host_memory, name="--host-memory")
+            host = replace(
+                host,
+                memory_bytes=given // hardware.devices_per_node,
+                source=f"{host.source}; memory: --host-memory {request.host_memory}",
+            )
+        return replace(hardware, host=host)
 
     @property
     def device_type(self) -> str:
@@ -162,7 +187,7 @@ class Case:
 
     @cached_property
     def facts(self) -> RunFacts:
-        """The facts of the run."""
+        """The facts of the run, which is one of the Trainer."""
         from ..planning.facts import RunFacts
 
         world_size = self.hardware.world_size
@@ -172,6 +197,7 @@ class Case:
             precision=Precision.named(self.precision, autocast=world_size == 1),
             optimizer=self.optimizer,
             capability=self.hardware.device.capability,
+            reads_loss_alone=True,
         )
 
     @property
@@ -218,7 +244,32 @@ class Case:
         from ..planning.problem import find_plan
 
         _ = self.job, self.limit_bytes, self.model_config
-        return find_plan(self.model, self.limited, self.facts, hardware=self.hardware, trace=self._trace)
+        found = find_plan(self.model, self.limited, self.facts, hardware=self.hardware, trace=self._trace)
+        if isinstance(found.outcome, InfeasibleError):
+            return replace(found, outcome=found.outcome.with_remedies(tuple(self._remedies(found.problem))))
+        return found
+
+    def _remedies(self, problem: PlanningProblem) -> Iterator[Remedy]:
+        """Yield flags of the command line alone with which some plan fits."""
+        from ..planner.search.remedies import fits_by_estimate
+        from ..planner.search.search import search
+
+        request = self.request
+        if request.device and problem.hardware.host is None and self.device_type == "cuda":
+            job = replace(problem.job, host_offload=None, offload_optimizer=None, offload_activations=None)
+            for memory in _HOST_MEMORIES:
+                host = Case(replace(request, host_memory=memory)).hardware
+                with suppress(OSDPError, ValueError):
+                    search(replace(problem, hardware=host, job=job))
+                    yield Remedy(f"a host with {memory} (--host-memory {memory})")
+                    break
+        if request.lora_rank is None:
+            adapted = Case(replace(request, lora_rank=_REMEDY_RANK))
+            adapted.model_config = self.model_config
+            with suppress(OSDPError, ValueError, ImportError):  # peft is missing, or knows no target in this model
+                description = adapted.describer().describe()
+                if fits_by_estimate(replace(problem, description=description)):
+                    yield Remedy(f"adapters, which train less (--lora-rank {_REMEDY_RANK})")
 
     def describer(
         self, model_config: object = None, *, facts: RunFacts | None = None, sequence_length: int | None = None

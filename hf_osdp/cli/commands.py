@@ -20,7 +20,7 @@ from ..report.explain import explain as explain_plan
 from ..report.explain_tables import explanation_tables
 from ..report.plan_file import PlanInputs, plan_file_content, read_plan_file, write_json
 from ..report.run_tables import checks_table, simulation_table
-from ..report.tables import batch_text, comparison_table, frontier_table, plan_caption, plan_table
+from ..report.tables import batch_text, comparison_table, frontier_table, plan_caption, plan_table, rates_line
 from .cases import Case
 from .options import JsonFile, PlotFile, Request, count, option
 from .output import Output
@@ -71,7 +71,7 @@ def plan(
         f"Planned for {problem.hardware.summary} in {format_seconds(planning_s)}; activations:"
         f" {problem.description.trace}."
     )
-    screen.print(case.precision_line)
+    screen.print(case.precision_line, rates_line(found, problem.description, problem.hardware))
     content = report_content(found, inputs, estimate, planning_s=planning_s)
     del content["inputs"]  # --output has them
     if rounds:

@@ -74,8 +74,8 @@ class Request:
         str | None,
         option(
             "SIZE",
-            "Memory of each machine that a plan may use, such as 128GiB; default: the profile's, or that of NVIDIA's"
-            " servers. Other presets have none, and this one's speed is then assumed.",
+            "Memory of each machine's host, such as 256GiB, for offloading; default: the profile's, that of the"
+            " device's usual server, or for cards of workstations an assumed one.",
         ),
     ] = None
     num_nodes: Annotated[int | None, count("Machines; default: the profile's number, or 1.")] = None
@@ -140,12 +140,13 @@ class Request:
         bool, switch("Split blocks into operator units, and operators into slices, if that is faster.")
     ] = True
     split_vocabulary: Annotated[
-        bool,
+        bool | None,
         switch(
-            "Also compute the loss in pieces, or split the vocabulary projection; outputs.logits are then computed"
-            " when read."
+            "Compute the loss in pieces, or split the vocabulary projection, where that pays; outputs.logits are then"
+            " computed when read. Default: as under the Trainer, which allows it; other loops need"
+            " OSDPConfig(split_vocabulary=True)."
         ),
-    ] = False
+    ] = None
     lora_rank: Annotated[
         int | None, count("Train LoRA adapters of this rank and freeze the rest (needs the extra peft).")
     ] = None

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import OSDPError, nearest
+from ..errors import InfeasibleError, OSDPError, nearest
 from ..report.plan_file import write_json
 
 _WIDTH = 100
@@ -82,6 +82,8 @@ def error_line(error: Exception, words: Sequence[str]) -> str | None:
         text = _usage_line(error, words)
     elif not isinstance(error, (OSDPError, ValueError, OSError)):
         return None
+    elif isinstance(error, InfeasibleError):
+        text = error.on_command_line
     return " ".join(text.split())
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import random
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ Inputs = Callable[[int], Mapping[str, Any]]
 Loss = Callable[[nn.Module, dict[str, Any]], Any]
 """Function from a model and a batch to the loss, or to an output that holds it. It may change the batch."""
 
+_log = logging.getLogger(__name__)
 _POSITION_LIMITS = ("max_position_embeddings", "n_positions", "max_target_positions")
 _TOKEN_LABELS = (
     "CausalLM",
@@ -241,6 +244,16 @@ def _check_waveform(model: Any, main: str, sequence_length: int) -> None:  # noq
     )
 
 
+@cache
+def _warn_of_positions(model_class: str, limit: str, sequence_length: int) -> None:
+    """Log a warning, once."""
+    _log.warning(
+        "sequence_length=%d is beyond the positions of %s (%s): rotary positions run beyond them, but the model was"
+        " not made for them; shorten the sequence, or set rope scaling.",
+        sequence_length, model_class, limit,
+    )  # fmt: skip
+
+
 def check_sequence_length(model: nn.Module, sequence_length: int) -> None:
     """Raise ValueError if samples are empty or longer than a table of absolute positions."""
     if sequence_length < 1:
@@ -254,6 +267,9 @@ def check_sequence_length(model: nn.Module, sequence_length: int) -> None:
         (module for leaf, module in embeddings if leaf == "wpe" or ("position" in leaf and "relative" not in leaf)),
         None,
     )
+    if name is not None and table is None and 0 < getattr(config, name) < sequence_length:
+        if any("RotaryEmbedding" in type(module).__name__ for module in model.modules()):
+            _warn_of_positions(type(model).__name__, f"{name}={getattr(config, name)}", sequence_length)
     if name is None or table is None:
         return
     # RoBERTa numbers positions from after the padding index

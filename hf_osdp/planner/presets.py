@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ OPERATOR_S = 8e-6
 an A100 (docs/rates.md). FSDP2's own time follows from it (`FsdpOverhead.issued`)."""
 
 
+_PCIE_5_GB_PER_S = 63.0
 PRODUCT_TRAFFIC = 1.0
 """Share of the time of a product's or of attention's reads and writes that its FLOPs do not hide: docs/rates.md."""
 
@@ -83,18 +83,29 @@ def _host(name: str) -> HostSpec:
     )
 
 
-def with_host_memory(hardware: Hardware, memory_bytes: int) -> Hardware:
-    """Return hardware whose machines have this host memory; an unknown host is assumed to be a workstation's."""
-    devices = hardware.devices_per_node
-    host = hardware.host
-    if host is None:
-        host = _host("workstation")
-        rate = min(host.to_device_bytes_per_s, host.update_bytes_per_s / devices)
-        host = replace(
-            host, update_bytes_per_s=host.update_bytes_per_s / devices, to_device_bytes_per_s=rate,
-            to_host_bytes_per_s=rate,
-        )  # fmt: skip
-    return replace(hardware, host=replace(host, memory_bytes=memory_bytes // devices))
+def assumed_host(name: str) -> HostSpec:
+    """Return the host of a workstation with one card of a kind that is sold without a host; it is assumed, and its
+    source says so.
+    """
+    sections = _presets()
+    row, link = sections["hosts"]["workstation"], sections["links"][sections["devices"][_key(name)]["intra_node"]]
+    copies = row["copy_share"] * min(link["gb_per_s"], _PCIE_5_GB_PER_S) * GB
+    return HostSpec(
+        memory_bytes=row["memory_gb"] * GB,
+        to_device_bytes_per_s=copies,
+        to_host_bytes_per_s=copies,
+        update_bytes_per_s=row["memory_gb_per_s"] * GB,
+        source=row["source"],
+    )
+
+
+def peak_rate(device: DeviceSpec, dtype: DType) -> float | None:
+    """Return the FLOP/s of products that a preset's data sheet states, with which utilisation is computed; None if
+    the device is of no preset.
+    """
+    rows = (row for row in _presets()["devices"].values() if row["name"] == device.name)
+    tflops: dict[str, float] = next(rows, {"tflops": {}})["tflops"]
+    return tflops[dtype.value] * TERA if dtype.value in tflops else None
 
 
 def _device(row: dict[str, Any], backend: Backend, *, data_sheet: bool) -> DeviceSpec:
@@ -156,13 +167,8 @@ def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1, data_sheet: 
     Raises:
         HardwareError: the name is not known.
     """
-    devices, key = _presets()["devices"], name.lower().replace("_", "-")
-    if key not in devices:
-        raise HardwareError(
-            f"Hardware {name!r} is not known{nearest(key, devices)}; use one of {', '.join(devices)},"
-            " or measure this machine by hf-osdp profile."
-        )
-    row, backend = devices[key], Backend.GLOO if key == "cpu" else Backend.NCCL
+    key = _key(name)
+    row, backend = _presets()["devices"][key], Backend.GLOO if key == "cpu" else Backend.NCCL
     alone = Hardware(
         device=_device(row, backend, data_sheet=data_sheet),
         intra_node=_link(row["intra_node"], data_sheet=data_sheet),
@@ -171,3 +177,13 @@ def preset(name: str, *, nodes: int = 1, devices_per_node: int = 1, data_sheet: 
         host=_host(row["host"]) if "host" in row else None,
     )
     return alone.scaled(nodes=nodes, devices_per_node=devices_per_node)
+
+
+def _key(name: str) -> str:
+    devices, key = _presets()["devices"], name.lower().replace("_", "-")
+    if key in devices:
+        return key
+    raise HardwareError(
+        f"Hardware {name!r} is not known{nearest(key, devices)}; use one of {', '.join(devices)},"
+        " or measure this machine by hf-osdp profile."
+    )

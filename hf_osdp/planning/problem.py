@@ -22,6 +22,7 @@ from ..errors import (
     HardwareError,
     InfeasibleError,
     ProfileError,
+    Remedy,
 )
 from ..measurement.block_times import TimedModel
 from ..measurement.machine import hardware_of_run
@@ -218,19 +219,34 @@ class ProblemBuilder:
         try:
             return found(outcome=plan_from_rank_zero(lambda: search(problem).plan))
         except InfeasibleError as error:
-            return found(outcome=error)
+            return found(outcome=error.with_remedies(self._split_remedy()))
+
+    def _split_remedy(self) -> tuple[Remedy, ...]:
+        """Return the split of the vocabulary as a remedy, if it was not allowed, and some plan fits with it.
+        Collective.
+        """
+        config = self.config
+        if self._splits_vocabulary or not config.operator_splitting or config.strategy != Strategy.OSDP.value:
+            return ()
+        split = self.with_changes(replace(config, split_vocabulary=True), self.facts).find()
+        script = "split_vocabulary=True in a loop that reads only the loss"
+        return () if isinstance(split.outcome, InfeasibleError) else (Remedy(script, "--split-vocabulary"),)
+
+    @property
+    def _splits_vocabulary(self) -> bool:
+        allowed = self.config.split_vocabulary
+        return self.facts.reads_loss_alone if allowed is None else allowed
 
     def _best_split(self, whole: PlanningProblem, micro_batch_size: int) -> ModelSplit:
         """Return the split with which the model trains fastest, or none."""
         config, facts = self.config, self.facts
         if not config.operator_splitting:
             return whole.description.split
-        vocabulary = facts.reads_loss_alone if config.split_vocabulary is None else config.split_vocabulary
         operators = not (
             facts.activation_checkpointing or config.recompute or whole.description.compiled_classes
         )  # such blocks cannot be cut into units
         splits = partial(
-            possible_splits, self.model, whole.description, vocabulary=vocabulary, operators=operators,
+            possible_splits, self.model, whole.description, vocabulary=self._splits_vocabulary, operators=operators,
             slices=facts.optimizer.takes_slices,
         )  # fmt: skip
         return choose_description(whole, splits, partial(self.describe, micro_batch_size=micro_batch_size)).split

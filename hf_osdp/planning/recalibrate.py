@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..distributed.consensus import on_rank_zero
-from ..errors import InfeasibleError
+from ..errors import InfeasibleError, Remedy
 from ..measurement.step_meter import Observation
 from ..planner.cost.correction import Correction, correction_of
 from ..planner.cost.evaluate import estimate_plan
@@ -98,7 +98,7 @@ def _round(problem: PlanningProblem, plan: Plan, observed: Observation) -> Round
 def _next(problem: PlanningProblem, rounds: list[Round]) -> tuple[Plan, bool]:
     """Return the next plan to try and False, or the fastest tried plan that fits and True."""
     fitting = [past for past in rounds if past.fits]
-    remedies: tuple[str, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
     try:
         following = search(problem).plan
         if following.fingerprint not in {past.plan.fingerprint for past in rounds} and len(rounds) < MOST_ROUNDS:
@@ -111,7 +111,7 @@ def _next(problem: PlanningProblem, rounds: list[Round]) -> tuple[Plan, bool]:
     return replace(best.plan, peak_bytes=best.memory.on(problem.hardware), step_s=best.time.step_s), True
 
 
-def _infeasible(problem: PlanningProblem, rounds: list[Round], remedies: tuple[str, ...]) -> InfeasibleError:
+def _infeasible(problem: PlanningProblem, rounds: list[Round], remedies: tuple[Remedy, ...]) -> InfeasibleError:
     hardware, limit, tried = problem.hardware, problem.memory_limit_bytes, []
     for past in rounds:
         needed = (
@@ -122,9 +122,9 @@ def _infeasible(problem: PlanningProblem, rounds: list[Round], remedies: tuple[s
         estimate = format_bytes(past.estimated_peak_bytes + hardware.outside_bytes(past.plan.communicators))
         tried.append(f"plan {past.plan.fingerprint} needed {needed}, estimated {estimate}")
     peaks = (past.peak_on(hardware) for past in rounds if past.observed.peak_bytes is not None)
-    ways = remedies or ("a higher memory_limit", "more devices", "a shorter sequence_length")
+    ways = remedies or tuple(map(Remedy, ("a higher memory_limit", "more devices", "a shorter sequence_length")))
     return InfeasibleError(
-        f"No plan that was tried fits {format_bytes(limit)} per device: {'; '.join(tried)}. Use {'; or '.join(ways)}.",
+        f"No plan that was tried fits {format_bytes(limit)} per device: {'; '.join(tried)}.",
         memory_limit_bytes=limit,
         least_peak_bytes=max(limit + 1, hardware.limit_for(min(peaks, default=0))),
         remedies=ways,

@@ -19,6 +19,7 @@ from ..planner.cost.timing import TimeEstimate
 from ..planner.description import ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
+from ..planner.presets import peak_rate
 from ..planner.problem import PlanningProblem
 from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult
@@ -170,6 +171,7 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
         if hardware is not None and hardware.host is not None:
             ranks = hardware.devices_per_node
             line += f", {format_bytes(ranks * host)} of {format_bytes(ranks * hardware.host.memory_bytes)} per machine"
+            line += f" ({hardware.host.source})" if hardware.host.source.startswith("assumed") else ""
         lines.append(f"{line}.")
     if (time := estimate.time) is not None:
         terms = {
@@ -179,7 +181,7 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
             "optimizer": "optimizer_s",
         }
         parts = ", ".join(f"{name} {format_seconds(time.total(term))}" for name, term in terms.items())
-        rate = f", {plan.global_batch_size / time.step_s:.1f} samples/s" if time.step_s else ""
+        rate = f", {_rates(plan, time.step_s)}" if time.step_s else ""
         lines.append(f"Step {format_seconds(time.step_s)}{rate}: {parts}.")
         if gathers := time.total("update_gathers_s"):
             lines.append(
@@ -208,6 +210,30 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
             " its equations)."
         )
     return tuple(lines)
+
+
+def _rates(plan: Plan, step_s: float) -> str:
+    samples = plan.global_batch_size / step_s
+    tokens = f", {samples * plan.sequence_length:,.0f} tokens/s" if plan.sequence_length > 1 else ""
+    return f"{samples:.1f} samples/s{tokens}"
+
+
+def rates_line(plan: Plan, description: ModelDescription, hardware: Hardware) -> str:
+    """Return where the rates of an estimate come from, and the share of the devices' peak that the model's own
+    operations reach in it, without those that are computed again (model FLOPs utilisation).
+    """
+    device = hardware.device
+    if device.source.startswith("measured"):
+        text = f"Rates of the devices: {device.source.partition(';')[0]}"
+    else:
+        text = "Rates of the devices: of published trainings and data sheets (docs/rates.md)"
+    peak = peak_rate(device, description.compute_dtype)
+    if peak is None or not plan.step_s:
+        return f"{text}."
+    phases = (phase for segment in description.segments for phase in (segment.forward, segment.backward))
+    flops = plan.accumulation_steps * sum(phase.flops(plan.micro_batch_size) for phase in phases)
+    share = flops / plan.step_s / peak
+    return f"{text}; utilisation {share:.0%} of {peak / 1e12:,.0f} TFLOP/s in {description.compute_dtype.value}."
 
 
 def _other_arithmetic(plan: Plan) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ...errors import HardwareError, InfeasibleError
+from ...errors import HardwareError, InfeasibleError, Remedy
 from ...quantities import format_bytes
 from ..cost.memory import MemoryEstimate
 from ..description import ModelDescription, Segment
@@ -31,7 +31,10 @@ def infeasible_error(problem: PlanningProblem, least: Plan, memory: MemoryEstima
     two = sorted(((nbytes, name) for name, nbytes in kinds.items()), reverse=True)[:2]
     largest = ", ".join(f"{name} {format_bytes(nbytes)}" for nbytes, name in two)
     enough = hardware.limit_for(needed_bytes)
-    more_memory = f"{'a memory limit' if enough <= hardware.device.memory_bytes else 'devices'} of {format_bytes(_rounded_up(enough))}"  # noqa: E501
+    size = format_bytes(_rounded_up(enough))
+    more_memory = Remedy(f"devices of {size}")
+    if enough <= hardware.device.memory_bytes:
+        more_memory = Remedy(f"a memory limit of {size}", f"--memory-limit {size.replace(' ', '')}")
     ways = (*_remedies(problem), more_memory)
     margin = f", of which a margin of {format_bytes(limit - room)} stays free" if limit > room else ""
     missing = needed_bytes - room
@@ -44,12 +47,12 @@ def infeasible_error(problem: PlanningProblem, least: Plan, memory: MemoryEstima
         f"No plan fits {format_bytes(limit)} per device{margin}: the least that {problem.strategy.value} needs on"
         f" {hardware.world_size}"
         f" device{'s' if hardware.world_size > 1 else ''} is {format_bytes(needed_bytes)}{more}, at micro-batch size"
-        f" {least.micro_batch_size} in {peak.phase} of {peak.unit} ({largest}). Use {'; or '.join(ways)}."
+        f" {least.micro_batch_size} in {peak.phase} of {peak.unit} ({largest})."
     )
     return InfeasibleError(message, memory_limit_bytes=limit, least_peak_bytes=enough, remedies=ways)
 
 
-def _remedies(problem: PlanningProblem) -> Iterator[str]:
+def _remedies(problem: PlanningProblem) -> Iterator[Remedy]:
     """Yield changes with which some plan fits, as phrases that complete "Use ...": settings first, then sizes, then
     devices.
     """
@@ -62,12 +65,13 @@ def _remedies(problem: PlanningProblem) -> Iterator[str]:
         job=replace(job, precision=Precision.named("bf16")),
     )
     if job.precision.compute is None and fits_by_estimate(half):
-        yield "mixed_precision bf16 (estimated from the float32 trace)"
+        how = "(estimated from the float32 trace)"
+        yield Remedy(f"mixed_precision bf16 {how}", f"--precision bf16 {how}")
     for factor in _FACTORS:
         length = description.sequence_length // factor  # activations shrink at least in this proportion
         shorter = replace(_scaled(description, 1 / factor), sequence_length=max(1, length))
         if length >= 1 and fits_by_estimate(replace(problem, description=shorter)):
-            yield f"sequence length {length}"
+            yield Remedy(f"sequence length {length}", f"--sequence-length {length}")
             break
     for factor in _FACTORS:
         try:
@@ -80,30 +84,39 @@ def _remedies(problem: PlanningProblem) -> Iterator[str]:
             break  # links are unknown: the machine was measured alone
         grown = replace(job, global_batch_size=job.global_batch_size * factor)
         if fits_by_estimate(replace(problem, hardware=more, job=grown)):
-            yield f"{more.world_size} devices with a global batch of {grown.global_batch_size}"
+            flag = "--devices-per-node" if hardware.world_size == 1 else "--num-nodes"
+            count = more.devices_per_node if hardware.world_size == 1 else more.nodes
+            yield Remedy(
+                f"{more.world_size} devices with a global batch of {grown.global_batch_size}",
+                f"{flag} {count} --global-batch-size {grown.global_batch_size}",
+            )
             break
 
 
-def _settings(problem: PlanningProblem) -> Iterator[str]:
+def _settings(problem: PlanningProblem) -> Iterator[Remedy]:
     """Yield settings of the user that exclude every plan, as phrases for the change that lets some plan fit."""
     job = problem.job
     if problem.strategy is not Strategy.OSDP and fits_by_estimate(replace(problem, strategy=Strategy.OSDP)):
-        yield "strategy osdp, which fits"
-    changes: list[tuple[str, bool, dict[str, Any]]] = [
-        (f"{name} left to the planner", getattr(job, name) is False, {name: None})
+        yield Remedy("strategy osdp, which fits", "--strategy osdp, which fits")
+    changes: list[tuple[Remedy, bool, dict[str, Any]]] = [
+        (
+            Remedy(f"{name} left to the planner", f"no flag --no-{name.replace('_', '-')}"),
+            getattr(job, name) is False and (name == "recompute" or problem.hardware.host is not None),
+            {name: None},
+        )
         for name in ("recompute", "host_offload", "offload_optimizer", "offload_activations")
     ]
+    if job.micro_batch_size is not None:
+        changes.append(
+            (Remedy("a micro-batch of 1", "--micro-batch-size 1"), job.micro_batch_size > 1, {"micro_batch_size": 1})
+        )
     element_wise = {"optimizer": OptimizerSpec(step=job.optimizer.step)}
     low_bit = {"optimizer": LOW_BIT["adamw8bit"], "host_offload": False, "offload_optimizer": False}
     plain = job.optimizer.name == "adamw" and not (job.host_offload or job.offload_optimizer)
-    changes += [
-        (
-            "an element-wise optimizer, which may be sharded (optim='adamw_torch')",
-            job.optimizer.needs_whole,
-            element_wise,
-        ),
-        ("states of 8 bits (optim='adamw_torch_8bit')", plain, low_bit),
-    ]
+    sharded, few_bits = "an element-wise optimizer, which may be sharded", "states of 8 bits"
+    adamw = Remedy(f"{sharded} (optim='adamw_torch')", f"{sharded} (--optimizer adamw)")
+    adamw8bit = Remedy(f"{few_bits} (optim='adamw_torch_8bit')", f"{few_bits} (--optimizer adamw8bit)")
+    changes += [(adamw, job.optimizer.needs_whole, element_wise), (adamw8bit, plain, low_bit)]
     for words, possible, change in changes:
         if possible and fits_by_estimate(replace(problem, job=replace(job, **change))):
             yield words

@@ -6,6 +6,7 @@ Wrong input is in tests/faults/bad_commands.py.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from hf_osdp.cli import what_if
 from hf_osdp.cli.app import app
 from hf_osdp.cli.cases import Case, load_config
 from hf_osdp.cli.options import Request
+from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import CACHING_MARGIN
@@ -321,6 +323,59 @@ def test_plan_exits_with_code_1_where_nothing_fits(model):
     assert_refused(call("plan", model, *WHOLE, "--memory-limit", "100KiB"), "leaves nothing for tensors", code=1)
     cpu = ("--device", "cpu", "--memory-limit", "100KiB")
     assert_refused(call("plan", model, *SIZES, *cpu), "No plan fits 100.0 KiB", code=1)
+
+
+def test_remedies_are_flags_and_true(model):
+    def refused(limit: int) -> InfeasibleError:
+        with pytest.raises(InfeasibleError) as caught:
+            _ = Case(Request(**asked, memory_limit=str(limit))).found.plan
+        return caught.value
+
+    asked = {"model": model, "sequence_length": 32, "global_batch_size": 32, "device": "titan-rtx",
+             "devices_per_node": 4, "precision": "no", "split_vocabulary": False}  # fmt: skip
+    error = refused(refused(HARDWARE.unavoidable_bytes + HARDWARE.room_bytes(2**30) // 10).least_peak_bytes - 2**14)
+    flags = [re.search(r"(--[a-z][^;)]*)", way.flags)[1] for way in error.remedies]
+    assert {"--split-vocabulary", "--host-memory 64GiB", "--lora-rank 16"} < set(flags), flags
+    assert "split_vocabulary=True" in str(error) and "; or --split-vocabulary" in error.on_command_line
+    given = dict(asked, memory_limit=str(error.memory_limit_bytes))
+    for words in (flag.split() for flag in flags):
+        options = {name: value for name, value in given.items() if f"--{name.replace('_', '-')}" not in words}
+        del options["model"], options["split_vocabulary"]
+        rest = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        split = [] if "--split-vocabulary" in words else ["--no-split-vocabulary"]
+        done = call("plan", model, *rest, *split, *words)
+        assert done.exit_code == 0, (words, done.stderr)
+
+
+def test_host_of_a_workstation_is_assumed_and_its_memory_given(model):
+    assert (
+        Case(Request(model=model, sequence_length=32, global_batch_size=32, device="titan-rtx")).hardware.host is None
+    )
+    asked = Request(
+        model=model,
+        sequence_length=32,
+        global_batch_size=32,
+        device="titan-rtx",
+        devices_per_node=4,
+        host_memory="64GiB",
+    )
+    host = Case(asked).hardware.host
+    assert host.memory_bytes == 16 * 2**30 and host.source.startswith("assumed")
+    assert host.to_device_bytes_per_s == pytest.approx(0.83 * 15.75e9), "PCI Express 3.0"
+    done = call("plan", model, *OPTIONS, "--host-offload", "--host-memory", "64GiB")
+    assert done.exit_code == 0 and "of 64.0 GiB per machine (assumed: a workstation" in " ".join(done.stdout.split())
+
+
+def test_plan_says_tokens_and_utilisation(model, description):
+    done = " ".join(call("plan", model, *OPTIONS, "--precision", "fp16").stdout.split())
+    asked = problem(description, HARDWARE, replace(JOB, precision=Precision.named("fp16")), LIMIT)
+    share = re.search(r"utilisation (\d+)% of 130 TFLOP/s in float16", done)
+    assert share, done
+    step = float(re.search(r"([\d.,]+) samples/s, ([\d,]+) tokens/s", done)[2].replace(",", ""))
+    flops = sum(
+        phase.flops(32) for segment in asked.description.segments for phase in (segment.forward, segment.backward)
+    )  # of the 32 samples of a step
+    assert int(share[1]) == pytest.approx(100 * flops * step / 32 / 32 / 4 / 130e12, abs=1)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import library, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from transformers import LlamaConfig
 
 from hf_osdp.errors import DescriptionError, DescriptionTimeoutError
 from hf_osdp.modeling.batch import training_batch
@@ -77,6 +78,17 @@ def test_facts_of_a_description(configuration):
     assert {p.dtype for u in description.units for p in u.parameters} == {DType.FLOAT32}
     assert description.input_bytes(3) == 3 * 3 * 16 * 8  # ids, mask and labels in int64
     assert description.buffer_bytes == 2 * 512 * 8  # position and token type ids
+
+
+def test_rotary_positions_beyond_the_configurations_are_named_once(caplog):
+    model = build_on_meta(LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+                                      num_key_value_heads=1, vocab_size=11, max_position_embeddings=4))  # fmt: skip
+    for _ in range(2):
+        describe(model, sequence_length=5)
+    assert [r.getMessage() for r in caplog.records if "beyond the positions" in r.getMessage()] == [
+        "sequence_length=5 is beyond the positions of LlamaForCausalLM (max_position_embeddings=4): rotary positions"
+        " run beyond them, but the model was not made for them; shorten the sequence, or set rope scaling."
+    ]
 
 
 @pytest.mark.parametrize(
