@@ -192,6 +192,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two layouts of GPT-2 small in one precision, one limit")
     parser.add_argument("--limits", action="store_true", help="limits only, without the walk, of more models in bf16")
+    parser.add_argument("--models", nargs="+", choices=MODELS | MORE_MODELS, help="of these models only")
     parser.add_argument("--json", type=Path, help="also write every row to this file")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -200,7 +201,8 @@ def main() -> int:
     layouts: list[LayoutRow] = []
     limits: list[LimitRow] = []
     cases = (("GPT-2 small",), ("bf16",)) if options.quick else (MODELS, PRECISIONS)
-    for name, precision in itertools.product(*((*MODELS, *MORE_MODELS), ("bf16",)) if options.limits else cases):
+    cases = ((*MODELS, *MORE_MODELS), ("bf16",)) if options.limits else cases
+    for name, precision in itertools.product(options.models or cases[0], cases[1]):
         # One process for each, because a failed step leaves memory in the allocator.
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             chosen = (("zero3", "mixed"), (0.0,)) if options.quick else (LAYOUTS, BETWEEN)

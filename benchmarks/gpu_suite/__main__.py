@@ -4,6 +4,7 @@
     python -m benchmarks.gpu_suite --minutes 9 --out DIR --from NAME   # in parts: DIR keeps the results of earlier calls
     python -m benchmarks.gpu_suite --out DIR --merge DIR1 DIR2         # one page of the results in several folders
     python -m benchmarks.gpu_suite --rehearse --minutes 10 --out DIR   # on the CPU with gloo, small: checks the suite itself
+    python -m benchmarks.gpu_suite --rehearse cuda --out DIR           # small, on a CUDA device: tests/cuda_software's
     python -m benchmarks.gpu_suite --list
 
 Each step runs in its own process, with its own time limit. After each step, its record is appended to
@@ -62,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.merge:
         write_page(options.out, [options.out, *options.merge])
         return 0
-    if not (options.rehearse or torch.cuda.is_available()):
+    if not (options.rehearse == "cpu" or torch.cuda.is_available()):
         print(
             "gpu_suite: no CUDA device here, nothing was measured; --rehearse runs the steps on the CPU.",
             file=sys.stderr,
@@ -85,7 +86,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=25.0, help="time limit of the call in minutes (default 25)")
     parser.add_argument("--out", type=Path, help="folder of the results; it keeps those of earlier calls")
-    parser.add_argument("--rehearse", action="store_true", help="run on the CPU with gloo, in small sizes")
+    parser.add_argument(
+        "--rehearse", nargs="?", const="cpu", default="", choices=("cpu", "cuda"),
+        help="run in small sizes, on the CPU with gloo, or on a CUDA device",
+    )  # fmt: skip
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=STEPS, help="run only these steps")
     parser.add_argument("--from", dest="first", metavar="NAME", choices=STEPS, help="run this step and those after it")
     parser.add_argument(
@@ -113,9 +117,9 @@ def run_all(options: argparse.Namespace) -> list[tuple[Step, Status]]:
     for step in chosen(options):
         left_s = ends - time.monotonic()
         if options.rehearse and step.rehearsal_s is None:
-            record = keep(options.out, step, Status.NEEDS_GPU, rehearses=True)
-        elif left_s < max(_LEAST_S, step.expected(rehearses=options.rehearse)):
-            note = f"{left_s:.0f} s were left, {step.expected(rehearses=options.rehearse):.0f} s are expected"
+            record = keep(options.out, step, Status.NEEDS_GPU, rehearses=options.rehearse)
+        elif left_s < max(_LEAST_S, step.expected(rehearses=bool(options.rehearse))):
+            note = f"{left_s:.0f} s were left, {step.expected(rehearses=bool(options.rehearse)):.0f} s are expected"
             record = keep(options.out, step, Status.NOT_RUN, rehearses=options.rehearse, notes=[note])
         else:
             print(f"-- {step.name}: {step.proves}", flush=True)
@@ -140,7 +144,7 @@ def save_machine(options: argparse.Namespace, arguments: list[str] | None) -> No
 
     given = shlex.join(sys.argv[1:] if arguments is None else arguments)
     head = {
-        **machine(rehearses=options.rehearse),
+        **machine(on_cpu=options.rehearse == "cpu"),
         "commit": commit(),
         "command": f"python -m benchmarks.gpu_suite {given}",
     }

@@ -41,7 +41,7 @@ SAID = re.compile(r"Out of memory on .+? in .+?: the plan was estimated to need 
 )
 def killed(bench: Bench) -> None:
     for end in ("killed", "raises"):
-        outcome = run_case(end, "ours", ENDS_WITHIN_S, one_gpu=not bench.rehearses)
+        outcome = run_case(end, "ours", ENDS_WITHIN_S, one_gpu=not bench.on_cpu)
         bench.row(rank_1=end, ended_after=f"{outcome['seconds']} s", said=outcome["message"])
         bench.aim(not outcome["seconds"].startswith(">"), f"{end}: the launcher ended after {outcome['seconds']} s")
         bench.aim(outcome["message"] != "none", f"{end}: no rank says what happened")
@@ -57,7 +57,7 @@ def killed(bench: Bench) -> None:
 def out_of_memory(bench: Bench) -> None:
     cases = ((1, "raise"), (2, "replan")) if bench.rehearses else tuple(product((1, 2), ("raise", "replan")))
     for ranks, on_oom in cases:
-        done = runs_out(ranks, on_oom, "cpu" if bench.rehearses else "cuda", timeout_s=max(10.0, bench.left_s))
+        done = runs_out(ranks, on_oom, bench.device.type, timeout_s=max(10.0, bench.left_s))
         plans = re.findall(r"PLAN (\w+)", done.stdout)
         ends, said = done.stdout.count("END\n"), SAID.search(done.stderr)
         bench.row(

@@ -13,13 +13,13 @@ import torch
 _PACKAGES = ("torch", "transformers", "accelerate", "ortools", "pydantic")
 
 
-def machine(*, rehearses: bool) -> dict[str, Any]:
+def machine(*, on_cpu: bool) -> dict[str, Any]:
     """Return versions and hardware without creating a CUDA context."""
     import psutil
 
     versions = {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES}
     host = f"{os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
-    if rehearses or not torch.cuda.is_available():
+    if on_cpu or not torch.cuda.is_available():
         return {"versions": versions, "hardware": f"CPU, {host}"}
     versions |= {"CUDA": torch.version.cuda or "", "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
     return {"versions": versions, "hardware": f"{_gpu()}; host: {host}"}

@@ -101,8 +101,8 @@ def show_limits(bench: Bench, rows: Sequence[LimitRow]) -> None:
 
 def measured(bench: Bench, name: str, *args: Any, walks: bool) -> tuple[list[LayoutRow], list[LimitRow]]:
     """Return rows measured on the GPU, or of a tiny model in counted CPU memory."""
-    if not bench.rehearses:
-        return apart(gpu_memory.measure_on_cuda, name, *args, walks)
+    if not bench.on_cpu:
+        return apart(measured_on_cuda, name, *args, walks)
     from tests.helpers.counted_memory import CountedMemory
 
     precision, layouts, between = args
@@ -111,6 +111,11 @@ def measured(bench: Bench, name: str, *args: Any, walks: bool) -> tuple[list[Lay
         return gpu_memory.measure(
             gpu_memory.setting_of(name, TINY, precision, memory.device), memory, layouts, between, walks=walks
         )
+
+
+def measured_on_cuda(name: str, *args: Any) -> tuple[list[LayoutRow], list[LimitRow]]:
+    gpu_memory.MORE_MODELS["tiny"] = TINY
+    return gpu_memory.measure_on_cuda(name, *args)
 
 
 def size(nbytes: int | None) -> str:

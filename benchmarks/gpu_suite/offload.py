@@ -29,7 +29,7 @@ ON_GPU = {
     proves="units on the host: weights and states as plain torch's, the peak as estimated, copies and steps timed",
 )
 def host_offload(bench: Bench) -> None:
-    run_tests(bench, *(REHEARSED if bench.rehearses else ON_GPU)["host"])
+    run_tests(bench, *(REHEARSED if bench.on_cpu else ON_GPU)["host"])
 
 
 @step(
@@ -40,7 +40,7 @@ def host_offload(bench: Bench) -> None:
     proves="activations on the host: plain gradients under delays of streams, what is freed, page-locked memory",
 )
 def activation_offload(bench: Bench) -> None:
-    run_tests(bench, *(REHEARSED if bench.rehearses else ON_GPU)["activations"])
+    run_tests(bench, *(REHEARSED if bench.on_cpu else ON_GPU)["activations"])
 
 
 @step(
@@ -57,7 +57,7 @@ def optimizer_states(bench: Bench) -> None:
 def run_tests(bench: Bench, *arguments: str) -> None:
     """Run pytest, with a row for each test function."""
     report = bench.folder / "report.xml"
-    marks = "not slow and not gpu" if bench.rehearses else "gpu"
+    marks = "not slow and not gpu" if bench.on_cpu else "gpu"
     command = [sys.executable, "-m", "pytest", "-q", "--maxfail=5", "-m", marks, f"--junitxml={report}", *arguments]
     done = subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, timeout=max(10.0, bench.left_s))
     if not report.exists():

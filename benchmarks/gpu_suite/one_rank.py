@@ -128,7 +128,7 @@ def hardware(bench: Bench) -> None:
     for name, text in figures.items():
         bench.row(figure=name, measured=text)
     bench.note(f"handling: {found.fsdp_overhead}")
-    bench.aim((host is None) == bench.rehearses, "no host was measured beside the device")
+    bench.aim((host is None) == bench.on_cpu, "no host was measured beside the device")
 
 
 @step(part=1, expected_s=40, limit_s=120, rehearsal_s=15, proves="`hf-osdp profile` with a model, by command")
@@ -149,7 +149,7 @@ def profile(bench: Bench) -> None:
         "--output",
         str(output),
     ]
-    if not bench.rehearses:
+    if not bench.on_cpu:
         command += ["--precision", "bf16", "--device", "cuda"]
     subprocess.run(command, cwd=ROOT, check=True)
     found = json.loads(output.read_text(encoding="utf-8"))

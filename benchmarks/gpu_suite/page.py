@@ -43,7 +43,9 @@ def page(records: Sequence[dict[str, Any]], heads: Sequence[dict[str, Any]]) -> 
     lines = ["# Results of the GPU suite", ""]
     if rehearsed:
         lines += _wrapped(
-            "**Rehearsal on the CPU; no GPU yet.** Small sizes on gloo: it shows that the steps run, and claims"
+            "**Rehearsal on a CUDA device, in small sizes.** It shows that the steps run there, and nothing of times."
+            if all(record["rehearsal"] == "cuda" for record in records)
+            else "**Rehearsal on the CPU; no GPU yet.** Small sizes on gloo: it shows that the steps run, and claims"
             " nothing of CUDA."
         )
     lines += [

@@ -26,20 +26,20 @@ _STACKS_S = 3.0
 """Seconds before its time limit at which a step prints its stack."""
 
 
-def run_step(step: Step, out: Path, *, rehearses: bool, limit_s: float | None = None) -> dict[str, Any]:
+def run_step(step: Step, out: Path, *, rehearses: str, limit_s: float | None = None) -> dict[str, Any]:
     """Run one step and append its record to the results.
 
     Args:
         step: a value of `STEPS`.
         out: folder of the results.
-        rehearses: whether to run on the CPU, in small sizes.
+        rehearses: `cpu` or `cuda` to run there in small sizes; otherwise empty.
         limit_s: remaining seconds of the suite; None for no limit. A step that this ends counts as not run, with any
             findings; a step that its own limit ends has timed out.
 
     Returns:
         The record: `step`, `status`, `seconds`, `rows`, `notes`, `misses`, `tail`, `date`.
     """
-    own_s = step.limit(rehearses=rehearses)
+    own_s = step.limit(rehearses=bool(rehearses))
     limit = own_s if limit_s is None else min(limit_s, own_s)
     with tempfile.TemporaryDirectory(prefix="gpu_suite_") as folder:
         began = time.monotonic()
@@ -57,7 +57,7 @@ def run_step(step: Step, out: Path, *, rehearses: bool, limit_s: float | None = 
     )  # fmt: skip
 
 
-def keep(out: Path, step: Step, status: Status, *, rehearses: bool, **found: Any) -> dict[str, Any]:
+def keep(out: Path, step: Step, status: Status, *, rehearses: str, **found: Any) -> dict[str, Any]:
     """Append a step's record to the results."""
     record = {
         "step": step.name, "part": step.part, "status": status.value, "rehearsal": rehearses,
@@ -69,7 +69,7 @@ def keep(out: Path, step: Step, status: Status, *, rehearses: bool, **found: Any
     return record
 
 
-def run_here(step: Step, folder: Path, out: Path, *, rehearses: bool, limit_s: float) -> None:
+def run_here(step: Step, folder: Path, out: Path, *, rehearses: str, limit_s: float) -> None:
     """Run the step's function in this process."""
     import faulthandler
     import warnings
@@ -79,17 +79,24 @@ def run_here(step: Step, folder: Path, out: Path, *, rehearses: bool, limit_s: f
     faulthandler.dump_traceback_later(max(1.0, limit_s - _STACKS_S))
     logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
-    device = torch.device("cpu") if rehearses else torch.device("cuda", 0)
+    device = torch.device("cpu") if rehearses == "cpu" else torch.device("cuda", 0)
     if rehearses:
         torch.set_num_threads(1)
     work = folder / "work"
     work.mkdir()
     step.run(
-        Bench(device=device, rehearses=rehearses, folder=work, out=out, found=folder / "found.jsonl", limit_s=limit_s)
+        Bench(
+            device=device,
+            rehearses=bool(rehearses),
+            folder=work,
+            out=out,
+            found=folder / "found.jsonl",
+            limit_s=limit_s,
+        )
     )
 
 
-def _child(name: str, folder: Path, out: Path, *, rehearses: bool, limit_s: float) -> tuple[int | None, str]:
+def _child(name: str, folder: Path, out: Path, *, rehearses: str, limit_s: float) -> tuple[int | None, str]:
     """Return the exit code (None if time ran out) and the output."""
     command = [
         sys.executable,
@@ -110,8 +117,8 @@ def _child(name: str, folder: Path, out: Path, *, rehearses: bool, limit_s: floa
         "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
     }  # fmt: skip
     if rehearses:
-        command.append("--rehearse")
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        command += ["--rehearse", rehearses]
+        environment |= {"OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if rehearses == "cpu" else {})
     log = folder / "output.txt"
     with log.open("wb") as file:
         process = subprocess.Popen(

@@ -26,7 +26,7 @@ def on_ranks(bench: Bench, fn: Any, world: int, *args: Any, nodes: int = 1) -> l
     group.
     """
     limit_s = max(10.0, bench.left_s - 5.0)
-    return run_ranks(fn, world, *args, init=False, nodes=nodes, timeout_s=limit_s, one_gpu=not bench.rehearses)
+    return run_ranks(fn, world, *args, init=False, nodes=nodes, timeout_s=limit_s, one_gpu=not bench.on_cpu)
 
 
 def ranks_train(names: tuple[str, ...]) -> tuple[dict[str, Trained], str, int]:
@@ -45,6 +45,8 @@ def ranks_train(names: tuple[str, ...]) -> tuple[dict[str, Trained], str, int]:
 
 def equals_one_process(bench: Bench, world: int, names: tuple[str, ...]) -> None:
     began = time.monotonic()
+    if any("compiled" in name for name in names) and not bench.compiles:
+        names = tuple(name for name in names if "compiled" not in name)
     results, backend, timed = on_ranks(bench, ranks_train, world, names, nodes=world // 2)[0]
     bench.note(
         f"{world} ranks on {backend}, {time.monotonic() - began:.0f} s; {timed} collectives timed in {names[0]}"
@@ -116,9 +118,9 @@ def rank_of_trainer(folder: str, use_cpu: bool) -> tuple[dict[str, list[float]],
 def ranks_trainer(bench: Bench) -> None:
     from tests.distributed import test_integration_trainer as there
 
-    ours, weights = on_ranks(bench, rank_of_trainer, 2, str(bench.folder / "planned"), bench.rehearses)[0]
+    ours, weights = on_ranks(bench, rank_of_trainer, 2, str(bench.folder / "planned"), bench.on_cpu)[0]
     args = there.arguments(
-        str(bench.folder / "one"), per_device_train_batch_size=there.GLOBAL_BATCH, use_cpu=bench.rehearses
+        str(bench.folder / "one"), per_device_train_batch_size=there.GLOBAL_BATCH, use_cpu=bench.on_cpu
     )
     stock = there.StockTrainer(model=there.tiny_model(), args=args, train_dataset=there.tokens())
     stock.train()
@@ -166,7 +168,7 @@ def rank_of_recalibration(hardware: str) -> dict[str, Any]:
     proves="recalibration on 2 ranks: plans are tried on copies, the one that runs was tried; collectives are timed",
 )
 def recalibration(bench: Bench) -> None:
-    ranks = on_ranks(bench, rank_of_recalibration, 2, "cpu" if bench.rehearses else "h100")
+    ranks = on_ranks(bench, rank_of_recalibration, 2, "cpu" if bench.on_cpu else "h100")
     first, measured = ranks[0], ranks[0]["measured"]
     for plan, fits in first["rounds"]:
         bench.row(tried=plan, fits=fits, runs=plan == first["plan"])

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ class Bench:
 
     device: torch.device
     rehearses: bool
-    """Whether the step runs on the CPU, in small sizes."""
+    """Whether the step runs in small sizes, whose times are not judged."""
     folder: Path
     """Folder for the step's files; it is deleted afterwards."""
     out: Path
@@ -60,6 +61,18 @@ class Bench:
     """File of findings, one JSON object per line."""
     limit_s: float
     began: float = field(default_factory=time.monotonic)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def compiles(self) -> bool:
+        """Return whether blocks can be compiled; says so if not."""
+        if self.on_cpu or find_spec("triton"):
+            return True
+        self.note("There is no triton here: compiled blocks are left out.")
+        return False
 
     @property
     def left_s(self) -> float:

@@ -232,6 +232,8 @@ def measure_kind(bench: Bench, name: str, model: Model) -> float:
     proves="blocks compiled, with every budget, beside eager ones: time and peak estimated and measured, and what compilation gains",  # noqa: E501
 )
 def compiled(bench: Bench) -> None:
+    if not bench.compiles:
+        return
     form_process_group(needed=True)
     models = {name: BLOCKS[name] for name in ("GPT-2", "Llama, grouped queries")}
     if bench.rehearses:

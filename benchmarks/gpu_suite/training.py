@@ -60,7 +60,7 @@ def trained(
         "per_device_train_batch_size": BATCH,
         "bf16": precision == "bf16", "fp16": precision == "fp16", "report_to": "none", "disable_tqdm": True,
         "save_strategy": "no",
-        "seed": 5, "optim": "adamw_torch", "use_cpu": bench.rehearses, **changes,
+        "seed": 5, "optim": "adamw_torch", "use_cpu": bench.on_cpu, **changes,
     }  # fmt: skip
     classes = {True: transformers.Trainer, False: Trainer}
     more = {} if osdp is None else {"osdp": osdp}
@@ -155,11 +155,11 @@ def accelerated(bench: Bench, precision: str, *, ours: bool) -> list[float]:
     """Return the losses of a loop in one process."""
     if ours:
         made = OSDPAccelerator(
-            mixed_precision=precision, cpu=bench.rehearses, osdp=OSDPConfig(compare=False, micro_batch_size=BATCH),
+            mixed_precision=precision, cpu=bench.on_cpu, osdp=OSDPConfig(compare=False, micro_batch_size=BATCH),
             project_dir=str(bench.folder / f"loop-{precision}"),
         )  # fmt: skip
     else:
-        made = Accelerator(mixed_precision=precision, cpu=bench.rehearses)
+        made = Accelerator(mixed_precision=precision, cpu=bench.on_cpu)
     model = model_of(bench)
     rows = [row["input_ids"] for row in tokens(bench)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

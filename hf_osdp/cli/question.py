@@ -189,6 +189,10 @@ class Planner:
     def _request(self, question: Question) -> Request:
         if question.config and question.model:
             raise ValueError(f"Both MODEL {question.model!r} and a config.json were given; clear one of them.")
+        for field in fields(question):
+            if isinstance(field.default, int) and not isinstance(value := getattr(question, field.name), int):
+                given = "is empty" if value is None else f"{value:g} is not a whole number"
+                raise ValueError(f"{flag_of(field.name)} {given}; enter a whole number.")
         if question.model and (not _HUB_ID.fullmatch(question.model) or Path(question.model).exists()):
             raise ValueError(f"MODEL {question.model!r} is not a hub id; upload its config.json to the page instead.")
         model = self._saved(question.config) if question.config else question.model

@@ -25,7 +25,8 @@ with suppress(ImportError):  # `check_plot_path` names the missing package
     import altair as alt
 
 SUFFIXES = (".png", ".svg", ".html")
-_WIDTH, _PNG_SCALE = 760, 2
+_WIDTH, NARROW, _PNG_SCALE = 760, 360, 2
+"""Widths of a plot in pixels, on a page and on a phone; resolution of a PNG."""
 _COLORS = {
     "reserved": "#bab0ac", "parameters": "#4c78a8", "optimizer": "#9ecae9", "gradients": "#f58518",
     "gathered": "#54a24b",
@@ -75,21 +76,23 @@ def save_chart(chart: AnyChart, path: str | Path) -> Path:
     return path
 
 
-def plan_chart(plan: Plan, inputs: PlanInputs, estimate: PlanEstimate) -> AnyChart:
+def plan_chart(plan: Plan, inputs: PlanInputs, estimate: PlanEstimate, *, width: int = _WIDTH) -> AnyChart:
     """Return a chart of memory over the step with the limit, and, if the hardware is known, of time by stream below
-    it.
+    it. If it is narrower than usual, legends are below.
     """
     hardware, memory, charts = inputs.hardware, estimate.memory, []
     if hardware is not None:
-        charts.append(_time_chart(stream_times(plan, inputs.description, inputs.job, hardware)))
+        charts.append(_time_chart(stream_times(plan, inputs.description, inputs.job, hardware), width))
     reserved = 0 if hardware is None else hardware.outside_bytes(memory.communicators)
-    chart = alt.vconcat(_memory_chart(memory, reserved, plan.memory_limit_bytes), *charts).resolve_scale(
+    chart = alt.vconcat(_memory_chart(memory, reserved, plan.memory_limit_bytes, width), *charts).resolve_scale(
         color="independent"
     )
-    return _styled(chart, f"{plan.model_name}, {plan.strategy} on {plan.hardware or f'{plan.world_size} devices'}")
+    styled = _styled(chart, f"{plan.model_name}, {plan.strategy} on {plan.hardware or f'{plan.world_size} devices'}")
+    below: dict[str, Any] = {"orient": "bottom", "columns": 3, "labelFontSize": 12}
+    return styled.configure_legend(**below) if width < _WIDTH else styled
 
 
-def _memory_chart(memory: MemoryEstimate, reserved_bytes: int, limit_bytes: int | None) -> AnyChart:
+def _memory_chart(memory: MemoryEstimate, reserved_bytes: int, limit_bytes: int | None, width: int) -> AnyChart:
     highest = max(limit_bytes or 0, memory.peak_bytes + reserved_bytes)
     scale, unit = _size_unit(highest)
     top = highest / scale * 1.12
@@ -118,7 +121,7 @@ def _memory_chart(memory: MemoryEstimate, reserved_bytes: int, limit_bytes: int 
     if limit_bytes:
         layers += _limit_rule(limit_bytes, scale, {"y": "size:Q"}, {"x": alt.value(4)}, dy=-7)
     title = f"Memory over the step: peak {format_bytes(memory.peak_bytes + reserved_bytes)} in {memory.peak.phase} of {memory.peak.unit}"  # noqa: E501
-    return alt.layer(*layers).properties(width=_WIDTH, height=300, title=title)
+    return alt.layer(*layers).properties(width=width, height=300, title=title)
 
 
 def moment_rows(memory: MemoryEstimate, reserved_bytes: int, scale: int) -> list[dict[str, Any]]:
@@ -148,7 +151,7 @@ def _size_unit(nbytes: int) -> tuple[int, str]:
     return (GIB, "GiB") if nbytes >= GIB else (2**20, "MiB")
 
 
-def _time_chart(streams: Sequence[StreamTime]) -> AnyChart:
+def _time_chart(streams: Sequence[StreamTime], width: int) -> AnyChart:
     step = sum(stream.exposed_s for stream in streams)
     exposed, hidden = "in the step's time", "hidden behind compute"
     longest = max(max(stream.total_s, stream.exposed_s) for stream in streams) or 1.0  # with room for its label
@@ -174,7 +177,7 @@ def _time_chart(streams: Sequence[StreamTime]) -> AnyChart:
     ]
     labels = _chart(totals).mark_text(align="left", dx=4).encode(y=y, x="time:Q", text="text:N")
     chart: AnyChart = (bars + labels).properties(
-        width=_WIDTH, height=170, title=f"Time of a step by stream: {format_seconds(step)} in all"
+        width=width, height=170, title=f"Time of a step by stream: {format_seconds(step)} in all"
     )
     return chart
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_small_steps_are_done_on_the_device(tmp_path):
+    """Those that no other test here has; values of large tensors are left out, or they take minutes."""
+    steps = ("clock", "hardware", "profile", "attention", "trainer", "accelerator", "checkpoint", "four-ranks")
+    command = f"{sys.executable} -m benchmarks.gpu_suite --rehearse cuda --minutes 12 --out {tmp_path} --only"
+    subprocess.run(
+        [*command.split(), *steps, "layouts", "limits", "out-of-memory"], cwd=ROOT, timeout=800, check=True,
+        env={**os.environ, "FAKE_CUDA_COMPUTE_MAX": "262144"},
+    )  # fmt: skip
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.steps import micro_step
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import _is_block, plan_of
+from tests.helpers.low_bit import WIDTH, gpt2
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.training import Trained
 
@@ -41,6 +42,7 @@ class Variant:
     """A training: what is trained, under which plan, how."""
 
     model: str = "gpt2"
+    """Of `tiny_model`, or `wide`, a GPT-2 whose matrices have blocks of quantized states."""
     dtype: torch.dtype = torch.float64
     layout: str = "mixed"
     """Of `plan_of`."""
@@ -54,7 +56,8 @@ class Variant:
     """As Accelerate names it; fp16 scales the loss."""
     max_norm: float = 0.5
     optimizer: Mapping[str, Any] = field(default_factory=dict)
-    """Options of AdamW."""
+    """Options of the optimizer."""
+    make: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     steps: int = 3
     prepare: Callable[[nn.Module], object] | None = None
     """Changes the model before it is sharded."""
@@ -81,7 +84,9 @@ def plan_for(variant: Variant, units: Any, world_size: int) -> Plan:
 
 def train(variant: Variant, device_type: str) -> Trained:
     """Train this rank's part on `"cuda"` or `"cpu"`; rank 0 has the parameters."""
-    model = tiny_model(variant.model, dtype=variant.dtype)
+    model = (
+        gpt2(WIDTH).to(variant.dtype) if variant.model == "wide" else tiny_model(variant.model, dtype=variant.dtype)
+    )
     if variant.prepare:
         variant.prepare(model)
     world, rank, parts = dist.get_world_size(), dist.get_rank(), variant.accumulation_steps
@@ -91,7 +96,7 @@ def train(variant: Variant, device_type: str) -> Trained:
     verify_applied(model, plan, units)
     device = torch.device("cuda", torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
     move_to_device(model, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **variant.optimizer)
+    optimizer = variant.make(model.parameters(), lr=1e-3, **variant.optimizer)
     step_by_device(optimizer, host_parameters(model))
     if any(unit.states_on_host for unit in plan.units):
         bind_optimizer(model, plan, units, [optimizer])
@@ -118,7 +123,7 @@ def train(variant: Variant, device_type: str) -> Trained:
 
 def on_devices(
     fn: Callable[..., Any], processes: int, *args: Any, late: str = "", sanitizes: bool = False, eager: bool = False,
-    memory: str = "8G",
+    joins: bool = True, memory: str = "8G",
     env: Mapping[str, str] | None = None, timeout_s: float = 120.0,
 ) -> list[Any]:  # fmt: skip
     """Call `fn(*args)` in so many processes, each with a device of its own, in a group that is NCCL's on devices and
@@ -131,6 +136,7 @@ def on_devices(
         late: which streams are late by LATE_MS (README.md): "all", "main", "side", or none.
         sanitizes: whether torch's CUDA sanitizer watches, which raises where it sees a race.
         eager: whether the group is formed with its device, so that communicators are made at once and split.
+        joins: whether the group is formed; otherwise `fn` may do so, once.
         memory: of each device.
         env: further variables.
         timeout_s: as for `run_ranks`.
@@ -146,7 +152,7 @@ def on_devices(
         "FAKE_CUDA_LATENCY_MS": str(LATE_MS if late else 0), "FAKE_CUDA_LATE": late, "FAKE_CUDA_MEM": memory,
         **(env or {}),
     }  # fmt: skip
-    how = {"sanitizes": sanitizes, "eager": eager, "timeout_s": timeout_s}
+    how = {"sanitizes": sanitizes, "eager": eager, "joins": joins, "timeout_s": timeout_s}
     return run_ranks(_in_group, processes, fn, args, how, init=False, env=variables, timeout_s=timeout_s)
 
 
@@ -159,8 +165,9 @@ def _in_group(fn: Callable[..., Any], args: tuple[Any, ...], how: dict[str, Any]
         enable_cuda_sanitizer()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    timeout = datetime.timedelta(seconds=how["timeout_s"] + 60)
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device if how["eager"] else None)
+    if how["joins"]:
+        timeout = datetime.timedelta(seconds=how["timeout_s"] + 60)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device if how["eager"] else None)
     result = fn(*args)
     missing = cuda_software.failures()
     assert not missing, f"the device has no values of:\n{missing}"

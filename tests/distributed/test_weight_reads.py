@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.distributed.mesh import Meshes, collective_device
 from hf_osdp.errors import OSDPError, UnreducedGradientError
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.apply import apply_plan, verify_applied
+from hf_osdp.sharding.environment import move_to_device
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.weight_reads import WeightReads
 from tests.helpers.distributed import run_ranks
@@ -155,11 +156,11 @@ def sharded(model: nn.Module, layout: str, meshes: Meshes | None = None, **optio
     plan = plan_of(units, dist.get_world_size(), layout, **options)
     apply_plan(model, plan, units, meshes=meshes)
     verify_applied(model, plan, units)
-    return model, plan
+    return move_to_device(model, collective_device()), plan
 
 
 def run_cases(names: tuple[str, ...]) -> dict[str, Trained]:
-    meshes, results = Meshes("cpu"), {}
+    meshes, results = Meshes(collective_device().type), {}
     for name in names:
         model_name, kind, layout, options = CASES[name]
         model = _model(model_name, kind)

@@ -24,5 +24,5 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
     ],
 )
 def test_step_meets_its_aims(name, tmp_path):
-    record = run_step(STEPS[name], tmp_path, rehearses=False)
+    record = run_step(STEPS[name], tmp_path, rehearses="")
     assert record["status"] == "done", (record["misses"], *record["tail"])

@@ -184,6 +184,21 @@ R cudaFreeAsync(void* p, cudaStream_t s) {
   (void)s;
   return cudaFree(p);
 }
+/* bitsandbytes asks for these; its paged states are not here */
+R cudaMallocManaged(void** p, size_t n, unsigned f) {
+  (void)p;
+  (void)n;
+  (void)f;
+  return fail(cudaErrorNotSupported);
+}
+R cudaMemPrefetchAsync(const void* p, size_t n, struct cudaMemLocation to, unsigned f, cudaStream_t s) {
+  (void)p;
+  (void)n;
+  (void)to;
+  (void)f;
+  (void)s;
+  return fail(cudaErrorNotSupported);
+}
 R cudaHostAlloc(void** p, size_t n, unsigned f) {
   (void)f;
   *p = fc_host_malloc(n);

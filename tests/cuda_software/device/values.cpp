@@ -9,6 +9,7 @@
 #include <torch/library.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
@@ -327,7 +328,8 @@ const std::set<std::string> left{// views, storage, and questions
                                  "_use_cudnn_rnn_flatten_weight"};
 }  // namespace
 
-extern "C" int cuda_software_install() {
+// Of operators of one namespace, registered by now.
+extern "C" int cuda_software_install(const char* space) {
   struct Quiet : c10::WarningHandler {  // that kernels are replaced
     void process(const c10::Warning&) override {}
   } quiet;
@@ -335,8 +337,8 @@ extern "C" int cuda_software_install() {
   auto& dispatcher = c10::Dispatcher::singleton();
   const std::set<std::string> only_cuda{"cudnn_convolution", "_conv_depthwise2d"};
   for (const auto& full : dispatcher.getAllOpNames()) {
-    if (full.name.rfind("aten::", 0) != 0) continue;
-    std::string name = full.name.substr(6);
+    if (full.name.rfind(std::string(space) + "::", 0) != 0) continue;
+    std::string name = full.name.substr(std::strlen(space) + 2);
     auto op = dispatcher.findSchema(full);
     if (!op || left.count(name)) continue;
     if (!op->hasKernelForDispatchKey(c10::DispatchKey::CUDA) && name != "copy_") continue;
@@ -346,7 +348,7 @@ extern "C" int cuda_software_install() {
     auto kind = !known ? Kernel::UNKNOWN : name == "copy_" ? Kernel::COPIES : reads ? Kernel::READS : Kernel::PLAIN;
     auto kernel = std::make_unique<Kernel>(op->getComputedKernelForDispatchKey(c10::DispatchKey::CUDA), kind);
     auto key = c10::make_optional(c10::DispatchKey::CUDA);
-    libraries.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, "aten", key, __FILE__, __LINE__));
+    libraries.push_back(std::make_unique<torch::Library>(torch::Library::IMPL, space, key, __FILE__, __LINE__));
     libraries.back()->impl((name + (full.overload_name.empty() ? "" : "." + full.overload_name)).c_str(),
                            torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
   }

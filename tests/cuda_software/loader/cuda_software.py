@@ -33,7 +33,12 @@ class _Torch:
 
 def _load(loader: Loader, execute: object, module: ModuleType) -> None:
     execute(module)
-    _values().cuda_software_install()
+    compute("aten")
+
+
+def compute(space: str) -> None:
+    """Give operators of this namespace, which a package has registered by now, the values of the CPU's."""
+    _values().cuda_software_install(space.encode())
 
 
 @functools.cache

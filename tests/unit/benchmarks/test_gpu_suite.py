@@ -28,7 +28,7 @@ def results(out: Path) -> list[dict]:
 
 
 def record(out: Path, name: str, status: Status = Status.DONE, **found) -> dict:
-    return keep(out, STEPS[name], status, rehearses=found.pop("rehearses", True), **found)
+    return keep(out, STEPS[name], status, rehearses=found.pop("rehearses", "cpu"), **found)
 
 
 def test_the_documentation_has_every_step():
@@ -64,7 +64,7 @@ FINDS = "import json, sys; open(sys.argv[5] + '/found.jsonl', 'w').write(json.du
 
 def test_a_step_that_fails_keeps_what_it_found_and_its_last_lines(child, tmp_path):
     child(FINDS + "raise SystemExit(7)")
-    one = run_step(STEPS["clock"], tmp_path, rehearses=True)
+    one = run_step(STEPS["clock"], tmp_path, rehearses="cpu")
     assert (one["status"], one["rows"], one["tail"]) == ("failed", [{"a": "1"}], ["said"])
     assert "said" in page(records_of([tmp_path]), [HEAD]).split("```text")[1]
 
@@ -72,7 +72,7 @@ def test_a_step_that_fails_keeps_what_it_found_and_its_last_lines(child, tmp_pat
 def test_a_step_that_takes_too_long_is_ended(child, tmp_path):
     child(FINDS + "import time; time.sleep(60)")
     began = time.monotonic()
-    one = run_step(replace(STEPS["clock"], limit_s=1.0), tmp_path, rehearses=False, limit_s=1e6)
+    one = run_step(replace(STEPS["clock"], limit_s=1.0), tmp_path, rehearses="", limit_s=1e6)
     assert time.monotonic() - began < 20
     assert (one["status"], one["rows"], one["limit_s"]) == ("timed out", [{"a": "1"}], 1)
     assert "It was ended after 1 s" in page([one], [HEAD])
@@ -93,7 +93,7 @@ def test_results_of_several_calls_are_one_page(tmp_path):
     for folder in (first, second):
         folder.mkdir()
     record(first, "hardware", Status.FAILED, date="2026-01-01", tail=["old"])
-    record(first, "clock", date="2026-01-01", rehearses=False)
+    record(first, "clock", date="2026-01-01", rehearses="")
     record(second, "hardware", date="2026-01-02", notes=["new"])
     record(second, "clock", Status.NOT_RUN, date="2026-01-02")
     assert suite.main(["--out", str(tmp_path / "all"), "--merge", str(first), str(second)]) == 0

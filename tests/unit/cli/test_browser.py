@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from dataclasses import replace
+from itertools import pairwise
 from urllib.error import URLError
 
 import pytest
@@ -86,6 +87,7 @@ def test_page_answers_three_questions(address, browser, tmp_path):
     # a config.json that is dropped in, with devices and sizes: the plan, its chart, the comparison, what to copy
     page.goto(address)
     (tmp_path / "config.json").write_text(QUESTION.config)
+    page.click("#or_config button")
     page.locator("#file input[type=file]").set_input_files(tmp_path / "config.json")
     expect(page.locator("#config textarea")).to_have_value(QUESTION.config)
     fill(page, QUESTION)
@@ -129,6 +131,122 @@ def test_page_answers_three_questions(address, browser, tmp_path):
     assert asked_of == {address.split("/")[2]}, "the page needs no network"
 
 
+@pytest.fixture
+def answered(address, browser):
+    """Opens the page in a window of a size; returns it with the answer to QUESTION."""
+    pages = []
+
+    def at(width: int, height: int):
+        page = browser.new_page(viewport={"width": width, "height": height})
+        pages.append(page)
+        page.goto(address + QUESTION.link)
+        page.wait_for_selector("#comparison table", timeout=PATIENCE_MS)
+        return page
+
+    yield at
+    for page in pages:
+        page.close()
+
+
+def box(page, name: str) -> dict[str, float]:
+    return page.locator(f"#{name}").bounding_box()
+
+
+def test_button_and_answer_are_in_one_window_and_texts_come_before_what_ifs(answered, address):
+    page = answered(1280, 800)
+    page.goto(address)
+    form = page.locator("#ask").bounding_box()
+    assert form["y"] + form["height"] <= 800, "the form as it opens"
+    page.click("#or_config button")
+    page.locator("#config textarea").fill(QUESTION.config)
+    fill(page, QUESTION)
+    page.click("#or_config button")
+    page.click("#ask")
+    page.wait_for_selector("#comparison table", timeout=PATIENCE_MS)
+    button, figures = box(page, "ask"), page.locator("#plan .figures").bounding_box()
+    assert page.evaluate("scrollY") == 0 and button["y"] + button["height"] <= 800 and figures["y"] <= 200
+    shown = [
+        box(page, name)
+        for name in ("plan", "chart", "comparison", "script", "launch", "command", "what-ifs", "what-if")
+    ]
+    gaps = [below["y"] - above["y"] - above["height"] for above, below in pairwise(shown)]
+    assert all(0 <= gap <= 20 for gap in gaps), gaps
+    assert shown[0]["y"] <= box(page, "model")["y"] + 20, "nothing is left free above the answer"
+
+
+def test_page_of_a_phone_shows_whole_tables_and_chart(answered):
+    page = answered(390, 844)
+    page.locator("#limit input[type=range]").press("ArrowLeft")
+    page.wait_for_selector("#what-if table", timeout=PATIENCE_MS)
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    column, image = box(page, "plan"), page.locator("#chart img").bounding_box()
+    assert image["width"] == column["width"] >= 320
+    natural = page.locator("#chart img").evaluate("image => image.decode().then(() => image.naturalWidth)")
+    assert natural < 500, "drawn for the narrow page, so that its text is not reduced to a third"
+    cut = "all => all.filter(e => e.scrollWidth > e.clientWidth).length"
+    assert page.locator(".osdp").evaluate_all(cut) == 0
+    layouts = page.locator("#plan td[data-name=layout]")
+    assert layouts.count() >= 3
+    for layout in layouts.all():
+        place = layout.bounding_box()
+        assert place["x"] >= 0 and place["x"] + place["width"] <= 390 and layout.inner_text()
+
+
+def test_numbers_that_are_not_whole_are_named_and_enter_plans(answered):
+    page, expect = answered(1280, 800), playwright.expect
+    count = page.locator("#devices_per_node input")
+    for number, said in (("2.5", "--devices-per-node 2.5 is not a whole number"), ("", "--devices-per-node is empty")):
+        count.fill(number)
+        count.press("Enter")
+        expect(page.locator("#error")).to_contain_text(said, timeout=PATIENCE_MS)
+        expect(page.locator("#plan")).to_be_hidden()
+    count.fill("7")
+    count.press("ArrowUp")
+    assert count.input_value() == "8"
+    count.press("Enter")
+    expect(page.locator("#command textarea")).to_have_value(
+        replace(QUESTION, devices_per_node=8).command, timeout=PATIENCE_MS
+    )
+    asked = replace(QUESTION, devices_per_node=8)
+    for name, value in (("memory_limit", "20GiB"), ("device", "a100-80")):
+        field = page.locator(f"#{name} :is(input, textarea)")
+        field.fill(value)
+        field.press("Enter")
+        asked = replace(asked, **{name: value})
+        expect(page.locator("#command textarea")).to_have_value(asked.command, timeout=PATIENCE_MS)
+
+
+def test_pasted_configuration_replaces_the_model_and_a_chosen_model_the_configuration(address, browser):
+    page, expect = browser.new_page(), playwright.expect
+    page.goto(address)
+    page.click("#or_config button")
+    assert held(page, "model") == Question().model
+    config, model = page.locator("#config textarea"), page.locator("#model input")
+    config.fill(QUESTION.config)
+    expect(model).to_have_value("")
+    model.focus()
+    model.press("Tab")
+    fill(page, QUESTION)
+    expect(config).to_have_value(QUESTION.config)
+    page.click("#ask")
+    expect(page.locator("#command textarea")).to_have_value(QUESTION.command, timeout=PATIENCE_MS)
+    model.fill("openai-community/gpt2")
+    model.press("Tab")
+    expect(config).to_have_value("")
+    page.close()
+
+
+def test_what_if_follows_keys(answered):
+    page, expect = answered(1280, 800), playwright.expect
+    slider, number = page.locator("#limit input[type=range]"), page.locator("#limit input[type=number]")
+    for field, keys, limit in ((slider, ["ArrowLeft"] * 3, 27), (number, ["ArrowDown"], 26), (number, ["Enter"], 20)):
+        if keys == ["Enter"]:
+            field.fill("20")
+        for key in keys:
+            field.press(key)
+        expect(page.locator("#what-if")).to_contain_text(f"4 devices, {limit}GiB each", timeout=PATIENCE_MS)
+
+
 def test_tables_show_names_and_run_none_of_them():
     from hf_osdp.cli.browser import _table
 
@@ -137,7 +255,8 @@ def test_tables_show_names_and_run_none_of_them():
     shown = _table(table)
     assert "<script" not in shown and "<b>" not in shown and "&lt;script&gt;alert(1)&lt;/script&gt;" in shown
     assert shown.endswith("</table><p>recompute: a &amp; b.</p><p>recompute: c.</p>")
-    assert '<td class="left">' in shown and '<td class="right">${x} {{y}}</td>' in shown
+    assert '<td class="left" data-name="units">' in shown
+    assert '<td class="right" data-name="held">${x} {{y}}</td>' in shown
 
 
 def test_file_that_is_too_long_is_no_configuration(tmp_path):

@@ -155,7 +155,6 @@ def test_link_takes_what_a_host_adds_and_refuses_what_it_does_not_know():
         ({"memory_limit": "41GiB"}, "is more than the 40.0 GiB of A100-40"),
         ({"device": "h300"}, "'h300'"),
         ({"precision": "fp8"}, "fp8"),
-        ({"sequence_length": None}, "--sequence-length"),
         ({"sequence_length": 128}, "64"),
         ({"num_nodes": 0}, "--num-nodes"),
         ({"global_batch_size": 30}, "global_batch_size=30 does not divide by 4 processes"),
@@ -173,6 +172,10 @@ def test_errors_are_the_lines_of_the_command_line(planner, folder, monkeypatch, 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        ({"devices_per_node": 2.5}, "--devices-per-node 2.5 is not a whole number; enter a whole number."),
+        ({"devices_per_node": None}, "--devices-per-node is empty; enter a whole number."),
+        ({"num_nodes": None}, "--num-nodes is empty; enter a whole number."),
+        ({"sequence_length": None}, "--sequence-length is empty; enter a whole number."),
         ({"model": "gpt2"}, "Both MODEL 'gpt2' and a config.json were given; clear one of them."),
         (
             {"config": "", "model": "/etc/hosts"},

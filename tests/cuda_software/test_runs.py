@@ -1,0 +1,136 @@
+"""What users start, on the device against the same on the CPU: scripts under `hf_osdp.run`, a plain loop with
+checkpoints in the background, reads of weights, commands, and memory that runs out.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import GPT2Config
+from typer.testing import CliRunner
+
+from benchmarks.gpu_suite.faults import problem_of, runs_out
+from hf_osdp import OptimalShardedDataParallel
+from hf_osdp.cli.app import app
+from hf_osdp.modeling.units import find_units
+from hf_osdp.planner.hardware import Backend
+from hf_osdp.planner.profile import Profile
+from hf_osdp.sharding.environment import training_device
+from tests.distributed import test_weight_reads as reads
+from tests.distributed.test_run import HELPER, LOOP, MODEL, TRAINER, run_main
+from tests.helpers.checkpointed import worst
+from tests.helpers.distributed import run_ranks
+from tests.helpers.layouts import plan_of
+from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.output import ends_of
+
+from .training import on_devices
+
+FEW_VALUES = {"FAKE_CUDA_COMPUTE_MAX": "4096"}
+"""What measures times needs no values, but those that ranks exchange."""
+
+
+@pytest.mark.parametrize("name", ["train.py", "loop.py"])
+def test_script_under_hf_osdp_run_trains_as_over_gloo(tmp_path, name):
+    for file, text in {"train.py": MODEL + TRAINER, "loop.py": MODEL + LOOP, "helper.py": HELPER}.items():
+        (tmp_path / file).write_text(text)
+    losses, plans = {}, {}
+    for device, run in (("cpu", run_ranks), ("cuda", on_devices)):
+        folder = tmp_path / device
+        folder.mkdir()
+        how = {"init": False} if device == "cpu" else {"joins": False}
+        run(run_main, 2, str(tmp_path / name), str(folder), **how)
+        losses[device] = json.loads((folder / "losses.json").read_text())
+        plans[device] = json.loads((folder / "osdp_report.json").read_text())["plan"]
+    assert plans["cpu"]["units"] == plans["cuda"]["units"]
+    torch.testing.assert_close(losses["cuda"], losses["cpu"], rtol=1e-5, atol=1e-5)
+
+
+def looped(folder, resumes):
+    """Four steps of a plain loop, saved in the background after two; or the last two from there."""
+    inner = tiny_model("gpt2", seed=int(resumes))
+    plan = replace(plan_of(find_units(inner), 2, "mixed"), sequence_length=12, micro_batch_size=4)
+    model = OptimalShardedDataParallel(inner, {"plan": plan})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rank, device = torch.distributed.get_rank(), training_device()
+    if resumes:
+        model.load_checkpoint(folder, optimizer)
+    losses = []
+    for step in range(2 if resumes else 0, 4):
+        batch = {key: value.to(device) for key, value in tiny_batch(step, part=rank, parts=2).items()}
+        loss = tiny_loss(model, batch)
+        model.backward(loss)
+        model.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if step == 1:
+            model.save_checkpoint(folder, optimizer, in_background=True)
+    model.wait_for_checkpoint()
+    return losses, model.full_state_dict(), device.type
+
+
+def test_plain_loop_and_its_checkpoints_in_the_background_are_those_over_gloo(tmp_path):
+    found = {}
+    for name, run, how in (("cpu", run_ranks, {"init": False}), ("cuda", on_devices, {"joins": False})):
+        whole = run(looped, 2, str(tmp_path / name), False, **how)[0]
+        rest = run(looped, 2, str(tmp_path / name), True, **how)[0]
+        assert rest[0] == whole[0][2:] and worst(rest[1], whole[1]) == 0 and whole[2] == name
+        found[name] = whole
+    torch.testing.assert_close(found["cuda"][0], found["cpu"][0], rtol=0, atol=1e-12)
+    assert worst(found["cuda"][1], found["cpu"][1]) < 1e-12
+
+
+READS = (*(f"llama-{kind}-zero3" for kind in reads.KINDS), "gpt2-penalties-mixed-checkpointing")
+
+
+def test_weights_that_are_read_train_as_in_one_process():
+    for name, trained in on_devices(reads.run_cases, 2, READS)[0].items():
+        model, kind, _, options = reads.CASES[name]
+        errors = trained.worst_error(reads.reference(model, kind, options.get("accumulation_steps", 1)))
+        assert max(errors.values()) < 1e-12, (name, errors)
+
+
+def command(*arguments):
+    done = CliRunner().invoke(app, list(map(str, arguments)))
+    return done.exit_code, done.stdout, done.stderr
+
+
+@pytest.fixture
+def model(tmp_path):
+    config = GPT2Config(n_layer=4, n_embd=32, n_head=4, vocab_size=500, n_positions=64, bos_token_id=0, eos_token_id=0)
+    config.save_pretrained(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def test_doctor_examines_the_device(model):
+    words = ("--device", "a100-80", "--sequence-length", 32, "--global-batch-size", 32, "--precision", "bf16")
+    [(code, output, errors)] = on_devices(command, 1, "doctor", model, *words, "--json", "-", joins=False)
+    rows = {row["check"]: row for row in json.loads(output)["checks"]}
+    assert (code, errors) == (0, "") and "1 x Fake A100" in rows["this machine"]["text"], output
+    assert {name for name, row in rows.items() if row["result"] == "error"} == set()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_profile_measures_the_device_and_blocks_of_a_model(model, tmp_path, processes):
+    out = tmp_path / "profile.json"
+    words = ("profile", model, "--sequence-length", 32, "--micro-batch-sizes", "1,2", "--precision", "bf16")
+    (code, output, _), *others = on_devices(
+        command, processes, *words, "--seconds", 0.2, "--output", out, env=FEW_VALUES, joins=False
+    )
+    assert code == 0 and "GPT2Block" in output and all(other[:2] == (0, "") for other in others), output
+    found = Profile.load(out)
+    assert (found.hardware.backend, found.hardware.world_size) == (Backend.NCCL, processes)
+    assert found.hardware.device.capability == (8, 0) and found.hardware.host is not None
+    assert found.micro_batch_sizes == (1, 2)
+
+
+def test_memory_that_runs_out_is_explained_and_training_goes_on_by_a_safer_plan(monkeypatch):
+    """The allocator refuses memory in the first start, and the launcher starts the program again."""
+    for name, value in FEW_VALUES.items():
+        monkeypatch.setenv(name, value)
+    done = runs_out(1, "replan", "cuda", timeout_s=100)
+    assert not problem_of(done, 1, "replan"), ends_of(done.stderr)
