@@ -95,8 +95,8 @@ def apply_plan(
     meshes.prepare(plan)
     if broadcast:
         broadcast_parameters(model)
-    # FSDP2 refuses parameters without dimensions; WeightReads averages their gradients.
-    scalars = {parameter for parameter in model.parameters() if not parameter.dim()}
+    # FSDP2 refuses parameters without dimensions, whose gradients WeightReads averages, and fails with empty ones.
+    scalars = {parameter for parameter in model.parameters() if not (parameter.dim() and parameter.numel())}
     single_process = plan.world_size == 1 and not _changes_dtypes(mp_policy)
     ignored = set(scalars)
     if single_process:  # parameters that are not on the host stay plain
@@ -344,10 +344,10 @@ def _visible(planned: UnitDecision, module: nn.Module) -> UnitDecision:
 
 
 def _managed_names(unit: UnitDescription) -> set[str]:
-    """Return the names of the parameters that FSDP2 manages; it ignores those without dimensions, which are
-    replicated.
+    """Return the names of the parameters that FSDP2 manages; it ignores those without dimensions or elements, which
+    are replicated.
     """
-    return {parameter.name for parameter in unit.parameters if parameter.shape}
+    return {parameter.name for parameter in unit.parameters if parameter.shape and parameter.numel}
 
 
 def _read_collectives(group: FSDPParamGroup) -> dict[str, Any]:

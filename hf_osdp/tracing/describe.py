@@ -408,7 +408,7 @@ class _Describer:
             parts += [f"attention {attention or 'sdpa'} by {' and '.join(sorted(kernels))} kernel{note}{saves}"]
         elif attention:
             parts += [f"attention {attention}"]
-        parts += [str(pictures)] if (pictures := getattr(self._inputs, "pictures", None)) else []
+        parts += [content] if (content := getattr(self._inputs, "content", "")) else []
         parts += ["under autocast"] if options.autocast else []
         parts += [f"{' and '.join(self._compiled)} compiled"] if self._compiled else []
         parts += ["blocks checkpointed"] if self._checkpointed else []
