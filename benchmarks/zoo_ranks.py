@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import faulthandler
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,8 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.sharding.apply import apply_plan, verify_applied
+from hf_osdp.sharding.environment import host_parameters
+from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.tracing.describe import describe
 from tests.helpers.layouts import plan_of
 from tests.helpers.training import Trained, train_sharded, train_whole
@@ -81,55 +85,65 @@ class Row:
 
 
 def try_all(rows: Sequence[Row], out: str) -> None:
-    """Try models one by one, appending a row for each; end after the first that fails among the ranks."""
+    """Try models one by one, appending a row for each; raise where one fails among the ranks."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     meshes = Meshes("cpu")
     for row in rows:
-        row, is_whole = _tried(row, meshes)
+        faulthandler.dump_traceback_later(5 * SECONDS, exit=True)  # a rank may wait where signals do not reach it
+        row = _tried(row, meshes, Path(out))
         if dist.get_rank() == 0:
             append(Path(out), row)
-        if not is_whole:
-            return
 
 
-def _tried(row: Row, meshes: Meshes) -> tuple[Row, bool]:
-    """Return a model's row, and whether the ranks can go on."""
+def _tried(row: Row, meshes: Meshes, out: Path) -> Row:
+    """Return a model's row. Where a rank fails beside others, it appends the row and raises."""
     model, batches, problem = _made(row.name)
     row = replace(row, parameters=sum(parameter.numel() for parameter in model.parameters()))
     if not row.parameters:
-        return replace(row, reason=problem), True
+        return replace(row, reason=problem)
     mine = _reference(model, batches) if dist.get_rank() == 1 and batches is not None else None
     row, reference = _exchanged(_on_paper(row) if dist.get_rank() == 0 else mine)
     if not isinstance(reference, Trained):
-        return replace(row, stock=reference or f"no batch: {problem}"), True
-    row, trained = replace(row, stock="yes"), None
+        return replace(row, stock=reference or f"no batch: {problem}")
+    row = replace(row, stock="yes")
     try:
         with limited(SECONDS):
             trained = _by_plan(model, row, batches, meshes)
     except Exception as error:  # a model can raise any exception
-        row = replace(row, reason=line_of(error))
-    if reasons := [reason for reason in _exchanged(row.reason) if reason]:
-        return replace(row, reason=reasons[0]), False
+        append(out, replace(row, reason=line_of(error)))
+        raise
     if dist.get_rank() == 0:
         row = replace(row, difference=max(trained.worst_error(reference).values()))
-    if any(_exchanged((row.difference or 0.0) > TOLERANCE)):  # the stock steps may differ, too
-        again = _exchanged(_reference(_made(row.name)[0], batches) if dist.get_rank() == 1 else None)[1]
-        if max(again.worst_error(reference).values()) > TOLERANCE:
-            row = replace(row, stock="results differ from run to run", difference=None)
-    return row, True
+    if any(_exchanged((row.difference or 0.0) > TOLERANCE)):  # the stock steps may depend on rounding, too
+        again = _exchanged(_reference(_rounded(_made(row.name)[0]), batches) if dist.get_rank() == 1 else None)[1]
+        by_rounding = max(again.worst_error(reference).values())
+        if dist.get_rank() == 0 and (row.difference or 0.0) <= 10 * by_rounding:
+            row = replace(
+                row, stock=f"results differ by {by_rounding:.0e} with the weights' last bit", difference=None
+            )
+    return row
 
 
 def _made(name: str) -> tuple[nn.Module, Any, str]:
     """Return a small model and a batch with which it has a loss, as far as they can be made, and why not."""
     model: nn.Module = nn.Module()
     try:
-        with limited(SECONDS):
+        with limited(SECONDS), mock.patch.object(dist, "is_initialized", return_value=False):
             model = built(name)
             disable_cache(model)
             return model, batch_with_loss(model, SAMPLES), ""
     except Exception as error:  # a model can raise any exception
         return model, None, line_of(error)
+
+
+def _rounded(model: nn.Module) -> nn.Module:
+    """Change each weight's last bit at random, as another order of a sum may."""
+    made = torch.Generator().manual_seed(3)
+    for weight in model.parameters():
+        last = torch.randint(-1, 2, weight.shape, generator=made, dtype=weight.dtype)
+        weight.data *= 1 + torch.finfo(weight.dtype).eps * last
+    return model
 
 
 def _exchanged(value: Any) -> list[Any]:
@@ -142,7 +156,8 @@ def _reference(model: nn.Module, batches: Mapping[str, Any]) -> Trained | str:
     """Train in one process with the two ranks' parts in turn; return why that shows nothing."""
     loss = _with_statistics_of_the_first(2) if has_running_statistics(model) else _loss
     try:
-        with limited(SECONDS), InDouble():
+        # some losses average the number of boxes over ranks
+        with limited(SECONDS), mock.patch.object(dist, "is_initialized", return_value=False), InDouble():
             trained = train_whole(
                 copy.deepcopy(model), accumulation_steps=2, loss_of=loss, batch_of=partial(_batch_of, batches),
                 steps=STEPS,
@@ -183,12 +198,15 @@ def _by_plan(model: nn.Module, row: Row, batches: Mapping[str, Any], meshes: Mes
         set(re.findall(r"whole step: (.*?)(?:;|$)", row.planned)[0].split()) if "whole step" in row.planned else set()
     )
     units = tuple(replace(unit, span=GatherSpan.STEP) if unit.fqn in in_step else unit for unit in find_units(model))
-    changes = "recomputed" in row.planned and not has_running_statistics(model)
-    plan = plan_of(units, dist.get_world_size(), "everything" if changes else "mixed")
+    plan = plan_of(units, dist.get_world_size(), "mixed" if has_running_statistics(model) else "everything")
     apply_plan(model, plan, units, meshes=meshes)
     verify_applied(model, plan, units)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    step_by_device(optimizer, host_parameters(model))
     with InDouble():
-        return train_sharded(model, plan, loss_of=_loss, batch_of=partial(_batch_of, batches), steps=STEPS)
+        return train_sharded(
+            model, plan, loss_of=_loss, batch_of=partial(_batch_of, batches), steps=STEPS, optimizer=optimizer
+        )
 
 
 def _on_paper(row: Row) -> Row:
@@ -210,7 +228,7 @@ def _on_paper(row: Row) -> Row:
 def _described(model: nn.Module) -> ModelDescription:
     """Describe a model by its own batch, in samples long enough for pictures."""
     length = WAVE if getattr(model, "main_input_name", "") == "input_values" else TOKENS
-    options: dict[str, Any] = {"device_type": "cuda", "partial_recomputation": False}
+    options: dict[str, Any] = {"device_type": "cuda", "recomputation": False}  # which takes five times as long
     for dtype in (DType.BFLOAT16, None):
         try:
             try:
@@ -240,7 +258,6 @@ def _planned(description: ModelDescription) -> str:
         f"{number} {'replicated' if size == 1 else 'freed' if frees else 'kept'}"
         for (size, frees), number in layouts.most_common()
     )
-    text += "; blocks can be recomputed" if description.recomputable else ""
     step = [
         unit.fqn
         for unit in description.units

@@ -39,6 +39,10 @@ class DType(str, Enum):
         """Bytes of one element."""
         return _ITEMSIZE[self]
 
+    @property
+    def is_floating(self) -> bool:
+        return "float" in self.value
+
 
 _MOST_ELEMENTS = 2**50
 _MOST_NAMES = 4
@@ -158,6 +162,8 @@ class ParameterSpec:
     """Whether mixed precision keeps the dtype when the parameter is gathered and reduced, as batch norm needs."""
     is_embedding: bool = False
     """Whether it is the weight of an embedding, possibly shared with a vocabulary projection."""
+    packs: int = 0
+    """Elements that packed bytes stand for; 0 for a parameter that is not packed."""
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):
@@ -221,7 +227,8 @@ class UnitDescription:
 
     @property
     def numel(self) -> int:
-        return sum(p.numel for p in self.parameters)
+        """Parameters as a user counts them: those that packed bytes stand for."""
+        return sum(p.packs or p.numel for p in self.parameters)
 
     @property
     def trainable_numel(self) -> int:

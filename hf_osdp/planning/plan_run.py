@@ -17,6 +17,7 @@ from ..distributed.mesh import Meshes, find_topology, rank
 from ..errors import InfeasibleError, OSDPError, PlanError
 from ..modeling.batch import check_inputs
 from ..modeling.build import without_checkpointing
+from ..modeling.quantized import pack
 from ..modeling.split_candidates import split_units
 from ..planner.description import Activations, DType, UnitDescription
 from ..planner.hardware import Hardware
@@ -99,6 +100,7 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
         ValueError: sizes or options contradict each other, or a name is not known.
     """
     started = time.perf_counter()
+    pack(model)
     require_same_run(model, config, facts)
     _check_options(config, facts)
     check_model(model, trains=facts.trains)

@@ -22,6 +22,7 @@ from ..distributed.wire import Replicas, WireTransport
 from ..errors import OSDPError, PlanError, PlanMismatchError
 from ..modeling.activation_offload import is_offloaded, offload
 from ..modeling.loss_pieces import heads_in_pieces
+from ..modeling.quantized import pack, view_in
 from ..modeling.split_candidates import apply_split
 from ..modeling.units import modules_by_name, named_parameters
 from ..modeling.wrapping import compile_forward, has_running_statistics, is_compiled, recomputation_of, recompute
@@ -78,6 +79,7 @@ def apply_plan(
         units_text = f"{_as_description(model, units).fingerprint} in {len(units)} units"
         device = meshes.device_type if meshes else collective_device().type
         require_same({"the plan": plan.fingerprint, "the model": units_text, "the device": device})
+    pack(model)
     apply_split(model, plan.split)
     plan.check(_as_description(model, units), world_size())
     found = _find_units(model, plan, units)
@@ -93,8 +95,8 @@ def apply_plan(
     meshes.prepare(plan)
     if broadcast:
         broadcast_parameters(model)
-    # FSDP2 refuses parameters without dimensions; WeightReads averages their gradients.
-    scalars = {parameter for parameter in model.parameters() if not parameter.dim()}
+    # FSDP2 refuses parameters without dimensions, whose gradients WeightReads averages, and fails with empty ones.
+    scalars = {parameter for parameter in model.parameters() if not (parameter.dim() and parameter.numel())}
     single_process = plan.world_size == 1 and not _changes_dtypes(mp_policy)
     ignored = set(scalars)
     if single_process:  # parameters that are not on the host stay plain
@@ -104,6 +106,7 @@ def apply_plan(
     # Copies that overlap computation need page-locked memory; on the CPU FSDP2 fails with it.
     pin_memory = meshes.device_type != "cpu" if pin_memory is None else pin_memory
     refuse_hooks(model)
+    view_in(model, None if mp_policy is None else mp_policy.param_dtype)
     replaced = [parameter for parameter in model.parameters() if parameter not in ignored]
     _fully_shard(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pin_memory)
     clip_across_meshes()
@@ -341,10 +344,10 @@ def _visible(planned: UnitDecision, module: nn.Module) -> UnitDecision:
 
 
 def _managed_names(unit: UnitDescription) -> set[str]:
-    """Return the names of the parameters that FSDP2 manages; it ignores those without dimensions, which are
-    replicated.
+    """Return the names of the parameters that FSDP2 manages; it ignores those without dimensions or elements, which
+    are replicated.
     """
-    return {parameter.name for parameter in unit.parameters if parameter.shape}
+    return {parameter.name for parameter in unit.parameters if parameter.shape and parameter.numel}
 
 
 def _read_collectives(group: FSDPParamGroup) -> dict[str, Any]:

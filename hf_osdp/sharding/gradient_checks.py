@@ -60,8 +60,8 @@ class GradientChecks:
         *,
         is_alone: bool,
     ) -> None:
-        """Take the units' labels, the parameters without dimensions, and the parameters that `fully_shard` replaced
-        by shards.
+        """Take the units' labels, the parameters without dimensions or elements, and the parameters that
+        `fully_shard` replaced by shards.
         """
         self._labels, self._scalars, self._order, self._is_alone = labels, tuple(scalars), order, is_alone
         self._replaced = WeakIdKeyDictionary(dict.fromkeys(replaced))
@@ -198,7 +198,7 @@ class GradientChecks:
     @torch.no_grad()
     def _average_scalars(self) -> None:
         """Average gradients of parameters without dimensions over the ranks. Collective."""
-        scalars = [parameter for parameter in self._scalars if parameter.requires_grad]
+        scalars = [parameter for parameter in self._scalars if parameter.requires_grad and parameter.numel()]
         if not scalars or world_size() == 1 or self._is_alone:
             return
         own = [(0.0, 0.0) if p.grad is None else (p.grad.item(), 1.0) for p in scalars]

@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 from ..errors import CheckpointingError, DescriptionError, DescriptionTimeoutError
 from ..modeling.batch import Inputs, Loss, check_sequence_length, plain_batch
 from ..modeling.build import build_on_meta, is_checkpointed
+from ..modeling.quantized import packed_copy, restored_elements
 from ..modeling.split_candidates import split_copy
-from ..modeling.units import class_of, embedding_and_head, find_units, large_tables, modules_by_name
+from ..modeling.units import class_of, dtype_of, embedding_and_head, find_units, large_tables, modules_by_name
 from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine
 from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription, shown_name
@@ -124,6 +125,7 @@ def describe(model_or_config: object, **options: Any) -> ModelDescription:
         if isinstance(model_or_config, nn.Module)
         else build_on_meta(model_or_config, chosen.auto_class)
     )
+    model = packed_copy(model)
     check_sequence_length(model, chosen.sequence_length)
     if chosen.split.changes_modules:
         model = split_copy(model, chosen.split)
@@ -191,11 +193,13 @@ class _Describer:
         return tuple(name for name in found if name not in classes)
 
     def _main_dtype(self) -> DType:
-        """Return the dtype that most parameter elements have."""
+        """Return the floating-point dtype that most parameter elements have."""
         elements: Counter[DType] = Counter()
         for unit in self._units:
             for parameter in unit.parameters:
-                elements[parameter.dtype] += parameter.numel
+                elements[parameter.dtype] += parameter.numel * parameter.dtype.is_floating
+        for dtype, numel in restored_elements(self._model):
+            elements[dtype_of(dtype)] += numel
         return max(elements, key=lambda dtype: elements[dtype], default=DType.FLOAT32)
 
     def _refuse_running_statistics(self) -> None:
@@ -404,7 +408,7 @@ class _Describer:
             parts += [f"attention {attention or 'sdpa'} by {' and '.join(sorted(kernels))} kernel{note}{saves}"]
         elif attention:
             parts += [f"attention {attention}"]
-        parts += [str(pictures)] if (pictures := getattr(self._inputs, "pictures", None)) else []
+        parts += [content] if (content := getattr(self._inputs, "content", "")) else []
         parts += ["under autocast"] if options.autocast else []
         parts += [f"{' and '.join(self._compiled)} compiled"] if self._compiled else []
         parts += ["blocks checkpointed"] if self._checkpointed else []

@@ -80,6 +80,14 @@ class UsualBatch:
                 " images=0 for batches without pictures."
             )
 
+    @property
+    def content(self) -> str:
+        """The pictures, or that there are none though the model takes them; empty for other models."""
+        if self.pictures is not None:
+            return str(self.pictures)
+        takes = "pixel_values" in inspect.signature(self._model.forward).parameters
+        return "no pictures" if takes and "pixel_values" not in self._text(1) else ""
+
     def __call__(self, samples: int) -> dict[str, Any]:
         batch = dict(self._text(samples))
         if not takes_pictures(self._model):

@@ -48,6 +48,8 @@ class SegmentRecord:
     """Live bytes above `start_bytes` after its backward: the gradient of its input, less an input freed with it."""
     release: Callable[[], None] | None = None
     """Removes the tensors that its modules store as attributes."""
+    freed: list[tuple[SegmentRecord, int]] = field(default_factory=list)
+    """Bytes that later segments freed in forward, each with the segment."""
     kept_bytes: int = 0
     """Bytes that `release` freed after backward: they stay live until the next step, with all that autograd holds
     for them.
@@ -78,6 +80,8 @@ class Recorder(MemoryTracker):
         self._in_backward = False
         self._with_gradients: list[nn.Parameter] = []
         self._first_nodes: list[int] = []
+        self._owners: dict[int, SegmentRecord] = {}
+        """The segment that made each live storage."""
         self._end_node = 0
 
     def enter(self, unit: int, copy_of: SegmentRecord | None = None) -> SegmentRecord:
@@ -140,6 +144,16 @@ class Recorder(MemoryTracker):
             if (scratch := self._scratch(func, args)) is not None:
                 phase.scratch.append((self.current_bytes, scratch))
         return result
+
+    def _update(self, storage: torch.UntypedStorage) -> None:
+        self._owners.setdefault(storage._cdata, self._current)
+        super()._update(storage)
+
+    def _forget(self, key: int) -> None:
+        owner = self._owners.pop(key)
+        if owner is not self._current and not self._in_backward:
+            owner.freed.append((self._current, self._storages[key].nbytes))
+        super()._forget(key)
 
     def _repeated(self, call: Call, phase: PhaseRecord) -> object:
         """Make and count an operator's result from an earlier one with the same key; return None if the operator

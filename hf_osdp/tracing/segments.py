@@ -24,11 +24,31 @@ def segments_of(traces: Sequence[Sequence[SegmentRecord]], samples: Samples) -> 
         raise DescriptionError(
             f"The model runs other units with {samples[0]} samples than with {samples[-1]}; its costs are not linear."
         )
-    by_segment = list(zip(*traces, strict=True))
+    by_segment = list(zip(*map(_without_unused, traces), strict=True))
     kept = [
         linear_bytes([(record.copy_of or record).kept_bytes for record in records], samples) for records in by_segment
     ]
     return _with_kept([_segment(records, samples) for records in by_segment], kept)
+
+
+def _without_unused(trace: Sequence[SegmentRecord]) -> list[SegmentRecord]:
+    """Return a trace in which a unit without backward, such as the last layer of a vision tower whose features are
+    those of the layer before, ends without the bytes that later segments free in forward. How many these are depends
+    on the unit's activations; the later segments' forward peaks include them.
+    """
+    records = list(trace)
+    places = {id(record): index for index, record in enumerate(trace)}
+    for index, record in enumerate(trace):
+        if record.unit == 0 or record.backward.levels:
+            continue
+        for by, nbytes in record.freed:
+            for place in range(index, places[id(by)] + 1):
+                one = records[place]
+                begins, ends = place > index, place < places[id(by)] and (place > index or one.copy_of is None)
+                records[place] = replace(
+                    one, start_bytes=one.start_bytes - begins * nbytes, end_bytes=one.end_bytes - ends * nbytes
+                )
+    return [one if one.copy_of is None else replace(one, copy_of=records[places[id(one.copy_of)]]) for one in records]
 
 
 def _with_kept(segments: Sequence[Segment], kept: Sequence[Affine]) -> list[Segment]:

@@ -17,7 +17,8 @@ from hf_osdp.errors import OSDPError, UnreducedGradientError
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.apply import apply_plan, verify_applied
-from hf_osdp.sharding.environment import move_to_device
+from hf_osdp.sharding.environment import host_parameters, move_to_device
+from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.sharding.weight_reads import WeightReads
 from tests.helpers.distributed import run_ranks
@@ -270,3 +271,25 @@ def test_evaluation_reads_whole_weights_and_leaves_shards():
         with torch.no_grad():
             alone = loss_of(_model("llama", kind), tiny_batch(0)).item()
         assert abs(losses[0] - alone) < TOLERANCE and losses[0] == losses[1], kind
+
+
+def _with_empty() -> nn.Module:
+    model = tiny_model("llama")
+    model.model.layers[0].empty = nn.Parameter(torch.zeros(4, 0, dtype=torch.float64))
+    return model
+
+
+def _loss_with_empty(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return tiny_loss(model, batch) + model.model.layers[0].empty.sum()
+
+
+@pytest.mark.on_ranks(2)
+def test_parameter_without_elements_trains_as_alone():
+    """As MobileBERT has where hidden size and embedding size are equal; FSDP2 cannot reduce it."""
+    model, plan = sharded(_with_empty(), "mixed")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    step_by_device(optimizer, host_parameters(model))
+    trained = train_sharded(model, plan, loss_of=_loss_with_empty, steps=STEPS, optimizer=optimizer)
+    assert_trained_alike(
+        trained, lambda: train_whole(_with_empty(), accumulation_steps=1, loss_of=_loss_with_empty, steps=STEPS)
+    )

@@ -44,7 +44,9 @@ class Trained:
             "loss": _greatest(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True)),
             "norm": _greatest(abs(a - b) for a, b in zip(self.norms, other.norms, strict=True)),
             "parameter": _greatest(
-                (self.parameters[name] - other.parameters[name]).abs().max().item() for name in self.parameters
+                (self.parameters[name] - other.parameters[name]).abs().max().item()
+                for name in self.parameters
+                if self.parameters[name].numel()
             ),
         }
 

@@ -175,6 +175,8 @@ def unit_bytes(
     partial = accumulates and g < world_size  # reduced in the shard group, not yet between replicas
     held = whole if holds else reduced if partial else gradients if accumulates else 0
     output = reduced if copies and (recast or accumulates or layout.on_host) else 0
+    if layout.on_host and recast:  # cast on the device, then copied to the host
+        output += sum(shards)
     if holds:  # all whole gradients but the last are freed before the output is allocated
         last = _whole(trainable[-1:], precision.reduced_dtype) if g > 1 else 0
         output = max(0, reduced + (gradients if recast else 0) + last - whole)

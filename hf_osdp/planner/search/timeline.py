@@ -64,6 +64,7 @@ class BatchCosts:
         }
         """Memory terms of a unit, by whether some unit may be on the host."""
         self._made: dict[tuple[int, UnitLayout, _Others], Option] = {}
+        self._undominated: dict[tuple[int, tuple[UnitLayout, ...], _Others], tuple[Option, ...]] = {}
 
     def _segment_kinds(self) -> list[int]:
         """Return a number for each segment; segments have the same number if their units have equal options."""
@@ -87,6 +88,8 @@ class BatchCosts:
         whole_step = self.problem.description.units[unit].span is GatherSpan.STEP
         indices = [] if whole_step else self.calls.get(unit, [])
         kind = self.kinds[indices[0]] if indices else ~unit
+        if (known := self._undominated.get((kind, layouts, others))) is not None:
+            return known
         made = []
         for layout in layouts:
             key = (kind, layout, others)
@@ -94,7 +97,9 @@ class BatchCosts:
                 self._made[key] = self._option(unit, indices, layout, others)
             made.append(self._made[key])
         made = [option for option in made if max(map(abs, option.levels)) <= _MOST_BYTES] or made[:1]
-        return tuple(sorted(undominated(made), key=lambda option: option.order))
+        found = tuple(sorted(undominated(made), key=lambda option: option.order))
+        self._undominated[kind, layouts, others] = found
+        return found
 
     def root_segment(self, index: int, others: _Others) -> RootSegment:
         """Return a segment of a unit that is gathered for the whole step."""
