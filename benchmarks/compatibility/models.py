@@ -136,6 +136,23 @@ def recurrent_gemma() -> nn.Module:
     return made(transformers.RecurrentGemmaForCausalLM, config)
 
 
+class OneSample(nn.Module):
+    """Runs a batch of one sample, and no other."""
+
+    def __init__(self, vocabulary: int = VOCABULARY, width: int = 8) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the loss of predicting the tokens themselves."""
+        (ids,), (targets,) = input_ids, labels
+        hidden = self.table(ids)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return {"loss": nn.functional.cross_entropy(self.head(hidden), targets)}
+
+
 class Plain(nn.Module):
     """A model that is not from transformers, with repeated blocks and its own loss."""
 

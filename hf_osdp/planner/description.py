@@ -46,6 +46,7 @@ class DType(str, Enum):
 
 _MOST_ELEMENTS = 2**50
 _MOST_NAMES = 4
+_PEFT_PREFIX = "base_model.model."
 _CALL = re.compile(r"[A-Za-z_][\w.:]{0,99}#\d{1,6}")
 _ITEMSIZE = {
     DType.FLOAT64: 8, DType.INT64: 8, DType.FLOAT32: 4, DType.INT32: 4, DType.BFLOAT16: 2, DType.FLOAT16: 2,
@@ -192,6 +193,11 @@ class ParameterSpec:
         return (full, rest) if full and (rest := math.prod(self.shape) % full) else (full,)
 
 
+def shown_name(fqn: str) -> str:
+    """Return a unit's name for tables and messages: without the prefix of peft's wrappers, `(root)` for the root."""
+    return "+".join(name.removeprefix(_PEFT_PREFIX) for name in fqn.split("+")) or "(root)"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitDescription:
     """Modules whose parameters FSDP2 gathers at once."""
@@ -213,7 +219,7 @@ class UnitDescription:
     @property
     def label(self) -> str:
         """Name for tables and messages."""
-        return self.fqn or "(root)"
+        return shown_name(self.fqn)
 
     @property
     def trainable(self) -> tuple[ParameterSpec, ...]:
@@ -355,8 +361,8 @@ class ModelDescription:
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
             raise ValueError(f"sequence_length={self.sequence_length} must be at least 1.")
-        counts = Counter(unit.label for unit in self.units)
-        if twice := [label for label, count in counts.items() if count > 1]:
+        counts = Counter(unit.fqn for unit in self.units)
+        if twice := [shown_name(fqn) for fqn, count in counts.items() if count > 1]:
             raise ValueError(f"Unit {twice[0]!r} is listed twice.")
         for segment in self.segments:  # a damaged file may have other indices
             if not 0 <= segment.unit < len(self.units):

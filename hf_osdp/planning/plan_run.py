@@ -68,6 +68,8 @@ class PlannedRun:
     """Meshes that the trials made, for training to use again."""
     findings: tuple[Finding, ...] = ()
     """Findings of the preflight checks."""
+    trains: bool = True
+    """The model is trained, not only evaluated."""
 
     @property
     def hardware(self) -> Hardware | None:
@@ -107,7 +109,8 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
 
     run = _searched(model, config, facts) if config.plan is None else _given(model, config, facts)
     planning_s = time.perf_counter() - started
-    return replace(run, planning_s=planning_s, findings=check_run(_known(run, config, facts), model))
+    findings = check_run(_known(run, config, facts), model)
+    return replace(run, planning_s=planning_s, findings=findings, trains=facts.trains)
 
 
 def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:

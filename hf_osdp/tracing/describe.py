@@ -22,7 +22,7 @@ from ..modeling.split_candidates import split_copy
 from ..modeling.units import class_of, dtype_of, embedding_and_head, find_units, large_tables, modules_by_name
 from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine
-from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription
+from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription, shown_name
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, capability_here, math_kernel_warning
 from .compiled import NotCompiledError
@@ -285,7 +285,7 @@ class _Describer:
         _log.warning(
             "%d units with trainable parameters (%s%s; %.0f %% of %s's parameters) do not run in the traced batch, so"
             " the estimate has only their states, not their work: pass inputs that run them, or freeze them.",
-            len(idle), idle[0].fqn, f" to {idle[-1].fqn}" if len(idle) > 1 else "", 100 * share, self._name,
+            len(idle), idle[0].label, f" to {idle[-1].label}" if len(idle) > 1 else "", 100 * share, self._name,
         )  # fmt: skip
 
     def _trace(self) -> Trace:
@@ -460,7 +460,7 @@ def _where(error: Exception) -> str:
     if not (running := [owner for owner in owners if isinstance(owner, nn.Module)]):
         return ""
     name = next((name for name, module in running[0].named_modules() if module is running[-1]), "")
-    return f" in {name} ({class_of(running[-1]).__name__})" if name else ""
+    return f" in {shown_name(name)} ({class_of(running[-1]).__name__})" if name else ""
 
 
 def _with_forward_bytes(segment: Segment, cast: Affine) -> Segment:
