@@ -153,7 +153,7 @@ def main() -> None:
     transformers.set_seed(args.seed)
     resume = {"true": True, "false": False}.get(str(args.resume_from_checkpoint).lower(), args.resume_from_checkpoint)
     if isinstance(resume, str) and not Path(resume).is_dir():
-        raise ValueError(f"There is no checkpoint {resume}; give the path of a checkpoint.")
+        raise ValueError(f"Can't find a valid checkpoint at {resume}; give the path of a checkpoint.")
 
     config = load_config(model_args)
     with args.main_process_first(desc="text"):

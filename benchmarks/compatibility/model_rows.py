@@ -13,7 +13,7 @@ from tests.helpers.architectures import tiny_config
 
 from . import models
 from .data import captions, classes, images, masked, padded, speech, tokens, uneven_tokens, waves, with_return_loss
-from .models import Plain, gpt2, llama, tiny
+from .models import Plain, gpt2, in_float8, llama, tiny
 from .row import Figures, Verdict, row
 from .side import Side, trained
 
@@ -194,6 +194,11 @@ def _double(side: Side) -> Figures:
 @row("bf16 weights, no mixed precision", _GROUP, loss_tolerance=2e-2, norm_tolerance=5e-2)
 def _low(side: Side) -> Figures:
     return trained(side, gpt2().to(torch.bfloat16), tokens())
+
+
+@row("float8 by torchao's convert_to_float8_training", _GROUP, expected=Verdict.REFUSED)
+def _float8(side: Side) -> Figures:
+    return trained(side, in_float8(), tokens())
 
 
 @row("a head of 3 rows over 2 processes", _GROUP)

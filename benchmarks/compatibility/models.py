@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import nn
 
+from tests.helpers import quantized
 from tests.helpers.architectures import tiny_config
 
 VOCABULARY = 100
@@ -31,6 +32,32 @@ def llama(*, tied: bool = False, **changes: Any) -> nn.Module:
     """Return a Llama with an untied head, unless `tied`."""
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     return tiny("LlamaForCausalLM", **{**special, "tie_word_embeddings": tied, "initializer_range": 0.1, **changes})
+
+
+def in_4_bits() -> nn.Module:
+    """Return a Llama whose linear layers bitsandbytes quantized to NF4, with double quantization."""
+    return quantized.in_4_bits(llama())
+
+
+def in_8_bits() -> nn.Module:
+    """Return a Llama whose linear layers bitsandbytes quantized to 8 bits (LLM.int8)."""
+    import bitsandbytes as bnb
+
+    model = llama()
+    for name, linear in list(model.named_modules()):
+        if type(linear) is nn.Linear and linear is not model.get_output_embeddings():
+            layer = bnb.nn.Linear8bitLt(linear.in_features, linear.out_features, bias=False, has_fp16_weights=False)
+            layer.load_state_dict(linear.state_dict())
+            model.set_submodule(name, layer.to("cpu").requires_grad_(False))
+    model.is_loaded_in_8bit = True
+    return model
+
+
+def in_float8() -> nn.Module:
+    """Return a Llama that multiplies in float8, by torchao; emulated, since only GPUs multiply so."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    return convert_to_float8_training(llama(), config=Float8LinearConfig(emulate=True))
 
 
 def made(cls: type[nn.Module], config: Any) -> nn.Module:
@@ -107,6 +134,23 @@ def recurrent_gemma() -> nn.Module:
         block_types=["recurrent", "attention"],
     )
     return made(transformers.RecurrentGemmaForCausalLM, config)
+
+
+class OneSample(nn.Module):
+    """Runs a batch of one sample, and no other."""
+
+    def __init__(self, vocabulary: int = VOCABULARY, width: int = 8) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the loss of predicting the tokens themselves."""
+        (ids,), (targets,) = input_ids, labels
+        hidden = self.table(ids)
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return {"loss": nn.functional.cross_entropy(self.head(hidden), targets)}
 
 
 class Plain(nn.Module):

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from .data import classes, tokens
-from .models import gpt2, llama, tiny
-from .row import Figures, row
+from .models import gpt2, in_4_bits, in_8_bits, llama, tiny
+from .row import Figures, Verdict, row
 from .side import Side, trained
 
 _GROUP = "PEFT"
@@ -24,7 +24,7 @@ def _adapted(side: Side, *, config: Any, make: Any = llama, data: Any = tokens, 
 
 
 def _entered(name: str, config: Any, **options: Any) -> None:
-    about = {"daily": options.pop("daily", False)}
+    about = {key: options.pop(key) for key in ("daily", "expected") if key in options}
     row(name, _GROUP, **about)(partial(_adapted, config=config, **options))
 
 
@@ -42,6 +42,10 @@ _entered("LoRA, rsLoRA, bias", partial(_lora, use_rslora=True, bias="all"))
 _entered("LoRA, modules_to_save=lm_head", partial(_lora, modules_to_save=["lm_head"]))
 _entered("LoRA of the embedding", partial(_lora, target_modules=["embed_tokens", "q_proj"]))
 _entered("LoRA, trainable tokens", partial(_lora, trainable_token_indices=[3, 4, 5]))
+_entered("QLoRA, base in 4 bits", partial(_lora, target_modules="all-linear"), make=in_4_bits, daily=True)
+_entered("QLoRA, gradient checkpointing", _lora, make=in_4_bits, gradient_checkpointing=True)
+_entered("QLoRA, DoRA", partial(_lora, use_dora=True), make=in_4_bits, expected=Verdict.REFUSED)
+_entered("LoRA, base in 8 bits (LLM.int8)", _lora, make=in_8_bits, expected=Verdict.REFUSED)
 _entered("LoRA, gradient checkpointing", _lora, gradient_checkpointing=True)
 _entered("LoRA, dropout", partial(_lora, lora_dropout=0.1))
 _entered(

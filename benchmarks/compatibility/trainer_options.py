@@ -8,7 +8,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from .data import OneShotStream, Stream, masked, padded, tokens, uneven_tokens
-from .models import gpt2, llama, tiny
+from .models import OneSample, gpt2, llama, tiny
 from .row import Figures, Oracle, Verdict, row
 from .side import Side, trained
 
@@ -47,6 +47,12 @@ _option(
     gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True},
 )  # fmt: skip
 _option("gradient_accumulation_steps=2", gradient_accumulation_steps=2)
+row("a model that runs one sample at once", _GROUP, config={"micro_batch_size": 1})(
+    lambda side: trained(
+        side, OneSample(), tokens(), per_device_train_batch_size=1, gradient_accumulation_steps=2,
+        average_tokens_across_devices=False,
+    )
+)  # fmt: skip
 _option("gradient_accumulation_steps=2, uneven samples", _uneven, gradient_accumulation_steps=2)
 _option(
     "the last step of an epoch has fewer micro-steps", gradient_accumulation_steps=3, max_steps=-1, num_train_epochs=2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import load_file, save_file
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback
@@ -157,10 +161,11 @@ def _early(side: Side) -> Figures:
     return trained(side, gpt2(), tokens(), given=given, **options)
 
 
-def _resumed(side: Side, **options: Any) -> Figures:
+def _resumed(side: Side, between: Callable[[], None] = lambda: None, **options: Any) -> Figures:
     options = {"save_strategy": "steps", "save_steps": 2, **options}
     first = side.trainer()(model=gpt2(), args=side.arguments(**options), train_dataset=tokens())
     first.train()
+    between()
     second = side.trainer()(model=gpt2(initializer_range=0.3), args=side.arguments(**options), train_dataset=tokens())
     second.train(resume_from_checkpoint=str(side.folder / "checkpoint-2"))
     return [*logged(first), *logged(second)]
@@ -169,6 +174,38 @@ def _resumed(side: Side, **options: Any) -> Figures:
 @row("resume_from_checkpoint", _GROUP)
 def _resume(side: Side) -> Figures:
     return _resumed(side)
+
+
+@row("resume_from_checkpoint, weights divided into files after saving", _GROUP)
+def _resume_divided(side: Side) -> Figures:
+    def divide() -> None:
+        if dist.get_rank() == 0:
+            file = side.folder / "checkpoint-2" / "model.safetensors"
+            weights = load_file(file)
+            file.unlink()
+            parts = split_torch_state_dict_into_shards(weights, max_shard_size="20KB")
+            for name, held in parts.filename_to_tensors.items():
+                save_file({key: weights[key] for key in held}, file.parent / name, metadata={"format": "pt"})
+            index = {"metadata": {}, "weight_map": parts.tensor_to_filename}
+            (file.parent / f"{file.name}.index.json").write_text(json.dumps(index))
+        dist.barrier()
+
+    return _resumed(side, between=divide)
+
+
+@row("made without data, which comes with predict and evaluate", _GROUP)
+def _late_data(side: Side) -> Figures:
+    trainer = side.trainer()(model=gpt2(), args=side.arguments())
+    figures = [trainer.predict(tokens(8)).metrics, trainer.evaluate(tokens(4))]
+    return [{name: value for name, value in each.items() if name.endswith("_loss")} for each in figures]
+
+
+@row("made without data, with train_dataset set before train", _GROUP)
+def _late_training_data(side: Side) -> Figures:
+    trainer = side.trainer()(model=gpt2(), args=side.arguments())
+    trainer.train_dataset = tokens()
+    trainer.train()
+    return logged(trainer)
 
 
 @row("resume_from_checkpoint, accumulation, cosine", _GROUP)

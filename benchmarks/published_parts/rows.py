@@ -25,8 +25,10 @@ STRATEGIES = {
     "FSDP1 ZeRO-3": "full shard", "HSDP": "hybrid", "DDP": "replicas", "DDP (apex)": "replicas",
     "FSDP1 NO_SHARD (DDP)": "replicas", "single": "replicas",
 }  # fmt: skip
+IN_4_BITS = ("bf16+nf4 base", "bf16 + bnb nf4 base", "bf16-true + bnb nf4-dq")
+"""Precisions of runs whose base is in 4 bits."""
 PRECISIONS = ("bf16", "bf16, fp32 reduce", "bf16, bf16 reduce", "bf16-true", "bf16 autocast, fp32 params",
-              "fp16 (apex O2)", "fp16 (amp)")  # fmt: skip
+              "fp16 (apex O2)", "fp16 (amp)", *IN_4_BITS)  # fmt: skip
 ATTENTION = {
     "flash": "sdpa", "sdpa": "sdpa", "SDPA": "sdpa", "SDPA flash v2": "sdpa", "SDPA/flex": "sdpa",
     "flash attention 2": "sdpa", "SDPA causal": "sdpa", "eager matmul-softmax": "eager",
@@ -61,6 +63,17 @@ class Row:
         return float(self["tokens_per_s_per_gpu"])
 
     @property
+    def is_in_4_bits(self) -> bool:
+        return self["precision"] in IN_4_BITS
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-steps of an optimizer step; 0 if they are not published."""
+        if not self["accumulation"] and "accumulation = 32/(bs*gpus)" in self["notes"]:
+            return max(1, 32 // (self.count("micro_batch") * self.count("gpus")))
+        return self.count("accumulation", 0)
+
+    @property
     def is_fitted(self) -> bool:
         """Whether constants may be fitted on the row: every second line of a file."""
         return self.number % 2 == 1
@@ -73,7 +86,8 @@ class Row:
             f"{self['gpus']} x {self.device}",
             f"batch {self['micro_batch']}",
         ]
-        return ", ".join([*parts, *(["recomputed"] if self["checkpointing"] != "none" else [])])
+        parts += ["recomputed"] if self["checkpointing"] != "none" else []
+        return ", ".join([*parts, *(["base in 4 bits"] if self.is_in_4_bits else [])])
 
     @property
     def why_not(self) -> str:
@@ -85,8 +99,7 @@ class Row:
             ("Transformer-XL" in self["model"], "transformers has no such model"),
             ("DeepSpeed" in self["strategy"] or "Megatron" in self["strategy"], "another framework's sharding"),
             ("fp8" in self["precision"].lower() or "mxfp8" in self["precision"], "products in 8 bits"),
-            ("nf4" in self["precision"] or "int4" in self["precision"] or "INT8" in self["precision"],
-             "a quantized base model"),
+            ("int4" in self["precision"] or "INT8" in self["precision"], "a base in another format of low precision"),
             (not self["device"] or not self.device, "no preset of this device"),
             ("power limited" in self["device"], "a device below its power"),
             (self["strategy"] not in STRATEGIES, f"strategy {self['strategy']}"),
@@ -98,7 +111,7 @@ class Row:
             (self["attention"] not in ATTENTION, f"attention {self['attention'] or 'unknown'}"),
             (self["compiled"] not in ("yes", "no"), f"compiled: {self['compiled'] or 'unknown'}"),
             (self["optimizer"] not in OPTIMIZERS, f"optimizer {self['optimizer'] or 'unknown'}"),
-            (self["accumulation"] == "", "accumulation is not published"),
+            (not self.accumulation, "accumulation is not published"),
             ("interconnect not stated" in notes and self.device.startswith(("a100", "v100", "h100", "b200")),
              "with or without NVLink is not published"),
         )  # fmt: skip

@@ -13,6 +13,7 @@ import transformers
 from torch import library, nn
 
 from hf_osdp.modeling.build import build_on_meta
+from hf_osdp.modeling.quantized import quantize
 from hf_osdp.planner.cost.evaluate import PlanEstimate, estimate_plan
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import DType, GatherSpan, ModelDescription
@@ -59,7 +60,7 @@ class Run:
     def of(cls, row: Row) -> Run:
         """Describe the row's model and lay it out as the run did."""
         description, world = described(row), row.count("gpus")
-        batch = Batch(micro_batch_size=row.count("micro_batch"), accumulation_steps=row.count("accumulation"))
+        batch = Batch(micro_batch_size=row.count("micro_batch"), accumulation_steps=row.accumulation)
         layouts = [_layout(row, unit.span, batch) for unit in description.units]
         job = TrainingJob(
             global_batch_size=world * batch.micro_batch_size * batch.accumulation_steps, precision=precision_of(row)
@@ -110,7 +111,11 @@ def hardware_of(row: Row, *, data_sheet: bool = False) -> Hardware:
 def precision_of(row: Row) -> Precision:
     """Return the dtypes of gathered parameters and reduced gradients, or autocast."""
     text = row["precision"]
-    if text == "bf16-true" or (text == "bf16" and (row["lora_rank"] or "torchtune" in row["source"])):
+    if (
+        text == "bf16-true"
+        or row.is_in_4_bits
+        or (text == "bf16" and (row["lora_rank"] or "torchtune" in row["source"]))
+    ):
         return Precision()  # weights in bf16
     if text in ("fp16 (amp)", "bf16 autocast, fp32 params"):
         return Precision(compute=DType.FLOAT16 if "fp16" in text else DType.BFLOAT16, autocast=True)
@@ -150,7 +155,7 @@ def described(row: Row, *, own_loss: bool = False) -> ModelDescription:
     config = config_of(row)
     in_low = weights if precision.compute is None else None
     rank = row.count("lora_rank", 0)
-    key = repr((code_hash(), sorted(options.items()), config.to_json_string(), fused, in_low, rank))
+    key = repr((code_hash(), sorted(options.items()), config.to_json_string(), fused, in_low, rank, row.is_in_4_bits))
     folder = cache_folder()
     path = folder and folder / "published" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     if path is not None and path.exists():
@@ -158,8 +163,12 @@ def described(row: Row, *, own_loss: bool = False) -> ModelDescription:
     model = build_on_meta(config, transformers.BertForQuestionAnswering if "SQuAD" in row["model"] else None)
     if in_low is not None:
         model = model.to(getattr(torch, in_low.value))
+    if row.is_in_4_bits:
+        quantize(model, "nf4", weights)
     if rank:
-        model = _with_adapters(model, rank)
+        model = _with_adapters(
+            model, rank, in_dtype_of_base="FSDP1" in row["strategy"] or "torchtune" in row["source"]
+        )
     if fused:
         options["loss"] = fused_loss
     found = describe(model, **options)
@@ -169,12 +178,17 @@ def described(row: Row, *, own_loss: bool = False) -> ModelDescription:
     return found
 
 
-def _with_adapters(model: nn.Module, rank: int) -> nn.Module:
-    """Add LoRA adapters to all projections of the blocks."""
+def _with_adapters(model: nn.Module, rank: int, *, in_dtype_of_base: bool) -> nn.Module:
+    """Add LoRA adapters to all projections of the blocks, in float32 or in the base's dtype: FSDP1 flattens parameters
+    of one dtype only, and torchtune has one dtype for all.
+    """
     import peft
 
     config = peft.LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, config)
+    adapted = peft.get_peft_model(model, config)
+    for parameter in adapted.parameters() if in_dtype_of_base else ():
+        parameter.data = parameter.data.to(torch.bfloat16) if parameter.requires_grad else parameter.data
+    return adapted
 
 
 def config_of(row: Row) -> Any:

@@ -20,6 +20,8 @@ from ..errors import CheckpointError
 from ..reading import read_json
 from .safe import SafePlanner, SafeReader, check_inside, load_file
 
+WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
+"""The file of a model's weights, and that which lists several, as transformers names them."""
 _STATE_FILE = re.compile(
     r"optimizer(_\d+)?\.bin|optimizer\.pt|scheduler(_\d+)?\.bin|scheduler\.pt|scaler\.pt|sampler(_\d+)?\.bin|dl_state_dict(_\d+)?\.bin"
     r"|random_states_\d+\.pkl|rng_state(_\d+)?\.pth|custom_checkpoint_\d+\.pkl|trainer_state\.json"
@@ -75,7 +77,7 @@ def _model_names(index: int) -> list[str]:
         f"model{number}.safetensors",
         f"pytorch_model{number}.bin",
     ]
-    return names if index else [*names, "model.safetensors.index.json", "adapter_model.safetensors"]
+    return names if index else [*names, WEIGHTS_INDEX, "adapter_model.safetensors"]
 
 
 def _optimizer_names(index: int) -> list[str]:

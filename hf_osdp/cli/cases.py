@@ -94,6 +94,10 @@ class Case:
             raise ValueError(
                 f"--lora-targets {request.lora_targets} has no effect without --lora-rank; give both, or neither."
             )
+        if request.lora_rank is None and request.quantize:
+            raise ValueError(
+                f"--quantize {request.quantize} freezes the base, so that nothing trains; add --lora-rank 16."
+            )
 
     @cached_property
     def optimizer(self) -> OptimizerSpec:
@@ -221,17 +225,20 @@ class Case:
 
     def _build(self, model_config: object) -> nn.Module:
         """Return a configuration's model on the meta device, with requested adapters, and float32 master weights in
-        mixed precision.
+        mixed precision; a quantized base has its other weights in the compute dtype.
         """
         from ..modeling.build import build_on_meta, with_lora
+        from ..modeling.quantized import pack, quantize
         from ..sharding.environment import hold_master_weights
 
         request = self.request
-        model = build_on_meta(model_config, request.auto_class)
+        model, precision = build_on_meta(model_config, request.auto_class), Precision.named(self.precision)
+        if request.quantize:
+            quantize(model, request.quantize, precision.compute)
         if request.lora_rank is not None:
             model = with_lora(model, request.lora_rank, names_in(request.lora_targets))
-        hold_master_weights(model, Precision.named(self.precision))
-        return model
+        hold_master_weights(model, precision)
+        return pack(model)
 
     @cached_property
     def found(self) -> FoundPlan:

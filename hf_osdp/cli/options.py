@@ -158,6 +158,14 @@ class Request:
         str | None,
         option("NAMES", "Projections that get an adapter, comma-separated; default: all linear ones except the head."),
     ] = None
+    quantize: Annotated[
+        Literal["nf4", "fp4"] | None,
+        option(
+            "NAME",
+            "Freeze the base in 4 bits of bitsandbytes with double quantization (QLoRA): nf4 or fp4; needs --lora-rank"
+            " and the extra bnb.",
+        ),
+    ] = None
     block_classes: Annotated[
         str | None, option("NAMES", "Classes that become units, comma-separated; default: found in the model.")
     ] = None

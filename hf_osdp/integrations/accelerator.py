@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.launcher import launched_world_size
 from ..distributed.process_group import check_ranks, host_barrier
+from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import Stopped
 from ..errors import OSDPError
 from ..measurement.step_meter import LoopMeter, Observation
@@ -95,6 +96,7 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         osdp_plugin: OSDPPlugin | None = None,
         **kwargs: Any,
     ) -> None:
+        say_uncaught_once()
         options = dict(inspect.signature(Accelerator.__init__).bind(self, *args, **kwargs).arguments)
         del options["self"]
         if other := next((name for name in _REFUSED if options.get(name) is not None), None):
@@ -359,11 +361,12 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
         return tuple(result)
 
     def _report(self, measured: Observation) -> None:
-        """Print estimate and measurement; also write them into `project_dir` if it is set."""
+        """Print estimate and measurement; also write them into `project_dir` if it is set and `report` is on."""
         self.measured = measured
-        if self.project_dir is not None:
-            Path(self.project_dir).mkdir(parents=True, exist_ok=True)
-        announce_result(self._planned, measured, self.project_dir)
+        folder = self.project_dir if self._config.report else None
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        announce_result(self._planned, measured, folder)
 
     def wait_for_everyone(self) -> None:
         """Wait on the host, since a rank may save for longer than NCCL's timeout, and may not see a GPU with its

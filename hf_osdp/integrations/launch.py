@@ -12,9 +12,7 @@ not used by FSDP2, so it carries the options of OSDP:
 from __future__ import annotations
 
 import ast
-import logging
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,8 +20,9 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from ..distributed.launcher import launched_rank, variables
+from ..distributed.launcher import variables
 from ..distributed.process_group import check_ranks
+from ..distributed.said_once import is_ours, say_once
 from ..errors import OSDPError
 
 _REMEDY = "write `fsdp_sharding_strategy: {osdp: true, memory_limit: 8GiB}` under fsdp_config, with `fsdp_version: 2`"
@@ -32,9 +31,6 @@ _MAX_CHARACTERS = 16384
 """Limit for the exported text; options are a few names and numbers."""
 USER_ERROR = 2
 """Exit code for bad input, as in argparse."""
-_RANK_ZERO_FIRST_S = 5.0
-"""Seconds that other ranks wait for rank 0 to print first; its exit makes the launcher end them."""
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,28 +102,28 @@ def _pop_bool(options: dict[str, object], name: str) -> bool:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script once all launched ranks have started; on bad input rank 0 prints `error: ...` in one line, with
-    exit code 2.
+    """Run a script once all launched ranks have started; on bad input one rank prints `error: ...` in one line, and
+    all exit with code 2.
 
     An error counts as bad input if hf_osdp or a file in the script's own folder raised it. Errors of other libraries
-    are bugs or broken machines, and keep their traceback.
+    are bugs or broken machines: they keep their traceback, which torchrun prints too.
     """
-    try:
-        check_ranks()
-        record(main)()
-    except (ValueError, OSDPError) as error:
-        if not isinstance(error, OSDPError) and not _is_input_error(error, main):
-            raise
-        logger.debug("Bad input", exc_info=True)
-        if launched_rank():
-            time.sleep(_RANK_ZERO_FIRST_S)
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-        sys.exit(USER_ERROR)
+
+    @record  # sees only the exit on bad input, so that torchrun prints no tracebacks of it
+    def run() -> None:
+        try:
+            check_ranks()
+            main()
+        except (ValueError, OSDPError) as error:
+            if not is_ours(error) and not _is_of_script(error, main):
+                raise
+            say_once(error)
+            sys.exit(USER_ERROR)
+
+    run()
 
 
-def _is_input_error(error: BaseException, main: Callable[[], None]) -> bool:
-    """Return whether the error was raised in hf_osdp or in the script's folder."""
-    frames = traceback.extract_tb(error.__traceback__)
-    raised = Path(frames[-1].filename).resolve()
-    script = Path(main.__code__.co_filename).resolve()
-    return raised.is_relative_to(Path(__file__).resolve().parents[1]) or raised.parent == script.parent
+def _is_of_script(error: BaseException, main: Callable[[], None]) -> bool:
+    """Return whether the error was raised in the script's folder."""
+    raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+    return raised.parent == Path(main.__code__.co_filename).resolve().parent

@@ -17,6 +17,7 @@ from ..checkpoint.states import Stateful, load_loop, stage_loop
 from ..checkpoint.writer import CheckpointWriter
 from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.mesh import rank, world_size
+from ..distributed.said_once import say_uncaught_once
 from ..measurement.step_meter import LoopMeter, Observation
 from ..modeling.identity import configuration_texts, optimizer_texts
 from ..modeling.wrapping import without_wrappers
@@ -106,6 +107,7 @@ class OptimalShardedDataParallel(nn.Module):
             ValueError: an option is missing, out of range, or has no effect here.
         """
         super().__init__()
+        say_uncaught_once()
         config = merged_config(config)
         model, is_wrapped = without_wrappers(model)
         config = config.compiling() if is_wrapped else config

@@ -42,7 +42,7 @@ def check_order(cls: type, ours: type) -> None:
 
 
 def plan_after_init(init: Callable[..., None]) -> Callable[..., None]:
-    """Return an `__init__` that accepts `osdp=`, and plans after the outermost `__init__` has returned."""
+    """Return an `__init__` that accepts `osdp=`, and plans after the outermost one has returned, if there is data."""
     takes_osdp = "osdp" in inspect.signature(init).parameters
 
     @functools.wraps(init)
@@ -57,7 +57,7 @@ def plan_after_init(init: Callable[..., None]) -> Callable[..., None]:
             if outermost:
                 del self._in_init
         if outermost:
-            self._plan_now()
+            self._plan_if_data()
 
     return planning
 

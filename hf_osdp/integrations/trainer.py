@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 import transformers.trainer
+from torch.utils.data import DataLoader
 from transformers import Trainer as StockTrainer
-from transformers import TrainingArguments
-from transformers.trainer_utils import TrainOutput
+from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput
 
 from ..checkpoint.writer import on_every_rank
+from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import StopSignal
 from ..measurement.step_meter import StepMeter
 from ..modeling.wrapping import without_wrappers
@@ -45,9 +47,10 @@ from .trainer_loss import scale_loss
 class Trainer(TrainerCheckpoints):
     """`transformers.Trainer` that shards each unit of the model by a plan.
 
-    The constructor makes the plan. The samples of one optimizer step stay as the arguments set them
-    (`per_device_train_batch_size` × `gradient_accumulation_steps` × processes); the planner chooses how many run at
-    once, and writes this into a copy of the arguments.
+    The constructor makes the plan, or without a dataset the first call of `train`, `evaluate` or `predict`. The
+    samples of one optimizer step stay as the arguments set them (`per_device_train_batch_size` ×
+    `gradient_accumulation_steps` × processes); the planner chooses how many run at once, and writes this into a copy
+    of the arguments.
 
     Args:
         *args: as for `transformers.Trainer`.
@@ -74,6 +77,7 @@ class Trainer(TrainerCheckpoints):
     def __init__(
         self, *args: Any, osdp: OSDPConfig | Mapping[str, object] | bool | None = None, **kwargs: Any
     ) -> None:
+        say_uncaught_once()
         call = inspect.signature(StockTrainer.__init__).bind(self, *args, **kwargs)
         given = call.arguments
         self._run: PlannedRun | None = None
@@ -92,10 +96,16 @@ class Trainer(TrainerCheckpoints):
             self._creates_folder = not Path(arguments.output_dir).exists()
         super().__init__(*call.args[1:], **call.kwargs)
 
-    def _plan_now(self) -> None:
-        """Plan after the outermost `__init__` has returned, since subclasses change model, data and loss in theirs."""
-        if self._osdp is None:
-            return
+    def _plan_if_data(self) -> None:
+        """Plan after the outermost `__init__` has returned, since subclasses change model, data and loss in theirs;
+        without data, leave it to the call that brings them.
+        """
+        if self._osdp is not None and not (self.train_dataset is None and self.eval_dataset is None):
+            self._plan_now(trains=self.train_dataset is not None)
+
+    def _plan_now(self, *, trains: bool, loader: DataLoader[Any] | None = None) -> None:
+        """Plan for the Trainer's datasets, or for those of a loader to evaluate."""
+        assert self._osdp is not None
         args = self.args
         copy_changes(args, *self._given_args)
         assert isinstance(self.accelerator.plugin.osdp, OSDPConfig)
@@ -103,7 +113,7 @@ class Trainer(TrainerCheckpoints):
             self._osdp, compile=self._osdp.compile or self.accelerator.plugin.osdp.compile
         )  # the launcher's dynamo
         try:
-            config, facts, rule = facts_of_trainer(self, self._osdp)
+            config, facts, rule = facts_of_trainer(self, self._osdp, trains=trains, loader=loader)
             hold_master_weights(self.model, facts.precision)
             with rule.explained():
                 self._run = plan_and_announce(self.model, config, facts)
@@ -123,10 +133,9 @@ class Trainer(TrainerCheckpoints):
         if (factor := rule.factor(self._run.plan)) != 1:
             scale_loss(self, factor)
         self._meter = StepMeter(args.device, compiled=bool(self._run.plan.compiled_classes))
-        self.callback_handler.call_event = _Events(self.callback_handler.call_event, self._meter)  # type: ignore[method-assign]
         self._stop = StopSignal()
-        if self._osdp.save_on_sigterm:
-            self.add_callback(StopCallback(self._stop))
+        stopping = StopCallback(self._stop) if self._osdp.save_on_sigterm else None
+        self.callback_handler.call_event = _Events(self.callback_handler.call_event, self._meter, stopping)  # type: ignore[method-assign]
 
     def _validate_args(self) -> None:
         """Validate as the stock Trainer, but accept an optimizer under FSDP: it receives the shards of its
@@ -197,6 +206,12 @@ class Trainer(TrainerCheckpoints):
         with self._loss_explained():
             return super().prediction_step(*args, **kwargs)
 
+    def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """Evaluate as the stock Trainer, under a plan for this data if there is none yet."""
+        if self._osdp is not None and self._run is None:
+            self._plan_now(trains=False, loader=dataloader)
+        return super().evaluation_loop(dataloader, *args, **kwargs)
+
     def _loss_explained(self) -> AbstractContextManager[None]:
         return nullcontext() if self._osdp is None else mixing_explained(in_loss=True)
 
@@ -213,9 +228,13 @@ class Trainer(TrainerCheckpoints):
         """
         if self._osdp is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
+        if self._run is None:
+            if self.train_dataset is None:
+                self.get_train_dataloader()  # raises as stock, unless a subclass makes its own
+            self._plan_now(trains=True)
         assert self._run is not None
         copy_changes(self.args, *self._given_args)
-        refuse_changes(self, self._run.plan)
+        refuse_changes(self, self._run)
         try:
             with self.accelerator.out_of_memory_explained(), mixing_explained(in_loss=False):
                 output = super().train(self._checkpoint_to_resume(resume_from_checkpoint), *args, **kwargs)
@@ -223,7 +242,7 @@ class Trainer(TrainerCheckpoints):
             self._stop.abandon()  # in case an error ended training
         self._finish_checkpoints()
         if self._meter.steps:
-            announce_result(self._run, self._meter.summary(), self.args.output_dir)
+            announce_result(self._run, self._meter.summary(), self.args.output_dir if self._osdp.report else None)
         self._stop.exit()
         return output
 
@@ -261,21 +280,25 @@ def with_osdp(trainer_class: type[StockTrainer]) -> type[StockTrainer]:
 
 class _Events:
     """Call an event's callbacks so that their element-wise work on weights, such as averages, runs on shards of any
-    layout.
+    layout; then our own callback, which is not in the handler's list.
 
     Measure each optimizer step, without the callbacks, evaluations and checkpoints between steps.
     """
 
-    def __init__(self, call: Callable[..., Any], meter: StepMeter) -> None:
-        self._call, self._meter, self._in_step = call, meter, False
+    def __init__(self, call: Callable[..., Any], meter: StepMeter, stopping: StopCallback | None) -> None:
+        self._call, self._meter, self._stopping, self._in_step = call, meter, stopping, False
 
-    def __call__(self, event: str, *args: Any, **kwargs: Any) -> object:
+    def __call__(
+        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
         if event == "on_step_end" and self._in_step:
             self._meter.step_ends()
             self._in_step = False
         with AcrossLayouts(f"Work on weights in {event}"), mixing_explained(in_loss=False):
-            result = self._call(event, *args, **kwargs)
+            control = self._call(event, args, state, control, **kwargs)
+        if self._stopping is not None:
+            getattr(self._stopping, event)(args, state, control, **kwargs)
         if event == "on_step_begin":
             self._meter.step_begins()
             self._in_step = True
-        return result
+        return control

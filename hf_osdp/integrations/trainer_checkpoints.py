@@ -198,7 +198,8 @@ class TrainerCheckpoints(transformers.Trainer):
         if found is None:
             if requested is True:
                 raise ValueError(
-                    f"There is no complete checkpoint in {folder}; leave resume_from_checkpoint out to begin."
+                    f"No valid checkpoint found in output directory ({folder}); leave resume_from_checkpoint out to"
+                    " begin."
                 )
             return None
         on_rank_zero(lambda: _check_step(found))

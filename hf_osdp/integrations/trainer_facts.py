@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
@@ -23,15 +24,15 @@ from ..checkpoint.resume import recorded_manifest
 from ..modeling.batch import Inputs
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.optimizers import knows_trainer_name, spec_of_trainer_name
-from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
 from ..planning.facts import RunFacts, RunFolder
+from ..planning.plan_run import PlannedRun
 from ..sharding.host_states import reason_against_unit_steps
 from ..sharding.optimizer import frozen_parameters, spec_of_optimizer
 from .plugin import offloads
 from .samples import find_batches, row_tokens, tokens_of
 from .subclasses import bytes_of_other_models, traced_loss
-from .trainer_arguments import samples_of_step, warn
+from .trainer_arguments import accelerator_config_of, samples_of_step, warn
 from .trainer_loss import MicroBatchRule, micro_batch_rule
 
 _log = logging.getLogger(__name__)
@@ -39,20 +40,21 @@ _STOCK_PACKAGES = ("transformers", "hf_osdp")
 """Packages whose `create_optimizer` follows `TrainingArguments.optim`."""
 
 
-def facts_of_trainer(trainer: Trainer, config: OSDPConfig) -> tuple[OSDPConfig, RunFacts, MicroBatchRule]:
+def facts_of_trainer(
+    trainer: Trainer, config: OSDPConfig, *, trains: bool, loader: DataLoader[Any] | None = None
+) -> tuple[OSDPConfig, RunFacts, MicroBatchRule]:
     """Return the configuration with the run's sizes filled in, and the facts of a Trainer whose `__init__` has
-    returned. Collective.
+    returned, for its own datasets or those of a loader. Collective.
     """
     args, plugin = trainer.args, trainer.accelerator.plugin
-    batches, sequence_length = _batches(trainer, config)
+    batches, sequence_length = _batches(trainer, config, loader)
     stock_loss = type(trainer).compute_loss is Trainer.compute_loss
     model_makes_loss = stock_loss and trainer.compute_loss_func is None and trainer.label_smoother is None
-    trains = trainer.train_dataset is not None
     manifest = recorded_manifest(str(args.output_dir)) if trains and config.resume_after_restart else None
     samples = config.global_batch_size or _global_batch_size(
         args, None if manifest is None else manifest.global_batch_size
     )
-    rule = micro_batch_rule(trainer, config, batches, sequence_length)
+    rule = micro_batch_rule(trainer, config, batches, sequence_length, trains=trains)
     sized = replace(config, sequence_length=sequence_length, global_batch_size=samples, micro_batch_size=rule.chosen)
     facts = RunFacts(
         world_size=args.world_size,
@@ -111,7 +113,7 @@ def _global_batch_size(args: TrainingArguments, started_with: int | None) -> int
     return started_with
 
 
-def _batches(trainer: Trainer, config: OSDPConfig) -> tuple[Inputs | None, int]:
+def _batches(trainer: Trainer, config: OSDPConfig, loader: DataLoader[Any] | None) -> tuple[Inputs | None, int]:
     """Return the batches that the data gives (None if they cannot be read from it), and the tokens of a row.
 
     Collective.
@@ -120,9 +122,12 @@ def _batches(trainer: Trainer, config: OSDPConfig) -> tuple[Inputs | None, int]:
         return config.inputs, config.sequence_length or tokens_of(config.inputs(1)) or 1
     evaluated = trainer.eval_dataset
     evaluated = next(iter(evaluated.values()), None) if isinstance(evaluated, dict) else evaluated
-    found = find_batches(*_rows_and_collator(trainer, trainer.train_dataset)) or find_batches(
-        *_rows_and_collator(trainer, evaluated)
-    )
+    if loader is not None and loader.collate_fn is not None:
+        found = find_batches(loader.dataset, loader.collate_fn)
+    else:
+        found = find_batches(*_rows_and_collator(trainer, trainer.train_dataset)) or find_batches(
+            *_rows_and_collator(trainer, evaluated)
+        )
     made_in_step = found is not None and not isinstance(found(1), Mapping)
     tokens = (
         None if found is None else _tokens_to_generate(trainer, found.sample) if made_in_step else found.tokens or 1
@@ -208,8 +213,15 @@ def _against_unit_steps(trainer: Trainer) -> str | None:
     return None if known else f"the optimizer of optim={name!r} may keep state that all its parameters share"
 
 
-def refuse_changes(trainer: Trainer, plan: Plan) -> None:
-    """Refuse a number of samples other than the plan's."""
+def refuse_changes(trainer: Trainer, run: PlannedRun) -> None:
+    """Refuse a number of samples other than the plan's, and micro-batches that were planned without the training."""
+    plan, parts = run.plan, trainer.args.world_size if accelerator_config_of(trainer.args).split_batches else 1
+    asked = trainer._requested_batch_size  # type: ignore[attr-defined]
+    if not run.trains and plan.micro_batch_size * parts != asked:
+        raise ValueError(
+            f"This Trainer was planned to evaluate, since it had no train_dataset, with {plan.micro_batch_size}"
+            f" samples at once, and the arguments train {asked}: make another Trainer with train_dataset to train."
+        )
     if (samples := samples_of_step(trainer.args)) != plan.global_batch_size:
         raise ValueError(
             f"The Trainer's arguments now make {samples} samples per step, but the plan has {plan.global_batch_size};"

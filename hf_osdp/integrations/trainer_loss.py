@@ -67,7 +67,7 @@ class MicroBatchRule:
 
 
 def micro_batch_rule(
-    trainer: Trainer, config: OSDPConfig, inputs: Inputs | None, sequence_length: int
+    trainer: Trainer, config: OSDPConfig, inputs: Inputs | None, sequence_length: int, *, trains: bool
 ) -> MicroBatchRule:
     """Return the rule for a Trainer whose `__init__` has returned; `inputs` are its batches, None if these are not
     known. Collective.
@@ -77,7 +77,7 @@ def micro_batch_rule(
     """
     args, requested = trainer.args, config.micro_batch_size
     size: int = samples_of_step(args) // (args.gradient_accumulation_steps * args.world_size)
-    if trainer.train_dataset is None:
+    if not trains:
         return MicroBatchRule(size=size, chosen=requested)
     kind = on_rank_zero(lambda: _loss_kind(trainer, inputs, sequence_length))
     problem = None if kind is LossKind.SHARE else _PROBLEMS[kind].format(_owner_of_loss(trainer))

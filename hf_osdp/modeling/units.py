@@ -245,12 +245,14 @@ def _describe_groups(
 def _specification(
     names: tuple[str, ...], parameter: nn.Parameter, modules: Mapping[str, nn.Module], keeps_dtype: bool
 ) -> ParameterSpec:
+    owner, _, leaf = names[0].rpartition(".")
     return ParameterSpec(
         name=names[0],
         shape=tuple(parameter.shape),
         dtype=dtype_of(parameter.dtype),
         requires_grad=parameter.requires_grad,
         keeps_dtype=keeps_dtype,
+        packs=getattr(modules[owner], "packs", {}).get(leaf, 0),
         is_embedding=any(isinstance(modules[name.rpartition(".")[0]], nn.Embedding) for name in names),
     )
 

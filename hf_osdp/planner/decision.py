@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..reading import problem_of_text
-from .description import Activations, GatherSpan
+from .description import Activations, GatherSpan, shown_name
 from .wire import WireFormat
 
 
@@ -120,7 +120,7 @@ class UnitDecision(UnitLayout):
     @property
     def label(self) -> str:
         """Name for tables and messages."""
-        return self.fqn or "(root)"
+        return shown_name(self.fqn)
 
     @property
     def module_names(self) -> tuple[str, ...]:

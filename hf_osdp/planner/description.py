@@ -39,9 +39,14 @@ class DType(str, Enum):
         """Bytes of one element."""
         return _ITEMSIZE[self]
 
+    @property
+    def is_floating(self) -> bool:
+        return "float" in self.value
+
 
 _MOST_ELEMENTS = 2**50
 _MOST_NAMES = 4
+_PEFT_PREFIX = "base_model.model."
 _CALL = re.compile(r"[A-Za-z_][\w.:]{0,99}#\d{1,6}")
 _ITEMSIZE = {
     DType.FLOAT64: 8, DType.INT64: 8, DType.FLOAT32: 4, DType.INT32: 4, DType.BFLOAT16: 2, DType.FLOAT16: 2,
@@ -157,6 +162,8 @@ class ParameterSpec:
     """Whether mixed precision keeps the dtype when the parameter is gathered and reduced, as batch norm needs."""
     is_embedding: bool = False
     """Whether it is the weight of an embedding, possibly shared with a vocabulary projection."""
+    packs: int = 0
+    """Elements that packed bytes stand for; 0 for a parameter that is not packed."""
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):
@@ -186,6 +193,11 @@ class ParameterSpec:
         return (full, rest) if full and (rest := math.prod(self.shape) % full) else (full,)
 
 
+def shown_name(fqn: str) -> str:
+    """Return a unit's name for tables and messages: without the prefix of peft's wrappers, `(root)` for the root."""
+    return "+".join(name.removeprefix(_PEFT_PREFIX) for name in fqn.split("+")) or "(root)"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitDescription:
     """Modules whose parameters FSDP2 gathers at once."""
@@ -207,7 +219,7 @@ class UnitDescription:
     @property
     def label(self) -> str:
         """Name for tables and messages."""
-        return self.fqn or "(root)"
+        return shown_name(self.fqn)
 
     @property
     def trainable(self) -> tuple[ParameterSpec, ...]:
@@ -215,7 +227,8 @@ class UnitDescription:
 
     @property
     def numel(self) -> int:
-        return sum(p.numel for p in self.parameters)
+        """Parameters as a user counts them: those that packed bytes stand for."""
+        return sum(p.packs or p.numel for p in self.parameters)
 
     @property
     def trainable_numel(self) -> int:
@@ -348,8 +361,8 @@ class ModelDescription:
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
             raise ValueError(f"sequence_length={self.sequence_length} must be at least 1.")
-        counts = Counter(unit.label for unit in self.units)
-        if twice := [label for label, count in counts.items() if count > 1]:
+        counts = Counter(unit.fqn for unit in self.units)
+        if twice := [shown_name(fqn) for fqn, count in counts.items() if count > 1]:
             raise ValueError(f"Unit {twice[0]!r} is listed twice.")
         for segment in self.segments:  # a damaged file may have other indices
             if not 0 <= segment.unit < len(self.units):

@@ -28,7 +28,8 @@ class Precision:
 
     def gathered_dtype(self, parameter: ParameterSpec) -> DType:
         """Return the dtype of the unsharded parameter and of its unreduced gradient."""
-        return parameter.dtype if parameter.keeps_dtype or self.autocast else self.compute or parameter.dtype
+        keeps = parameter.keeps_dtype or self.autocast or not parameter.dtype.is_floating
+        return parameter.dtype if keeps else self.compute or parameter.dtype
 
     def reduced_dtype(self, parameter: ParameterSpec) -> DType:
         """Return the dtype in which the gradient is reduced."""

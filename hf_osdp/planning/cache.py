@@ -127,9 +127,9 @@ def _key(model: nn.Module, options: Mapping[str, Any]) -> str:
 @cache
 def code_hash() -> str:
     """Return a hash of this package's code and of the versions on which cached results depend."""
-    peft = version("peft") if find_spec("peft") else ""
+    others = [version(name) if find_spec(name) else "" for name in ("peft", "bitsandbytes")]
     digest = hashlib.sha256(
-        f"{platform.python_version()} {torch.__version__} {transformers.__version__} {peft}".encode()
+        f"{platform.python_version()} {torch.__version__} {transformers.__version__} {' '.join(others)}".encode()
     )
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(file.read_bytes())

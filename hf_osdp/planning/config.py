@@ -137,6 +137,9 @@ class OSDPConfig:
     and fits."""
     compare: bool = True
     """Also estimate DDP, ZeRO-2, FSDP and HSDP, to compare them with the plan."""
+    report: bool = True
+    """Write `osdp_report.json`, the plan with its estimate and measurement, into the run's output folder; False keeps
+    the folder to checkpoints."""
     async_save: bool = False
     """Checkpoints of several processes are written in shards (`state_dict_type="SHARDED_STATE_DICT"`) while training
     continues; each is complete before the next begins, and before training ends."""

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..modeling.batch import Inputs, plain_batch, random_states_kept
 
-_PACKAGES = ("torch", "transformers", "peft", "hf_osdp")
+_PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "hf_osdp")
 """Packages whose code versions and a hash identify, see `code_hash`."""
 _USED_BY_THEM = ("accelerate", "huggingface_hub", "safetensors", "torchao", "typing_extensions")
 """Packages from which these import functions by name."""

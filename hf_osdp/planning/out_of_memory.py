@@ -32,6 +32,8 @@ _MIN_REDUCTION = 0.05
 """The limit is lowered by at least this share: with fragmentation, or other processes on the device, the observed
 peak is too low.
 """
+_FULL = 0.5
+"""Share of the limit below which a plan's estimate does not explain a full device."""
 _HOST_SIGNS = (
     "defaultcpuallocator: can't allocate memory",
     "error code 12 (cannot allocate memory)",
@@ -186,22 +188,33 @@ class OutOfMemoryHandler:
         text = f"Out of memory on {who} in {place}: the plan was estimated to need {peak}{limit}, {seen}."
         if problem is None:
             return f"{text} The plan was given; plan again under a lower memory_limit.", None
+        is_low = (self._plan.peak_bytes or 0) < _FULL * problem.memory_limit_bytes
         limit_bytes = safer_limit(problem, self._plan, None if allocated is None else allocated + (requested or 0))
-        try:
-            safer = search(replace(problem, memory_limit_bytes=limit_bytes)).plan
-        except InfeasibleError as infeasible:
+        safer = self._safer_plan(replace(problem, memory_limit_bytes=limit_bytes))
+        if is_low and (allocated is None or isinstance(safer, InfeasibleError)):
             return (
-                (
-                    f"{text} No plan needs as little as {format_bytes(limit_bytes)}; use"
-                    f" {'; or '.join(infeasible.remedies)}."
-                ),
-                None,
-            )
+                f"Out of memory on {who} in {place}, but by its estimate the plan leaves more than half of its"
+                f" limit of {format_bytes(problem.memory_limit_bytes)} free: other processes, or code that the plan"
+                " does not know, hold the memory. Free it, or use a smaller per_device_train_batch_size."
+            ), None
+        if isinstance(safer, InfeasibleError):
+            remedies = [remedy for remedy in safer.remedies if not remedy.startswith("a memory limit of ")]
+            return (
+                f"{text} No plan needs as little as {format_bytes(limit_bytes)}; use"
+                f" {'; or '.join(remedies or ['smaller batches', 'more devices'])}."
+            ), None
         return (
             f"{text} The next plan, for memory_limit={limit_bytes}, needs {format_bytes(safer.peak_bytes or 0)} and"
             f" {format_seconds(safer.step_s or 0.0)} a step instead of"
             f" {format_seconds(estimated(problem, self._plan).time.step_s)}."
         ), limit_bytes
+
+    @staticmethod
+    def _safer_plan(problem: PlanningProblem) -> Plan | InfeasibleError:
+        try:
+            return search(problem).plan
+        except InfeasibleError as infeasible:
+            return infeasible
 
     def _allocated(self, text: str) -> int | None:
         """Return the allocated bytes in torch's message, else its allocator's peak, plus what the device reserves."""

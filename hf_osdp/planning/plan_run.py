@@ -17,6 +17,7 @@ from ..distributed.mesh import Meshes, find_topology, rank
 from ..errors import InfeasibleError, OSDPError, PlanError
 from ..modeling.batch import check_inputs
 from ..modeling.build import without_checkpointing
+from ..modeling.quantized import pack
 from ..modeling.split_candidates import split_units
 from ..planner.description import Activations, DType, UnitDescription
 from ..planner.hardware import Hardware
@@ -67,6 +68,8 @@ class PlannedRun:
     """Meshes that the trials made, for training to use again."""
     findings: tuple[Finding, ...] = ()
     """Findings of the preflight checks."""
+    trains: bool = True
+    """The model is trained, not only evaluated."""
 
     @property
     def hardware(self) -> Hardware | None:
@@ -97,6 +100,7 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
         ValueError: sizes or options contradict each other, or a name is not known.
     """
     started = time.perf_counter()
+    pack(model)
     require_same_run(model, config, facts)
     _check_options(config, facts)
     check_model(model, trains=facts.trains)
@@ -105,7 +109,8 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
 
     run = _searched(model, config, facts) if config.plan is None else _given(model, config, facts)
     planning_s = time.perf_counter() - started
-    return replace(run, planning_s=planning_s, findings=check_run(_known(run, config, facts), model))
+    findings = check_run(_known(run, config, facts), model)
+    return replace(run, planning_s=planning_s, findings=findings, trains=facts.trains)
 
 
 def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:

@@ -38,6 +38,7 @@ from ..planner.search.search import search
 from ..planner.shared_ways import with_ways_of, without_head
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..tracing.describe import TRACED_MICRO_BATCH
+from ..tracing.pictures import UsualBatch
 from .cache import describe_once, measured_once
 from .config import OSDPConfig
 from .facts import RunFacts, training_job
@@ -296,6 +297,8 @@ class Describer:
             return self._sharing_ways(split, **sizes) or self._describe(split, **sizes)
         except DescriptionError as error:
             final = isinstance(error, (CheckpointingError, DescriptionTimeoutError))
+            if not final and split.is_none and (of_one := self._of_one_sample(**sizes)) is not None:
+                return of_one
             if not self._may_fall_back or final or not split.is_none:
                 raise
             _log.warning(
@@ -306,6 +309,21 @@ class Describer:
             )  # fmt: skip
         self._inputs, self._loss, self._may_fall_back = None, None, False
         return self._describe(split, **sizes)
+
+    def _of_one_sample(self, **sizes: Any) -> ModelDescription | None:
+        """Describe a model that may not run more samples at once by one alone; None if the run has larger
+        micro-batches, or this fails too.
+        """
+        config, usual = self._config, self._inputs
+        if config.micro_batch_size != 1 and config.global_batch_size != self._facts.world_size:
+            return None
+        inputs = usual or UsualBatch(self._model, config.sequence_length or 1, config.images)
+        self._inputs = lambda samples: inputs(1)
+        try:
+            return self._describe(WHOLE_BLOCKS, **sizes)
+        except DescriptionError:
+            self._inputs = usual
+            return None
 
     def _sharing_ways(self, split: ModelSplit, **sizes: Any) -> ModelDescription | None:
         """Describe a split of the head with the ways to recompute blocks of the model with a whole head; None if that

@@ -30,7 +30,8 @@ _WIDTH, NARROW, _PNG_SCALE = 760, 360, 2
 _COLORS = {
     "reserved": "#bab0ac", "parameters": "#4c78a8", "optimizer": "#9ecae9", "gradients": "#f58518",
     "gathered": "#54a24b",
-    "buffers": "#88d27a", "activations": "#b279a2", "model buffers": "#9d755d", "correction": "#d8b5a5",
+    "buffers": "#88d27a", "activations": "#b279a2", "model buffers": "#9d755d", "held outputs": "#e45756",
+    "correction": "#d8b5a5",
 }  # fmt: skip
 """One colour for each kind of bytes, the same in every chart; bytes that stay for the whole step are at the bottom."""
 _RED = "#d62728"

@@ -22,6 +22,7 @@ from ..distributed.wire import Replicas, WireTransport
 from ..errors import OSDPError, PlanError, PlanMismatchError
 from ..modeling.activation_offload import is_offloaded, offload
 from ..modeling.loss_pieces import heads_in_pieces
+from ..modeling.quantized import pack, view_in
 from ..modeling.split_candidates import apply_split
 from ..modeling.units import modules_by_name, named_parameters
 from ..modeling.wrapping import compile_forward, has_running_statistics, is_compiled, recomputation_of, recompute
@@ -78,6 +79,7 @@ def apply_plan(
         units_text = f"{_as_description(model, units).fingerprint} in {len(units)} units"
         device = meshes.device_type if meshes else collective_device().type
         require_same({"the plan": plan.fingerprint, "the model": units_text, "the device": device})
+    pack(model)
     apply_split(model, plan.split)
     plan.check(_as_description(model, units), world_size())
     found = _find_units(model, plan, units)
@@ -104,6 +106,7 @@ def apply_plan(
     # Copies that overlap computation need page-locked memory; on the CPU FSDP2 fails with it.
     pin_memory = meshes.device_type != "cpu" if pin_memory is None else pin_memory
     refuse_hooks(model)
+    view_in(model, None if mp_policy is None else mp_policy.param_dtype)
     replaced = [parameter for parameter in model.parameters() if parameter not in ignored]
     _fully_shard(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pin_memory)
     clip_across_meshes()

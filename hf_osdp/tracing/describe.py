@@ -17,11 +17,12 @@ from torch.utils._pytree import tree_leaves
 from ..errors import CheckpointingError, DescriptionError, DescriptionTimeoutError
 from ..modeling.batch import Inputs, Loss, check_sequence_length, plain_batch
 from ..modeling.build import build_on_meta, is_checkpointed
+from ..modeling.quantized import packed_copy, restored_elements
 from ..modeling.split_candidates import split_copy
-from ..modeling.units import class_of, embedding_and_head, find_units, large_tables, modules_by_name
+from ..modeling.units import class_of, dtype_of, embedding_and_head, find_units, large_tables, modules_by_name
 from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine
-from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription
+from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription, shown_name
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, capability_here, math_kernel_warning
 from .compiled import NotCompiledError
@@ -124,6 +125,7 @@ def describe(model_or_config: object, **options: Any) -> ModelDescription:
         if isinstance(model_or_config, nn.Module)
         else build_on_meta(model_or_config, chosen.auto_class)
     )
+    model = packed_copy(model)
     check_sequence_length(model, chosen.sequence_length)
     if chosen.split.changes_modules:
         model = split_copy(model, chosen.split)
@@ -191,11 +193,13 @@ class _Describer:
         return tuple(name for name in found if name not in classes)
 
     def _main_dtype(self) -> DType:
-        """Return the dtype that most parameter elements have."""
+        """Return the floating-point dtype that most parameter elements have."""
         elements: Counter[DType] = Counter()
         for unit in self._units:
             for parameter in unit.parameters:
-                elements[parameter.dtype] += parameter.numel
+                elements[parameter.dtype] += parameter.numel * parameter.dtype.is_floating
+        for dtype, numel in restored_elements(self._model):
+            elements[dtype_of(dtype)] += numel
         return max(elements, key=lambda dtype: elements[dtype], default=DType.FLOAT32)
 
     def _refuse_running_statistics(self) -> None:
@@ -281,7 +285,7 @@ class _Describer:
         _log.warning(
             "%d units with trainable parameters (%s%s; %.0f %% of %s's parameters) do not run in the traced batch, so"
             " the estimate has only their states, not their work: pass inputs that run them, or freeze them.",
-            len(idle), idle[0].fqn, f" to {idle[-1].fqn}" if len(idle) > 1 else "", 100 * share, self._name,
+            len(idle), idle[0].label, f" to {idle[-1].label}" if len(idle) > 1 else "", 100 * share, self._name,
         )  # fmt: skip
 
     def _trace(self) -> Trace:
@@ -456,7 +460,7 @@ def _where(error: Exception) -> str:
     if not (running := [owner for owner in owners if isinstance(owner, nn.Module)]):
         return ""
     name = next((name for name, module in running[0].named_modules() if module is running[-1]), "")
-    return f" in {name} ({class_of(running[-1]).__name__})" if name else ""
+    return f" in {shown_name(name)} ({class_of(running[-1]).__name__})" if name else ""
 
 
 def _with_forward_bytes(segment: Segment, cast: Affine) -> Segment:

@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..modeling.build import disable_cache
+from ..modeling.quantized import packed_copy
 from ..modeling.units import unwrapped
 from ..modeling.wrapping import batch_norm_parameters, frozen_norms_keep_dtype
 from ..planner.description import GatherSpan, UnitDescription
@@ -43,7 +44,7 @@ def fake_copy(
     Floating-point parameters get `compute_dtype`, except those of batch norms; None keeps their dtypes. With `untie`,
     a shared parameter becomes one parameter for each of its names, so that each use has its own gradient.
     """
-    memo: dict[int, Any] = {}
+    model, memo = packed_copy(model), dict[int, Any]()
     uncast = batch_norm_parameters(model)
     for parameter in model.parameters():
         fake = fake_like(parameter, mode, None if id(parameter) in uncast else compute_dtype)

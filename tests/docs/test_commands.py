@@ -39,7 +39,7 @@ RUN_BY = {
     r"torchrun .* docs/snippets/|torchrun --nproc-per-node 2 train\.py$": "tests/docs/test_snippets.py::test_as_the_page_says",  # noqa: E501
     r".*recipes/run_mlm\.py recipes/bert_large/": "tests/recipes/test_run_mlm.py::test_the_recipe_for_two_machines_is_bert_large",  # noqa: E501
     r"python -m benchmarks\.compatibility ": "tests/compatibility/test_rows.py::test_row_is_as_expected",
-    r"python -m benchmarks\.gpu_suite .*": "tests/unit/benchmarks/test_gpu_suite.py::test_the_whole_rehearsal_ends_well",  # noqa: E501
+    r"(FAKE_CUDA_\w+=\d+ )?python -m benchmarks\.gpu_suite .*": "tests/unit/benchmarks/test_gpu_suite.py::test_the_whole_rehearsal_ends_well",  # noqa: E501
     r"python benchmarks/limits\.py ": "tests/unit/benchmarks/test_limits.py::test_figures_of_an_earlier_run_are_drawn",
     r"python benchmarks/two_machines/": "tests/distributed/test_two_machines_emulated.py::test_bytes_over_the_link_are_those_of_theory",  # noqa: E501
     r".*two_machines\.yaml .* train\.py|torchrun --nnodes 2 .* train\.py": "tests/distributed/test_launches.py::test_torchrun_trains",  # noqa: E501

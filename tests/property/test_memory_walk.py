@@ -60,7 +60,8 @@ class Sums:
             held, gathered=gathered, activations=activations,
             gradients=gradients + sum(u.gradients_held for u in self.units),
             buffers=buffers, correction=self.job.correction_bytes,
-            model_buffers=self.description.buffer_bytes + self.description.input_bytes.bytes(self.samples) + outputs,
+            model_buffers=self.description.buffer_bytes + self.description.input_bytes.bytes(self.samples),
+            held_outputs=outputs,
         )  # fmt: skip
         return phase, label, there
 

@@ -59,7 +59,7 @@ CASES: dict[str, dict[str, tuple[dict[str, object], str]]] = {
         "unknown model type": (dict(model_type="gpt9", config_overrides=None), "model_type='gpt9'"),
         "no checkpoint": (
             dict(resume_from_checkpoint="nowhere"),
-            "There is no checkpoint nowhere; give the path of a checkpoint",
+            "Can't find a valid checkpoint at nowhere; give the path of a checkpoint",
         ),
         "adapters of nothing": (
             dict(lora_rank=2),
@@ -139,7 +139,7 @@ CASES: dict[str, dict[str, tuple[dict[str, object], str]]] = {
         "no steps": (dict(max_steps=0), "max_steps=0 must be at least 1"),
         "no checkpoint": (
             dict(resume_from_checkpoint="nowhere"),
-            "There is no checkpoint nowhere; give the path of a checkpoint",
+            "Can't find a valid checkpoint at nowhere; give the path of a checkpoint",
         ),
         "argument of the Trainer": (dict(do_train=True), "do_train"),
     },

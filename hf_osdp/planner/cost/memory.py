@@ -31,14 +31,16 @@ class MemoryBreakdown:
     buffers: int = 0
     """Reduce buffers, casts and optimizer scratch."""
     model_buffers: int = 0
-    """The module's own buffers, the batch, and outputs that the loop holds."""
+    """The module's own buffers, the batch, and other models."""
+    held_outputs: int = 0
+    """Outputs of the model that the loop keeps through backward, such as logits."""
     correction: int = 0
     """Error of the estimate, from a simulation or a measurement."""
 
     @property
     def total(self) -> int:
-        held = self.parameters + self.gradients + self.optimizer + self.model_buffers + self.correction
-        return held + self.activations + self.gathered + self.buffers
+        held = self.parameters + self.gradients + self.optimizer + self.correction
+        return held + self.model_buffers + self.held_outputs + self.activations + self.gathered + self.buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,12 +198,16 @@ def resident_bytes(description: ModelDescription, job: TrainingJob, samples: int
     """Return the bytes that do not depend on layouts: the module's buffers, the batch, outputs that the loop holds,
     and the correction.
     """
-    return _model_buffers(description, job, samples) + job.correction_bytes
+    outputs = _held_outputs(description, job, samples)
+    return _model_buffers(description, samples) + outputs + job.correction_bytes
 
 
-def _model_buffers(description: ModelDescription, job: TrainingJob, samples: int) -> int:
-    outputs = description.output_bytes.bytes(samples) if job.holds_outputs else 0
-    return description.buffer_bytes + description.other_bytes + description.input_bytes.bytes(samples) + outputs
+def _model_buffers(description: ModelDescription, samples: int) -> int:
+    return description.buffer_bytes + description.other_bytes + description.input_bytes.bytes(samples)
+
+
+def _held_outputs(description: ModelDescription, job: TrainingJob, samples: int) -> int:
+    return description.output_bytes.bytes(samples) if job.holds_outputs else 0
 
 
 def first_uses(description: ModelDescription) -> dict[int, int]:
@@ -263,7 +269,8 @@ class _Walk:
             optimizer=sum(u.optimizer for u in units),
             gradients=sum(u.gradients_held for u in units),
             gathered=sum(units[i].gathered for i in self.whole_step),
-            model_buffers=_model_buffers(description, job, batch.micro_batch_size),
+            model_buffers=_model_buffers(description, batch.micro_batch_size),
+            held_outputs=_held_outputs(description, job, batch.micro_batch_size),
             correction=job.correction_bytes,
         )
 

@@ -62,7 +62,7 @@ def test_restart_takes_checkpoints_of_its_own_training_only(tmp_path, restarted,
 def test_given_path_is_checked_and_resumed(tmp_path, restarted):
     given = saved(tmp_path / "elsewhere")
     assert checkpoint_to_resume(tmp_path / "run", given) == given
-    with pytest.raises(CheckpointError, match=r"There is no checkpoint .*; give the path of a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"Can't find a valid checkpoint at .*; give the path of a checkpoint"):
         checkpoint_to_resume(tmp_path / "run", tmp_path / "nowhere")
     checkpoint_to_resume(tmp_path / "run", given)
     saved(tmp_path / "run" / "checkpoint-2")

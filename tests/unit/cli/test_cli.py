@@ -159,6 +159,16 @@ def test_plan_counts_adapters(model, config, description):
     assert content["estimated"]["peak_breakdown"]["optimizer"] <= 2 * 4 * adapters
 
 
+def test_plan_counts_a_base_in_4_bits(model, config, description):
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed; pip install 'hf_osdp[bnb]'")
+    lora = ("--lora-rank", 2, "--lora-targets", "c_attn")
+    plain, packed = (as_json("plan", model, *WHOLE, *lora, *more) for more in ((), ("--quantize", "nf4")))
+    assert packed["model"]["parameters"] == plain["model"]["parameters"]
+    held = [content["estimated"]["peak_breakdown"]["parameters"] for content in (plain, packed)]
+    assert held[1] < held[0]
+
+
 @pytest.mark.parametrize(
     ("device", "asked", "precision", "said"),
     [
@@ -372,6 +382,8 @@ def test_plan_says_tokens_and_utilisation(model, description):
         ("gpt2", ("--devices-per-node", "7"), "global_batch_size=64 does not divide by 7 processes; use 63 or 70"),
         ("gpt2", ("--micro-batch-size", "7"), "micro_batch_size=7 does not divide the 8 samples"),
         ("gpt2", ("--lora-targets", "q"), "has no effect without --lora-rank"),
+        ("gpt2", ("--quantize", "nf4"), "freezes the base, so that nothing trains; add --lora-rank 16"),
+        ("gpt2", ("--host-memory", "8XB"), "--host-memory='8XB' is not a number of bytes"),
         ("gpt2", ("--optimizer", "adam8bit"), "optimizer='adam8bit' is not known (nearest: adamw8bit"),
         ("gpt2", ("--optimizer", "paged_adamw"), "use the one that is not paged"),
         ("gpt2", ("--strategy", "zero3"), "(nearest: fsdp); see hf-osdp plan --help"),

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from accelerate.utils import ProjectConfiguration
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_osdp.checkpoint.resume import check_checkpoint
@@ -99,6 +99,17 @@ class _Weights(TrainerCallback):
         }
 
 
+def divide_weights(folder) -> None:
+    """Write a checkpoint's weights again as two files and an index, as transformers' tools do."""
+    weights, map_of = load_file(folder / "model.safetensors"), {}
+    for number, names in enumerate((sorted(weights)[:3], sorted(weights)[3:]), 1):
+        file = f"model-{number:05}-of-00002.safetensors"
+        save_file({name: weights[name] for name in names}, folder / file, metadata={"format": "pt"})
+        map_of |= dict.fromkeys(names, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": map_of}))
+    (folder / "model.safetensors").unlink()
+
+
 def test_trainer_refuses_a_damaged_path_takes_the_one_before_and_names_changes(tmp_path, caplog):
     planned(tmp_path, save_total_limit=2).train()
     (tmp_path / "checkpoint-4" / "model.safetensors").unlink()
@@ -110,6 +121,9 @@ def test_trainer_refuses_a_damaged_path_takes_the_one_before_and_names_changes(t
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 4 and len(again.state.log_history) == 1, "went on from checkpoint-3"
     assert "was saved with" not in caplog.text
+    divide_weights(tmp_path / "checkpoint-3")
+    planned(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert "model.safetensors of " in caplog.text and "was divided into several files" in caplog.text
     again = planned(tmp_path, seed=2, bf16=True)
     again.train_dataset = again.train_dataset[::-1]
     again.train(resume_from_checkpoint=True)
@@ -120,7 +134,8 @@ def test_trainer_refuses_a_damaged_path_takes_the_one_before_and_names_changes(t
         and "To continue it, use the saved settings." in lines[0]
     )
     with pytest.raises(
-        ValueError, match=r"There is no complete checkpoint in .*; leave resume_from_checkpoint out to begin"
+        ValueError,
+        match=r"No valid checkpoint found in output directory \(.*\); leave resume_from_checkpoint out to begin",
     ):
         planned(tmp_path / "empty").train(resume_from_checkpoint=True)
 

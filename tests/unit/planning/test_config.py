@@ -14,7 +14,7 @@ from hf_osdp.planning.config import STRATEGIES, OSDPConfig, merged_config
 def test_defaults_leave_everything_to_the_planner():
     stated = {"strategy": "osdp", "compare": True, "operator_splitting": True, "compile": False, "recalibrate": False,
               "time_blocks": True,
-              "async_save": False,
+              "report": True, "async_save": False,
               "resume_after_restart": True, "save_on_sigterm": True, "on_oom": "raise",
               "communication": "exact", "simplicity": 0.0}  # fmt: skip
     assert {name: value for name, value in dataclasses.asdict(OSDPConfig()).items() if value is not None} == stated

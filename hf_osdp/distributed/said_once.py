@@ -1,0 +1,61 @@
+"""Errors of a run in one line, on one rank: every rank meets the same error, and each would print its traceback."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ..errors import OSDPError
+from .launcher import launched_rank, launched_world_size
+from .process_group import is_told_line, tell_line
+
+_RANK_ZERO_FIRST_S = 5.0
+"""Seconds that other ranks wait for rank 0 to print first; its exit makes the launcher end them."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+_log = logging.getLogger(__name__)
+
+
+def say_once(error: BaseException, name: str = "error") -> None:
+    """Print an error in one line on stderr, on rank 0; on another rank only if rank 0 does not print the same."""
+    line = f"{name}: {' '.join(str(error).split())}"
+    _log.debug("%s", line, exc_info=error)
+    if launched_rank() == 0:
+        print(line, file=sys.stderr, flush=True)
+        tell_line(line)
+    elif is_told_line(line, _RANK_ZERO_FIRST_S):
+        time.sleep(_RANK_ZERO_FIRST_S)  # so that the launcher reports rank 0, which printed the line
+    else:
+        print(line, file=sys.stderr, flush=True)
+
+
+def is_ours(error: BaseException) -> bool:
+    """Return whether this package wrote an error's message: of its own errors, and of `ValueError`s raised in it."""
+    if isinstance(error, OSDPError) or hasattr(error, "explained_by_osdp"):
+        return True
+    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, ValueError) else []
+    return bool(frames) and Path(frames[-1].filename).resolve().is_relative_to(_PACKAGE)
+
+
+class _Hook:
+    """Print uncaught errors of this package by `say_once`, and others as before."""
+
+    def __init__(self, before: Callable[..., Any]) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if is_ours(error):
+            say_once(error, kind.__name__)
+        else:
+            self._before(kind, error, trace)
+
+
+def say_uncaught_once() -> None:
+    """If this process is one of several, print this package's uncaught errors in one line, on one rank."""
+    if launched_world_size() > 1 and not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(sys.excepthook)
