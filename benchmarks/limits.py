@@ -59,17 +59,21 @@ class Case:
     limits_gib: tuple[int, ...]
     global_batch_size: int = 64
 
-    def rows(self) -> Iterator[dict[str, str | int | float]]:
-        """Yield each strategy's rate at each limit; a strategy that does not fit yields none."""
+    def problem(self) -> PlanningProblem:
+        """Return the planner's problem at the highest limit."""
         hardware = preset(self.device, nodes=self.nodes, devices_per_node=self.devices_per_node)
         description = describe(
             self.model, sequence_length=self.sequence_length, device_type="cuda", compute_dtype=DType.BFLOAT16,
             capability=hardware.device.capability,
         )  # fmt: skip
         job = TrainingJob(global_batch_size=self.global_batch_size, precision=_BF16)
-        asked = PlanningProblem(
+        return PlanningProblem(
             description=description, hardware=hardware, job=job, memory_limit_bytes=self.limits_gib[-1] * GIB
         )
+
+    def rows(self) -> Iterator[dict[str, str | int | float]]:
+        """Yield each strategy's rate at each limit; a strategy that does not fit yields none."""
+        asked = self.problem()
         recomputed = as_scripts_run(asked, recompute=True)
         lines = {
             PLANNED: asked,

@@ -76,15 +76,23 @@ def main() -> int:
     return 0 if worst <= AIM_S and proven else 1
 
 
-def measure(case: Case, *, repetitions: int) -> list[dict]:
-    """Return one row per memory limit; the time is the median of the repetitions."""
-    started = time.perf_counter()
-    description = describe(
+def described(case: Case) -> ModelDescription:
+    """Describe a case's model."""
+    return describe(
         GPT2Config(n_layer=case.layers, n_embd=case.hidden, n_head=case.heads, n_positions=case.sequence_length),
         sequence_length=case.sequence_length, compute_dtype=DType.BFLOAT16, device_type="cuda", recomputation=True,
     )  # fmt: skip
+
+
+def job_of(case: Case) -> TrainingJob:
+    return TrainingJob(global_batch_size=case.global_batch_size, precision=Precision.named("bf16"))
+
+
+def measure(case: Case, *, repetitions: int) -> list[dict]:
+    """Return one row per memory limit; the time is the median of the repetitions."""
+    started = time.perf_counter()
+    description, job = described(case), job_of(case)
     describe_s = time.perf_counter() - started
-    job = TrainingJob(global_batch_size=case.global_batch_size, precision=Precision.named("bf16"))
     rows = []
     for name, limit in limits(description, case.hardware, job).items():
         times, result = [], None

@@ -22,6 +22,7 @@ from ..planner.hardware import Backend, Hardware, check_margin
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.optimizers import MUON, spec_of_name
 from ..planner.presets import assumed_host, preset, preset_names
+from ..planner.problem import check_simplicity
 from ..planner.profile import Profile, with_block_times
 from ..quantities import format_bytes, parse_limit
 from .options import Request
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 _OPTIONS = (
     "block_classes", "recompute", "host_offload", "offload_optimizer", "offload_activations", "compile",
-    "operator_splitting",
+    "operator_splitting", "simplicity",
     "split_vocabulary", "communication", "sequence_length", "images", "global_batch_size", "micro_batch_size",
 )  # fmt: skip
 """Fields of a request that `OSDPConfig` also has."""
@@ -70,6 +71,7 @@ class Case:
             InfeasibleError: the limit is below what the device takes for itself.
         """
         request, hardware, limit = self.request, self.hardware, self.limit_bytes
+        check_simplicity(request.simplicity, name="--simplicity")
         self.check_model()
         if request.optimizer.lower() != MUON:
             _ = self.job

@@ -64,6 +64,10 @@ class Request:
         float | None,
         option("SHARE", "Share of the limit to keep free; default: 0.02 and 128 MiB on CUDA, 0 on the CPU."),
     ] = None
+    simplicity: Annotated[
+        float,
+        option("SHARE", "Share of a step's time that a simpler plan may cost, such as 0.01; 0 takes the fastest."),
+    ] = 0.0
     device: Annotated[
         str | None, option("NAME", f"Kind of device: {', '.join(preset_names())}. Or give --profile.")
     ] = None

@@ -65,6 +65,11 @@ class UnitLayout:
         return {name: wire for name, wire in wires.items() if wire is not None}
 
     @property
+    def uses_host(self) -> bool:
+        """Whether states or saved activations are in the host's memory."""
+        return self.on_host or self.states_on_host or self.activations.offloads
+
+    @property
     def two_stage(self) -> bool:
         """Whether all-gathers and reduce-scatters run in two stages."""
         return self.stage_size > 1

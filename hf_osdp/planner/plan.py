@@ -23,7 +23,13 @@ PLAN_VERSION = 8
 _MOST = {"world_size": MOST_RANKS, "micro_batch_size": 2**20, "accumulation_steps": 2**20, "sequence_length": 2**30}
 _MOST_UNITS = 2**14
 _LAYER = re.compile(r"\.\d+(?=\.|$)")
-_ESTIMATES = {"memory_limit_bytes": None, "peak_bytes": None, "step_s": None, "proven_optimal": False}
+_ESTIMATES = {
+    "memory_limit_bytes": None,
+    "peak_bytes": None,
+    "step_s": None,
+    "proven_optimal": False,
+    "simplified": "",
+}
 _NAMES = {"model_name": "", "hardware": "", "devices_per_node": None}
 
 
@@ -59,6 +65,8 @@ class Plan:
     """Whether the search proved that no plan of its space is faster under the limit. The space has every layout of
     every unit in rows of up to 8 equal units, and in longer rows the layouts that follow the rule of
     `planner/search/options.py`."""
+    simplified: str = ""
+    """What the fastest plan would have gained, if a simpler one was taken (`OSDPConfig.simplicity`)."""
     hardware: str = ""
     devices_per_node: int | None = None
     """Ranks per node; the plan's groups follow the nodes."""

@@ -54,10 +54,13 @@ class PlanningProblem:
     """Bytes that a rank may use: for tensors, memory reserved by the device, communicators and the margin."""
     strategy: Strategy = Strategy.OSDP
     """`osdp` searches each unit's layout; another strategy is planned at its best batch. A name is accepted."""
+    simplicity: float = 0.0
+    """Share of a step's time that a simpler plan may cost; 0 takes the fastest plan."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "strategy", Strategy.parse(self.strategy))
         object.__setattr__(self, "memory_limit_bytes", whole_bytes(self.memory_limit_bytes))
+        check_simplicity(self.simplicity)
 
     @property
     def room_bytes(self) -> int:
@@ -71,4 +74,13 @@ class PlanningProblem:
             self.job.optimizer.needs_whole
             and self.hardware.world_size > 1
             and self.strategy not in (Strategy.OSDP, Strategy.DDP)
+        )
+
+
+def check_simplicity(value: object, *, name: str = "simplicity") -> None:
+    """Raise a ValueError, with its `name`, unless the value is a number of at least 0 and below 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise ValueError(
+            f"{name}={value!r} must be the share of a step's time that a simpler plan may cost, at least 0 and below"
+            " 1, such as 0.01."
         )

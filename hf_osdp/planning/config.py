@@ -9,7 +9,7 @@ from typing import Any
 
 from ..planner.hardware import Hardware, check_margin
 from ..planner.plan import Plan
-from ..planner.problem import Strategy
+from ..planner.problem import Strategy, check_simplicity
 from ..planner.profile import Profile
 from ..planner.wire import EXACT, WireFormat
 from ..quantities import parse_limit
@@ -33,6 +33,7 @@ _LEAST = {"images": 0}
 """Least values of whole numbers, if they are not 1."""
 _IGNORED_WITH_PLAN = (
     "strategy", "operator_splitting", "on_oom", "recalibrate", "hardware", "profile", "nodes", "memory_margin",
+    "simplicity",
     "recompute", "host_offload", "offload_optimizer", "offload_activations", "split_vocabulary", "compile",
     "time_blocks",
 )  # fmt: skip
@@ -54,6 +55,10 @@ class OSDPConfig:
     """Share of the limit that the plan leaves free; None is 0.02 and 128 MiB on CUDA, whose allocator holds more than
     tensors, and 0 on the CPU.
     """
+    simplicity: float = 0.0
+    """Share of a step's time that a simpler plan may cost, such as 0.01; 0 takes the fastest plan. Among the plans
+    within the share, the planner takes the one of fewest different layouts, groups of ranks and uses of the host, and
+    states what the fastest plan would have gained."""
     strategy: str = "osdp"
     """`osdp` decides for each unit; `fsdp`, `ddp`, `zero2`, `hsdp` and `two_stage` apply that one strategy to every
     unit.
@@ -166,6 +171,7 @@ class OSDPConfig:
             parse_limit(self.memory_limit)
         if self.memory_margin is not None:
             check_margin(self.memory_margin)
+        check_simplicity(self.simplicity)
         for field in fields(self):
             name, value, problem = field.name, getattr(self, field.name), None
             if value is None and field.default is None:

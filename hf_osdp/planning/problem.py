@@ -169,6 +169,7 @@ class ProblemBuilder:
             job=self.job,
             memory_limit_bytes=self.limit_bytes,
             strategy=Strategy.parse(self.config.strategy),
+            simplicity=self.config.simplicity,
         )
 
     def describe(self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int) -> ModelDescription:

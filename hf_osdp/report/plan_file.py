@@ -24,17 +24,20 @@ class PlanInputs:
     job: TrainingJob
     hardware: Hardware | None
     """None if a given plan ran without a measurement of the hardware."""
+    simplicity: float = 0.0
 
     @classmethod
     def of(cls, problem: PlanningProblem) -> PlanInputs:
-        return cls(description=problem.description, job=problem.job, hardware=problem.hardware)
+        return cls(
+            description=problem.description, job=problem.job, hardware=problem.hardware, simplicity=problem.simplicity
+        )
 
     def problem(self, memory_limit_bytes: int, strategy: str = Strategy.OSDP.value) -> PlanningProblem:
         """Return the problem under a limit; the hardware must be known."""
         assert self.hardware is not None
         return PlanningProblem(
             description=self.description, hardware=self.hardware, job=self.job, memory_limit_bytes=memory_limit_bytes,
-            strategy=Strategy.parse(strategy),
+            strategy=Strategy.parse(strategy), simplicity=self.simplicity,
         )  # fmt: skip
 
     def estimate(self, plan: Plan) -> PlanEstimate:

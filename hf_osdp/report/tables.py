@@ -204,11 +204,12 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
         )
         lines.append(f"Gradients are reduced {every}.")
     lines += _other_arithmetic(plan)
+    proof = "no plan of the search space is faster under this limit"
+    if plan.simplified:
+        lines.append(f"Simpler than the fastest plan: {plan.simplified}.")
+        proof = "no plan near the fastest is simpler, and none as simple is faster"
     if plan.strategy == "osdp" and plan.proven_optimal:
-        lines.append(
-            "Proven: no plan of the search space is faster under this limit, by the cost model (docs/planner.md has"
-            " its equations)."
-        )
+        lines.append(f"Proven: {proof}, by the cost model (docs/planner.md has its equations).")
     return tuple(lines)
 
 

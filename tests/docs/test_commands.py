@@ -53,6 +53,7 @@ ELSEWHERE = {
     r"cosmic-ray |cr-|nice .*cosmic-ray |python -m tests\.mutation": "takes hours; docs/mutation.md has the results",
     r"python -m coverage ": "runs the tests themselves",
     r"python benchmarks/prefetch_depth\.py": "searches for minutes; the page has its figures",
+    r"python -m benchmarks\.simplicity limits": "searches for minutes; the page has its figures",
     r"python benchmarks/published\.py ": "traces 92 models for minutes; the page has its figures",
     r"[cg]pu\(\) |python -c ": "defines what the next lines use",
 }

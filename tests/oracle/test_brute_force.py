@@ -64,12 +64,18 @@ def small_job(dice: random.Random, hardware: Hardware) -> TrainingJob:
 
 def every_plan(description: ModelDescription, hardware: Hardware, job: TrainingJob):
     """Peak and step time of every plan there is."""
+    return ((peak, step_s) for _, peak, step_s in every_layouts(description, hardware, job))
+
+
+def every_layouts(description: ModelDescription, hardware: Hardware, job: TrainingJob):
+    """Each unit's layout, peak and step time of every plan there is."""
     for batch in batches(job, hardware.world_size):
         *_, space = search_spaces(problem(description, hardware, job), batch)  # the widest
         for choices in itertools.product(*space):
             memory = estimate_memory(description, choices, hardware.world_size, job, batch)
             if hardware.host is None or memory.host_bytes <= hardware.host.memory_bytes:
-                yield memory.on(hardware), estimate_time(description, choices, hardware, job, batch).step_s
+                step_s = estimate_time(description, choices, hardware, job, batch).step_s
+                yield choices, memory.on(hardware), step_s
 
 
 def instance(seed: int):

@@ -81,9 +81,13 @@ class Candidate:
         """Return a plan's peak without the memory that every plan takes outside tensors."""
         return self.memory(layouts).on(self.problem.hardware) - self.problem.hardware.unavoidable_bytes
 
-    def quickest(self, limit_bytes: int) -> Solution | None:
-        """Return the plan of each unit's fastest option if it fits, else None. It needs no solver."""
+    def quickest(self, limit_bytes: int, most_parts: int | None = None) -> Solution | None:
+        """Return the plan of each unit's fastest option if it fits and has at most so many parts, else None. It needs
+        no solver.
+        """
         layouts = self._each(lambda o: (o.seconds, o.stays))
+        if most_parts is not None and len(self.timeline.plan_parts(layouts)) > most_parts:
+            return None
         return (
             Solution(layouts=layouts, objective=self.least_s, proven=True) if self._fit(layouts, limit_bytes) else None
         )

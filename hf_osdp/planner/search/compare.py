@@ -132,7 +132,7 @@ def frontier(problem: PlanningProblem, *, points: int = POINTS, at: Sequence[int
     """
     if points < 2:
         raise ValueError(f"points={points} must be at least 2, the two ends of the front.")
-    problem = replace(problem, hardware=problem.hardware.with_margin(0.0))
+    problem = replace(problem, hardware=problem.hardware.with_margin(0.0), simplicity=0.0)
 
     def fastest(limit: int) -> tuple[int, SearchResult]:
         return limit, search(replace(problem, memory_limit_bytes=limit))

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ..cost.memory import SegmentBytes
 from ..cost.units import UnitBytes
 from ..decision import Mesh, UnitLayout
+
+HOST = "host"
+"""Part of each plan that uses the host's memory."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,7 +51,9 @@ class Option:
     """While gradients are reduced, without the prefetched gather."""
     activations_on_host: int = 0
     meshes: frozenset[Mesh] = frozenset()
-    """Meshes that the layout needs; empty if communicators take no memory."""
+    """Meshes that the layout needs."""
+    structure: int = 0
+    """Number of the unit's structure; units of one structure have the same choices."""
     later: tuple[Option, ...] = ()
     """The same layout in the unit's later calls (`GatherSpan.CALLS`), in forward order."""
 
@@ -78,6 +83,11 @@ class Option:
         """Bytes of states and activations on the host."""
         return self.bytes.host + self.activations_on_host
 
+    @functools.cached_property
+    def parts(self) -> frozenset[Hashable]:
+        """What a plan has with this option: a layout of this structure, meshes, and use of the host's memory."""
+        return frozenset({(self.structure, self.layout), *self.meshes, *([HOST] if self.layout.uses_host else [])})
+
     def fits_where(self, other: Option) -> bool:
         """Return whether the option takes no more bytes than `other` at every moment, and no further communicators."""
         return self.meshes <= other.meshes and all(map(operator.le, self.levels, other.levels))
@@ -101,18 +111,26 @@ class Option:
         )  # fmt: skip
 
 
-def undominated(options: Iterable[Option], *, by_memory: bool = False) -> list[Option]:
-    """Return the options that no other option dominates; of equal ones the first.
+Alike: TypeAlias = tuple[Option, ...]
+"""One layout in each kind of segment that units of a shape run."""
 
-    An option dominates another if it takes no more bytes at every moment and no more time; with `by_memory`, time does
-    not matter.
+
+def undominated(layouts: Iterable[Alike], *, by_memory: bool = False) -> list[Alike]:
+    """Return the layouts that no other layout dominates; of equal ones the first.
+
+    A layout dominates another if in each kind it takes no more bytes at every moment and no more time; with
+    `by_memory`, time does not matter. A plan that takes the other one everywhere is then no worse, and no less simple.
     """
-    best: list[Option] = []
-    for option in sorted(
-        options, key=lambda option: (sum(option.levels), option.seconds)
-    ):  # no option dominates an earlier one
-        if not any((by_memory or other.seconds <= option.seconds) and other.fits_where(option) for other in best):
-            best.append(option)
+
+    def dominates(other: Option, option: Option) -> bool:
+        return (by_memory or other.seconds <= option.seconds) and other.fits_where(option)
+
+    best: list[Alike] = []
+    for alike in sorted(
+        layouts, key=lambda alike: (sum(sum(o.levels) for o in alike), sum(o.seconds for o in alike))
+    ):  # no layout dominates an earlier one
+        if not any(all(map(dominates, other, alike)) for other in best):
+            best.append(alike)
     return best
 
 
@@ -206,11 +224,22 @@ class Timeline:
             idle=tuple(less[g] for g in self.idle),
         )
 
+    def chosen(self, layouts: Mapping[int, UnitLayout]) -> list[Option]:
+        """Return each unit's option with its layout."""
+        return [o for group in self.groups for unit in group.units for o in group.options if o.layout == layouts[unit]]
+
+    def plan_parts(self, layouts: Mapping[int, UnitLayout]) -> frozenset[Hashable]:
+        """Return the parts of a plan; a plan of fewer parts is simpler."""
+        return frozenset().union(*(option.parts for option in self.chosen(layouts)))
+
+    @property
+    def least_parts(self) -> int:
+        """Lower bound on the parts of any plan: one layout for each structure."""
+        return len({option.structure for group in self.groups for option in group.options})
+
     def fits_host(self, layouts: Mapping[int, UnitLayout]) -> bool:
         """Return whether the host has memory for the states and activations of these layouts."""
-        chosen = [
-            o for group in self.groups for unit in group.units for o in group.options if o.layout == layouts[unit]
-        ]
+        chosen = self.chosen(layouts)
         return (
             sum(o.host for o in chosen) + max((o.bytes.host_moment for o in chosen), default=0)
             <= self.host_limit_bytes

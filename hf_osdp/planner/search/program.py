@@ -18,12 +18,12 @@ run exists; it leaves them out.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from ..decision import Mesh, groups_in
+from ..decision import groups_in
 from ..job import OptimizerStep, TrainingJob
 from .integer_model import GroupCounts, IntegerModel
 from .options import LaterCall, Option, Part, RootSegment, Timeline, UnitGroup
@@ -31,6 +31,8 @@ from .pattern import ClassMoments, Pattern
 
 if TYPE_CHECKING:
     from .integer_model import Bytes, Count, Value
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Program(IntegerModel):
@@ -84,26 +86,35 @@ class Program(IntegerModel):
                         held + option.bytes.host_moment <= self._timeline.host_limit_bytes
                     ).only_enforce_if(used)
 
+    def limit_parts(self, most: int) -> None:
+        """Constrain the number of a plan's parts (`Option.parts`)."""
+        self._model.add(sum(self._taken(lambda o: o.parts).values()) <= most)
+
     def _communicators(self) -> Bytes:
         """Return the bytes of all communicators but the one of all ranks. A mesh is formed if the option of at least
         one unit needs it.
-
-        formed_m ≥ (units with mesh m) / n for each group; bytes = Σ_m groups(m) · communicator · formed_m.
         """
-        users: dict[Mesh, dict[GroupCounts, list[int]]] = {}
-        for own in self._groups.values() if self._timeline.communicator_bytes else ():
+        nbytes = self._timeline.communicator_bytes
+        formed = self._taken(lambda o: o.meshes) if nbytes else {}
+        return sum(groups_in([mesh]) * nbytes * literal for mesh, literal in formed.items())
+
+    def _taken(self, of: Callable[[Option], Iterable[Key]]) -> dict[Key, Count]:
+        """Return a literal for each of the things that options have, true if at least one unit takes such an option:
+        literal ≥ (units with it) / n for each group.
+        """
+        users: dict[Key, dict[GroupCounts, list[int]]] = {}
+        for own in self._groups.values():
             for k, option in enumerate(own.group.options):
-                for mesh in option.meshes:
-                    users.setdefault(mesh, {}).setdefault(own, []).append(k)
-        taken: Bytes = 0
-        for mesh, groups in users.items():
-            formed = self._model.new_bool_var("")
+                for key in of(option):
+                    users.setdefault(key, {}).setdefault(own, []).append(k)
+        taken: dict[Key, Count] = {}
+        for key, groups in users.items():
+            taken[key] = literal = self._model.new_bool_var("")
             for own, ks in groups.items():
-                self._model.add(sum(own.counts[k] for k in ks) <= len(own.group.units) * formed)
+                self._model.add(sum(own.counts[k] for k in ks) <= len(own.group.units) * literal)
                 if len(own.group.units) > 1:  # tightens the relaxation
-                    self._model.add(sum(own.first[k] for k in ks) <= formed)
-                    self._model.add(sum(own.last[k] for k in ks) <= formed)
-            taken = taken + groups_in([mesh]) * self._timeline.communicator_bytes * formed
+                    self._model.add(sum(own.first[k] for k in ks) <= literal)
+                    self._model.add(sum(own.last[k] for k in ks) <= literal)
         return taken
 
     def _constrain_forward(self) -> Bytes:

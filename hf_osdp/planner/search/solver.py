@@ -53,14 +53,21 @@ class Solution:
     """Whether no other plan is faster."""
 
 
-def fastest(timeline: Timeline, job: TrainingJob, limit_bytes: int, *, cutoff_s: float = math.inf) -> Solution | None:
+def fastest(
+    timeline: Timeline,
+    job: TrainingJob,
+    limit_bytes: int,
+    *,
+    cutoff_s: float = math.inf,
+    most_parts: int | None = None,
+) -> Solution | None:
     """Return the fastest layouts with every moment within the limit; None if no plan both fits and is faster than the
-    cutoff.
+    cutoff. With `most_parts`, only plans of at most so many parts (`Option.parts`) count; a cutoff is then needed.
 
     If the solver gave up, the result is the best plan so far, not proven; without a plan it has no layouts and an
     infinite objective.
     """
-    search = _BranchAndBound(timeline, job, limit_bytes, cutoff_s)
+    search = _BranchAndBound(timeline, job, limit_bytes, cutoff_s, most_parts)
     search.run()
     if search.proven:
         return search.found
@@ -73,7 +80,10 @@ def any_within(
     """Return some layouts with every moment within the limit; None if there are none, or CP-SAT finds none within
     `most_work`.
     """
-    frugal = {group: set(undominated(group.options, by_memory=True)) for group in timeline.groups}
+    frugal = {
+        group: {option for (option,) in undominated(((option,) for option in group.options), by_memory=True)}
+        for group in timeline.groups
+    }
     found = Program(timeline.keeping(frugal), job, limit_bytes).solve(most_work)
     return None if found is None else found[0]
 
@@ -90,10 +100,12 @@ class _Node(NamedTuple):
 class _BranchAndBound:
     """A search by branch and bound; costs are in steps of the objective."""
 
-    def __init__(self, timeline: Timeline, job: TrainingJob, limit_bytes: int, cutoff_s: float) -> None:
+    def __init__(
+        self, timeline: Timeline, job: TrainingJob, limit_bytes: int, cutoff_s: float, most_parts: int | None
+    ) -> None:
         self.found: Solution | None = None
         self.proven = True
-        self._timeline, self._job, self._limit = timeline, job, limit_bytes
+        self._timeline, self._job, self._limit, self._most_parts = timeline, job, limit_bytes, most_parts
         self._groups = {group.units: group for group in timeline.groups}
         largest = (
             sum(len(group.units) * max(option.seconds for option in group.options) for group in timeline.groups) or 1.0
@@ -177,14 +189,8 @@ class _BranchAndBound:
         """Adopt any plan that fits, because the search gave up before it found one."""
         layouts = any_within(self._timeline, self._job, self._limit)
         if layouts is not None:
-            chosen = (
-                o.seconds
-                for g in self._timeline.groups
-                for unit in g.units
-                for o in g.options
-                if o.layout == layouts[unit]
-            )
-            self.found = Solution(layouts=layouts, objective=sum(chosen), proven=False)
+            seconds = sum(option.seconds for option in self._timeline.chosen(layouts))
+            self.found = Solution(layouts=layouts, objective=seconds, proven=False)
 
     def _is_slow(self, bound: float) -> bool:
         """Return whether a node with this bound can be skipped."""
@@ -215,6 +221,8 @@ class _BranchAndBound:
     def _program(self, kept: Kept, patterns: Patterns, *, linear: bool = False, any_cost: bool = False) -> Program:
         """Return the program of plans that are faster than the best so far; with `any_cost`, of all plans."""
         program = Program(self._timeline.keeping(kept), self._job, self._limit, linear=linear, patterns=patterns)
+        if self._most_parts is not None:
+            program.limit_parts(self._most_parts)
         found = self._best != math.inf and not any_cost
         program.minimize_seconds(
             self._scale, max(-1, int(self._best) - 1 - int(self._best * MIN_GAIN)) if found else None

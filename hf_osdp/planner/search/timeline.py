@@ -57,6 +57,10 @@ class BatchCosts:
         )
         self._timer = UnitTimer(description, problem.hardware, problem.job, batch)
         self._shapes = shape_ids(description.units)
+        away = [unit in description.offloadable for unit in range(len(description.units))]
+        choices = list(zip(self._shapes, description.recomputations, away, strict=True))
+        self._alike = [choices.index(choice) for choice in choices]
+        """The first unit of the same structure, for each unit; such units have the same choices."""
         self.kinds = self._segment_kinds()
         terms = partial(unit_bytes, world_size=problem.hardware.world_size, job=problem.job, batch=batch)
         self._memory = {
@@ -64,7 +68,8 @@ class BatchCosts:
         }
         """Memory terms of a unit, by whether some unit may be on the host."""
         self._made: dict[tuple[int, UnitLayout, _Others], Option] = {}
-        self._undominated: dict[tuple[int, tuple[UnitLayout, ...], _Others], tuple[Option, ...]] = {}
+        self._kept: dict[tuple[int, tuple[UnitLayout, ...], _Others], tuple[UnitLayout, ...]] = {}
+        self._options: dict[tuple[int, tuple[UnitLayout, ...], _Others], tuple[Option, ...]] = {}
 
     def _segment_kinds(self) -> list[int]:
         """Return a number for each segment; segments have the same number if their units have equal options."""
@@ -85,21 +90,36 @@ class BatchCosts:
 
     def options(self, unit: int, layouts: tuple[UnitLayout, ...], others: _Others) -> tuple[Option, ...]:
         """Return the options of a unit that are not dominated, in the order of the rule in `options.py`."""
+        key = (self._kind(unit), layouts, others)
+        if key not in self._options:
+            alike = (self._alike[unit], layouts, others)
+            if alike not in self._kept:
+                self._kept[alike] = self._undominated(unit, layouts, others)
+            kept = (self._made_option(unit, layout, others) for layout in self._kept[alike])
+            self._options[key] = tuple(sorted(kept, key=lambda option: option.order))
+        return self._options[key]
+
+    def _undominated(self, unit: int, layouts: tuple[UnitLayout, ...], others: _Others) -> tuple[UnitLayout, ...]:
+        """Return the layouts that no other one dominates in all units of this structure."""
+        kinds = {self._kind(other): other for other, first in enumerate(self._alike) if first == self._alike[unit]}
+        made = [tuple(self._made_option(one, layout, others) for one in kinds.values()) for layout in layouts]
+        small = [options for options in made if all(max(map(abs, option.levels)) <= _MOST_BYTES for option in options)]
+        return tuple(options[0].layout for options in undominated(small or made[:1]))
+
+    def _indices(self, unit: int) -> list[int]:
+        """Return the segments in which the unit is gathered."""
         whole_step = self.problem.description.units[unit].span is GatherSpan.STEP
-        indices = [] if whole_step else self.calls.get(unit, [])
-        kind = self.kinds[indices[0]] if indices else ~unit
-        if (known := self._undominated.get((kind, layouts, others))) is not None:
-            return known
-        made = []
-        for layout in layouts:
-            key = (kind, layout, others)
-            if key not in self._made:
-                self._made[key] = self._option(unit, indices, layout, others)
-            made.append(self._made[key])
-        made = [option for option in made if max(map(abs, option.levels)) <= _MOST_BYTES] or made[:1]
-        found = tuple(sorted(undominated(made), key=lambda option: option.order))
-        self._undominated[kind, layouts, others] = found
-        return found
+        return [] if whole_step else self.calls.get(unit, [])
+
+    def _kind(self, unit: int) -> int:
+        indices = self._indices(unit)
+        return self.kinds[indices[0]] if indices else ~unit
+
+    def _made_option(self, unit: int, layout: UnitLayout, others: _Others) -> Option:
+        key = (self._kind(unit), layout, others)
+        if key not in self._made:
+            self._made[key] = self._option(unit, self._indices(unit), layout, others)
+        return self._made[key]
 
     def root_segment(self, index: int, others: _Others) -> RootSegment:
         """Return a segment of a unit that is gathered for the whole step."""
@@ -121,10 +141,11 @@ class BatchCosts:
     def _option(self, unit: int, indices: list[int], layout: UnitLayout, others: _Others) -> Option:
         """Return a layout with its bytes and seconds; `indices` are the unit's segments in forward order."""
         hardware, terms = self.problem.hardware, self._memory[others.on_host](unit, layout)
-        meshes: frozenset[tuple[int, int]] = frozenset()
-        if hardware.device.communicator_bytes:
-            meshes = meshes_of(layout.shard_size, layout.stage_size, hardware.world_size)
-        whole = Option(layout=layout, bytes=terms, seconds=self._timer(unit, layout).total_s, meshes=meshes)
+        meshes = meshes_of(layout.shard_size, layout.stage_size, hardware.world_size)
+        whole = Option(
+            layout=layout, bytes=terms, seconds=self._timer(unit, layout).total_s, meshes=meshes,
+            structure=self._alike[unit],
+        )  # fmt: skip
         if not indices:
             return whole
         first, *later = (self._call(index, whole, others) for index in indices)

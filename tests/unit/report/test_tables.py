@@ -187,6 +187,12 @@ def test_plan_table_and_caption_show_what_the_host_holds_of_each_unit_and_of_a_m
     )
 
 
+def test_plan_caption_says_what_the_fastest_plan_would_have_gained():
+    plan = replace(PLAN, simplified="0.35 % slower than the fastest plan found, which has 5 layouts instead of 4")
+    *_, simpler, proven = plan_caption(plan, estimated(SMALL, plan))
+    assert simpler == f"Simpler than the fastest plan: {plan.simplified}." and "none as simple is faster" in proven
+
+
 def test_plan_caption_says_where_the_peak_is_and_what_a_step_takes():
     estimate = estimated(SMALL, PLAN)
     peak, step, reduced, proven = plan_caption(PLAN, estimate)

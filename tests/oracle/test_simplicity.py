@@ -1,0 +1,87 @@
+"""The plan under `simplicity` is the simplest of all plans within its share of the fastest one's time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from hf_osdp.planner.cost.units import shape_ids
+from hf_osdp.planner.decision import meshes_of
+from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
+from hf_osdp.planner.search.search import search
+from tests.helpers.descriptions import at_random
+from tests.helpers.problems import problem
+from tests.helpers.sampling import slow_but
+from tests.oracle.test_brute_force import every_layouts, instance, small_hardware
+
+_ROUNDED = 1e-6
+"""Relative difference of times that count as equal."""
+
+
+def parts(description, layouts, world_size: int) -> int:
+    """Layouts of units of equal structure, meshes, and the host."""
+    structures = zip(shape_ids(description.units), description.recomputations, strict=True)
+    return (
+        len(set(zip(structures, layouts, strict=True)))
+        + len({mesh for one in layouts for mesh in meshes_of(one.shard_size, one.stage_size, world_size)})
+        + any(one.uses_host for one in layouts)
+    )
+
+
+def check(description, hardware, job, dice) -> int:
+    """Hold searches with a tolerance against all plans; return how many took a simpler plan than the fastest."""
+    plans = [
+        (peak, step_s, parts(description, layouts, hardware.world_size))
+        for layouts, peak, step_s in every_layouts(description, hardware, job)
+    ]
+    simpler = 0
+    for limit in {dice.choice(plans)[0] for _ in range(3)}:
+        fitting = [(step_s, number) for peak, step_s, number in plans if peak <= limit]
+        best_s = min(fitting)[0]
+        for simplicity in (0.01, 0.2):
+            result = search(
+                replace(problem(description, hardware, job, hardware.limit_for(limit)), simplicity=simplicity)
+            )
+            near = [
+                min(
+                    (number, step_s)
+                    for step_s, number in fitting
+                    if step_s <= best_s * (1 + simplicity) * (1 + rounded)
+                )
+                for rounded in (-_ROUNDED, _ROUNDED)
+            ]  # a plan exactly at the end of the share may be taken or not
+            number = parts(description, [unit.layout for unit in result.plan.units], hardware.world_size)
+            assert result.plan.proven_optimal and result.plan.peak_bytes <= limit
+            assert any(
+                number == least and result.time.step_s == pytest.approx(least_s, rel=_ROUNDED)
+                for least, least_s in near
+            )
+            if result.fastest is not None:
+                simpler += 1
+                assert result.fastest.time.step_s == pytest.approx(best_s, rel=_ROUNDED) and result.plan.simplified
+    return simpler
+
+
+@pytest.mark.parametrize("first", slow_but(range(0, 120, 10), daily=(0, 10)))
+def test_plan_under_simplicity_is_the_simplest_of_all_near_the_fastest(first):
+    simpler = 0
+    for seed in range(first, first + 10):
+        description, hardware, job, dice = instance(seed)
+        if next(every_layouts(description, hardware, job), None) is not None:
+            simpler += check(description, hardware, job, dice)
+    assert simpler
+
+
+@pytest.mark.parametrize("seed", slow_but(range(60), daily=range(8)))
+def test_plan_under_simplicity_has_the_fewest_meshes(seed):
+    dice = random.Random(seed)
+    nodes, per_node = dice.choice([(1, 6), (1, 8), (2, 4)])
+    hardware = replace(small_hardware(dice), nodes=nodes, devices_per_node=per_node, host=None)
+    hardware = replace(hardware, device=replace(hardware.device, communicator_bytes=dice.choice([0, 300])))
+    job = TrainingJob(
+        global_batch_size=hardware.world_size, recompute=False,
+        optimizer=OptimizerSpec(states=2, step=OptimizerStep.FOREACH),
+    )  # fmt: skip
+    check(at_random(seed, kinds=2, blocks=2, tied=dice.random() < 0.5), hardware, job, dice)
