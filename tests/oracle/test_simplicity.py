@@ -64,7 +64,7 @@ def check(description, hardware, job, dice) -> int:
     return simpler
 
 
-@pytest.mark.parametrize("first", slow_but(range(0, 120, 10), daily=(0, 10)))
+@pytest.mark.parametrize("first", slow_but(range(0, 120, 10), daily=(0,)))
 def test_plan_under_simplicity_is_the_simplest_of_all_near_the_fastest(first):
     simpler = 0
     for seed in range(first, first + 10):
