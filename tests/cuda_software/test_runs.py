@@ -12,6 +12,7 @@ import torch
 from transformers import GPT2Config
 from typer.testing import CliRunner
 
+from benchmarks.gpu_suite import catalogue  # noqa: F401  (the catalogue has the order of steps)
 from benchmarks.gpu_suite.faults import problem_of, runs_out
 from hf_osdp import OptimalShardedDataParallel
 from hf_osdp.cli.app import app

@@ -8,16 +8,17 @@ import pytest
 import torch.distributed as dist
 
 from hf_osdp.distributed.consensus import on_rank_zero
-from hf_osdp.errors import DescriptionError, HardwareError, InfeasibleError, OSDPError, PlanError
+from hf_osdp.errors import DescriptionError, HardwareError, InfeasibleError, OSDPError, PlanError, Remedy
 
 
 class OwnPlanError(PlanError):
     """A subclass that other ranks may not know."""
 
 
-INFEASIBLE = {"memory_limit_bytes": 5, "least_peak_bytes": 9, "remedies": ("use 10 devices", "shorten")}
+REMEDIES = (Remedy("10 devices", "--num-nodes 10"), Remedy("less"))
+INFEASIBLE = {"memory_limit_bytes": 5, "least_peak_bytes": 9, "remedies": REMEDIES}
 RAISED = (
-    (InfeasibleError("no plan fits", **INFEASIBLE), InfeasibleError, "no plan fits"),
+    (InfeasibleError("No plan fits.", **INFEASIBLE), InfeasibleError, "No plan fits. Use 10 devices; or less."),
     (PlanError("bad plan"), PlanError, "bad plan"),
     (DescriptionError("no block"), DescriptionError, "no block"),
     (HardwareError("no link"), HardwareError, "no link"),
@@ -48,7 +49,8 @@ def test_on_rank_zero_raises_its_error_on_every_rank():
             "rank 0 keeps the traceback"
         )
         if expected is InfeasibleError:
-            assert vars(caught.value) == INFEASIBLE
+            assert vars(caught.value) == {**INFEASIBLE, "finding": "No plan fits."}
+            assert caught.value.on_command_line == "No plan fits. Use --num-nodes 10; or less."
 
 
 @pytest.mark.on_ranks(3)

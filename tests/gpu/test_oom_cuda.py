@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.gpu_suite import catalogue  # noqa: F401  (the catalogue has the order of steps)
 from benchmarks.gpu_suite.faults import problem_of, runs_out
 from tests.helpers.output import ends_of
 
