@@ -50,7 +50,7 @@ def search(problem: PlanningProblem) -> SearchResult:
     problem = replace(
         problem, job=replace(problem.job, precision=problem.job.precision.on(problem.hardware.world_size))
     )
-    searched = _searched(replace(problem, simplicity=0.0))
+    searched = _searched(problem)
     found = searched.simplest(problem.simplicity)
     if found is None:
         least = searched.least()
