@@ -63,7 +63,8 @@ class InfeasibleError(OSDPError):
         finding: the message without the remedies.
         memory_limit_bytes: the requested limit, in bytes.
         least_peak_bytes: the lowest limit that some plan would meet, in bytes, including the margin.
-        remedies: changes that would make the model fit, cheapest first.
+        remedies: changes that would make the model fit: settings, sizes and devices, cheapest first; then those that
+            only a loop or the command line has; then more memory.
     """
 
     def __init__(

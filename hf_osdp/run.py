@@ -14,14 +14,12 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-import time
 from collections.abc import Sequence
 from types import ModuleType
 
 from .errors import OSDPError
 
 _USER_ERROR = 2
-_RANK_ZERO_FIRST_S = 5.0
 _OTHERS = {
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
@@ -42,11 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         target, is_module = _target(given)
         _replace_stock_classes()
     except (ValueError, OSDPError) as error:
-        from .distributed.launcher import launched_rank
+        from .distributed.said_once import say_once
 
-        if launched_rank():  # rank 0 prints first, and its exit makes the launcher end the others
-            time.sleep(_RANK_ZERO_FIRST_S)
-        print(f"error: {error}", file=sys.stderr)
+        say_once(error)
         sys.exit(_USER_ERROR)
     sys.argv = given[is_module:]
     from .distributed.process_group import check_ranks

@@ -36,6 +36,7 @@ from ..quantities import format_bytes, format_count, format_seconds
 from ..report.content import package_versions
 from .cases import Case
 from .options import Request
+from .output import error_line
 
 T = TypeVar("T")
 Row = tuple[str, str, str]
@@ -97,7 +98,7 @@ class _Examination:
         try:
             found = compute()
         except (OSDPError, ValueError, OSError) as problem:
-            self.rows.setdefault(check, []).append((check.value, "error", " ".join(str(problem).split())))
+            self.rows.setdefault(check, []).append((check.value, "error", error_line(problem, ()) or ""))
             return None
         if describe is not None:
             self.rows.setdefault(check, [(check.value, "ok", describe(found))])
