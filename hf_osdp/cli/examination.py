@@ -20,7 +20,7 @@ from ..planner.job import OptimizerSpec
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult, search
-from ..planning.facts import RunFolder
+from ..planning.job import RunFolder
 from ..planning.preflight import (
     Check,
     DeviceMemory,
@@ -118,7 +118,7 @@ class _Examination:
             )
         job = self._try(
             Check.BATCH,
-            lambda: case.job,
+            lambda: case.training,
             lambda job: f"{job.global_batch_size} samples per step over {hardware.world_size} devices",
         )
         limit = self._try(Check.LIMIT, lambda: case.limit_bytes, lambda limit: _limit_text(limit, hardware))
@@ -137,14 +137,14 @@ class _Examination:
             )
         prefer_expandable_segments()  # as a run does
         known = KnownRun(
-            facts=replace(case.facts, folder=folder), units=description.units, asked_classes=case.config.block_classes,
+            job=replace(case.job, folder=folder), units=description.units, asked_classes=case.config.block_classes,
             found_classes=description.block_classes, hardware=hardware, bf16_on=bf16_on(hardware.device, "cuda"),
             memory=_memory_here(hardware),
             has_fixed_segments=case.device_type == "cuda" and torch.version.cuda is not None and has_fixed_segments(),
         )  # fmt: skip
         if found is not None:
             known = replace(known, plan=found.plan, needed_bytes=found.memory.peak_bytes)
-            if case.request.strategy is not Strategy.OSDP:
+            if case.config.strategy != Strategy.OSDP.value:
                 known = replace(
                     known, time=found.time, others=_best(replace(case.found.problem, strategy=Strategy.OSDP))
                 )
@@ -171,7 +171,7 @@ def _limit_text(limit_bytes: int, hardware: Hardware) -> str:
 
 def _passed(description: ModelDescription, known: KnownRun) -> dict[Check, str]:
     """Return the texts of checks without a finding."""
-    units, hardware, precision, memory = known.units, known.hardware, known.facts.precision.compute, known.memory
+    units, hardware, precision, memory = known.units, known.hardware, known.job.precision.compute, known.memory
     tied = "; ".join(" = ".join(names) for unit in units for names in unit.shared)
     texts = {
         Check.BLOCKS: f"{len(units)} units; block classes: {', '.join(description.block_classes)}",
@@ -187,8 +187,8 @@ def _passed(description: ModelDescription, known: KnownRun) -> dict[Check, str]:
         )
     if known.needed_bytes is not None and memory is not None:
         texts[Check.PROCESSES] = f"{format_bytes(memory.free_bytes)} of {memory.name} free here"
-    if (folder := known.facts.folder) is not None:
-        size = format_bytes(checkpoint_bytes(units, known.facts.optimizer, adapters=folder.adapters))
+    if (folder := known.job.folder) is not None:
+        size = format_bytes(checkpoint_bytes(units, known.job.optimizer, adapters=folder.adapters))
         texts[Check.FOLDER] = f"{folder.path} is writable and has enough space; a checkpoint takes {size}"
     return texts
 

@@ -29,7 +29,7 @@ from ..planner.plan import Plan
 from ..planner.presets import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from ..planner.search.compare import StrategyResult
 from ..quantities import format_bytes, format_count, format_seconds
-from .facts import RunFacts, RunFolder
+from .job import Job, RunFolder
 
 _NUMBERED = re.compile(r"\.(\d+)(?=\.)")
 _MAX_WAITING = 0.25
@@ -344,7 +344,7 @@ def _nearest(folder: RunFolder) -> Path:
 class KnownRun:
     """Values of a run before it starts; None if unknown."""
 
-    facts: RunFacts
+    job: Job
     units: Sequence[UnitDescription]
     """Units of the model as it will be trained."""
     asked_classes: Sequence[str] | None = None
@@ -368,7 +368,7 @@ def check_run(known: KnownRun, model: nn.Module) -> tuple[Finding, ...]:
     """Look up device memory and bfloat16 support, and return the findings of all ranks; raise PreflightError for
     errors. Collective.
     """
-    device, device_type = None if known.hardware is None else known.hardware.device, known.facts.device_type
+    device, device_type = None if known.hardware is None else known.hardware.device, known.job.device_type
     return merged_findings(
         findings_of(
             replace(
@@ -383,13 +383,13 @@ def check_run(known: KnownRun, model: nn.Module) -> tuple[Finding, ...]:
 
 def findings_of(known: KnownRun) -> tuple[Finding, ...]:
     """Return this process's findings about a run, in the order of the checks."""
-    facts = known.facts
+    job = known.job
     found = [
         whole_in_one_unit(known.units),
         unused_block_classes(known.asked_classes, known.found_classes),
-        no_masters(known.units, facts.precision),
-        fp16_for_bf16(facts.precision, known.bf16_on),
-        frozen(known.units, in_optimizer=facts.frozen_in_optimizer),
+        no_masters(known.units, job.precision),
+        fp16_for_bf16(job.precision, known.bf16_on),
+        frozen(known.units, in_optimizer=job.frozen_in_optimizer),
     ]
     if known.has_fixed_segments and known.hardware is not None:
         found.append(fixed_segments(known.hardware))
@@ -397,8 +397,8 @@ def findings_of(known: KnownRun) -> tuple[Finding, ...]:
         found.append(slow_link(known.plan, known.hardware, known.time, known.others))
         if known.memory is not None and known.needed_bytes is not None:
             found.append(memory_now(known.memory, known.needed_bytes, known.plan.communicators))
-    if facts.folder is not None:
-        found.append(not_writable(facts.folder) or too_small(facts.folder, known.units, facts.optimizer))
+    if job.folder is not None:
+        found.append(not_writable(job.folder) or too_small(job.folder, known.units, job.optimizer))
     return tuple(finding for finding in found if finding is not None)
 
 
