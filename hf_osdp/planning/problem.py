@@ -38,7 +38,7 @@ from ..planner.search.compare import StrategyResult, choose_description, compare
 from ..planner.search.search import search
 from ..planner.shared_ways import with_ways_of, without_head
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
-from ..tracing.describe import TRACED_MICRO_BATCH
+from ..tracing.options import TRACED_MICRO_BATCH, ModelRun
 from ..tracing.pictures import UsualBatch
 from .cache import describe_once, measured_once
 from .job import Job
@@ -339,23 +339,23 @@ class Describer:
 
     def timed_model(self, micro_batch_sizes: tuple[int, ...]) -> TimedModel:
         """Return the model with its batches and loss, as they were described, to be timed."""
-        return TimedModel(model_or_config=self._model, micro_batch_sizes=micro_batch_sizes, **self._how())
+        return TimedModel(model_or_config=self._model, micro_batch_sizes=micro_batch_sizes, **self._run.keywords)
 
     def _traced(self, split: ModelSplit, **options: Any) -> ModelDescription:
-        job = self._job
-        on_device = {"device_type": job.device_type, "capability": job.capability, "compile": bool(job.config.compile)}
-        description = self._trace(self._model, **self._how(), **on_device, split=split, **options)
-        return replace(description, other_bytes=sum(job.other_models.values()))
+        description = self._trace(self._model, **self._run.keywords, split=split, **options)
+        return replace(description, other_bytes=sum(self._job.other_models.values()))
 
-    def _how(self) -> dict[str, Any]:
-        """Return how the model runs, as it is traced and timed."""
+    @property
+    def _run(self) -> ModelRun:
+        """How the model runs, as it is traced and timed."""
         job, config = self._job, self._job.config
         assert config.sequence_length is not None
-        return {
-            "sequence_length": config.sequence_length, "block_classes": config.block_classes, "images": config.images,
-            "compute_dtype": job.precision.compute, "autocast": job.precision.autocast,
-            "activation_checkpointing": job.activation_checkpointing, "inputs": self._inputs, "loss": self._loss,
-        }  # fmt: skip
+        return ModelRun(
+            sequence_length=config.sequence_length, block_classes=config.block_classes, images=config.images,
+            compile=bool(config.compile), compute_dtype=job.precision.compute, autocast=job.precision.autocast,
+            device_type=job.device_type, capability=job.capability, inputs=self._inputs, loss=self._loss,
+            activation_checkpointing=job.activation_checkpointing,
+        )  # fmt: skip
 
 
 def _has_usual_batch(model: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from hf_osdp.planning.cache import describe_once
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.plan_run import PlannedRun, plan_run
 from hf_osdp.planning.problem import Describer, find_plan
-from hf_osdp.tracing.describe import TRACED_MICRO_BATCH
+from hf_osdp.tracing.options import TRACED_MICRO_BATCH
 from tests.helpers.descriptions import transformer
 from tests.helpers.problems import run_job
 
