@@ -193,10 +193,9 @@ class Case:
     @property
     def training(self) -> TrainingJob:
         """What the planner searches for; the rate of its precision must be known."""
-        training = self.job.training()
-        if training.precision.compute is not None:
-            self.hardware.device.rate(training.precision.compute)
-        return training
+        if (compute := self.job.precision.compute) is not None:
+            self.hardware.device.rate(compute)
+        return self.job.training()
 
     @property
     def limit_bytes(self) -> int:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from ..errors import PlanError
-from ..planner.description import ModelDescription
+from ..planner.description import DType, ModelDescription
 from ..planner.job import Decisions, OptimizerSpec, Precision, TrainingJob
 from ..planner.plan import Plan
 from ..planner.wire import EXACT, WireFormat, formats_up_to
@@ -95,20 +97,45 @@ class Job:
         """Return the same run with other options of the user."""
         return replace(self, config=replace(self.config, **options))
 
-    def training(self) -> TrainingJob:
-        """Return what the planner searches for, with the decisions that the user made.
+    def check(self) -> None:
+        """Raise ValueError if options and facts contradict each other, or an option has no effect."""
+        config, optimizer, compute = self.config, self.optimizer, self.precision.compute
+        on_host, name = self.offloads_all or config.host_offload, optimizer.name
+        alone = config.recalibrate and not dist.is_initialized()
+        refused = {
+            "fp16 in a single process on the CPU is not supported; use bf16, or start two processes or more.":
+                compute is DType.FLOAT16 and self.device_type == "cpu" and self.world_size == 1,
+            "host_offload=False, but cpu_offload moves all states to the host; leave one of the two out.":
+                self.cpu_offload and config.host_offload is False,
+            "recalibrate=True tries the model's own loss, but this trainer computes its own; leave recalibrate out.":
+                config.recalibrate and self.loss is not None,
+            f"recalibrate=True in one process without a process group cannot try {compute and compute.value}; start"
+            " the program with accelerate launch or torchrun, or leave recalibrate out.":
+                alone and compute is not None,
+            f"States on the host are plain tensors, and {name}'s are quantized; leave the offload out, or use AdamW.":
+                optimizer.is_quantized and (on_host or config.offload_optimizer),
+            f"{name} needs whole parameters at once, which host and device do not have; leave host_offload out, or use"
+            " AdamW.": optimizer.looks_at_whole and on_host,
+            f"offload_optimizer=True, but {self.against_unit_steps}; leave it out, or use AdamW.":
+                self.against_unit_steps and config.offload_optimizer,
+        } | {
+            f"{option}={value} has no effect with activation checkpointing of all blocks; leave one of the two out.":
+                self.activation_checkpointing and getattr(config, option) is value
+            for option, value in _IGNORED_WITH_CHECKPOINTING
+        }  # fmt: skip
+        if problem := next((text for text, holds in refused.items() if holds), None):
+            raise ValueError(problem)
 
-        Raises:
-            ValueError: options or sizes contradict each other.
+    def training(self) -> TrainingJob:
+        """Return what the planner searches for, with the decisions that the user made; raise ValueError as `check`,
+        or if the batch does not divide.
         """
+        self.check()
         config, optimizer = self.config, self.optimizer
         assert config.global_batch_size is not None
         decided = {field.name: getattr(config, field.name) for field in fields(Decisions)}
-        decided["host_offload"] = self.offloads_all or config.host_offload
-        if problem := self._problem(decided):
-            raise ValueError(problem)
-        if optimizer.is_quantized or optimizer.looks_at_whole:
-            decided["host_offload"] = False
+        plain = optimizer.is_quantized or optimizer.looks_at_whole
+        decided["host_offload"] = False if plain else self.offloads_all or config.host_offload
         if optimizer.is_quantized or self.against_unit_steps:
             decided["offload_optimizer"] = False
         training = TrainingJob(
@@ -118,22 +145,6 @@ class Job:
         )  # fmt: skip
         training.micro_batch_sizes(self.world_size)
         return training
-
-    def _problem(self, decided: Mapping[str, object]) -> str | None:
-        """Return the reason why the user's decisions cannot be followed, or have no effect; None if there is none."""
-        name, on_host = self.optimizer.name, decided["host_offload"]
-        steps_on_device = decided["offload_optimizer"]
-        if self.optimizer.is_quantized and (on_host or steps_on_device):
-            return f"States on the host are plain tensors, and {name}'s are quantized; leave the offload out, or use AdamW."  # noqa: E501
-        if self.optimizer.looks_at_whole and on_host:
-            return f"{name} needs whole parameters at once, which host and device do not have; leave host_offload out, or use AdamW."  # noqa: E501
-        if self.against_unit_steps and steps_on_device:
-            return f"offload_optimizer=True, but {self.against_unit_steps}; leave it out, or use AdamW."
-        if self.activation_checkpointing:
-            for option, value in _IGNORED_WITH_CHECKPOINTING:
-                if getattr(self.config, option) is value:
-                    return f"{option}={value} has no effect with activation checkpointing of all blocks; leave one of the two out."  # noqa: E501
-        return None
 
 
 def check_whole(plan: Plan, description: ModelDescription, optimizer: OptimizerSpec) -> None:

@@ -19,7 +19,7 @@ from ..modeling.batch import check_inputs
 from ..modeling.build import without_checkpointing
 from ..modeling.quantized import pack
 from ..modeling.split_candidates import split_units
-from ..planner.description import Activations, DType, UnitDescription
+from ..planner.description import Activations, UnitDescription
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
@@ -32,7 +32,7 @@ from ..tracing.pictures import UsualBatch
 from .compilation import Compilation, weigh
 from .config import OSDPConfig
 from .job import Job, check_communication, check_whole
-from .preflight import Finding, KnownRun, check_model, check_run
+from .preflight import Finding, check_model, findings_of, looked_up, memory_now, merged_findings, slow_link
 from .probe import Trial, probe
 from .problem import Describer, FoundPlan, find_plan, plan_from_rank_zero
 from .recalibrate import Round, estimated, recalibrate
@@ -102,15 +102,14 @@ def plan_run(model: nn.Module, job: Job) -> PlannedRun:
     started = time.perf_counter()
     pack(model)
     require_same_run(model, job.config, job)
-    _check_options(job)
+    job.check()
     check_model(model, trains=job.trains)
     if job.config.inputs is not None:
         check_inputs(job.config.inputs, model)
 
     run = _searched(model, job) if job.config.plan is None else _given(model, job)
     planning_s = time.perf_counter() - started
-    findings = check_run(_known(run, job), model)
-    return replace(run, planning_s=planning_s, findings=findings, trains=job.trains)
+    return replace(run, planning_s=planning_s, findings=_findings(run, job, model), trains=job.trains)
 
 
 def _searched(model: nn.Module, job: Job) -> PlannedRun:
@@ -223,70 +222,41 @@ def check_given_plan(plan: Plan, config: OSDPConfig, peak_bytes: int | None = No
     """Raise PlanError if a plan contradicts the configuration or does not fit; `peak_bytes=None` uses the peak that
     the plan states.
     """
-    problem, reduces, limit = None, config.reduce_every_micro_step, config.memory_limit_bytes
-    if config.global_batch_size not in (None, plan.global_batch_size):
-        problem = (
-            f"The plan takes {plan.global_batch_size} samples a step, but {config.global_batch_size} are asked for."
+    reduces, limit = config.reduce_every_micro_step, config.memory_limit_bytes
+    peak = plan.peak_bytes if peak_bytes is None else peak_bytes
+    if limit is not None and peak is None:
+        raise PlanError(
+            f"The plan states no peak to compare with memory_limit={format_bytes(limit)}. Plan again, or leave"
+            " memory_limit out."
         )
-    elif config.micro_batch_size not in (None, plan.micro_batch_size):
-        problem = f"The plan runs {plan.micro_batch_size} samples at once, but batches hold {config.micro_batch_size}."
-    elif reduces is not None and any(unit.reduce_every_micro_step is not reduces for unit in plan.units):
-        problem = (
-            f"The plan has units with reduce_every_micro_step={not reduces}, but the configuration says the opposite."
-        )
-    elif (config.sequence_length or 0) > plan.sequence_length:
-        problem = f"The plan is for {plan.sequence_length} tokens a sample, but samples have {config.sequence_length}."
-    elif limit is not None:
-        peak, shown = plan.peak_bytes if peak_bytes is None else peak_bytes, format_bytes(limit)
-        if peak is None:
-            raise PlanError(
-                f"The plan states no peak to compare with memory_limit={shown}. Plan again, or leave memory_limit out."
-            )
-        if peak > limit:
-            problem = f"The plan needs {format_bytes(peak)}, more than memory_limit={shown}."
-    if problem is not None:
+    refused = {
+        f"The plan takes {plan.global_batch_size} samples a step, but {config.global_batch_size} are asked for.":
+            config.global_batch_size not in (None, plan.global_batch_size),
+        f"The plan runs {plan.micro_batch_size} samples at once, but batches hold {config.micro_batch_size}.":
+            config.micro_batch_size not in (None, plan.micro_batch_size),
+        f"The plan has units with reduce_every_micro_step={not reduces}, but the configuration says the opposite.":
+            reduces is not None and any(unit.reduce_every_micro_step is not reduces for unit in plan.units),
+        f"The plan is for {plan.sequence_length} tokens a sample, but samples have {config.sequence_length}.":
+            (config.sequence_length or 0) > plan.sequence_length,
+        f"The plan needs {format_bytes(peak or 0)}, more than memory_limit={format_bytes(limit or 0)}.":
+            limit is not None and (peak or 0) > limit,
+    }  # fmt: skip
+    if problem := next((text for text, holds in refused.items() if holds), None):
         raise PlanError(f"{problem} Plan again, or change the arguments.")
 
 
-def _check_options(job: Job) -> None:
-    """Refuse a precision that cannot run, options without effect in this run, and trials that would differ from the
-    training.
-    """
-    config, compute = job.config, job.precision.compute
-    if compute is DType.FLOAT16 and job.device_type == "cpu" and job.world_size == 1:
-        raise ValueError(
-            "fp16 in a single process on the CPU is not supported; use bf16, or start two processes or more."
-        )
-    if job.cpu_offload and config.host_offload is False:
-        raise ValueError("host_offload=False, but cpu_offload moves all states to the host; leave one of the two out.")
-    if config.recalibrate and job.loss is not None:
-        raise ValueError(
-            "recalibrate=True tries the model's own loss, but this trainer computes its own; leave recalibrate out."
-        )
-    if config.recalibrate and not dist.is_initialized() and compute is not None:
-        raise ValueError(
-            f"recalibrate=True in one process without a process group cannot try {compute.value};"
-            " start the program with accelerate launch or torchrun, or leave recalibrate out."
-        )
-
-
-def _known(run: PlannedRun, job: Job) -> KnownRun:
-    """Return the values that the preflight checks need."""
-    needed, classes, plan = None, tuple(dict.fromkeys(unit.class_name for unit in run.units)), run.plan
+def _findings(run: PlannedRun, job: Job, model: nn.Module) -> tuple[Finding, ...]:
+    """Return the findings of all ranks; raise PreflightError if one is an error. Collective."""
+    plan, hardware = run.plan, run.hardware
+    here, found = looked_up(job.device_type, hardware, model), []
+    classes = None if plan.split.operators else tuple(dict.fromkeys(unit.class_name for unit in run.units))
     if run.inputs is not None:
         classes = run.inputs.description.block_classes
-        if run.hardware is not None and plan.peak_bytes is not None:
-            needed = plan.peak_bytes - run.hardware.outside_bytes(plan.communicators)
+        if hardware is not None and plan.peak_bytes is not None:
+            needed_bytes = plan.peak_bytes - hardware.outside_bytes(plan.communicators)
         else:
-            needed = run.inputs.estimate(plan).memory.peak_bytes
-    return KnownRun(
-        job=job,
-        units=run.units,
-        asked_classes=job.config.block_classes if run.inputs is not None or not run.plan.split.operators else None,
-        found_classes=classes,
-        plan=run.plan,
-        hardware=run.hardware,
-        time=None if run.search is None or job.config.strategy == "osdp" else run.search.time,
-        others=run.comparison or (),
-        needed_bytes=needed,
-    )
+            needed_bytes = run.inputs.estimate(plan).memory.peak_bytes
+        found.append(memory_now(here.memory, needed_bytes, plan.communicators))
+    if run.search is not None and job.config.strategy != "osdp":  # else no other is faster
+        found.append(slow_link(plan, hardware, run.search.time, run.comparison or ()))
+    return merged_findings([*findings_of(job, run.units, classes, hardware, here), *found])

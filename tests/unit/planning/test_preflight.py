@@ -152,10 +152,10 @@ def test_fixed_segments_are_told_where_the_margin_is_small():
     )
     assert preflight.fixed_segments(preset("a100-80").with_margin(0.2)) is None
     job = run_job(device_type="cuda")
-    known = preflight.KnownRun(job=job, units=transformer().units, hardware=preset("a100-80", devices_per_node=2))
     for fixed in (True, False):
-        checks = {finding.check for finding in preflight.findings_of(replace(known, has_fixed_segments=fixed))}
-        assert (Check.ALLOCATOR in checks) == fixed
+        here = preflight.Here(has_fixed_segments=fixed)
+        found = preflight.findings_of(job, transformer().units, None, preset("a100-80", devices_per_node=2), here)
+        assert (Check.ALLOCATOR in {finding.check for finding in found if finding}) == fixed
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
