@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from ..errors import refuse_first
 from ..planner.hardware import Hardware, check_margin
 from ..planner.job import Decisions
 from ..planner.plan import Plan
@@ -177,21 +178,21 @@ class OSDPConfig(Decisions):
 
     def _check_combinations(self) -> None:
         """Refuse options that have no effect together with others."""
-        problem = None
-        if self.plan is not None:
-            defaults = {field.name: field.default for field in fields(self)}
-            if name := next((name for name in _IGNORED_WITH_PLAN if getattr(self, name) != defaults[name]), None):
-                problem = f"plan runs a given plan as it is, so {self._shown(name)} would have no effect"
-        elif self.profile is not None and (self.hardware is not None or self.nodes is not None):
-            other = self._shown("hardware" if self.hardware is not None else "nodes")
-            problem = f"profile already describes the hardware, so {other} would have no effect"
-        elif self.recalibrate and self.communication != EXACT:
-            problem = f"recalibrate=True measures links by exact communication, but the run has {self._shown('communication')}"  # noqa: E501
-        elif self.split_vocabulary and (not self.operator_splitting or self.strategy != "osdp"):
-            other = self._shown("strategy" if self.operator_splitting else "operator_splitting")
-            problem = f"split_vocabulary=True has no effect with {other}"
-        if problem is not None:
-            raise ValueError(f"{problem}; leave one of the two out.")
+        defaults = {field.name: field.default for field in fields(self)}
+        ignored = next((name for name in _IGNORED_WITH_PLAN if getattr(self, name) != defaults[name]), "plan")
+        described = "hardware" if self.hardware is not None else "nodes"
+        unsplit = "strategy" if self.operator_splitting else "operator_splitting"
+        pairs = {
+            f"plan runs a given plan as it is, so {self._shown(ignored)} would have no effect":
+                self.plan is not None and ignored != "plan",
+            f"profile already describes the hardware, so {self._shown(described)} would have no effect":
+                self.profile is not None and getattr(self, described) is not None,
+            f"recalibrate=True measures links by exact communication, but the run has {self._shown('communication')}":
+                self.recalibrate and self.communication != EXACT,
+            f"split_vocabulary=True has no effect with {self._shown(unsplit)}":
+                self.split_vocabulary and (not self.operator_splitting or self.strategy != "osdp"),
+        }  # fmt: skip
+        refuse_first({f"{pair}; leave one of the two out.": holds for pair, holds in pairs.items()})
         if self.nodes is not None and isinstance(self.hardware, Hardware):
             raise ValueError(
                 f"nodes={self.nodes} was given with a hardware description of {self.hardware.nodes}; leave nodes out."

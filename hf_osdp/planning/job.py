@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ..errors import PlanError
+from ..errors import PlanError, refuse_first
 from ..planner.description import DType, ModelDescription
 from ..planner.job import Decisions, OptimizerSpec, Precision, TrainingJob
 from ..planner.plan import Plan
@@ -123,8 +123,7 @@ class Job:
                 self.activation_checkpointing and getattr(config, option) is value
             for option, value in _IGNORED_WITH_CHECKPOINTING
         }  # fmt: skip
-        if problem := next((text for text, holds in refused.items() if holds), None):
-            raise ValueError(problem)
+        refuse_first(refused)
 
     def training(self) -> TrainingJob:
         """Return what the planner searches for, with the decisions that the user made; raise ValueError as `check`,

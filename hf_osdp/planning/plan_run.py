@@ -14,7 +14,7 @@ from torch import nn
 from ..distributed.consensus import on_rank_zero, require_same_run
 from ..distributed.device import own_gpu
 from ..distributed.mesh import Meshes, find_topology, rank
-from ..errors import InfeasibleError, OSDPError, PlanError
+from ..errors import InfeasibleError, OSDPError, PlanError, refuse_first
 from ..modeling.batch import check_inputs
 from ..modeling.build import without_checkpointing
 from ..modeling.quantized import pack
@@ -241,8 +241,7 @@ def check_given_plan(plan: Plan, config: OSDPConfig, peak_bytes: int | None = No
         f"The plan needs {format_bytes(peak or 0)}, more than memory_limit={format_bytes(limit or 0)}.":
             limit is not None and (peak or 0) > limit,
     }  # fmt: skip
-    if problem := next((text for text, holds in refused.items() if holds), None):
-        raise PlanError(f"{problem} Plan again, or change the arguments.")
+    refuse_first({f"{text} Plan again, or change the arguments.": holds for text, holds in refused.items()}, PlanError)
 
 
 def _findings(run: PlannedRun, job: Job, model: nn.Module) -> tuple[Finding, ...]:
