@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -43,6 +44,17 @@ _OF_CONFIG = {
     "compile": None, "operator_splitting": None, "split_vocabulary": None,
 }  # fmt: skip
 """Options of `OSDPConfig` that are flags too → a name for the value; None for a switch."""
+_GROUPS = {
+    "Batch": ("sequence_length", "global_batch_size", "micro_batch_size", "images"),
+    "Devices": ("device", "profile", "num_nodes", "devices_per_node", "precision"),
+    "Memory": (
+        "memory_limit", "margin", "host_memory", "recompute", "host_offload", "offload_optimizer",
+        "offload_activations",
+    ),
+    "Layout": ("strategy", "simplicity", "operator_splitting", "split_vocabulary", "communication", "compile"),
+    "Model": ("optimizer", "lora_rank", "lora_targets", "quantize", "block_classes", "auto_class"),
+}  # fmt: skip
+"""Groups of flags on help pages, in their order."""
 _REQUIRED = ("sequence_length", "global_batch_size")
 _SWITCHES = {"recompute": ("--recompute/--no-recompute", "--activation-checkpointing"), "compile": ("--compile",)}
 """Switches that are written otherwise than `--name/--no-name`."""
@@ -140,7 +152,10 @@ def _flags() -> dict[str, inspect.Parameter]:
         found[name] = inspect.Parameter(name, kind, default=default, annotation=Annotated[typed, flag])
     for flag in inspect.signature(Request).parameters.values():
         found[flag.name] = flag.replace(kind=kind, annotation=own[flag.name])
-    return {name: found[name] for name in ("model", *found) if name != "config"}
+    for group, names in _GROUPS.items():
+        for name in names:
+            found[name].annotation.__metadata__[0].rich_help_panel = group
+    return {name: found[name] for name in ("model", *chain(*_GROUPS.values()))}
 
 
 def with_flags(
