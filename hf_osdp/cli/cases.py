@@ -18,7 +18,7 @@ import typer
 from ..errors import InfeasibleError, OSDPError, Remedy, nearest
 from ..modeling.catalogue import find_shape, shape_names
 from ..planner.description import ModelDescription
-from ..planner.hardware import Backend, Hardware, check_margin
+from ..planner.hardware import Backend, Hardware
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.optimizers import MUON, spec_of_name
 from ..planner.presets import assumed_host, preset, preset_names
@@ -109,7 +109,6 @@ class Case:
     def hardware(self) -> Hardware:
         """The named or measured devices, in the requested number and with the requested margin."""
         request = self.request
-        margin = None if request.margin is None else check_margin(request.margin, name="--margin")
         if (request.device is None) == (request.config.profile is None):
             given = "Both were given" if request.device else "Neither was given"
             raise ValueError(
@@ -119,7 +118,7 @@ class Case:
         nodes, devices = request.num_nodes or hardware.nodes, request.devices_per_node or hardware.devices_per_node
         if (nodes, devices) != (hardware.nodes, hardware.devices_per_node):
             hardware = hardware.scaled(nodes=nodes, devices_per_node=devices)
-        return self._with_host(hardware).with_margin(margin)
+        return self._with_host(hardware).with_margin(request.config.memory_margin)
 
     def _with_host(self, hardware: Hardware) -> Hardware:
         """Return the hardware with the requested host's memory; a card of workstations has a host, an assumed one,

@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, wraps
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -37,18 +36,11 @@ PlotFile = Annotated[
 ]
 
 
-_OF_CONFIG = {
-    "sequence_length": "N", "global_batch_size": "N", "micro_batch_size": "N", "images": "N", "memory_limit": "SIZE",
-    "simplicity": "SHARE", "profile": "FILE", "strategy": "NAME", "block_classes": "NAMES", "recompute": None,
-    "host_offload": None, "offload_optimizer": None, "offload_activations": None, "communication": "NAME",
-    "compile": None, "operator_splitting": None, "split_vocabulary": None,
-}  # fmt: skip
-"""Options of `OSDPConfig` that are flags too → a name for the value; None for a switch."""
 _GROUPS = {
     "Batch": ("sequence_length", "global_batch_size", "micro_batch_size", "images"),
     "Devices": ("device", "profile", "num_nodes", "devices_per_node", "precision"),
     "Memory": (
-        "memory_limit", "margin", "host_memory", "recompute", "host_offload", "offload_optimizer",
+        "memory_limit", "memory_margin", "host_memory", "recompute", "host_offload", "offload_optimizer",
         "offload_activations",
     ),
     "Layout": ("strategy", "simplicity", "operator_splitting", "split_vocabulary", "communication", "compile"),
@@ -56,8 +48,13 @@ _GROUPS = {
 }  # fmt: skip
 """Groups of flags on help pages, in their order."""
 _REQUIRED = ("sequence_length", "global_batch_size")
-_SWITCHES = {"recompute": ("--recompute/--no-recompute", "--activation-checkpointing"), "compile": ("--compile",)}
-"""Switches that are written otherwise than `--name/--no-name`."""
+_VALUES = {"memory_limit": "SIZE", "profile": "FILE", "block_classes": "NAMES"}
+"""Names of values that are text, if they are not NAME."""
+_WRITTEN = {
+    "memory_margin": ("--margin",), "recompute": ("--recompute/--no-recompute", "--activation-checkpointing"),
+    "compile": ("--compile",),
+}  # fmt: skip
+"""Flags that are not written as the name of their option."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +65,6 @@ class Request:
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Hub id, local folder or config.json; no weights are needed.")
     ]
-    margin: Annotated[
-        float | None,
-        option("SHARE", "Share of the limit to keep free; default: 0.02 and 128 MiB on CUDA, 0 on the CPU."),
-    ] = None
     device: Annotated[
         str | None, option("NAME", f"Kind of device: {', '.join(preset_names())}. Or give --profile.")
     ] = None
@@ -127,35 +120,42 @@ class Request:
     @classmethod
     def of(cls, **flags: Any) -> Request:
         """Return the request of these flags; a ValueError about the configuration names flags."""
-        options = {name: flags.pop(name) for name in _OF_CONFIG if name in flags}
+        own = {field.name for field in fields(cls)}
+        options = {name: value for name, value in flags.items() if name not in own}
         try:
             config = OSDPConfig(**options)
         except ValueError as error:
             text = re.sub(r"\w+(?==)", lambda name: flag_of(name[0]) if name[0] in options else name[0], str(error))
             raise ValueError(text) from None
-        return cls(config=config, **flags)
+        return cls(config=config, **{name: value for name, value in flags.items() if name in own})
 
 
 @cache
 def _flags() -> dict[str, inspect.Parameter]:
     """Return the flags that describe a planning problem: those of `OSDPConfig`'s options, and those of `Request`."""
     hints, texts, own = get_type_hints(OSDPConfig), option_texts(), get_type_hints(Request, include_extras=True)
-    kind, found = inspect.Parameter.KEYWORD_ONLY, {}
-    for name, metavar in _OF_CONFIG.items():
-        allowed, default = hints[name], inspect.signature(OSDPConfig).parameters[name].default
-        kinds = (allowed,) if get_origin(allowed) is Literal else get_args(allowed) or (allowed,)
-        typed = str if str in kinds else kinds[0]
-        least = LEAST.get(name, 1) if typed is int else None
-        flag = typer.Option(*_SWITCHES.get(name, ()), metavar=metavar, help=texts.get(name), min=least)
-        typed = typed | None if default is None and name not in _REQUIRED else typed
-        default = inspect.Parameter.empty if name in _REQUIRED else default
-        found[name] = inspect.Parameter(name, kind, default=default, annotation=Annotated[typed, flag])
-    for flag in inspect.signature(Request).parameters.values():
-        found[flag.name] = flag.replace(kind=kind, annotation=own[flag.name])
+    options, requested = (inspect.signature(cls).parameters for cls in (OSDPConfig, Request))
+    found = {"model": requested["model"].replace(annotation=own["model"])}
     for group, names in _GROUPS.items():
         for name in names:
+            if name in requested:
+                found[name] = requested[name].replace(annotation=own[name])
+            else:
+                flag = _flag(name, hints[name], texts.get(name), options[name].default)
+                default = inspect.Parameter.empty if name in _REQUIRED else options[name].default
+                found[name] = options[name].replace(annotation=flag, default=default)
             found[name].annotation.__metadata__[0].rich_help_panel = group
-    return {name: found[name] for name in ("model", *chain(*_GROUPS.values()))}
+    return found
+
+
+def _flag(name: str, allowed: Any, text: str | None, default: object) -> Any:  # noqa: ANN401
+    """Return the annotation of a flag for an option of `OSDPConfig`: type and form on a command line."""
+    kinds = (allowed,) if get_origin(allowed) is Literal else get_args(allowed) or (allowed,)
+    kind = str if str in kinds else kinds[0]
+    metavar = {int: "N", float: "SHARE", bool: None}.get(kind, _VALUES.get(name, "NAME"))
+    least = LEAST.get(name, 1) if kind is int else None
+    shown = typer.Option(*_WRITTEN.get(name, ()), metavar=metavar, help=text, min=least)
+    return Annotated[kind if default is not None or name in _REQUIRED else kind | None, shown]
 
 
 def with_flags(
@@ -185,7 +185,7 @@ def with_flags(
 
 def flag_of(name: str) -> str:
     """`memory_limit` → `--memory-limit`."""
-    return f"--{name.replace('_', '-')}"
+    return _WRITTEN.get(name, (f"--{name.replace('_', '-')}",))[0].partition("/")[0]
 
 
 def stated(flags: Mapping[str, Any]) -> list[str]:

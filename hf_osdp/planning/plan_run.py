@@ -224,11 +224,6 @@ def check_given_plan(plan: Plan, config: OSDPConfig, peak_bytes: int | None = No
     """
     reduces, limit = config.reduce_every_micro_step, config.memory_limit_bytes
     peak = plan.peak_bytes if peak_bytes is None else peak_bytes
-    if limit is not None and peak is None:
-        raise PlanError(
-            f"The plan states no peak to compare with memory_limit={format_bytes(limit)}. Plan again, or leave"
-            " memory_limit out."
-        )
     refused = {
         f"The plan takes {plan.global_batch_size} samples a step, but {config.global_batch_size} are asked for.":
             config.global_batch_size not in (None, plan.global_batch_size),
@@ -242,6 +237,11 @@ def check_given_plan(plan: Plan, config: OSDPConfig, peak_bytes: int | None = No
             limit is not None and (peak or 0) > limit,
     }  # fmt: skip
     refuse_first({f"{text} Plan again, or change the arguments.": holds for text, holds in refused.items()}, PlanError)
+    if limit is not None and peak is None:
+        raise PlanError(
+            f"The plan states no peak to compare with memory_limit={format_bytes(limit)}. Plan again, or leave"
+            " memory_limit out."
+        )
 
 
 def _findings(run: PlannedRun, job: Job, model: nn.Module) -> tuple[Finding, ...]:
