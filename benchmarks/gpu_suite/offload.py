@@ -42,7 +42,7 @@ def host_offload(bench: Bench) -> None:
     part=3,
     expected_s=60,
     limit_s=240,
-    rehearsal_s=30,
+    rehearsal_s=60,
     proves="activations on the host: plain gradients under delays of streams, what is freed, page-locked memory",
 )
 def activation_offload(bench: Bench) -> None:
@@ -54,7 +54,7 @@ def activation_offload(bench: Bench) -> None:
     part=3,
     expected_s=60,
     limit_s=240,
-    rehearsal_s=40,
+    rehearsal_s=60,
     proves="optimizer states on the host: weights to the bit, the peak as estimated",
 )
 def optimizer_states(bench: Bench) -> None:
