@@ -138,5 +138,5 @@ def test_memory_that_runs_out_is_explained_and_training_goes_on_by_a_safer_plan(
     late = {"FAKE_CUDA_LATENCY_MS": str(LATE_MS), "FAKE_CUDA_LATE": WATCHED["late"]}
     for name, value in (FEW_VALUES | late | {"TORCH_CUDA_SANITIZER": "1"}).items():
         monkeypatch.setenv(name, value)
-    done = runs_out(1, "replan", "cuda", timeout_s=100)
+    done = runs_out(1, "replan", "cuda", timeout_s=220)
     assert not problem_of(done, 1, "replan"), ends_of(done.stderr)
