@@ -89,7 +89,9 @@ class Candidate:
         if most_parts is not None and len(self.timeline.plan_parts(layouts)) > most_parts:
             return None
         return (
-            Solution(layouts=layouts, objective=self.least_s, bound=self.least_s) if self._fit(layouts, limit_bytes) else None
+            Solution(layouts=layouts, objective=self.least_s, bound=self.least_s)
+            if self._fit(layouts, limit_bytes)
+            else None
         )
 
     def frugal(self) -> dict[int, UnitLayout]:

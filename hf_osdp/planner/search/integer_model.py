@@ -135,9 +135,7 @@ class IntegerModel:
             layouts |= group.assign([solver.value(x) for x in variables.counts])
         return layouts, solver.objective_value, status == cp_model.OPTIMAL
 
-    def relax(
-        self, *, gap: float | None = None, most_work: int = 0, presolve: bool = True
-    ) -> Relaxation | None:
+    def relax(self, *, gap: float | None = None, most_work: int = 0, presolve: bool = True) -> Relaxation | None:
         """Return the minimum of a `linear` model over real numbers (GLOP), or over whole numbers with a relative `gap`
         (SCIP, with at most `most_work` variables times nodes).
 
@@ -192,9 +190,7 @@ class IntegerModel:
         }
         values = [v.solution_value() * unit for v, unit in zip(variables, units, strict=True)]
         bound = objective.BestBound() if whole else objective.Value()
-        return Relaxation(
-            bound=bound * scale + program.objective.offset, added=added, values=values, optimal=optimal
-        )
+        return Relaxation(bound=bound * scale + program.objective.offset, added=added, values=values, optimal=optimal)
 
     def counts(self, relaxed: Relaxation) -> dict[UnitGroup, list[int]]:
         """Return the counts of each group's options in a solution over whole numbers."""

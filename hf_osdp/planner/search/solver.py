@@ -31,8 +31,8 @@ _FIRST_GAP = 1e-3
 """Relative gap of the search for a first plan, which only bounds the search after it."""
 _SCIP_WORK, _MANY_NODES, _MOST_NODES, _MOST_WORK = 500_000, 100, 1000, 8.0
 """Limits of one search: SCIP's variables times nodes at one node; nodes of branch and bound before the gap grows to
-`_ENOUGH`, and in all; CP-SAT's deterministic seconds. Beyond them the search returns its best plan, with the proven gap.
-No limit depends on a clock, so that equal problems always give equal plans."""
+`_ENOUGH`, and in all; CP-SAT's deterministic seconds. Beyond them the search returns its best plan, with the gap that
+it proved. No limit depends on a clock, so that equal problems always give equal plans."""
 _ENOUGH = 1e-3
 """Relative gap that is enough where a smaller one takes long: no rate is known better."""
 _ROUNDING = 2**22
@@ -179,11 +179,7 @@ class _BranchAndBound:
         for visited in itertools.count():
             if visited == _MANY_NODES:
                 self._gap = _ENOUGH
-            if self._open and (
-                visited == _MOST_NODES
-                or self._work <= 0
-                or self._is_slow(self._open[0].bound)
-            ):
+            if self._open and (visited == _MOST_NODES or self._work <= 0 or self._is_slow(self._open[0].bound)):
                 self._leave(self._open[0].bound)
                 return
             if not self._open:
