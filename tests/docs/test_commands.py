@@ -26,7 +26,7 @@ SHAPE = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 64, "inte
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", filter(None, BLOCKS), ids=lambda block: block[-1][:50])
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block], ids=lambda block: block[-1][:50])
 def test_planning_commands_run(block, tmp_path, monkeypatch):
     """With the options of the page, in its order and in one folder."""
     pytest.importorskip("altair")

@@ -139,7 +139,9 @@ def test_no_page_is_too_long_to_read(name):
 
 def test_readme_is_short_and_begins_with_two_commands_of_which_ci_runs_the_second():
     assert len(text("README.md").splitlines()) <= README_LINES
-    main_job, tests = [block.strip() for block in re.findall(r"```bash\n(.*?)```", text("README.md"), flags=re.DOTALL)][:2]
+    main_job, tests = [
+        block.strip() for block in re.findall(r"```bash\n(.*?)```", text("README.md"), flags=re.DOTALL)
+    ][:2]
     assert main_job.endswith(MAIN_JOB) and "\n" not in main_job and tests in text(".ci/run").splitlines()
 
 

@@ -74,22 +74,6 @@ def test_presets_are_those_that_were_promised():
     assert all(name in str(caught.value) for name in preset_names()) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "inside_gb_per_s", "between_gbit_per_s"),
-    [
-        ("a100-40", 300, 400),
-        ("v100-pcie-16", 15.75, 25),
-        ("v100-16", 150, 25),
-        ("titan-rtx", 15.75, 10),
-        ("rtx-4090", 31.5, 10),
-    ],
-)
-def test_links_of_common_clusters(name, inside_gb_per_s, between_gbit_per_s):
-    hardware = preset(name, nodes=2, devices_per_node=8, data_sheet=True)
-    assert hardware.intra_node.bytes_per_s == inside_gb_per_s * 1e9
-    assert hardware.inter_node.bytes_per_s * 8 == between_gbit_per_s * 1e9
-
-
 def test_devices_that_send_through_the_host_share_what_it_moves():
     rates = [preset("rtx-4090", devices_per_node=devices).intra_node_bytes_per_s for devices in (2, 4, 8)]
     assert rates == [2.6e9, 2.5e9, 1.25e9]
