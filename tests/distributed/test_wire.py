@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp.distributed import wire as wire_module
 from hf_osdp.distributed.collectives import BackendTransport, listening
@@ -271,12 +270,8 @@ def test_a_format_that_was_changed_after_the_plan_is_named():
 # Trainer
 
 
-def gpt2() -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=2, n_embd=WIDTH, n_head=4, vocab_size=61, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
-    return GPT2LMHeadModel(config).double().train()
+def gpt2() -> torch.nn.Module:
+    return tiny_model("gpt2", layers=2, width=WIDTH)
 
 
 @pytest.fixture(scope="module")
