@@ -222,7 +222,8 @@ class ChangedModels:
         )
 
     def _described(self, config: object, length: int, least_memory: bool) -> PlanningProblem:
-        describer = self._case.describer(config, facts=self._case.found.builder.facts, sequence_length=length)
+        job = self._case.found.builder.job.asking(sequence_length=length)
+        describer = self._case.describer(config, job)
         description = describer.describe(least_memory=least_memory)
         return replace(self._problem, description=description)
 
