@@ -14,6 +14,7 @@ from torch import nn
 from ..distributed.consensus import on_rank_zero, require_same_run
 from ..distributed.device import own_gpu
 from ..distributed.mesh import Meshes, find_topology, rank
+from ..distributed.said_once import say_while_planning
 from ..errors import InfeasibleError, OSDPError, PlanError
 from ..modeling.batch import check_inputs
 from ..modeling.build import without_checkpointing
@@ -107,7 +108,8 @@ def plan_run(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRu
     if config.inputs is not None:
         check_inputs(config.inputs, model)
 
-    run = _searched(model, config, facts) if config.plan is None else _given(model, config, facts)
+    with say_while_planning():
+        run = _searched(model, config, facts) if config.plan is None else _given(model, config, facts)
     planning_s = time.perf_counter() - started
     findings = check_run(_known(run, config, facts), model)
     return replace(run, planning_s=planning_s, findings=findings, trains=facts.trains)
