@@ -142,7 +142,7 @@ def _searched(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedR
     )  # fmt: skip
     if rank() != 0:
         return run
-    comparison = found.compared() if config.compare else None
+    comparison = tuple(found.compared()) if config.compare else None
     return replace(
         run,
         search=estimated(problem, plan),

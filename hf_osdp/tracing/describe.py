@@ -69,10 +69,6 @@ class DescribeOptions:
     """Also trace each block as recomputed in backward, and on CUDA as offloaded to the host, so that the search can
     choose. Has no effect if all blocks are checkpointed. Parts of blocks (`split.operators`) are not traced as
     offloaded."""
-    partial_recomputation: bool = True
-    """Also trace selective recomputation, between saving everything and saving only the input; not needed to find
-    the least memory.
-    """
     compile: bool = False
     """The blocks' forwards will be compiled if each compiles as one graph (`ModelDescription.compiled_classes`)."""
     micro_batch_size: int = TRACED_MICRO_BATCH
@@ -300,7 +296,6 @@ class _Describer:
             autocast=options.torch_dtype if options.autocast else None, loss=options.loss,
             checkpointed_blocks=self._blocks if options.activation_checkpointing else None,
             seconds=options.seconds,
-            partial_recomputation=options.partial_recomputation,
             # parts of a block keep inputs from other parts; copies do not
             reuse_equal_blocks=not options.split.operators,
         )  # fmt: skip

@@ -79,8 +79,6 @@ class TraceOptions:
     """Indices of units, of one module each, that are also traced as offloaded (`Segment.own_saved_bytes`),
     recomputed or not.
     """
-    partial_recomputation: bool = True
-    """Also trace the ways that save some operators' outputs."""
     seconds: float = math.inf
     """CPU time that the trace may take."""
     reuse_equal_blocks: bool = True
@@ -174,7 +172,7 @@ def _with_recomputed(
         full = with_offloaded(full, traced(fully, options.offloadable), options.offloadable)
     device_type, samples = "cuda" if options.cuda_kernels else "cpu", options.samples[-2]
     ways: dict[int, tuple[Recomputation, ...]] = {}
-    for segment, recomputed in zip(plain, full, strict=True) if options.partial_recomputation else ():
+    for segment, recomputed in zip(plain, full, strict=True):
         if segment.unit in options.compiled and segment.unit in fully:
             ways[segment.unit] = tuple(Recomputation(budget=budget) for budget in _BUDGETS)
         elif segment.unit in logs and segment.unit in fully:
