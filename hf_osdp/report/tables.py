@@ -303,7 +303,7 @@ def comparison_table(rows: Sequence[StrategyResult], memory_limit_bytes: int) ->
     title = f"Strategies at their own best batch, estimated, limit {format_bytes(memory_limit_bytes)}"
     strategy = Column("strategy", min_width=len("fsdp, eager, all recomputed"), overflow="fold")
     peak = Column("peak", justify="right", no_wrap=True, min_width=len("needs 999.9 GiB"))
-    figures = ["batch", peak, "step", "samples/s", "osdp gain"]
+    figures: list[str | Column] = ["batch", peak, "step", "samples/s", "osdp gain"]
     return make_table(title, map(cells, rows), text=[strategy], figures=figures)
 
 
@@ -359,5 +359,5 @@ def what_if_table(answers: Sequence[Answer]) -> Table:
         gain = "-" if not now or row is answers[0] else f"{row.tokens_per_s / now:.2f}x"
         return [row.question, row.change, *batch_cells(row.plan)[:3], format_count(row.tokens_per_s), gain]
 
-    text = [Column("", min_width=len("twice the memory")), Column("change", min_width=31, overflow="fold")]
+    text = [Column("", min_width=len("half the sequence")), Column("change", min_width=30, overflow="fold")]
     return make_table("What if", map(cells, answers), text=text, figures=["batch", "peak", "step", "tokens/s", "gain"])
