@@ -6,7 +6,7 @@ A wrong argument raises `ValueError`; these errors report problems that the pack
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 
 
@@ -118,3 +118,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     text, names = name.lower(), tuple(known)
     found = dict.fromkeys([*(one for one in names if text in one), *difflib.get_close_matches(text, names, n=3)])
     return f" (nearest: {', '.join([*found][:3])})" if text and found else ""
+
+
+def refuse_first(refused: Mapping[str, object], kind: type[Exception] = ValueError) -> None:
+    """Raise the first message whose condition holds."""
+    for message, holds in refused.items():
+        if holds:
+            raise kind(message)

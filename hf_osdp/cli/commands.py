@@ -63,7 +63,7 @@ def plan(
         if simulate:
             from ..planning.simulate import search_and_simulate
 
-            rounds = search_and_simulate(case.model, problem, device_type=case.device_type, images=case.request.images)
+            rounds = search_and_simulate(case.model, problem, device_type=case.device_type, images=case.config.images)
             found, problem = rounds[-1].found.plan, replace(problem, job=rounds[-1].job)
     planning_s = time.perf_counter() - started
     inputs = PlanInputs.of(problem)
@@ -182,7 +182,7 @@ def doctor(
             f"--save-total-limit {save_total_limit} has no effect without --output-dir; give both, or neither."
         )
     with screen.working("Checking model, devices, plan and folder"):
-        from ..planning.facts import RunFolder
+        from ..planning.job import RunFolder
         from .examination import examine, machine_line
 
         folder = (

@@ -191,15 +191,14 @@ class OtherLengths:
         if length == problem.description.sequence_length:
             return problem
         config = with_positions(self._config, length) if self._too_few_positions(length) else self._config
-        facts, split = self._case.found.builder.facts, problem.description.split
+        job, split = self._case.found.builder.job.asking(sequence_length=length), problem.description.split
         try:
-            describer = self._case.describer(config, facts=facts, sequence_length=length)
-            description = describer.describe(split)
+            description = self._case.describer(config, job).describe(split)
         except ValueError:  # RoBERTa and others number positions from after the padding index
             if (padding := getattr(self._config, "pad_token_id", None)) is None:
                 raise
             enlarged = with_positions(self._config, length + padding + 1)
-            description = self._case.describer(enlarged, facts=facts, sequence_length=length).describe(split)
+            description = self._case.describer(enlarged, job).describe(split)
         return replace(problem, description=description)
 
     def _too_few_positions(self, length: int) -> tuple[str, ...]:

@@ -18,12 +18,10 @@ from hf_osdp.errors import OSDPError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.modeling.split.names import is_split, keep_positions
-from hf_osdp.planner.job import Precision
 from hf_osdp.planner.optimizers import spec_of_trainer_name
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.facts import RunFacts, training_job
 from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer
 from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.sharding.state import full_state_dict
@@ -31,6 +29,7 @@ from tests.helpers.checkpointed import worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import mixed_plan
 from tests.helpers.low_bit import ODD_WIDTH, WIDTH, alone, apart, chain, eagerly, gpt2, held, sharded
+from tests.helpers.problems import run_job
 from tests.helpers.training import trained
 
 from .test_integration_trainer import (
@@ -151,12 +150,12 @@ def test_trainer_name_states_and_host_are_known_before_a_run():
     )  # transformers' size, where torchao has 128
     assert four == spec_of_optimizer(made, device_type="cuda") and four.formats[0].bytes_per_element == 0.5 + 4 / 256
     check_optimizer(made)
-    facts = RunFacts(world_size=2, device_type="cuda", precision=Precision(), optimizer=eight)
-    assert training_job(OSDPConfig(global_batch_size=2), facts).host_offload is False
+    job = run_job(OSDPConfig(global_batch_size=2), world_size=2, device_type="cuda", optimizer=eight)
+    assert job.training().host_offload is False
     with pytest.raises(
         ValueError, match=r"plain tensors, and adamw8bit's are quantized; leave the offload out, or use AdamW"
     ):
-        training_job(OSDPConfig(global_batch_size=2, host_offload=True), facts)
+        job.asking(host_offload=True).training()
 
 
 @eagerly

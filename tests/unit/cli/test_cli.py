@@ -181,12 +181,12 @@ def test_plan_counts_a_base_in_4_bits(model, config, description):
 )
 def test_precision_is_what_the_device_is_good_at_and_is_said(device, asked, precision, said):
     case = Case(
-        Request(
+        Request.of(
             model="none", sequence_length=8, global_batch_size=8, device=device, precision=asked[1] if asked else None
         )
     )
     assert case.precision == precision and case.precision_line.startswith(said)
-    assert case.facts.precision == Precision.named(precision, autocast=True)
+    assert case.job.precision == Precision.named(precision, autocast=True)
 
 
 def test_plan_simulates_beside_the_estimate(model, tmp_path):
@@ -319,7 +319,7 @@ def test_plan_exits_with_code_1_where_nothing_fits(model):
 
 def test_remedies_are_flags_and_true(model):
     limit = HARDWARE.limit_for(HARDWARE.unavoidable_bytes + 21 * 2**16)
-    asked = Request(
+    asked = Request.of(
         model=model, sequence_length=32, global_batch_size=32, device="titan-rtx", devices_per_node=4, precision="no",
         split_vocabulary=False, memory_limit=str(limit),
     )  # fmt: skip
@@ -328,15 +328,16 @@ def test_remedies_are_flags_and_true(model):
     flags = [re.search(r"(--[a-z][^;()]*)", way.flags)[1].strip() for way in caught.value.remedies]
     assert {"--split-vocabulary", "--host-memory 64GiB", "--lora-rank 16"} < set(flags), flags
     assert "split_vocabulary=True" in str(caught.value) and "split_vocabulary" not in caught.value.on_command_line
-    for change in ({"split_vocabulary": True}, {"lora_rank": 16}):
+    for change in ({"config": replace(asked.config, split_vocabulary=True)}, {"lora_rank": 16}):
         assert Case(replace(asked, **change)).found.plan.peak_bytes <= limit, change
 
 
 def test_host_of_a_workstation_is_assumed_and_its_memory_given(model):
     assert (
-        Case(Request(model=model, sequence_length=32, global_batch_size=32, device="titan-rtx")).hardware.host is None
+        Case(Request.of(model=model, sequence_length=32, global_batch_size=32, device="titan-rtx")).hardware.host
+        is None
     )
-    asked = Request(
+    asked = Request.of(
         model=model,
         sequence_length=32,
         global_batch_size=32,

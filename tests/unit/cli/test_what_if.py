@@ -147,7 +147,7 @@ def test_with_positions_raises_and_never_lowers():
 def lengths_of(config) -> tuple[OtherLengths, PlanningProblem]:
     """The questions of one model on one device, described at 16 tokens."""
     case = Case(
-        Request(model="none", sequence_length=16, global_batch_size=2, device="titan-rtx", memory_limit="1GiB")
+        Request.of(model="none", sequence_length=16, global_batch_size=2, device="titan-rtx", memory_limit="1GiB")
     )
     case.model_config = config
     return OtherLengths(case), case.found.problem
