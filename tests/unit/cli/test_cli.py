@@ -225,6 +225,7 @@ def test_margin_is_an_option_of_all_planning_commands(model, description):
         assert_refused(call(command, model, *OPTIONS, "--margin", "1.5"), said)
 
 
+@pytest.mark.slow  # its blocks are compiled
 def test_compare_holds_all_strategies_and_the_front(model, description, tmp_path):
     rows = list(compare_strategies(problem(description, HARDWARE, replace(JOB, micro_batch_size=2), LIMIT)))
     fixed = ("--micro-batch-size", 2)
@@ -296,14 +297,9 @@ def test_plan_takes_devices_and_times_of_a_profile(model, description, tmp_path)
     ("options", "message"),
     [
         (("--lora-rank", "2", "--lora-targets", "nothing"), "LoRA adapters cannot be added to GPT2LMHeadModel"),
-        (("--json", "no/such/folder/x.json"), "does not exist; create it"),
         (
             ("--device", "cpu", "--memory-limit", "1GiB", "--host-offload"),
             "host_offload=True, but the CPU trains in the host's own memory",
-        ),
-        (
-            ("--split-vocabulary", "--no-operator-splitting"),
-            "split_vocabulary=True has no effect with operator_splitting",
         ),
     ],
 )
@@ -313,8 +309,6 @@ def test_plan_refuses_options_that_cannot_be_used(model, options, message):
 
 def test_plan_exits_with_code_1_where_nothing_fits(model):
     assert_refused(call("plan", model, *WHOLE, "--memory-limit", "100KiB"), "leaves nothing for tensors", code=1)
-    cpu = ("--device", "cpu", "--memory-limit", "100KiB")
-    assert_refused(call("plan", model, *SIZES, *cpu), "No plan fits 100.0 KiB", code=1)
 
 
 def test_remedies_are_flags_and_true(model):
@@ -367,24 +361,12 @@ def test_plan_says_tokens_and_utilisation(model, description):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        ("gpt2", ("--device", "h300"), "'h300'"),
-        ("gpt2", ("--memory-limit", "8XB"), "--memory-limit='8XB' is not a number of bytes"),
-        ("gpt2", ("--memory-limit", "1GiB"), "give more than 2.1 GiB"),
-        ("gpt2", ("--memory-limit", "100GiB"), "is more than the 80.0 GiB of A100-80"),
-        ("gpt2", ("--margin", "2"), "--margin=2.0 must be the share"),
         ("gpt2", ("--devices-per-node", "7"), "global_batch_size=64 does not divide by 7 processes; use 63 or 70"),
-        ("gpt2", ("--micro-batch-size", "7"), "micro_batch_size=7 does not divide the 8 samples"),
-        ("gpt2", ("--lora-targets", "q"), "has no effect without --lora-rank"),
         ("gpt2", ("--quantize", "nf4"), "freezes the base, so that nothing trains; add --lora-rank 16"),
         ("gpt2", ("--host-memory", "8XB"), "--host-memory='8XB' is not a number of bytes"),
-        ("gpt2", ("--optimizer", "adam8bit"), "optimizer='adam8bit' is not known (nearest: adamw8bit"),
-        ("gpt2", ("--optimizer", "paged_adamw"), "use the one that is not paged"),
-        ("gpt2", ("--strategy", "zero3"), "(nearest: fsdp); see hf-osdp plan --help"),
         ("gpt2", ("--precision", "bfloat16"), "(nearest: bf16); see hf-osdp plan --help"),
-        ("no/such/folder", (), "there is no such file or folder"),
         ("adapter", (), "is an adapter, which has no config.json; give the model that it adapts, with --lora-rank"),
         ("pipeline", (), "is a diffusion pipeline"),
-        ("weights.gguf", (), "is a quantized file for inference (GGUF)"),
     ],
 )
 def test_wrong_flags_are_refused_before_the_model_is_read(tmp_path, monkeypatch, model, options, message):
@@ -395,7 +377,6 @@ def test_wrong_flags_are_refused_before_the_model_is_read(tmp_path, monkeypatch,
     for name, file in (("adapter", "adapter_config.json"), ("pipeline", "model_index.json")):
         Path(name).mkdir()
         Path(name, file).write_text("{}")
-    Path("weights.gguf").touch()
     sizes = ("--sequence-length", 64, "--global-batch-size", 64, "--device", "a100-80", "--devices-per-node", 8)
     refused = call("plan", model, *sizes, *options)
     assert refused.exit_code in (1, 2) and message in " ".join(refused.stderr.split())

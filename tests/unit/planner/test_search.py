@@ -108,11 +108,6 @@ def test_compare_takes_the_split_model_for_osdp_alone():
     assert units.pop(Strategy.OSDP) == len(other.units) and set(units.values()) == {len(MODEL.units)}
 
 
-def test_compare_raises_where_the_batch_does_not_divide():
-    with pytest.raises(ValueError, match="does not divide"):
-        list(compare_strategies(problem(MODEL, machine(1, 4), TrainingJob(global_batch_size=6), AMPLE)))
-
-
 @pytest.mark.parametrize("limit", [float("nan"), float("inf"), None, "8GiB", -1, 0, True, 2**60])
 def test_problem_refuses_limit_that_is_no_number_of_bytes(limit):
     with pytest.raises(
@@ -120,16 +115,6 @@ def test_problem_refuses_limit_that_is_no_number_of_bytes(limit):
         match=re.escape(f"memory_limit_bytes={limit!r} must be a number of bytes from 1 to 2**60; give one"),
     ):
         problem(MODEL, machine(1, 4), JOB, limit)
-
-
-@pytest.mark.parametrize(("devices", "words"), [(1, "on 1 device is"), (2, "on 2 devices is")])
-def test_infeasible_error_names_devices_batch_and_the_two_largest_parts(devices, words):
-    hardware = machine(1, devices, reserved=2**30)
-    with pytest.raises(InfeasibleError) as caught:
-        search(problem(MODEL, hardware, JOB, 2**20))
-    text = str(caught.value)
-    assert text.startswith("No plan fits 1.0 MiB per device: the least that osdp needs") and words in text
-    assert "at micro-batch size 1 in " in text and re.search(r"\(reserved by the device 1\.0 GiB, [^,]+\)\.", text)
 
 
 def test_infeasible_error_gives_missing_bytes_where_limit_and_least_read_the_same():
