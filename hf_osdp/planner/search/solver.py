@@ -33,8 +33,6 @@ _SCIP_WORK, _MOST_NODES, _MOST_WORK = 500_000, 100, 8.0
 """Limits of one search: SCIP's variables times nodes at one node; nodes of branch and bound; CP-SAT's deterministic
 seconds. Beyond them the search returns its best plan, with the gap that
 it proved. No limit depends on a clock, so that equal problems always give equal plans."""
-_ENOUGH = 1e-3
-"""Relative gap at which CP-SAT is not asked, which takes long: no rate is known better."""
 _ROUNDING = 2**22
 """Rounding error of a bound of the linear solver, in steps of the objective."""
 Kept: TypeAlias = dict[UnitGroup, set[Option]]
@@ -262,10 +260,7 @@ class BranchAndBound:
         return self._solved(program)
 
     def _solve(self, kept: Kept, patterns: Patterns, bound: float) -> None:
-        """Solve a node of this bound by CP-SAT alone, unless the bound is near the best plan."""
-        if bound > self._best * (1 - _ENOUGH):
-            self._leave(bound)
-            return
+        """Solve a node of this bound by CP-SAT alone."""
         program = self._program(kept, patterns, cheaper=True)
         if not (self._solved(program) or program.infeasible):
             self._leave(bound)
