@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from traceback import walk_tb
 from typing import Any
 
@@ -14,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..errors import CheckpointingError, DescriptionError, DescriptionTimeoutError
-from ..modeling.batch import Inputs, Loss, check_sequence_length, plain_batch
+from ..errors import CheckpointingError, DescriptionError, DescriptionTimeoutError, ManyOperatorsError
+from ..modeling.batch import Inputs, Loss, check_sequence_length, plain_batch, with_row_length
 from ..modeling.build import build_on_meta, is_checkpointed
 from ..modeling.quantized import packed_copy, restored_elements
 from ..modeling.split_candidates import split_copy
@@ -26,12 +28,16 @@ from ..planner.description import DType, GatherSpan, ModelDescription, Segment, 
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, capability_here, math_kernel_warning
 from .compiled import NotCompiledError
+from .lengths import SHORTEST, extended
 from .pictures import UsualBatch
+from .tensors import silenced
 from .trace import Trace, TraceOptions, trace_segments
 
 _log = logging.getLogger(__name__)
 TRACED_MICRO_BATCH = 2
 """Default batch size around which a model is traced: the smallest from which costs are linear."""
+_USUAL_OPERATORS = 1500
+"""Operators of a block in forward or backward above which it may loop over tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +85,7 @@ class DescribeOptions:
     """Batch size around which a model with compiled blocks is traced. What Inductor saves and when it frees it depends
     on sizes, so costs are linear only near this one. Costs of other models are linear everywhere."""
     seconds: float = 600.0
-    """Most CPU time of a trace; a model that loops over tokens in Python takes it in proportion to their number."""
+    """Most CPU time of a trace."""
     split: ModelSplit = WHOLE_BLOCKS
     """Split the model this way before describing it."""
     loss: Loss | None = None
@@ -105,7 +111,8 @@ def describe(model_or_config: object, **options: Any) -> ModelDescription:
     """Describe a model for the planner: its units, and the memory and computation of each.
 
     No memory is allocated and no weight is changed: a fake copy of the model runs forward and backward. Only the loss
-    is assumed to outlive forward; a loop that keeps the logits through backward also needs their bytes.
+    is assumed to outlive forward; a loop that keeps the logits through backward also needs their bytes. If blocks loop
+    over tokens in Python, costs are extended from short samples (`lengths.extended`), without partial recomputation.
 
     Args:
         model_or_config: a module, real or on the meta device, or a transformers configuration.
@@ -129,14 +136,35 @@ def describe(model_or_config: object, **options: Any) -> ModelDescription:
     check_sequence_length(model, chosen.sequence_length)
     if chosen.split.changes_modules:
         model = split_copy(model, chosen.split)
-    return _Describer(model, chosen).describe()
+    if chosen.sequence_length < SHORTEST or chosen.compile:
+        return _Describer(model, chosen).describe()
+    try:
+        return _Describer(model, chosen, most_operators=_USUAL_OPERATORS).describe()
+    except ManyOperatorsError:
+        short = extended(partial(_describe_short, model, chosen), chosen.sequence_length)
+        return short or _Describer(model, chosen).describe()
+
+
+def _describe_short(model: nn.Module, options: DescribeOptions, tokens: int, plain: bool) -> ModelDescription:
+    """Describe a model with shorter samples, to be extended; with `plain` not its recomputation."""
+    usual, length = options.inputs, options.sequence_length
+    inputs = None if usual is None else lambda samples: with_row_length(usual(samples), length, tokens)
+    changed = replace(
+        options, sequence_length=tokens, inputs=inputs, partial_recomputation=False,
+        recomputation=options.recomputation and not plain,
+    )  # fmt: skip
+    with silenced(__name__):
+        return _Describer(model, changed, is_short=True).describe()
 
 
 class _Describer:
     """Describe one model, which is split already."""
 
-    def __init__(self, model: nn.Module, options: DescribeOptions) -> None:
+    def __init__(
+        self, model: nn.Module, options: DescribeOptions, *, most_operators: float = math.inf, is_short: bool = False
+    ) -> None:
         self._model, self._options = model, options
+        self._most_operators, self._is_short = most_operators, is_short
         self._name = class_of(model).__name__
         self._modules = modules_by_name(model)
         self._units = find_units(
@@ -221,7 +249,7 @@ class _Describer:
         split = self._options.split
         try:
             trace = self._trace()
-        except CheckpointingError:
+        except (CheckpointingError, ManyOperatorsError):
             raise
         except DescriptionTimeoutError as error:
             raise DescriptionTimeoutError(
@@ -299,7 +327,7 @@ class _Describer:
             capability=options.capability,
             autocast=options.torch_dtype if options.autocast else None, loss=options.loss,
             checkpointed_blocks=self._blocks if options.activation_checkpointing else None,
-            seconds=options.seconds,
+            seconds=options.seconds, most_operators=self._most_operators, is_short=self._is_short,
             partial_recomputation=options.partial_recomputation,
             # parts of a block keep inputs from other parts; copies do not
             reuse_equal_blocks=not options.split.operators,
@@ -371,19 +399,15 @@ class _Describer:
         none = frozenset[int]()
         if not self._options.recomputation or self._checkpointed:
             return [(none, none)]
-        main = {
-            index: self._modules[unit.module_names[0]]
-            for index, unit in enumerate(self._units)
-            if unit.span is GatherSpan.USE
-        }
         blocks = frozenset(
             index
-            for index, module in main.items()
-            if self._units[index].class_name in self._blocks and module._modules
+            for index, unit in enumerate(self._units)
+            if unit.span is GatherSpan.USE
+            and unit.class_name in self._blocks
+            and self._modules[unit.module_names[0]]._modules
         )
-        recomputable = frozenset(index for index in blocks if not has_running_statistics(main[index]))
         offloads = self._options.device_type == "cuda" and not self._options.split.operators
-        return list(dict.fromkeys([(recomputable, blocks if offloads else none), (recomputable, none), (none, none)]))
+        return list(dict.fromkeys([(blocks, blocks if offloads else none), (blocks, none), (none, none)]))
 
     def _units_with_spans(self, trace: Trace) -> tuple[UnitDescription, ...]:
         """Gather units for the whole step if they run several times, like ALBERT's layer, or are read while they do
