@@ -199,7 +199,7 @@ and the largest difference.
 
 | outcome | what it means |
 | --- | --- |
-| trained equal | two AdamW steps with clipping on two processes, in float64, under a plan that gives neighbouring units different layouts, recomputes some blocks and keeps others on the host: losses, gradient norms, parameters and buffers differ from one process by at most {tolerance} (the largest: {worst}) |
+| trained equal | two AdamW steps with clipping on two processes, in float64, under a plan that gives neighbouring units different layouts, recomputes some blocks and keeps others on the host: losses, gradient norms, parameters and buffers differ from one process by at most {tolerance}, as a share of values above 1 (the largest: {worst}) |
 | trained unequal | they differ by more |
 | planned, not trained | described and planned, but the comparison failed; listed below |
 | refused | the stock steps run, and hf_osdp refuses the model; listed below |

@@ -65,7 +65,7 @@ class Row:
     planned: str = ""
     """Layouts of the plan, or why there is none."""
     difference: float | None = None
-    """Largest absolute difference of a loss, gradient norm, parameter or buffer."""
+    """Largest difference of a loss, gradient norm, parameter or buffer, as a share of values above 1."""
     reason: str = ""
     """Why the model was not made or not trained."""
 
@@ -114,11 +114,11 @@ def _tried(row: Row, meshes: Meshes, out: Path) -> Row:
         append(out, replace(row, reason=line_of(error)))
         raise
     if dist.get_rank() == 0:
-        row = replace(row, difference=max(trained.worst_error(reference).values()))
+        row = replace(row, difference=_difference(trained, reference))
     if any(_exchanged((row.difference or 0.0) > TOLERANCE)):  # the stock steps may depend on rounding, too
         again = [_reference(_rounded(_made(row.name)[0], seed), batches) for seed in range(4 * dist.get_rank())]
         others = [each for each in _exchanged(again)[1] if isinstance(each, Trained)]
-        by_rounding = max(max(each.worst_error(reference).values()) for each in others)
+        by_rounding = max((_difference(each, reference) for each in others), default=0.0)
         if dist.get_rank() == 0 and (row.difference or 0.0) <= 10 * by_rounding:
             row = replace(
                 row, stock=f"results differ by {by_rounding:.0e} with the weights' last bit", difference=None
@@ -145,6 +145,13 @@ def _rounded(model: nn.Module, seed: int) -> nn.Module:
         last = torch.randint(-1, 2, weight.shape, generator=made, dtype=weight.dtype)
         weight.data *= 1 + torch.finfo(weight.dtype).eps * last
     return model
+
+
+def _difference(one: Trained, other: Trained) -> float:
+    pairs = [(one.losses, other.losses), (one.norms, other.norms)]
+    pairs += [(one.parameters[name], value) for name, value in other.parameters.items() if value.numel()]
+    tensors = ((torch.as_tensor(a).double(), torch.as_tensor(b).double()) for a, b in pairs)
+    return torch.stack([((a - b).abs() / b.abs().clamp(min=1)).max() for a, b in tensors]).max().item()
 
 
 def _exchanged(value: Any) -> list[Any]:

@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from traceback import walk_tb
@@ -145,7 +146,9 @@ def describe(model_or_config: object, **options: Any) -> ModelDescription:
         return short or _Describer(model, chosen).describe()
 
 
-def _describe_short(model: nn.Module, options: DescribeOptions, tokens: int, plain: bool) -> ModelDescription:
+def _describe_short(
+    model: nn.Module, options: DescribeOptions, tokens: int, *, plain: bool = False, warns: bool = False
+) -> ModelDescription:
     """Describe a model with shorter samples, to be extended; with `plain` not its recomputation."""
     usual, length = options.inputs, options.sequence_length
     inputs = None if usual is None else lambda samples: with_row_length(usual(samples), length, tokens)
@@ -153,7 +156,7 @@ def _describe_short(model: nn.Module, options: DescribeOptions, tokens: int, pla
         options, sequence_length=tokens, inputs=inputs, partial_recomputation=False,
         recomputation=options.recomputation and not plain,
     )  # fmt: skip
-    with silenced(__name__):
+    with nullcontext() if warns else silenced(__name__):
         return _Describer(model, changed, is_short=True).describe()
 
 

@@ -25,22 +25,22 @@ _SAMPLES = (1, 2, 3, 8, 64)
 """Batch sizes at which peaks are compared."""
 
 
-def extended(describe_at: Callable[[int, bool], ModelDescription], tokens: int) -> ModelDescription | None:
+def extended(describe_at: Callable[..., ModelDescription], tokens: int) -> ModelDescription | None:
     """Return the description at a length, extended from three short ones; None if nothing grows with the tokens, or
     if a trace at a fourth length has other costs.
 
     Args:
-        describe_at: describes the model at a number of tokens (`TraceOptions.is_short`); true leaves recomputation
-            out.
+        describe_at: describes the model at a number of tokens (`TraceOptions.is_short`), with `plain` without
+            recomputation, with `warns` with its warnings.
         tokens: the length of a sample.
     """
     for step in _STEPS:
         lengths = [tokens % step + step * n for n in (1, 2, 3)]
         try:
-            checked = describe_at(tokens % step + max(_CHECKED, 8 * step), True)
-            if _operators(describe_at(lengths[0], True)) == _operators(checked):
+            checked = describe_at(tokens % step + max(_CHECKED, 8 * step), plain=True)
+            if _operators(describe_at(lengths[0], plain=True)) == _operators(checked):
                 return None
-            short = [describe_at(length, False) for length in lengths]
+            short = [describe_at(length, warns=length == lengths[-1]) for length in lengths]
             if _same(_plain(_at(short, checked.sequence_length)), _plain(checked)):
                 text = f"{short[0].trace}, extended from {', '.join(map(str, lengths))} tokens"
                 return replace(_at(short, tokens), trace=text)
