@@ -311,7 +311,7 @@ def test_plan_takes_devices_and_times_of_a_profile(model, description, tmp_path)
         ),
         (
             ("--split-vocabulary", "--no-operator-splitting"),
-            "split_vocabulary=True has no effect with operator_splitting",
+            "--split-vocabulary=True has no effect with --operator-splitting=False",
         ),
     ],
 )
