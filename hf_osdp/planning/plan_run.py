@@ -14,6 +14,7 @@ from torch import nn
 from ..distributed.consensus import on_rank_zero, require_same_run
 from ..distributed.device import own_gpu
 from ..distributed.mesh import Meshes, find_topology, rank
+from ..distributed.said_once import say_while_planning
 from ..errors import InfeasibleError, OSDPError, PlanError, refuse_first
 from ..modeling.batch import check_inputs
 from ..modeling.build import without_checkpointing
@@ -109,7 +110,8 @@ def plan_run(model: nn.Module, job: Job) -> PlannedRun:
     if job.config.inputs is not None:
         check_inputs(job.config.inputs, model)
 
-    run = _searched(model, job) if job.config.plan is None else _given(model, job)
+    with say_while_planning():
+        run = _searched(model, job) if job.config.plan is None else _given(model, job)
     planning_s = time.perf_counter() - started
     return replace(run, planning_s=planning_s, findings=_findings(run, job, model), trains=job.trains)
 
@@ -141,7 +143,7 @@ def _searched(model: nn.Module, job: Job) -> PlannedRun:
     )  # fmt: skip
     if rank() != 0:
         return run
-    comparison = found.compared() if config.compare else None
+    comparison = tuple(found.compared()) if config.compare else None
     return replace(
         run,
         search=estimated(problem, plan),

@@ -109,7 +109,7 @@ def test_other_blocks_than_one_process_has_differ_by_less_than_quantizing_does()
     assert 0 < apart(weights, one) < 1.5 * apart(alone(made, "AdamW", ODD_WIDTH, 6), one)
 
 
-@pytest.fixture(scope="module", params=["force_eager", pytest.param("default", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["force_eager", "default"])
 def stance(request) -> str:
     """Of torch.compile."""
     return request.param
@@ -129,6 +129,7 @@ def trainer_arguments(folder: Path, samples: int, **options: object) -> Training
     return arguments(str(folder), per_device_train_batch_size=samples, optim="adamw_torch_8bit", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.on_ranks(2, init=False)
 def test_trainer_with_adamw_torch_8bit_equals_the_stock_one(tmp_path, stock, stance):
     args = trainer_arguments(tmp_path, 4, save_strategy="steps", save_steps=2)
@@ -176,9 +177,10 @@ def stock_after_evaluation(request, tmp_path_factory) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize(
     ("stock_after_evaluation", "optim"),
-    [("adamw_torch_8bit",) * 2, pytest.param("adamw_torch_4bit", "adamw_torch_4bit", marks=pytest.mark.slow)],
+    [("adamw_torch_8bit",) * 2, ("adamw_torch_4bit",) * 2],
     indirect=["stock_after_evaluation"],
 )
+@pytest.mark.slow
 @pytest.mark.on_ranks(2, init=False)
 def test_an_optimizer_made_after_an_evaluation_steps_shards_as_well(tmp_path, stock_after_evaluation, optim):
     plan = mixed_plan(gpt2(WIDTH), 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)
