@@ -236,10 +236,12 @@ well; it takes five times as long. A sample of 20 classes runs in the tests (`te
   outside of blocks belong to the root, except for modules with 2 % of the model's parameters, which are units. Buffers are replicated, and
   come from rank 0 at the start.
 - **Batch norm** (ResNet) stays in float32 under bf16 and fp16: batch norms are then units of their own, and frozen ones return their input's
+<<<<<<< HEAD
   dtype. Each rank normalises by its own samples, as in plain data parallelism.
 - **Buffers that forward changes** (batch norm, I-BERT's ranges of activations): each rank has its own, as in FSDP2, and rank 0's are saved,
   with which the comparison is made. Blocks with such buffers are not recomputed, because a second forward would change them twice.
-- **Mixture of experts**: every expert is in its block's unit. In float64 the experts run one by one (`experts_implementation="eager"`);
+- **Mixture of experts**: every expert is in its block's unit. With fewer experts than ranks their stacked tensors are sharded along another
+  dimension, which divides evenly ([figures](ways_to_fit.md#fewer-experts-than-ranks)). In float64 the experts run one by one (`experts_implementation="eager"`);
   `grouped_mm`, the default, does not support float64.
 - Norms and losses that compute in float32 whatever the dtype of the parameters compute in float64 in this comparison, or their sums would
   depend on their order in the 8th digit.
