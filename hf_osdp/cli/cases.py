@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ..errors import InfeasibleError, OSDPError, Remedy, nearest
+from ..errors import InfeasibleError, OSDPError, Price, Remedy, nearest
 from ..modeling.catalogue import find_shape, shape_names
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware
@@ -247,7 +247,7 @@ class Case:
                 host = Case(replace(request, host_memory=memory)).hardware
                 with suppress(OSDPError, ValueError):
                     search(replace(problem, hardware=host, job=job))
-                    yield Remedy(f"a host with {memory} (--host-memory {memory})")
+                    yield Remedy(f"a host with {memory} (--host-memory {memory})", price=Price.DEVICES)
                     break
         if request.lora_rank is None:
             adapted = Case(replace(request, lora_rank=_REMEDY_RANK))
@@ -255,7 +255,7 @@ class Case:
             with suppress(OSDPError, ValueError, ImportError):  # peft is missing, or knows no target in this model
                 description = adapted.describer().describe()
                 if fits_by_estimate(replace(problem, description=description)):
-                    yield Remedy(f"adapters, which train less (--lora-rank {_REMEDY_RANK})")
+                    yield Remedy(f"adapters, which train less (--lora-rank {_REMEDY_RANK})", price=Price.SIZE)
 
     def describer(self, model_config: object = None, job: Job | None = None) -> Describer:
         """Return a describer of the model, or of another configuration's model, perhaps for another job."""

@@ -108,7 +108,7 @@ class Planned:
 
     @cached_property
     def compared(self) -> tuple[StrategyResult, ...]:
-        return self.case.found.compared()
+        return tuple(self.case.found.compared())
 
     @property
     def options(self) -> dict[str, object]:

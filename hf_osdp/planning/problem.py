@@ -6,7 +6,7 @@ All plans of runs are found here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -75,20 +75,11 @@ class FoundPlan:
         """The model without compilation; None if no block is compiled."""
         return self.builder.eager if self.whole.compiled_classes else None
 
-    def compared(self, *, compiles: bool = False) -> tuple[StrategyResult, ...]:
-        """Return every strategy at its own best batch, OSDP first; `compiles` also compares with compiled blocks,
-        which takes seconds.
-        """
-        other = self._compiled() if compiles and not self.whole.compiled_classes else self.eager
+    def compared(self) -> Iterator[StrategyResult]:
+        """Yield every strategy at its own best batch, OSDP first, and if blocks are compiled, eager ones too."""
         return compare_strategies(
-            replace(self.problem, description=self.whole), split=self.problem.description, other=other
+            replace(self.problem, description=self.whole), split=self.problem.description, eager=self.eager
         )
-
-    def _compiled(self) -> ModelDescription | None:
-        """Return the whole model with compiled blocks, at its best plan's batch; None if no block compiles."""
-        builder = self.builder
-        whole = builder.for_job(builder.job.asking(compile=True, operator_splitting=False)).find().whole
-        return whole if whole.compiled_classes else None
 
 
 def find_plan(
@@ -282,15 +273,9 @@ class Describer:
         split: ModelSplit = WHOLE_BLOCKS,
         *,
         micro_batch_size: int = TRACED_MICRO_BATCH,
-        least_memory: bool = False,
     ) -> ModelDescription:
-        """Describe the model with a split, or raise DescriptionError; `least_memory` omits options that never lower
-        the least peak.
-        """
-        sizes = {
-            "micro_batch_size": micro_batch_size if self._job.config.compile else TRACED_MICRO_BATCH,
-            "partial_recomputation": not least_memory,
-        }
+        """Describe the model with a split, or raise DescriptionError."""
+        sizes = {"micro_batch_size": micro_batch_size if self._job.config.compile else TRACED_MICRO_BATCH}
         try:
             return self._sharing_ways(split, **sizes) or self._describe(split, **sizes)
         except DescriptionError as error:

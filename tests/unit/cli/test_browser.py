@@ -108,9 +108,14 @@ def test_page_answers_three_questions(address, browser, tmp_path):
     # a limit that the device does not have: one line, and the form is as it was
     fill(page, replace(QUESTION, memory_limit="41GiB"))
     page.click("#ask")
-    expect(text("error")).to_contain_text("--memory-limit 41GiB is more than the 40.0 GiB of A100-40")
+    expect(text("error")).to_contain_text('"Limit per device" 41GiB is more than the 40.0 GiB of A100-40')
     expect(text("plan")).to_be_hidden()
     assert held(page, "config") == QUESTION.config and held(page, "memory_limit") == "41GiB"
+
+    # nothing fits: the page's fields in place of flags
+    fill(page, replace(QUESTION, memory_limit="1GiB"))
+    page.click("#ask")
+    expect(text("error")).to_contain_text('"Limit per device" 1GiB leaves nothing for tensors')
 
     # a link with a word that is no part of a question, then one that somebody sent, and the sliders
     page.goto(address + "?devise=h100")
@@ -200,7 +205,7 @@ def test_page_of_a_phone_shows_whole_tables_and_chart(answered):
 def test_numbers_that_are_not_whole_are_named_and_enter_plans(answered):
     page, expect = answered(1280, 800), playwright.expect
     count = page.locator("#devices_per_node input")
-    for number, said in (("2.5", "--devices-per-node 2.5 is not a whole number"), ("", "--devices-per-node is empty")):
+    for number, said in (("2.5", '"Devices in each" 2.5 is not a whole number'), ("", '"Devices in each" is empty')):
         count.fill(number)
         count.press("Enter")
         expect(page.locator("#error")).to_contain_text(said, timeout=PATIENCE_MS)

@@ -227,25 +227,18 @@ def test_margin_is_an_option_of_all_planning_commands(model, description):
 
 @pytest.mark.slow  # its blocks are compiled
 def test_compare_holds_all_strategies_and_the_front(model, description, tmp_path):
-    rows = compare_strategies(problem(description, HARDWARE, replace(JOB, micro_batch_size=2), LIMIT))
-    fixed = ("--micro-batch-size", 2)  # any other is another compilation
+    rows = list(compare_strategies(problem(description, HARDWARE, replace(JOB, micro_batch_size=2), LIMIT)))
+    fixed = ("--micro-batch-size", 2)
     done = call(
         "compare", model, *WHOLE, *fixed, "--points", 3, "--json", tmp_path / "x.json", "--plot", tmp_path / "x.png"
     )
     assert done.exit_code == 0, done.output
     said = json.loads((tmp_path / "x.json").read_text())
-    peaks = [row["peak_bytes"] for row in said["strategies"] if "peak_bytes" in row]
+    others = [row.result for row in rows if row.result]
     most = problem(
         description, HARDWARE, replace(JOB, micro_batch_size=2), HARDWARE.room_bytes(HARDWARE.device.memory_bytes)
     )
-    front = frontier(most, points=3, at=[HARDWARE.room_bytes(LIMIT), *peaks])
-    compiled = [row for row in said["strategies"] if "compiled" in row["strategy"]]
-    assert [row["strategy"] for row in compiled] == [
-        "osdp, compiled",
-        "fsdp, compiled, as it comes",
-        "fsdp, compiled, all recomputed",
-    ]
-    said["strategies"] = [row for row in said["strategies"] if row not in compiled]
+    front = frontier(most, points=3, known={HARDWARE.room_bytes(LIMIT): rows[0].result}, others=others, at_once=2)
     assert said == json.loads(json.dumps(comparison_content(HARDWARE, LIMIT, rows, front)))
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert_readable(done.stdout)
@@ -255,7 +248,6 @@ def test_compare_holds_all_strategies_and_the_front(model, description, tmp_path
 @pytest.mark.slow
 def test_what_if_answers_by_searching(model, description, monkeypatch):
     monkeypatch.setattr(what_if, "_LONGEST", 64)  # every size that is tried is another trace
-    monkeypatch.setattr(what_if, "_WIDEST", 1.25)
     answers = {row["question"]: row for row in as_json("what-if", model, *WHOLE)["answers"]}
     now = search(problem(description, HARDWARE, JOB, LIMIT)).plan
     assert answers["now"]["result"]["samples_per_s"] == now.samples_per_s
@@ -268,10 +260,10 @@ def test_what_if_answers_by_searching(model, description, monkeypatch):
     ).plan
     assert answers["one more device"]["result"]["samples_per_s"] == more.samples_per_s
     assert "from 32 to 35" in answers["one more device"]["change"]
-    longest, widest = answers["longest sequence"], answers["largest width"]
+    longest = answers["longest sequence"]
     assert longest["result"]["sequence_length"] == 64 and longest["result"]["peak_bytes"] <= LIMIT
     assert longest["change"] == "64 tokens or more"
-    assert widest["parameters"] > description.numel and widest["result"]["peak_bytes"] <= LIMIT
+    assert list(answers) == ["now", "one more device", "twice the memory", "half the sequence", "longest sequence"]
 
 
 def test_plan_takes_devices_and_times_of_a_profile(model, description, tmp_path):
