@@ -1,6 +1,4 @@
-"""Costs of one layout for one unit, with FSDP2's allocations (torch/distributed/fsdp/_fully_shard): bytes on the
-fullest rank, seconds.
-"""
+"""Costs of one layout for one unit, with FSDP2's allocations: bytes on the fullest rank, seconds."""
 
 from __future__ import annotations
 
@@ -223,7 +221,7 @@ def reduce_input(unit: UnitDescription, shard_size: int, job: TrainingJob) -> in
     """Return the bytes of the input of a reduce-scatter: each gradient's rows, padded to a multiple of the shard
     group.
 
-    See `_get_dim0_padded_size` in torch/distributed/fsdp/_fully_shard/_fsdp_common.py.
+    See FSDP2's `_get_dim0_padded_size`.
     """
     return sum(
         shard_size * p.sharded_numel(shard_size) * job.precision.reduced_dtype(p).itemsize for p in unit.trainable
