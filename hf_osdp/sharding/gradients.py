@@ -49,14 +49,14 @@ def _local_power(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tenso
     device = collective_device() if world_size() > 1 else _main_device(grads)
     groups: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
     for grad in grads:
-        groups.setdefault((_shard_size(grad), local(grad).device), []).append(local(grad))
+        groups.setdefault((shard_size(grad), local(grad).device), []).append(local(grad))
     value = torch.zeros((), dtype=torch.float64, device=device)
-    for (shard_size, _), locals_ in groups.items():
+    for (shards, _), locals_ in groups.items():
         norms = torch.stack([_norm(tensor, norm_type).double() for tensor in locals_]).to(device)
         if math.isinf(norm_type):
             value = torch.maximum(value, norms.max())
         else:
-            value = value + norms.pow(norm_type).sum() * (shard_size / world_size())
+            value = value + norms.pow(norm_type).sum() * (shards / world_size())
     return value
 
 
@@ -127,7 +127,8 @@ def _main_device(grads: Sequence[torch.Tensor]) -> torch.device:
     return next((local(grad).device for grad in grads if local(grad).device.type != "cpu"), torch.device("cpu"))
 
 
-def _shard_size(tensor: torch.Tensor) -> int:
+def shard_size(tensor: torch.Tensor) -> int:
+    """Return over how many ranks a tensor is sharded; the other ranks have replicas."""
     if not isinstance(tensor, DTensor):
         return 1
     return math.prod(

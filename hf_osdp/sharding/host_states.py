@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import OSDPError
 from ..modeling.activation_offload import copy_stream, host_tensor
-from ..modeling.units import canonical_name
+from ..modeling.units import named_parameters
 from ..planner.description import UnitDescription
 from ..planner.plan import Plan
 from .gradients import local
@@ -53,7 +53,7 @@ def bind_optimizer(
     if problem is not None:
         raise OSDPError(f"The plan steps units one by one, but {problem}; set offload_optimizer=False.")
     stages = interceptor_of(unwrapped(optimizers[0])).stages
-    named = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    named = named_parameters(model)
     if not stages:
         stages.append(_HostStates([[named[p.name] for p in unit.trainable] for unit in offloaded]))
 

@@ -18,11 +18,11 @@ from ..distributed.mesh import world_size
 from ..errors import OSDPError
 from ..modeling.split.names import keep_positions, split_names
 from ..modeling.step_hooks import before_step
-from ..modeling.units import canonical_name
+from ..modeling.units import canonical_name, named_parameters
 from .bitsandbytes import in_float32, is_bitsandbytes, quantize_as_whole, spec_of_bitsandbytes
 from .environment import host_parameters
-from .gradients import local
-from .muon import is_muon, is_shared, step_sharded
+from .gradients import local, shard_size
+from .muon import is_muon, step_sharded
 from .optimizer import ELEMENT_WISE, check_optimizer, unwrapped
 
 _FUSED_ON_HOST = (torch.optim.Adam, torch.optim.AdamW)
@@ -75,8 +75,9 @@ def rebind_parameters(
     A sliced parameter is replaced by all its slices. Refuse the same optimizers as `release_parameters`.
     """
     release_parameters(optimizer, old_names)
-    new = {canonical_name(name): [parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
-    new |= {name: [new[part][0] for part in whole.parts] for name, whole in split_names(model).items()}
+    named = named_parameters(model)
+    new = {name: [parameter] for name, parameter in named.items()}
+    new |= {name: [named[part] for part in whole.parts] for name, whole in split_names(model).items()}
     if missing := [name for group in optimizer.param_groups for name in group["params"] if name not in new]:
         raise OSDPError(
             f"The sharded model has no parameter {missing[0]!r} ({len(missing)} missing), which the optimizer updates."
@@ -102,7 +103,7 @@ def step_on_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 def _apart(model: nn.Module) -> list[nn.Parameter]:
     """Return parameters that are on the host, or slices of a whole parameter."""
-    named = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    named = named_parameters(model)
     return host_parameters(model) + [named[part] for whole in split_names(model).values() for part in whole.parts]
 
 
@@ -175,7 +176,7 @@ class _Interceptor:
     ) -> Iterator[None]:
         """Step groups of one kind of parameters; then restore the optimizer's own groups and states."""
         whole, plain = optimizer.param_groups, in_float32(optimizer)
-        stand_ins: list[tuple[nn.Parameter, nn.Parameter]] = []
+        stand_ins: list[tuple[Any, nn.Parameter]] = []
         gathered: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
         parts = [self._split(optimizer, group, stand_ins, gathered) for group in whole]
         if stand_ins or gathered:
@@ -200,7 +201,7 @@ class _Interceptor:
         self,
         optimizer: torch.optim.Optimizer,
         group: dict[str, Any],
-        stand_ins: list[tuple[nn.Parameter, nn.Parameter]],
+        stand_ins: list[tuple[Any, nn.Parameter]],
         gathered: list[tuple[dict[str, Any], list[nn.Parameter]]],
     ) -> list[dict[str, Any]]:
         """Return the group itself if all its parameters are of one kind on the device, else one group for each kind.
@@ -209,13 +210,13 @@ class _Interceptor:
         stepped after the optimizer's own step to `gathered`, with their group.
         """
         kinds: dict[tuple[torch.device, bool, bool], list[nn.Parameter]] = {}
-        given = group["params"]
-        if is_muon(optimizer) and (shared := [p for p in given if is_shared(p)]):
+        given, on_shards = group["params"], steps_shards(optimizer)
+        if is_muon(optimizer) and (shared := [p for p in given if shard_size(p) > 1]):
             gathered.append((group, shared))
-            given = [p for p in given if not is_shared(p)]
+            given = [p for p in given if shard_size(p) == 1]
         for parameter in given:
             on_host = id(parameter) in self.host
-            if steps_shards(optimizer) and isinstance(parameter, DTensor):
+            if on_shards and isinstance(parameter, DTensor):
                 stand_ins.append((parameter, _stand_in(parameter)))
                 parameter = stand_ins[-1][1]
             kinds.setdefault((local(parameter).device, isinstance(parameter, DTensor), on_host), []).append(parameter)
@@ -246,9 +247,7 @@ def _stand_in(parameter: Any) -> nn.Parameter:  # noqa: ANN401  (a parameter tha
 
 
 @contextmanager
-def _states_of(
-    optimizer: torch.optim.Optimizer, stand_ins: Sequence[tuple[nn.Parameter, nn.Parameter]]
-) -> Iterator[None]:
+def _states_of(optimizer: torch.optim.Optimizer, stand_ins: Sequence[tuple[Any, nn.Parameter]]) -> Iterator[None]:
     """Give the states of sharded parameters to their stand-ins, and take them and the results back."""
     for parameter, shard in stand_ins:
         if parameter in optimizer.state:
