@@ -107,7 +107,7 @@ def apply_plan(
     refuse_hooks(model)
     view_in(model, None if mp_policy is None else mp_policy.param_dtype)
     replaced = [parameter for parameter in model.parameters() if parameter not in ignored]
-    _fully_shard(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pin_memory)
+    _shard_units(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pin_memory)
     clip_across_meshes()
     WeightReads(model, units, scalars, replaced, is_alone=meshes.is_silent)
     return model
@@ -135,7 +135,7 @@ def _change_forwards(units: list[_Unit], compiled_classes: Collection[str]) -> N
             offload(unit.modules[0])
 
 
-def _fully_shard(
+def _shard_units(
     model: nn.Module,
     units: list[_Unit],
     ignored: set[nn.Parameter],

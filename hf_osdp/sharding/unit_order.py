@@ -348,11 +348,4 @@ def _use_one_dtype(group: UnitGroup) -> None:
 
 def _modules_with_units(root: nn.Module) -> list[nn.Module]:
     """Return the units' modules and those around them, whose calls gather."""
-    units = {name for name, module in root.named_modules() if parameter_groups(module)}
-    around = {
-        ".".join(name.split(".")[:depth])
-        for name in units
-        for depth in range(name.count(".") + 2)
-        if name or not depth
-    }
-    return [module for name, module in root.named_modules() if name in around]
+    return [module for module in root.modules() if any(map(parameter_groups, module.modules()))]

@@ -62,7 +62,7 @@ PARTS: dict[object, tuple[str, ...]] = {
     modules: ("_is_fsdp_managed_module",),
 }  # fmt: skip
 PRIVATE = re.compile(
-    r"_fully_shard\._|\b_(all_gather_result|post_forward_indices|training_state|partial_reduce_output|all_gather_comm|"
+    r"_fully_shard\b|\b_(all_gather_result|post_forward_indices|training_state|partial_reduce_output|all_gather_comm|"
     r"reduce_scatter_comm|get_fsdp_state|fsdp_param_groups?|to_sharded|unsharded_param|module_info|lazy_init|"
     r"root_post_backward_final_callback|pre_backward|auto_reshard_after_forward|state_ctx|module_fqn)\b"
 )
