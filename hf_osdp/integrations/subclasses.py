@@ -1,4 +1,4 @@
-"""Support other subclasses of `transformers.Trainer`, such as TRL's: plan after their `__init__`, save full
+"""Support other subclasses of `transformers.Trainer`, such as TRL's: plan when they are made, save full
 weights, trace their loss.
 """
 
@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from abc import ABCMeta
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -41,25 +42,16 @@ def check_order(cls: type, ours: type) -> None:
         )
 
 
-def plan_after_init(init: Callable[..., None]) -> Callable[..., None]:
-    """Return an `__init__` that accepts `osdp=`, and plans after the outermost one has returned, if there is data."""
-    takes_osdp = "osdp" in inspect.signature(init).parameters
+class PlansWhenMade(ABCMeta):
+    """Make a Trainer of any subclass, with `osdp=` if its `__init__` does not take it; then plan, if there is data."""
 
-    @functools.wraps(init)
-    def planning(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  our Trainer
-        if "osdp" in kwargs and not takes_osdp:
-            self._osdp_argument = kwargs.pop("osdp")
-        outermost = not self.__dict__.get("_in_init", False)
-        self._in_init = True
-        try:
-            init(self, *args, **kwargs)
-        finally:
-            if outermost:
-                del self._in_init
-        if outermost:
-            self._plan_if_data()
-
-    return planning
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  our Trainer
+        trainer: Any = cls.__new__(cls)  # type: ignore[arg-type, call-arg]
+        if "osdp" in kwargs and "osdp" not in inspect.signature(cls.__init__).parameters:  # type: ignore[misc]
+            trainer._osdp_argument = kwargs.pop("osdp")
+        trainer.__init__(*args, **kwargs)
+        trainer._plan_if_data()  # subclasses change model, data and loss in their `__init__`
+        return trainer
 
 
 def with_full_weights(save: Callable[..., None]) -> Callable[..., None]:

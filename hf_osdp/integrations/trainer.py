@@ -30,7 +30,7 @@ from .accelerator import OSDPAccelerator
 from .announce import announce_result, plan_and_announce
 from .checkpoints import patched
 from .plugin import OSDPPlugin
-from .subclasses import check_order, plan_after_init, with_full_weights
+from .subclasses import PlansWhenMade, check_order, with_full_weights
 from .trainer_arguments import (
     copied_arguments,
     copy_changes,
@@ -44,7 +44,7 @@ from .trainer_facts import facts_of_trainer, refuse_changes
 from .trainer_loss import scale_loss
 
 
-class Trainer(TrainerCheckpoints):
+class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
     """`transformers.Trainer` that shards each unit of the model by a plan.
 
     The constructor makes the plan, or without a dataset the first call of `train`, `evaluate` or `predict`. The
@@ -70,7 +70,6 @@ class Trainer(TrainerCheckpoints):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_order(cls, Trainer)
-        cls.__init__ = plan_after_init(cls.__init__)  # type: ignore[method-assign]
         if any("_save" in vars(other) for other in cls.__mro__[: cls.__mro__.index(Trainer)]):
             cls._save = with_full_weights(cls._save)  # type: ignore[method-assign]
 
@@ -97,9 +96,7 @@ class Trainer(TrainerCheckpoints):
         super().__init__(*call.args[1:], **call.kwargs)
 
     def _plan_if_data(self) -> None:
-        """Plan after the outermost `__init__` has returned, since subclasses change model, data and loss in theirs;
-        without data, leave it to the call that brings them.
-        """
+        """Plan for the data; without any, leave it to the call that brings them."""
         if self._osdp is not None and not (self.train_dataset is None and self.eval_dataset is None):
             self._plan_now(trains=self.train_dataset is not None)
 
@@ -245,9 +242,6 @@ class Trainer(TrainerCheckpoints):
             announce_result(self._run, self._meter.summary(), self.args.output_dir if self._osdp.report else None)
         self._stop.exit()
         return output
-
-
-Trainer.__init__ = plan_after_init(Trainer.__init__)  # type: ignore[method-assign]
 
 
 def with_osdp(trainer_class: type[StockTrainer]) -> type[StockTrainer]:

@@ -393,12 +393,6 @@ class ModelDescription:
         return frozenset(segment.unit for segment in self.segments if segment.sent_bytes != Affine())
 
     @property
-    def calls(self) -> tuple[int, ...]:
-        """Number of gathers of each unit in a forward pass: once, except units with span CALLS."""
-        runs = Counter(segment.unit for segment in self.segments)
-        return tuple(max(1, runs[i]) if unit.span is GatherSpan.CALLS else 1 for i, unit in enumerate(self.units))
-
-    @property
     def fingerprint(self) -> str:
         """Hash of the units and their parameters (names, shapes, dtypes); models with equal fingerprints can share
         a plan.

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import chain
 
 from ..errors import InfeasibleError
 from ..planner.cost.evaluate import PlanEstimate
 from ..planner.cost.memory import estimate_memory
-from ..planner.cost.timing import TimeEstimate, UnitTimer
+from ..planner.cost.timing import ACTIVATIONS, TimeEstimate, UnitTimer
 from ..planner.decision import UnitLayout
 from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
@@ -25,8 +26,6 @@ from .tables import PlanRow, plan_rows
 _GAIN = 1.001
 """Throughput ratio above which a change counts as a gain; smaller gains are rounding errors of the objective."""
 _UNLIMITED = 2**60 - 1
-_ACTIVATIONS = "activations"
-"""The stream of copies to the host and back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,32 +141,18 @@ def stream_times(
     """Return seconds of a step by kind of work; a unit's exposed time is divided among its collectives in
     proportion to their time.
     """
-    batch, layouts = plan.batch, plan.layouts(description)
-    timer, steps = UnitTimer(description, hardware, job, batch), batch.accumulation_steps
-    totals = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce", _ACTIVATIONS), (0.0, 0.0))
-
-    def add(times: int, hidden_s: float, **work: float) -> None:
-        """Add work that runs `times` per step; compute hides `hidden_s` of its total."""
-        whole = sum(work.values())
-        share = max(0.0, whole - hidden_s) / whole if whole else 0.0
-        for name, seconds in work.items():
-            total, exposed = totals[name]
-            totals[name] = total + times * seconds, exposed + times * seconds * share
-
-    for index, choice in enumerate(layouts):
-        terms, window = timer.terms(index, choice), timer.work(choice)[1][index]
-        trip = timer.trips(choice.activations)[index]
-        backward = {"all-gather": terms.gather_backward, _ACTIVATIONS: trip.back_beside}
-        early = terms.reduce_scatter if batch.reduce_scatters(choice) > 1 else 0.0
-        add(steps, window.forward, **{"all-gather": terms.gather_forward, _ACTIVATIONS: trip.out})
-        add(steps, 0.0, **{_ACTIVATIONS: trip.back_before})
-        add(steps - 1, window.backward, **backward, **{"reduce-scatter": early})
-        add(1, window.backward, **backward, **{"reduce-scatter": terms.reduce_scatter, "all-reduce": terms.all_reduce})
-        for call in window.later:
-            add(steps, call.forward, **{"all-gather": terms.gather_forward})
-            add(steps, call.backward, **{"all-gather": terms.gather_backward})
-    if not totals[_ACTIVATIONS][0]:
-        del totals[_ACTIVATIONS]
+    layouts = plan.layouts(description)
+    timer = UnitTimer(description, hardware, job, plan.batch)
+    totals = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce", ACTIVATIONS), (0.0, 0.0))
+    for times, hidden_s, seconds in chain.from_iterable(map(timer.overlaps, range(len(layouts)), layouts)):
+        whole_s = sum(seconds.values())
+        share = max(0.0, whole_s - hidden_s) / whole_s if whole_s else 0.0
+        for stream, own_s in seconds.items():
+            name = str.removeprefix(stream, "two_stage_").replace("_", "-")
+            total_s, exposed_s = totals[name]
+            totals[name] = total_s + times * own_s, exposed_s + times * own_s * share
+    if not totals[ACTIVATIONS][0]:
+        del totals[ACTIVATIONS]
     time = TimeEstimate(units=tuple(map(timer, range(len(layouts)), layouts)))
     compute, copies, optimizer = (time.total(term) for term in ("compute_s", "copy_s", "optimizer_s"))
     named = {"compute": (compute, compute), **totals, "copies": (copies, copies), "optimizer": (optimizer, optimizer)}

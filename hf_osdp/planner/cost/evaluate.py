@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from ..decision import UnitLayout
 from ..description import ModelDescription
 from ..hardware import Collective, Hardware
 from ..job import TrainingJob
 from ..plan import Plan
-from .collectives import TWO_STAGE
 from .memory import MemoryEstimate, estimate_memory
 from .timing import TimeEstimate, UnitTimer
 
@@ -41,21 +41,14 @@ def estimate_plan(
     return PlanEstimate(
         memory=memory,
         time=TimeEstimate(units=tuple(map(timer, range(len(layouts)), layouts))),
-        collectives=_collectives(plan, layouts, description.calls, timer),
+        collectives=_collectives(timer, layouts),
     )
 
 
-def _collectives(
-    plan: Plan, layouts: Sequence[UnitLayout], calls: Sequence[int], timer: UnitTimer
-) -> dict[Collective, float]:
-    """Return the seconds of a step in each collective: gathers of every micro-step, reduce-scatters, one all-reduce
-    between replicas.
-    """
+def _collectives(timer: UnitTimer, layouts: Sequence[UnitLayout]) -> dict[Collective, float]:
+    """Return the seconds of a step in each collective."""
     seconds = dict.fromkeys(Collective, 0.0)
-    for index, (times, layout) in enumerate(zip(calls, layouts, strict=True)):
-        terms = timer.terms(index, layout)
-        gather, scatter = TWO_STAGE.values() if layout.two_stage else TWO_STAGE.keys()
-        seconds[gather] += plan.accumulation_steps * times * (terms.gather_forward + terms.gather_backward)
-        seconds[scatter] += plan.batch.reduce_scatters(layout) * terms.reduce_scatter
-        seconds[Collective.ALL_REDUCE] += terms.all_reduce
+    for times, _, work in chain.from_iterable(map(timer.overlaps, range(len(layouts)), layouts)):
+        for name in seconds.keys() & work.keys():
+            seconds[name] += times * work[name]
     return seconds

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import NamedTuple
 
 from ..affine import Affine
 from ..decision import Batch, UnitLayout
 from ..description import Activations, GatherSpan, ModelDescription, PhaseCost, UnitDescription
-from ..hardware import Hardware
+from ..hardware import Collective, Hardware
 from ..job import TrainingJob
+from .collectives import TWO_STAGE
 from .units import UnitSeconds, host_of, once_per_shape, queue_seconds, unit_seconds
+
+ACTIVATIONS = "activations"
+"""The stream that copies activations to the host and back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,11 +240,46 @@ class UnitTimer:
 
     def __call__(self, index: int, layout: UnitLayout) -> UnitTime:
         """Return the seconds of a unit under a layout."""
+        compute_s, windows, trip = self._parts(index, layout)
+        return unit_time(self.terms(index, layout), layout, windows, compute_s, self._batch, trip)
+
+    def overlaps(self, index: int, layout: UnitLayout) -> Iterator[Overlap]:
+        """Yield a unit's communication under a layout."""
+        _, windows, trip = self._parts(index, layout)
+        return overlaps_of(self.terms(index, layout), layout, windows, self._batch, trip)
+
+    def _parts(self, index: int, layout: UnitLayout) -> tuple[float, Windows, HostTrip]:
         # units that are kept for the whole step count as if the blocks were freed
         whole_step = self._description.units[index].span is GatherSpan.STEP
         compute_s, windows = self.work(replace(layout, reshard_after_forward=True) if whole_step else layout)
-        trip = self.trips(layout.activations)[index]
-        return unit_time(self.terms(index, layout), layout, windows[index], compute_s[index], self._batch, trip)
+        return compute_s[index], windows[index], self.trips(layout.activations)[index]
+
+
+class Overlap(NamedTuple):
+    """Collectives and copies of a unit that run together, so many times in a step, each time beside `hidden_s` of
+    compute.
+    """
+
+    times: int
+    hidden_s: float
+    seconds: Mapping[str, float]
+    """Seconds of one time, by collective, and of copies (`ACTIVATIONS`)."""
+
+
+def overlaps_of(
+    terms: UnitSeconds, layout: UnitLayout, windows: Windows, batch: Batch, trip: HostTrip = HostTrip()
+) -> Iterator[Overlap]:
+    """Yield a unit's communication in an optimizer step, in the order of a step."""
+    (gather, scatter), reduce = TWO_STAGE.values() if layout.two_stage else TWO_STAGE.keys(), Collective.ALL_REDUCE
+    steps, early_s = batch.accumulation_steps, terms.reduce_scatter if batch.reduce_scatters(layout) > 1 else 0.0
+    back = {gather: terms.gather_backward, ACTIVATIONS: trip.back_beside}
+    yield Overlap(steps, windows.forward, {gather: terms.gather_forward, ACTIVATIONS: trip.out})
+    yield Overlap(steps, 0.0, {ACTIVATIONS: trip.back_before})
+    yield Overlap(steps - 1, windows.backward, {**back, scatter: early_s})
+    yield Overlap(1, windows.backward, {**back, scatter: terms.reduce_scatter, reduce: terms.all_reduce})
+    for call in windows.later:
+        yield Overlap(steps, call.forward, {gather: terms.gather_forward})
+        yield Overlap(steps, call.backward, {gather: terms.gather_backward})
 
 
 def unit_time(
@@ -251,25 +291,17 @@ def unit_time(
     trip: HostTrip = HostTrip(),
 ) -> UnitTime:
     """Return one unit's time in an optimizer step, from the terms of its layout."""
-    micro_steps, scatters = batch.accumulation_steps, batch.reduce_scatters(layout)
-    forward = max(0.0, terms.gather_forward + trip.out - windows.forward) + trip.back_before
-    back = terms.gather_backward + trip.back_beside
-    last = max(0.0, back + terms.reduce_scatter + terms.all_reduce - windows.backward)
-    earlier = max(0.0, back + (terms.reduce_scatter if scatters > 1 else 0.0) - windows.backward)
-    for call in windows.later:
-        forward += max(0.0, terms.gather_forward - call.forward) + max(0.0, terms.gather_backward - call.backward)
-    further = len(windows.later)
-    gathers = (1 + further) * (terms.gather_forward + terms.gather_backward)
-    copies = (
-        terms.copy_forward + terms.copy_backward + further * 2 * terms.copy_forward
-    )  # copies out of buffers in both passes
+    found = [
+        (times, sum(seconds.values()), hidden_s)
+        for times, hidden_s, seconds in overlaps_of(terms, layout, windows, batch, trip)
+    ]
+    # copies out of buffers in both passes
+    copies = terms.copy_forward + terms.copy_backward + len(windows.later) * 2 * terms.copy_forward
     return UnitTime(
-        compute_s=micro_steps * compute_s,
-        communication_s=micro_steps * (gathers + trip.out + trip.back_beside + trip.back_before)
-        + scatters * terms.reduce_scatter
-        + terms.all_reduce,
-        exposed_s=micro_steps * forward + (micro_steps - 1) * earlier + last,
-        copy_s=micro_steps * (copies + trip.traffic),
+        compute_s=batch.accumulation_steps * compute_s,
+        communication_s=sum(times * whole for times, whole, _ in found),
+        exposed_s=sum(times * max(0.0, whole - hidden_s) for times, whole, hidden_s in found),
+        copy_s=batch.accumulation_steps * (copies + trip.traffic),
         optimizer_s=terms.optimizer,
         update_gathers_s=terms.update_gathers,
     )
