@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,24 @@ class Reading:
     """Peak bytes that the allocator reserved on the device."""
     retries: int = 0
     """How often the allocator emptied its cache because the limit was reached, in all steps."""
+
+
+def allocated_bytes() -> int:
+    """Return the bytes of the first GPU's tensors once all work is done.
+
+    Autograd's thread frees a backward's last tensors some time after the call has returned, and then begins the next.
+    """
+    torch.cuda.synchronize()
+    leaf = _leaf()
+    leaf.backward(leaf.grad)
+    return torch.cuda.memory_allocated()
+
+
+@functools.cache
+def _leaf() -> torch.Tensor:
+    leaf = torch.zeros(1, device="cuda", requires_grad=True)
+    leaf.grad = torch.zeros_like(leaf)
+    return leaf
 
 
 class Memory(Protocol):

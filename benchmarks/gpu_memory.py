@@ -3,6 +3,7 @@
     python benchmarks/gpu_memory.py
     python benchmarks/gpu_memory.py --quick
     python benchmarks/gpu_memory.py --limits
+    python benchmarks/gpu_memory.py --limits --margin 0.2 --between 0 0.25
     python benchmarks/gpu_memory.py --json gpu_memory.json
 
 With a process group that sends nothing, this process has the shards of rank 0 of 8. Layout, gathers, reductions and
@@ -13,8 +14,9 @@ the optimizer are those of FSDP2 and torch, on the device. There are two questio
 2. Plans of the search under a limit that `torch.cuda.set_per_process_memory_fraction` enforces: at the least limit
    that the planner calls feasible, and between it and what DDP needs. No such plan may run out of memory, and of a
    limit of 4 GiB or more at least 98 % of what the margin leaves must be used. Beside them stands whether the plan
-   runs in 97 % of its limit, and with segments that do not expand. Then each limit is lowered until the step really
-   runs out of memory; `--limits` leaves that and the layouts out, and takes more models.
+   runs in 97 % of its limit, and with segments that do not expand, whose count is the last line but one. Then each
+   limit is lowered until the step really runs out of memory; `--limits` leaves that and the layouts out, and takes
+   more models. `--margin` plans with this `memory_margin`.
 
 The workspace of cuBLAS is in the same allocator; it is measured first and given to the planner as reserved memory.
 Without a CUDA device, the program says so and measures nothing. The last line is the headline; the exit code is 1 if
@@ -186,6 +188,8 @@ class Setting:
     job: TrainingJob
     trial: Trial
     meshes: Meshes
+    margin: float | None = None
+    """Share of the limit that plans leave free; None for the margin of every run on CUDA."""
 
 
 def main() -> int:
@@ -193,6 +197,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two layouts of GPT-2 small in one precision, one limit")
     parser.add_argument("--limits", action="store_true", help="limits only, without the walk, of more models in bf16")
     parser.add_argument("--models", nargs="+", choices=MODELS | MORE_MODELS, help="of these models only")
+    parser.add_argument("--margin", type=float, metavar="SHARE", help="share of the limit that plans leave free")
+    parser.add_argument("--between", type=float, nargs="+", metavar="PART", help="limits, as parts of the way from the"
+                        " least feasible one to what DDP needs")  # fmt: skip
     parser.add_argument("--json", type=Path, help="also write every row to this file")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -207,7 +214,8 @@ def main() -> int:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
             chosen = (("zero3", "mixed"), (0.0,)) if options.quick else (LAYOUTS, BETWEEN)
             chosen = ((), (*BETWEEN, 0.9)) if options.limits else chosen
-            found = pool.submit(measure_on_cuda, name, precision, *chosen, not options.limits).result()
+            chosen = (chosen[0], options.between or chosen[1], not options.limits, options.margin)
+            found = pool.submit(measure_on_cuda, name, precision, *chosen).result()
         layouts += found[0]
         limits += found[1]
         show(*found)
@@ -219,6 +227,7 @@ def main() -> int:
             "limits": [asdict(row) | {"used": row.used} for row in limits],
         }  # fmt: skip
         options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(f"{sum(row.fits_fixed for row in limits)} of {len(limits)} plans run with segments that do not expand")
     line, met = headline(layouts, limits)
     print(line)
     return 0 if met else 1
@@ -228,14 +237,16 @@ def main() -> int:
 
 
 def measure_on_cuda(
-    name: str, precision: str, layouts: Sequence[str], between: Sequence[float], walks: bool = True
-) -> tuple[list[LayoutRow], list[LimitRow]]:
+    name: str, precision: str, layouts: Sequence[str], between: Sequence[float], walks: bool = True,
+    margin: float | None = None,
+) -> tuple[list[LayoutRow], list[LimitRow]]:  # fmt: skip
     """Return all rows of one model in one precision on the first GPU; run this in a separate process."""
     transformers.logging.set_verbosity_error()
     memory = CudaMemory(Precision.named(precision))
     with fake_process_group(WORLD):
         model = (MODELS | MORE_MODELS)[name]
-        return measure(setting_of(name, model, precision, memory.device), memory, layouts, between, walks=walks)
+        setting = replace(setting_of(name, model, precision, memory.device), margin=margin)
+        return measure(setting, memory, layouts, between, walks=walks)
 
 
 def measure(
@@ -287,7 +298,7 @@ def measure_limit(
     setting: Setting, memory: Memory, between: float, limit_bytes: int, *, walks: bool = True
 ) -> LimitRow:
     """Measure the search's plan at its limit and, with `walks`, find the lowest limit under which it still runs."""
-    hardware = hardware_of(memory)
+    hardware = hardware_of(memory, setting.margin)
     plan = search(
         PlanningProblem(
             description=setting.description, hardware=hardware, job=setting.job, memory_limit_bytes=limit_bytes
@@ -320,7 +331,7 @@ def measure_limit(
 
 def limits_of(setting: Setting, memory: Memory, between: Sequence[float]) -> Iterator[tuple[float, int]]:
     """Yield limits from the planner's least feasible one to what DDP needs, up to the device's memory."""
-    hardware = hardware_of(memory)
+    hardware = hardware_of(memory, setting.margin)
     least, most = (
         least_memory(
             PlanningProblem(
@@ -404,9 +415,9 @@ def headline(layouts: Sequence[LayoutRow], limits: Sequence[LimitRow]) -> tuple[
 # ------------------------------------------------------------------------------------------------------------- pieces
 
 
-def hardware_of(memory: Memory) -> Hardware:
-    """Return hardware of eight such devices, with the margin of every run on CUDA, because the limit is on reserved
-    bytes.
+def hardware_of(memory: Memory, margin: float | None) -> Hardware:
+    """Return hardware of eight such devices, with a margin, by default that of every run on CUDA, because the limit is
+    on reserved bytes.
 
     Only the libraries' workspaces share the allocator, because the process group has no communicator.
     """
@@ -414,7 +425,7 @@ def hardware_of(memory: Memory) -> Hardware:
     device = replace(
         hardware.device, memory_bytes=memory.total_bytes, reserved_bytes=memory.workspace_bytes, communicator_bytes=0
     )
-    return replace(hardware, device=device, host=None)  # only the device's memory is compared
+    return replace(hardware, device=device, host=None).with_margin(margin)  # only the device's memory is compared
 
 
 def plan_of(setting: Setting, layout: str) -> Plan:

@@ -70,7 +70,11 @@ def main(arguments: list[str] | None = None) -> int:
         )
         return NOTHING_MEASURED
     save_machine(options, arguments)
-    bad = [step.name for step, status in run_all(options) if status.is_bad]
+    found = run_all(options)
+    bad = [step.name for step, status in found if status.is_bad]
+    left = [f"{step.name} ({status.value})" for step, status in found if status in (Status.NEEDS_GPU, Status.NOT_RUN)]
+    if left:
+        print("Left out:", ", ".join(left))
     print(
         f"{len(bad)} steps went wrong: {', '.join(bad)}" if bad else "No step went wrong.",
         f"Page: {options.out / _PAGE}",

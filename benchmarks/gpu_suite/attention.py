@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend
 
+from benchmarks.cuda_memory import allocated_bytes
 from hf_osdp.distributed.device import prefer_expandable_segments
 from hf_osdp.quantities import format_bytes
 from hf_osdp.tracing.describe import describe
@@ -152,8 +153,7 @@ def measured_bytes(case: Case, samples: int, length: int, device: torch.device) 
         del output
         return kernel, left
     block(hidden, batch["mask"]).sum().backward()  # allocates the workspaces
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = allocated_bytes()
     output = block(hidden, batch["mask"])
     torch.cuda.synchronize()
     left = torch.cuda.memory_allocated() - before

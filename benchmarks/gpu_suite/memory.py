@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks import gpu_memory
@@ -27,18 +27,14 @@ WALKED = (("GPT-2 small", "bf16", (0.0, 0.5)), ("Llama 1B", "bf16", (0.3,)))
 @step(
     part=4,
     expected_s=120,
-    limit_s=300,
+    limit_s=420,
     rehearsal_s=15,
     proves="layouts of published models as rank 0 of 8: estimated against allocated and reserved",
 )
 def layouts(bench: Bench) -> None:
     rows: list[LayoutRow] = []
-    for name, precision in (
-        (("tiny", "bf16"),) if bench.rehearses else [(n, p) for p in ("bf16", "no") for n in gpu_memory.MODELS]
-    ):
-        if rows and bench.left_s < 30:
-            bench.note(f"No time was left for {name} {precision} and what follows.")
-            break
+    cases = (("tiny", "bf16"),) if bench.rehearses else [(n, p) for p in ("bf16", "no") for n in gpu_memory.MODELS]
+    for name, precision in in_time(bench, cases):
         chosen = ("zero3", "mixed") if bench.rehearses else LAYOUTS
         found = measured(bench, name, precision, chosen, (), walks=False)[0]
         rows += found
@@ -65,14 +61,9 @@ def layouts(bench: Bench) -> None:
     proves="20 limits that torch's allocator enforces: every plan that is called feasible runs",
 )
 def limits(bench: Bench) -> None:
-    if bench.rehearses:
-        show_limits(bench, measured(bench, "tiny", "bf16", (), (0.3,), walks=False)[1])
-        return
-    for name, precision in LIMITS:
-        if bench.left_s < 40:
-            bench.note(f"No time was left for {name} {precision} and what follows.")
-            break
-        show_limits(bench, measured(bench, name, precision, (), BETWEEN, walks=False)[1])
+    for name, precision in in_time(bench, (("tiny", "bf16"),) if bench.rehearses else LIMITS):
+        between = (0.3,) if bench.rehearses else BETWEEN
+        show_limits(bench, measured(bench, name, precision, (), between, walks=False)[1])
 
 
 @step(
@@ -85,6 +76,18 @@ def limits(bench: Bench) -> None:
 def walk(bench: Bench) -> None:
     for name, precision, between in WALKED:
         show_limits(bench, measured(bench, name, precision, (), between, walks=True)[1])
+
+
+def in_time(bench: Bench, cases: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Yield models and precisions while half as much again as the longest so far is left; name the others."""
+    longest = 0.0
+    for number, case in enumerate(cases):
+        before = bench.left_s
+        if before < 1.5 * longest:
+            bench.note(f"No time was left for {', '.join(map(' '.join, cases[number:]))}.")
+            return
+        yield case
+        longest = max(longest, before - bench.left_s)
 
 
 def show_limits(bench: Bench, rows: Sequence[LimitRow]) -> None:

@@ -99,6 +99,21 @@ def test_convolutions_are_those_of_the_cpu():
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
+def softened(device):
+    """Half values, whose softmax is made of floats at once on CUDA."""
+    scores = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0)).half().to(device).requires_grad_()
+    chances = nn.functional.softmax(scores, -1, dtype=torch.float32)
+    logs = nn.functional.log_softmax(scores, -1, dtype=torch.float32)
+    (chances * logs).sum().backward()
+    return [t.detach().cpu() for t in (chances, logs, scores.grad)]
+
+
+def test_softmax_of_half_values_to_floats_is_that_of_the_cpu():
+    for found, wanted in zip(on_devices(softened, 1, "cuda")[0], softened("cpu"), strict=True):
+        assert found.dtype == wanted.dtype
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-6)
+
+
 def attended(device, name):
     """Causal attention of four heads, over two of keys and values where the kernel can."""
     groups, dtype = (1, torch.float32) if name == "EFFICIENT_ATTENTION" else (2, torch.bfloat16)

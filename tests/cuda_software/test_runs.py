@@ -28,21 +28,25 @@ from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 from tests.helpers.output import ends_of
 
-from .training import on_devices
+from .training import LATE_MS, on_devices
 
 FEW_VALUES = {"FAKE_CUDA_COMPUTE_MAX": "4096"}
 """What measures times needs no values, but those that ranks exchange."""
 
 
-@pytest.mark.parametrize("name", ["train.py", "loop.py"])
-def test_script_under_hf_osdp_run_trains_as_over_gloo(tmp_path, name):
+WATCHED = {"late": "side", "sanitizes": True}
+"""Streams beside the default one are late, and torch's sanitizer watches."""
+
+
+@pytest.mark.parametrize(("name", "late"), [("train.py", "side"), ("train.py", "main"), ("loop.py", "side")])
+def test_script_under_hf_osdp_run_trains_as_over_gloo(tmp_path, name, late):
     for file, text in {"train.py": MODEL + TRAINER, "loop.py": MODEL + LOOP, "helper.py": HELPER}.items():
         (tmp_path / file).write_text(text)
     losses, plans = {}, {}
     for device, run in (("cpu", run_ranks), ("cuda", on_devices)):
         folder = tmp_path / device
         folder.mkdir()
-        how = {"init": False} if device == "cpu" else {"joins": False}
+        how = {"init": False} if device == "cpu" else {"joins": False, "late": late, "sanitizes": True}
         run(run_main, 2, str(tmp_path / name), str(folder), **how)
         losses[device] = json.loads((folder / "losses.json").read_text())
         plans[device] = json.loads((folder / "osdp_report.json").read_text())["plan"]
@@ -76,7 +80,7 @@ def looped(folder, resumes):
 
 def test_plain_loop_and_its_checkpoints_in_the_background_are_those_over_gloo(tmp_path):
     found = {}
-    for name, run, how in (("cpu", run_ranks, {"init": False}), ("cuda", on_devices, {"joins": False})):
+    for name, run, how in (("cpu", run_ranks, {"init": False}), ("cuda", on_devices, {"joins": False, **WATCHED})):
         whole = run(looped, 2, str(tmp_path / name), False, **how)[0]
         rest = run(looped, 2, str(tmp_path / name), True, **how)[0]
         assert rest[0] == whole[0][2:] and worst(rest[1], whole[1]) == 0 and whole[2] == name
@@ -89,7 +93,7 @@ READS = (*(f"llama-{kind}-zero3" for kind in reads.KINDS), "gpt2-penalties-mixed
 
 
 def test_weights_that_are_read_train_as_in_one_process():
-    for name, trained in on_devices(reads.run_cases, 2, READS)[0].items():
+    for name, trained in on_devices(reads.run_cases, 2, READS, **WATCHED)[0].items():
         model, kind, _, options = reads.CASES[name]
         errors = trained.worst_error(reads.reference(model, kind, options.get("accumulation_steps", 1)))
         assert max(errors.values()) < 1e-12, (name, errors)
@@ -131,7 +135,8 @@ def test_profile_measures_the_device_and_blocks_of_a_model(model, tmp_path, proc
 
 def test_memory_that_runs_out_is_explained_and_training_goes_on_by_a_safer_plan(monkeypatch):
     """The allocator refuses memory in the first start, and the launcher starts the program again."""
-    for name, value in FEW_VALUES.items():
+    late = {"FAKE_CUDA_LATENCY_MS": str(LATE_MS), "FAKE_CUDA_LATE": WATCHED["late"]}
+    for name, value in (FEW_VALUES | late | {"TORCH_CUDA_SANITIZER": "1"}).items():
         monkeypatch.setenv(name, value)
-    done = runs_out(1, "replan", "cuda", timeout_s=100)
+    done = runs_out(1, "replan", "cuda", timeout_s=220)
     assert not problem_of(done, 1, "replan"), ends_of(done.stderr)

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.cuda_memory import allocated_bytes
 from hf_osdp.modeling import activation_offload as offloading
 from hf_osdp.modeling.activation_offload import offload, tensors_of
 from tests.helpers.models import tiny_batch, tiny_model
@@ -53,8 +55,8 @@ def changed(model: nn.Module, way: Way) -> nn.Module:
     return model
 
 
-def batch() -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1)).to(CUDA)
+def batch(samples: int = SAMPLES, length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (samples, length), generator=torch.Generator().manual_seed(1)).to(CUDA)
 
 
 def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -87,9 +89,8 @@ def test_gradients_are_the_plain_models(name, way):
 def step_bytes(model: nn.Module, ids: torch.Tensor) -> tuple[int, int]:
     """A second step's most bytes above those before it, and what its forward leaves for backward."""
     gradients(model, ids)
-    torch.cuda.synchronize()
+    before = allocated_bytes()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     loss = loss_of(model, ids)
     left = torch.cuda.memory_allocated() - before
     loss.backward()
@@ -160,19 +161,18 @@ def delay(model: nn.Module, dice: random.Random) -> None:
 
 def test_no_delay_changes_a_gradient_or_leaves_memory_behind(way):
     """What is freed too early, or read before it has come, shows where streams are out of step."""
-    ids = batch()
+    ids = batch(2, 128)  # no tensor is too large to have values in a rehearsal
     wanted = gradients(twelve_blocks(), ids)
     model = changed(twelve_blocks(), way)
     delay(model, random.Random(0))
     gradients(model, ids)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    gc.collect()  # earlier models
+    before = allocated_bytes()
     for step in range(ROUNDS):
         for columns in (256, 768, 1024):
-            torch.full((SAMPLES, LENGTH, columns), float("nan"), device=CUDA)  # for those that read free memory
+            torch.full((*ids.shape, columns), float("nan"), device=CUDA)  # for those that read free memory
         assert all_equal(gradients(model, ids), wanted), f"step {step}"
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == before
+    assert allocated_bytes() == before
 
 
 @pytest.mark.parametrize("last", ["transformer.ln_f.weight", "transformer.h.11.mlp.c_proj.weight"])
@@ -180,13 +180,12 @@ def test_backward_that_ends_early_leaves_no_memory_behind(last, way):
     """Nothing of a block has come back, or what has is not all waited for."""
     model, ids = changed(twelve_blocks(), way), batch()
     gradients(model, ids)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    gc.collect()  # earlier models
+    before = allocated_bytes()
     for _ in range(5):
         loss = loss_of(model, ids)
         with torch.cuda.stream(offloading.copy_stream(CUDA)):
             torch.cuda._sleep(LONGEST_SLEEP)
         torch.autograd.grad(loss, model.get_parameter(last))
         del loss
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == before
+    assert allocated_bytes() == before

@@ -23,7 +23,7 @@ from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.sharding.apply import apply_plan, verify_applied
-from hf_osdp.sharding.environment import host_parameters, move_to_device, mp_policy
+from hf_osdp.sharding.environment import form_process_group, host_parameters, move_to_device, mp_policy
 from hf_osdp.sharding.gradients import clip_grad_norm_
 from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.sharding.state import (
@@ -127,6 +127,7 @@ def estimated_and_measured(every: int, precision: str, way: str = "on_host") -> 
     batch = Batch(micro_batch_size=1, accumulation_steps=1)
     plan = Plan.of(description, choices, batch, world_size=1)
     model = build_on_meta(config)
+    form_process_group(needed=precision != "no")
     apply_plan(model, plan, description.units, mp_policy=mp_policy(job.precision))
     move_to_device(model, CUDA, empty=True)
     for parameter in model.parameters():

@@ -168,6 +168,16 @@ bool convolution(const std::string& name, Stack& s) {
   return true;
 }
 
+// CUDA's softmax takes half values to floats, and gradients back: the CPU's is given floats.
+void widen_softmax(const std::string& name, Stack& s) {
+  if ((name == "aten::_softmax" || name == "aten::_log_softmax") && s[2].toBool()) {
+    s[0] = s[0].toTensor().to(at::kFloat);
+    s[2] = false;
+  }
+  if (name == "aten::_softmax_backward_data" || name == "aten::_log_softmax_backward_data")
+    s[3] = s[0].toTensor().scalar_type();
+}
+
 // ---- operators whose CUDA kernel is not called, as it is cuDNN's: their outputs, allocated as it does, without its
 // workspace
 
@@ -207,7 +217,9 @@ struct Job {  // on CPU tensors over the device's memory
   c10::OperatorHandle op;
   Stack args, outputs;
   void call(Stack& s) const {
-    if (!attention(op.schema().name(), s) && !convolution(op.schema().name(), s)) op.callBoxed(&s);
+    if (attention(op.schema().name(), s) || convolution(op.schema().name(), s)) return;
+    widen_softmax(op.schema().name(), s);
+    op.callBoxed(&s);
   }
   void run() const {
     Below below;
