@@ -34,9 +34,10 @@ from benchmarks.optimizer_seeds import is_outside, show  # noqa: E402
 from hf_osdp import OptimalShardedDataParallel, OSDPConfig  # noqa: E402
 from hf_osdp.planner.hardware import Hardware, Link  # noqa: E402
 from hf_osdp.planner.presets import preset  # noqa: E402
-from hf_osdp.planning.config import COMMUNICATIONS, EXACT  # noqa: E402
+from hf_osdp.planner.wire import EXACT, WireFormat  # noqa: E402
 
 MODELS = ("gpt2", "bert")
+COMMUNICATIONS = (EXACT, *(wire.value for wire in WireFormat))
 WORSE = 1.01
 """Largest allowed increase of perplexity with int4, relative to exact runs."""
 LINK = Link(latency_s=1e-4, bytes_per_s=1.25e6, source="10 Mbit/s, so that the planner takes the coarsest format")

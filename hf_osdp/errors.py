@@ -6,7 +6,8 @@ A wrong argument raises `ValueError`; these errors report problems that the pack
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from enum import IntEnum
 
 
 class OSDPError(Exception):
@@ -45,14 +46,21 @@ class PreflightError(OSDPError):
     """A run would fail or train something that the user did not intend; nothing was sharded or written."""
 
 
+class Price(IntEnum):
+    """What a remedy costs the user, in the order in which remedies are shown."""
+
+    SETTING, SIZE, DEVICES, MEMORY = range(4)
+
+
 class Remedy(str):
     """A change that makes the model fit, in the words of a script; `flags` are those of the command line."""
 
     flags: str
+    price: Price
 
-    def __new__(cls, script: str, flags: str | None = None) -> Remedy:
+    def __new__(cls, script: str, flags: str | None = None, price: Price = Price.SETTING) -> Remedy:
         made = super().__new__(cls, script)
-        made.flags = script if flags is None else flags
+        made.flags, made.price = script if flags is None else flags, price
         return made
 
 
@@ -63,13 +71,13 @@ class InfeasibleError(OSDPError):
         finding: the message without the remedies.
         memory_limit_bytes: the requested limit, in bytes.
         least_peak_bytes: the lowest limit that some plan would meet, in bytes, including the margin.
-        remedies: changes that would make the model fit: settings, sizes and devices, cheapest first; then those that
-            only a loop or the command line has; then more memory.
+        remedies: changes that would make the model fit, by `Price`: settings, sizes, devices, more memory.
     """
 
     def __init__(
         self, finding: str, *, memory_limit_bytes: int, least_peak_bytes: int, remedies: tuple[Remedy, ...] = ()
     ) -> None:
+        remedies = tuple(sorted(remedies, key=lambda remedy: remedy.price))
         super().__init__(f"{finding} Use {'; or '.join(remedies)}." if remedies else finding)
         self.finding = finding
         self.memory_limit_bytes = memory_limit_bytes
@@ -84,10 +92,10 @@ class InfeasibleError(OSDPError):
         )
 
     def with_remedies(self, more: tuple[Remedy, ...]) -> InfeasibleError:
-        """Return the error with further remedies, before the last, more memory."""
+        """Return the error with further remedies."""
         return InfeasibleError(
             self.finding, memory_limit_bytes=self.memory_limit_bytes, least_peak_bytes=self.least_peak_bytes,
-            remedies=(*self.remedies[:-1], *more, *self.remedies[-1:]),
+            remedies=self.remedies + more,
         )  # fmt: skip
 
 
@@ -110,3 +118,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     text, names = name.lower(), tuple(known)
     found = dict.fromkeys([*(one for one in names if text in one), *difflib.get_close_matches(text, names, n=3)])
     return f" (nearest: {', '.join([*found][:3])})" if text and found else ""
+
+
+def refuse_first(refused: Mapping[str, object], kind: type[Exception] = ValueError) -> None:
+    """Raise the first message whose condition holds."""
+    for message, holds in refused.items():
+        if holds:
+            raise kind(message)

@@ -103,16 +103,16 @@ _TO_PLAN = (
     "gpt2-xl --device a100-80 --devices-per-node 8 --memory-limit 16GiB --sequence-length 1024 --global-batch-size 64"
 )
 _COMMANDS: dict[str, tuple[Callable[..., None], str]] = {
-    "plan": (with_flags(plan, make=Request), f"{_TO_PLAN} --output plan.json"),
+    "plan": (with_flags(plan, make=Request.of), f"{_TO_PLAN} --output plan.json"),
     "explain": (explain, "plan.json"),
-    "compare": (with_flags(compare, make=Request, leave_out="strategy"), _TO_PLAN),
-    "what-if": (with_flags(what_if, make=Request), _TO_PLAN),
+    "compare": (with_flags(compare, make=Request.of, leave_out="strategy"), _TO_PLAN),
+    "what-if": (with_flags(what_if, make=Request.of), _TO_PLAN),
     "profile": (
         with_flags(profile, "precision", "recompute", "compile", "block_classes", "auto_class"),
         "gpt2-xl --sequence-length 1024 --output profile.json",
     ),
     "convert": (convert, "out/checkpoint-1000 weights --to weights"),
-    "doctor": (with_flags(doctor, make=Request), f"{_TO_PLAN} --output-dir out"),
+    "doctor": (with_flags(doctor, make=Request.of), f"{_TO_PLAN} --output-dir out"),
     "config": (with_flags(config, "memory_limit", "precision"), "--memory-limit 16GiB"),
     "run": (run, "--config osdp.yaml train.py --num_train_epochs 1"),
     "app": (browser, "--port 7860"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from html import escape
@@ -20,10 +21,18 @@ from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
 from ..report.plots import NARROW, plan_chart
 from ..report.tables import batch_cells, comparison_table, plan_caption, plan_table, what_if_table
+from .options import flag_of
 from .output import error_line
 from .question import Planned, Planner, Question
 
 _NAMES = [field.name for field in fields(Question)]
+_LABELS = {
+    "device": "Devices", "num_nodes": "Machines", "devices_per_node": "Devices in each",
+    "memory_limit": "Limit per device", "precision": "Precision", "sequence_length": "Tokens a sample",
+    "global_batch_size": "Samples a step", "compile": "Compile blocks with torch.compile",
+}  # fmt: skip
+"""Field of a question → its name on the page."""
+_FIELD_OF_FLAG = {flag_of(name): f'"{label}"' for name, label in _LABELS.items()}
 _CONFIG_BYTES = 2**18
 _KEEP_LINK = (
     "() => { const link = document.querySelector('#link a'); if (link) history.replaceState(null, '', link.href) }"
@@ -67,40 +76,40 @@ def _form() -> tuple[list[Any], gr.Accordion]:
     """Return one input for each field of a question, in the same order, and what folds the config.json away."""
     start = Question()
     with gr.Group(elem_id="form"):
-        model = _choice("model", list(catalogue()), "Model: a hub id")
+        model = gr.Dropdown(
+            list(catalogue()), value=start.model, label="Model: a hub id", allow_custom_value=True, elem_id="model"
+        )
         with gr.Accordion("Or its config.json", open=False, elem_id="or_config") as opened:
             config = gr.Textbox(label="Text of the file", lines=2, max_lines=4, elem_id="config")
             file = gr.File(show_label=False, file_types=[".json"], height=130, elem_id="file")
-        device = _choice("device", list(preset_names()), "Devices")
+        device = _choice("device", list(preset_names()))
         with gr.Row():
-            nodes, devices = _number("num_nodes", "Machines"), _number("devices_per_node", "Devices in each")
+            nodes, devices = _number("num_nodes"), _number("devices_per_node")
         with gr.Row():
             limit = gr.Textbox(
-                start.memory_limit, label="Limit per device", placeholder="all, or 40GiB", min_width=100,
+                start.memory_limit, label=_LABELS["memory_limit"], placeholder="all, or 40GiB", min_width=100,
                 elem_id="memory_limit",
             )  # fmt: skip
-            precision = _choice("precision", [("default", ""), "bf16", "fp16", "no"], "Precision")
+            precision = _choice("precision", [("default", ""), "bf16", "fp16", "no"])
         with gr.Row():
-            length, batch = (
-                _number("sequence_length", "Tokens a sample"),
-                _number("global_batch_size", "Samples a step"),
-            )
-        compiles = gr.Checkbox(start.compile, label="Compile blocks with torch.compile", elem_id="compile")
+            length, batch = _number("sequence_length"), _number("global_batch_size")
+        compiles = gr.Checkbox(start.compile, label=_LABELS["compile"], elem_id="compile")
     file.upload(_read, file, [model, config])
     model.input(None, [model, config], config, js="(model, config) => model ? '' : config")
     config.change(None, [model, config], model, js="(model, config) => config ? '' : model")
     return [model, config, device, devices, nodes, limit, length, batch, precision, compiles], opened
 
 
-def _choice(name: str, choices: Sequence[str | tuple[str, str]], label: str) -> gr.Dropdown:
+def _choice(name: str, choices: Sequence[str | tuple[str, str]]) -> gr.Dropdown:
     """Return a list that also accepts other values, so that the planner reports a wrong value of a link."""
     return gr.Dropdown(
-        choices, value=getattr(Question(), name), label=label, allow_custom_value=True, min_width=100, elem_id=name
-    )
+        choices, value=getattr(Question(), name), label=_LABELS[name], allow_custom_value=True, min_width=100,
+        elem_id=name,
+    )  # fmt: skip
 
 
-def _number(name: str, label: str) -> gr.Number:
-    return gr.Number(getattr(Question(), name), label=label, min_width=100, elem_id=name)
+def _number(name: str) -> gr.Number:
+    return gr.Number(getattr(Question(), name), label=_LABELS[name], min_width=100, elem_id=name)
 
 
 def _place(name: str, *, visible: bool = True) -> gr.HTML:
@@ -222,9 +231,14 @@ class _Page:
 
 
 def _error(error: Exception, question: Question) -> str:
-    """Return the command line's error message; raise errors that the input did not cause."""
+    """Return the command line's error message, with the page's fields in place of flags; raise errors that the input
+    did not cause.
+    """
     if (line := error_line(error, ["plan", *question.options])) is None:
         raise error
+    line = re.sub("--[a-z-]+", lambda flag: _FIELD_OF_FLAG.get(flag[0], flag[0]), line.partition("; see hf-osdp ")[0])
+    if " --" in line or "(--" in line:
+        line = f"{line.rstrip('.')}. Flags with -- are those of hf-osdp plan."
     return _html(f'<div class="error">{escape(line)}</div>')
 
 

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ..errors import InfeasibleError, OSDPError, Remedy, nearest
+from ..errors import InfeasibleError, OSDPError, Price, Remedy, nearest
 from ..modeling.catalogue import find_shape, shape_names
 from ..planner.description import ModelDescription
-from ..planner.hardware import Backend, Hardware, check_margin
+from ..planner.hardware import Backend, Hardware
 from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.optimizers import MUON, spec_of_name
 from ..planner.presets import assumed_host, preset, preset_names
-from ..planner.problem import check_simplicity
 from ..planner.profile import Profile, with_block_times
 from ..quantities import format_bytes, parse_limit
 from .options import Request
@@ -33,15 +32,9 @@ if TYPE_CHECKING:
 
     from ..planner.problem import PlanningProblem
     from ..planning.config import OSDPConfig
-    from ..planning.facts import RunFacts
+    from ..planning.job import Job
     from ..planning.problem import Describer, FoundPlan
 
-_OPTIONS = (
-    "block_classes", "recompute", "host_offload", "offload_optimizer", "offload_activations", "compile",
-    "operator_splitting", "simplicity",
-    "split_vocabulary", "communication", "sequence_length", "images", "global_batch_size", "micro_batch_size",
-)  # fmt: skip
-"""Fields of a request that `OSDPConfig` also has."""
 _OTHER_KINDS = {
     "adapter_config.json": ("an adapter", "the model that it adapts, with --lora-rank"),
     "model_index.json": ("a diffusion pipeline", "the folder of its transformer, if that is a model of transformers"),
@@ -71,16 +64,15 @@ class Case:
             InfeasibleError: the limit is below what the device takes for itself.
         """
         request, hardware, limit = self.request, self.hardware, self.limit_bytes
-        check_simplicity(request.simplicity, name="--simplicity")
         self.check_model()
         if request.optimizer.lower() != MUON:
-            _ = self.job
+            _ = self.training
         if hardware.tensor_bytes(limit) <= 0:
             least, free = hardware.limit_for(hardware.unavoidable_bytes), limit - hardware.room_bytes(limit)
             raise InfeasibleError(
-                f"--memory-limit {request.memory_limit} leaves nothing for tensors: driver, context, workspaces and"
-                f" communicator take {format_bytes(hardware.unavoidable_bytes)} of each {hardware.device.name}, and"
-                f" {format_bytes(free)} stay free; give more than {format_bytes(least)}.",
+                f"--memory-limit {self.config.memory_limit} leaves nothing for tensors: driver, context, workspaces"
+                f" and communicator take {format_bytes(hardware.unavoidable_bytes)} of each {hardware.device.name},"
+                f" and {format_bytes(free)} stay free; give more than {format_bytes(least)}.",
                 memory_limit_bytes=limit,
                 least_peak_bytes=least,
             )
@@ -110,14 +102,14 @@ class Case:
 
     @cached_property
     def profile(self) -> Profile | None:
-        return None if self.request.profile is None else Profile.load(self.request.profile)
+        file = self.request.config.profile
+        return Profile.load(file) if isinstance(file, (str, Path)) else file
 
     @cached_property
     def hardware(self) -> Hardware:
         """The named or measured devices, in the requested number and with the requested margin."""
         request = self.request
-        margin = None if request.margin is None else check_margin(request.margin, name="--margin")
-        if (request.device is None) == (request.profile is None):
+        if (request.device is None) == (request.config.profile is None):
             given = "Both were given" if request.device else "Neither was given"
             raise ValueError(
                 f"{given}: use either --device with one of {', '.join(preset_names())}, or --profile FILE."
@@ -126,7 +118,7 @@ class Case:
         nodes, devices = request.num_nodes or hardware.nodes, request.devices_per_node or hardware.devices_per_node
         if (nodes, devices) != (hardware.nodes, hardware.devices_per_node):
             hardware = hardware.scaled(nodes=nodes, devices_per_node=devices)
-        return self._with_host(hardware).with_margin(margin)
+        return self._with_host(hardware).with_margin(request.config.memory_margin)
 
     def _with_host(self, hardware: Hardware) -> Hardware:
         """Return the hardware with the requested host's memory; a card of workstations has a host, an assumed one,
@@ -138,7 +130,8 @@ class Case:
                 f"--host-memory {request.host_memory} has no effect on {hardware.device.name}, which trains in the"
                 " host's own memory; use --memory-limit."
             )
-        offloads = request.host_offload or request.offload_optimizer or request.offload_activations
+        config = request.config
+        offloads = config.host_offload or config.offload_optimizer or config.offload_activations
         host = hardware.host
         if host is None and request.device and (offloads or request.host_memory):
             alone = replace(preset(request.device), host=assumed_host(request.device))
@@ -177,23 +170,17 @@ class Case:
 
     @cached_property
     def config(self) -> OSDPConfig:
-        """The options of the run, without the limit."""
-        from ..planning.config import OSDPConfig
-
-        request = self.request
-        return OSDPConfig(
-            strategy=request.strategy.value,
-            profile=self.profile,
-            **{name: getattr(request, name) for name in _OPTIONS},
-        )
+        """The options of the run."""
+        return replace(self.request.config, profile=self.profile)
 
     @cached_property
-    def facts(self) -> RunFacts:
-        """The facts of the run, which is one of the Trainer."""
-        from ..planning.facts import RunFacts
+    def job(self) -> Job:
+        """The run, which is one of the Trainer."""
+        from ..planning.job import Job
 
         world_size = self.hardware.world_size
-        return RunFacts(
+        return Job(
+            config=self.config,
             world_size=world_size,
             device_type=self.device_type,
             precision=Precision.named(self.precision, autocast=world_size == 1),
@@ -203,21 +190,18 @@ class Case:
         )
 
     @property
-    def job(self) -> TrainingJob:
-        """The job; the rate of its precision must be known."""
-        from ..planning.facts import training_job
-
-        device, job = self.hardware.device, training_job(self.config, self.facts)
-        if job.precision.compute is not None:
-            device.rate(job.precision.compute)
-        return job
+    def training(self) -> TrainingJob:
+        """What the planner searches for; the rate of its precision must be known."""
+        if (compute := self.job.precision.compute) is not None:
+            self.hardware.device.rate(compute)
+        return self.job.training()
 
     @property
     def limit_bytes(self) -> int:
         """Bytes of each device that training may use."""
-        device, asked = self.hardware.device, self.request.memory_limit
-        limit = device.memory_bytes if asked is None else parse_limit(asked, name="--memory-limit")
-        return device.check_limit(limit, given=f"--memory-limit {asked}")
+        device, config = self.hardware.device, self.request.config
+        limit = config.memory_limit_bytes or device.memory_bytes
+        return device.check_limit(limit, given=f"--memory-limit {config.memory_limit}")
 
     @cached_property
     def model(self) -> nn.Module:
@@ -245,8 +229,8 @@ class Case:
         """The plan that a run would find, with its problem."""
         from ..planning.problem import find_plan
 
-        _ = self.job, self.limit_bytes, self.model_config
-        found = find_plan(self.model, self.limited, self.facts, hardware=self.hardware, trace=self._trace)
+        _ = self.training, self.limit_bytes, self.model_config
+        found = find_plan(self.model, self.job, hardware=self.hardware, trace=self._trace)
         if isinstance(found.outcome, InfeasibleError):
             return replace(found, outcome=found.outcome.with_remedies(tuple(self._remedies(found.problem))))
         return found
@@ -263,7 +247,7 @@ class Case:
                 host = Case(replace(request, host_memory=memory)).hardware
                 with suppress(OSDPError, ValueError):
                     search(replace(problem, hardware=host, job=job))
-                    yield Remedy(f"a host with {memory} (--host-memory {memory})")
+                    yield Remedy(f"a host with {memory} (--host-memory {memory})", price=Price.DEVICES)
                     break
         if request.lora_rank is None:
             adapted = Case(replace(request, lora_rank=_REMEDY_RANK))
@@ -271,24 +255,13 @@ class Case:
             with suppress(OSDPError, ValueError, ImportError):  # peft is missing, or knows no target in this model
                 description = adapted.describer().describe()
                 if fits_by_estimate(replace(problem, description=description)):
-                    yield Remedy(f"adapters, which train less (--lora-rank {_REMEDY_RANK})")
+                    yield Remedy(f"adapters, which train less (--lora-rank {_REMEDY_RANK})", price=Price.SIZE)
 
-    def describer(
-        self, model_config: object = None, *, facts: RunFacts | None = None, sequence_length: int | None = None
-    ) -> Describer:
-        """Return a describer of the model, or of another configuration's model, perhaps for other facts and another
-        length.
-        """
+    def describer(self, model_config: object = None, job: Job | None = None) -> Describer:
+        """Return a describer of the model, or of another configuration's model, perhaps for another job."""
         from ..planning.problem import Describer
 
-        model = self._build(model_config) if model_config else self.model
-        config = replace(self.config, sequence_length=sequence_length or self.config.sequence_length)
-        return Describer(model, config, facts or self.facts, self._trace)
-
-    @property
-    def limited(self) -> OSDPConfig:
-        """What a run would be asked for, with the limit."""
-        return replace(self.config, memory_limit=self.limit_bytes)
+        return Describer(self._build(model_config) if model_config else self.model, job or self.job, self._trace)
 
     @cached_property
     def _trace(self) -> Callable[..., ModelDescription]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -24,6 +25,7 @@ from ..report.tables import batch_text, comparison_table, frontier_table, plan_c
 from .cases import Case
 from .options import JsonFile, PlotFile, Request, count, option
 from .output import Output
+from .processes import AT_ONCE, searching_processes
 
 if TYPE_CHECKING:
     from ..planning.simulate import SimulatedRound
@@ -61,7 +63,7 @@ def plan(
         if simulate:
             from ..planning.simulate import search_and_simulate
 
-            rounds = search_and_simulate(case.model, problem, device_type=case.device_type, images=case.request.images)
+            rounds = search_and_simulate(case.model, problem, device_type=case.device_type, images=case.config.images)
             found, problem = rounds[-1].found.plan, replace(problem, job=rounds[-1].job)
     planning_s = time.perf_counter() - started
     inputs = PlanInputs.of(problem)
@@ -144,19 +146,23 @@ def compare(
     memory.
     """
     screen = Output(json_file, plot=plot)
-    with screen.working("Describing the model", steps=3) as next_step:
+    with screen.working("Describing the model and searching"):
         case = Case(request).check()
         problem = case.found.problem
         description, hardware = problem.description, problem.hardware
-        next_step("Searching: strategies")
-        rows = case.found.compared(compiles=True)
-        peaks = [row.result.plan.peak_bytes for row in rows if row.result is not None]
-        next_step("Searching: Pareto front")
+        table_of = partial(comparison_table, memory_limit_bytes=problem.memory_limit_bytes)
+        rows = screen.growing(table_of, case.found.compared())
+        results = [row.result for row in rows if row.result is not None]
+        own = next((row.result for row in rows if row.label == Strategy.OSDP.value), None)
         whole = replace(
             problem, memory_limit_bytes=hardware.room_bytes(hardware.device.memory_bytes), strategy=Strategy.OSDP
         )
-        front = frontier(whole, points=points, at=[problem.room_bytes, *filter(None, peaks)])
-    screen.print(comparison_table(rows, problem.memory_limit_bytes), frontier_table(front, problem.room_bytes))
+        known = {problem.room_bytes: own.fastest or own} if own else {}
+        with searching_processes() as processes:
+            front = frontier(
+                whole, points=points, known=known, others=results, search_all=processes.map, at_once=AT_ONCE
+            )
+    screen.print(frontier_table(front, problem.room_bytes))
     screen.print(f"Estimated for {hardware.summary}; activations: {description.trace}.", case.precision_line)
     title = f"{description.model_name} on {hardware.summary}: fastest plan for each amount of memory"
     _draw(screen, plot, lambda plots: plots.frontier_chart(title, front, rows, problem.room_bytes))
@@ -176,7 +182,7 @@ def doctor(
             f"--save-total-limit {save_total_limit} has no effect without --output-dir; give both, or neither."
         )
     with screen.working("Checking model, devices, plan and folder"):
-        from ..planning.facts import RunFolder
+        from ..planning.job import RunFolder
         from .examination import examine, machine_line
 
         folder = (

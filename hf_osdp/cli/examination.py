@@ -20,15 +20,17 @@ from ..planner.job import OptimizerSpec
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult, search
-from ..planning.facts import RunFolder
+from ..planning.job import Job, RunFolder
 from ..planning.preflight import (
     Check,
     DeviceMemory,
-    KnownRun,
+    Here,
     bf16_on,
     checkpoint_bytes,
     device_memory,
     findings_of,
+    memory_now,
+    slow_link,
     split_ties,
 )
 from ..planning.recalibrate import estimated
@@ -118,7 +120,7 @@ class _Examination:
             )
         job = self._try(
             Check.BATCH,
-            lambda: case.job,
+            lambda: case.training,
             lambda job: f"{job.global_batch_size} samples per step over {hardware.world_size} devices",
         )
         limit = self._try(Check.LIMIT, lambda: case.limit_bytes, lambda limit: _limit_text(limit, hardware))
@@ -136,24 +138,23 @@ class _Examination:
                 ),
             )
         prefer_expandable_segments()  # as a run does
-        known = KnownRun(
-            facts=replace(case.facts, folder=folder), units=description.units, asked_classes=case.config.block_classes,
-            found_classes=description.block_classes, hardware=hardware, bf16_on=bf16_on(hardware.device, "cuda"),
+        here = Here(
+            bf16_on=bf16_on(hardware.device, "cuda"),
             memory=_memory_here(hardware),
             has_fixed_segments=case.device_type == "cuda" and torch.version.cuda is not None and has_fixed_segments(),
-        )  # fmt: skip
+        )
+        run, classes = replace(case.job, folder=folder), description.block_classes
+        findings = [*findings_of(run, description.units, classes, hardware, here), split_ties(case.model)]
         if found is not None:
-            known = replace(known, plan=found.plan, needed_bytes=found.memory.peak_bytes)
-            if case.request.strategy is not Strategy.OSDP:
-                known = replace(
-                    known, time=found.time, others=_best(replace(case.found.problem, strategy=Strategy.OSDP))
-                )
-        for finding in (*findings_of(known), split_ties(case.model)):
-            if finding is not None:
-                self.rows.setdefault(finding.check, []).append(
-                    (finding.check.value, finding.severity.value, finding.message)
-                )
-        for check, text in _passed(description, known).items():
+            findings.append(memory_now(here.memory, found.memory.peak_bytes, found.plan.communicators))
+            if case.config.strategy != Strategy.OSDP.value:
+                best = _best(replace(case.found.problem, strategy=Strategy.OSDP))
+                findings.append(slow_link(found.plan, hardware, found.time, best))
+        for finding in filter(None, findings):
+            self.rows.setdefault(finding.check, []).append(
+                (finding.check.value, finding.severity.value, finding.message)
+            )
+        for check, text in _passed(description, run, here.memory, hardware if found else None).items():
             self.rows.setdefault(check, [(check.value, "ok", text)])
 
 
@@ -169,9 +170,11 @@ def _limit_text(limit_bytes: int, hardware: Hardware) -> str:
     return f"{format_bytes(limit_bytes)}, of which the device reserves {format_bytes(hardware.device.reserved_bytes)}{margin}"  # noqa: E501
 
 
-def _passed(description: ModelDescription, known: KnownRun) -> dict[Check, str]:
-    """Return the texts of checks without a finding."""
-    units, hardware, precision, memory = known.units, known.hardware, known.facts.precision.compute, known.memory
+def _passed(
+    description: ModelDescription, job: Job, memory: DeviceMemory | None, planned_on: Hardware | None
+) -> dict[Check, str]:
+    """Return the texts of checks without a finding; `planned_on` is None if there is no plan."""
+    units, precision = description.units, job.precision.compute
     tied = "; ".join(" = ".join(names) for unit in units for names in unit.shared)
     texts = {
         Check.BLOCKS: f"{len(units)} units; block classes: {', '.join(description.block_classes)}",
@@ -181,15 +184,14 @@ def _passed(description: ModelDescription, known: KnownRun) -> dict[Check, str]:
         Check.FROZEN: "none",
         Check.ALLOCATOR: "a run on CUDA uses expandable segments, or the margin leaves room for fragmentation",
     }
-    if known.plan is not None and hardware is not None:
-        texts[Check.LINKS] = (
-            f"{format_bytes(hardware.inter_node.bytes_per_s)}/s between nodes" if hardware.nodes > 1 else "one node"
-        )
-    if known.needed_bytes is not None and memory is not None:
-        texts[Check.PROCESSES] = f"{format_bytes(memory.free_bytes)} of {memory.name} free here"
-    if (folder := known.facts.folder) is not None:
-        size = format_bytes(checkpoint_bytes(units, known.facts.optimizer, adapters=folder.adapters))
-        texts[Check.FOLDER] = f"{folder.path} is writable and has enough space; a checkpoint takes {size}"
+    if planned_on is not None:
+        between = f"{format_bytes(planned_on.inter_node.bytes_per_s)}/s between nodes"
+        texts[Check.LINKS] = between if planned_on.nodes > 1 else "one node"
+        if memory is not None:
+            texts[Check.PROCESSES] = f"{format_bytes(memory.free_bytes)} of {memory.name} free here"
+    if job.folder is not None:
+        size = format_bytes(checkpoint_bytes(units, job.optimizer, adapters=job.folder.adapters))
+        texts[Check.FOLDER] = f"{job.folder.path} is writable and has enough space; a checkpoint takes {size}"
     return texts
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
 from ..planner.presets import preset_names
-from ..planner.problem import Strategy
+from ..planning.config import LEAST, OSDPConfig, option_texts
 
 
 def option(metavar: str, text: str, **rules: Any) -> Any:  # noqa: ANN401  (like typer.Option)
@@ -25,11 +26,6 @@ def count(text: str) -> Any:  # noqa: ANN401
     return option("N", text, min=1)
 
 
-def switch(text: str, *flags: str) -> Any:  # noqa: ANN401
-    """Return a switch, `--name/--no-name` unless it has other flags."""
-    return typer.Option(*flags, help=text)
-
-
 JsonFile = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE", help="Also write the result as JSON; - writes only JSON to stdout."),
@@ -40,39 +36,37 @@ PlotFile = Annotated[
 ]
 
 
+_GROUPS = {
+    "Batch": ("sequence_length", "global_batch_size", "micro_batch_size", "images"),
+    "Devices": ("device", "profile", "num_nodes", "devices_per_node", "precision"),
+    "Memory": (
+        "memory_limit", "memory_margin", "host_memory", "recompute", "host_offload", "offload_optimizer",
+        "offload_activations",
+    ),
+    "Layout": ("strategy", "simplicity", "operator_splitting", "split_vocabulary", "communication", "compile"),
+    "Model": ("optimizer", "lora_rank", "lora_targets", "quantize", "block_classes", "auto_class"),
+}  # fmt: skip
+"""Groups of flags on help pages, in their order."""
+_REQUIRED = ("sequence_length", "global_batch_size")
+_VALUES = {"memory_limit": "SIZE", "profile": "FILE", "block_classes": "NAMES"}
+"""Names of values that are text, if they are not NAME."""
+_WRITTEN = {
+    "memory_margin": ("--margin",), "recompute": ("--recompute/--no-recompute", "--activation-checkpointing"),
+    "compile": ("--compile",),
+}  # fmt: skip
+"""Flags that are not written as the name of their option."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A planning problem from the command line; each field is a flag."""
+    """A planning problem from the command line: a run's configuration, its model and its devices."""
 
+    config: OSDPConfig
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Hub id, local folder or config.json; no weights are needed.")
     ]
-    sequence_length: Annotated[int, count("Tokens per sample.")]
-    global_batch_size: Annotated[int, count("Samples per optimizer step, over all devices.")]
-    images: Annotated[
-        int | None,
-        option(
-            "N",
-            "Pictures per sample; default: one for models that take them, whose placeholders count as tokens.",
-            min=0,
-        ),
-    ] = None
-    memory_limit: Annotated[
-        str | None, option("SIZE", "Memory of each device that training may use, such as 8GiB; default: all of it.")
-    ] = None
-    margin: Annotated[
-        float | None,
-        option("SHARE", "Share of the limit to keep free; default: 0.02 and 128 MiB on CUDA, 0 on the CPU."),
-    ] = None
-    simplicity: Annotated[
-        float,
-        option("SHARE", "Share of a step's time that a simpler plan may cost, such as 0.01; 0 takes the fastest."),
-    ] = 0.0
     device: Annotated[
         str | None, option("NAME", f"Kind of device: {', '.join(preset_names())}. Or give --profile.")
-    ] = None
-    profile: Annotated[
-        Path | None, option("FILE", "Measured hardware and block times, written by `hf-osdp profile`.")
     ] = None
     host_memory: Annotated[
         str | None,
@@ -103,54 +97,6 @@ class Request:
             " Adafactor almost none, but the units it trains are replicated.",
         ),
     ] = "adamw"
-    strategy: Annotated[
-        Strategy, option("NAME", "osdp decides for each unit; the others use one layout for all units.")
-    ] = Strategy.OSDP
-    micro_batch_size: Annotated[
-        int | None, count("Samples that one device processes at once; default: the planner decides.")
-    ] = None
-    recompute: Annotated[
-        bool | None,
-        switch(
-            "Recompute every block in backward (activation checkpointing), or none; default: the planner decides.",
-            "--recompute/--no-recompute",
-            "--activation-checkpointing",
-        ),
-    ] = None
-    host_offload: Annotated[
-        bool | None, switch("Keep all states on the host, or none; default: the planner decides.")
-    ] = None
-    offload_optimizer: Annotated[
-        bool | None,
-        switch(
-            "Keep all optimizer states on the host, or none, and step on the device; default: the planner decides."
-        ),
-    ] = None
-    offload_activations: Annotated[
-        bool | None,
-        switch("Offload the saved activations of every block to the host, or of none; default: the planner decides."),
-    ] = None
-    communication: Annotated[
-        Literal["exact", "bf16", "int8", "int4"],
-        option(
-            "NAME",
-            "Lowest precision of parameters and gradients sent over slow links; it changes the rounding of training.",
-        ),
-    ] = "exact"
-    compile: Annotated[bool, switch("Compile each block with torch.compile before it is sharded.", "--compile")] = (
-        False
-    )
-    operator_splitting: Annotated[
-        bool, switch("Split blocks into operator units, and operators into slices, if that is faster.")
-    ] = True
-    split_vocabulary: Annotated[
-        bool | None,
-        switch(
-            "Compute the loss in pieces, or split the vocabulary projection, where that pays; outputs.logits are then"
-            " computed when read. Default: as under the Trainer, which allows it; other loops need"
-            " OSDPConfig(split_vocabulary=True)."
-        ),
-    ] = None
     lora_rank: Annotated[
         int | None, count("Train LoRA adapters of this rank and freeze the rest (needs the extra peft).")
     ] = None
@@ -166,13 +112,50 @@ class Request:
             " and the extra bnb.",
         ),
     ] = None
-    block_classes: Annotated[
-        str | None, option("NAMES", "Classes that become units, comma-separated; default: found in the model.")
-    ] = None
     auto_class: Annotated[
         str | None,
         option("CLASS", "Model class to build, such as AutoModelForCausalLM; default: taken from the configuration."),
     ] = None
+
+    @classmethod
+    def of(cls, **flags: Any) -> Request:
+        """Return the request of these flags; a ValueError about the configuration names flags."""
+        own = {field.name for field in fields(cls)}
+        options = {name: value for name, value in flags.items() if name not in own}
+        try:
+            config = OSDPConfig(**options)
+        except ValueError as error:
+            text = re.sub(r"\w+(?==)", lambda name: flag_of(name[0]) if name[0] in options else name[0], str(error))
+            raise ValueError(text) from None
+        return cls(config=config, **{name: value for name, value in flags.items() if name in own})
+
+
+@cache
+def _flags() -> dict[str, inspect.Parameter]:
+    """Return the flags that describe a planning problem: those of `OSDPConfig`'s options, and those of `Request`."""
+    hints, texts, own = get_type_hints(OSDPConfig), option_texts(), get_type_hints(Request, include_extras=True)
+    options, requested = (inspect.signature(cls).parameters for cls in (OSDPConfig, Request))
+    found = {"model": requested["model"].replace(annotation=own["model"])}
+    for group, names in _GROUPS.items():
+        for name in names:
+            if name in requested:
+                found[name] = requested[name].replace(annotation=own[name])
+            else:
+                flag = _flag(name, hints[name], texts.get(name), options[name].default)
+                default = inspect.Parameter.empty if name in _REQUIRED else options[name].default
+                found[name] = options[name].replace(annotation=flag, default=default)
+            found[name].annotation.__metadata__[0].rich_help_panel = group
+    return found
+
+
+def _flag(name: str, allowed: Any, text: str | None, default: object) -> Any:  # noqa: ANN401
+    """Return the annotation of a flag for an option of `OSDPConfig`: type and form on a command line."""
+    kinds = (allowed,) if get_origin(allowed) is Literal else get_args(allowed) or (allowed,)
+    kind = str if str in kinds else kinds[0]
+    metavar = {int: "N", float: "SHARE", bool: None}.get(kind, _VALUES.get(name, "NAME"))
+    least = LEAST.get(name, 1) if kind is int else None
+    shown = typer.Option(*_WRITTEN.get(name, ()), metavar=metavar, help=text, min=least)
+    return Annotated[kind if default is not None or name in _REQUIRED else kind | None, shown]
 
 
 def with_flags(
@@ -181,18 +164,13 @@ def with_flags(
     """Return a typer command with shared flags in addition to its own options; its first parameter receives
     `make(**flags)`.
 
-    The flags are all fields of `Request`, or only `names`; the command has no flag `leave_out`, which keeps its
-    default.
+    The flags are all that describe a planning problem, or only `names`; the command has no flag `leave_out`, which
+    keeps its default.
     """
-    hints = get_type_hints(Request, include_extras=True)
-    kind, flags_of = inspect.Parameter.KEYWORD_ONLY, inspect.signature(Request).parameters.values()
-    shared = [
-        flag.replace(kind=kind, annotation=hints[flag.name])
-        for flag in flags_of
-        if flag.name != leave_out and (not names or flag.name in names)
-    ]
+    shared = [flag for name, flag in _flags().items() if name != leave_out and (not names or name in names)]
     own = [
-        parameter.replace(kind=kind) for parameter in inspect.signature(command, eval_str=True).parameters.values()
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in inspect.signature(command, eval_str=True).parameters.values()
     ][1:]
 
     @wraps(command)
@@ -207,10 +185,9 @@ def with_flags(
 
 def flag_of(name: str) -> str:
     """`memory_limit` → `--memory-limit`."""
-    return f"--{name.replace('_', '-')}"
+    return _WRITTEN.get(name, (f"--{name.replace('_', '-')}",))[0].partition("/")[0]
 
 
 def stated(flags: Mapping[str, Any]) -> list[str]:
     """Return the flags that do not have their default value, as written on the command line."""
-    defaults = {field.name: field.default for field in fields(Request)}
-    return [flag_of(name) for name, value in flags.items() if value != defaults[name]]
+    return [flag_of(name) for name, value in flags.items() if value != _flags()[name].default]

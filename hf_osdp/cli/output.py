@@ -6,14 +6,18 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import InfeasibleError, OSDPError, nearest
 from ..report.plan_file import write_json
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+T = TypeVar("T")
 _WIDTH = 100
 _ALIASES = {
     "zero3": "fsdp", "zero-3": "fsdp", "full_shard": "fsdp", "shard_grad_op": "zero2", "zero-2": "zero2",
@@ -55,6 +59,22 @@ class Output:
         for part in parts:
             self.console.print(part, highlight=False)
 
+    def growing(self, table_of: Callable[[Sequence[T]], Table], rows: Iterable[T]) -> list[T]:
+        """Print a table whose rows appear as they are found; return them.
+
+        The columns' least widths should hold for all rows, since lines that were printed stay.
+        """
+        from rich.segment import Segments
+
+        found, printed = list[T](), 0
+        for row in rows:
+            found.append(row)
+            lines = self.console.render_lines(table_of(found), pad=False, new_lines=True)
+            self.print(*map(Segments, lines[printed:-1]))
+            printed = len(lines) - 1
+        self.print("")
+        return found
+
     def write(self, content: dict[str, Any]) -> None:
         if self._json_file == "-":
             sys.stdout.write(json.dumps(content, indent=1) + "\n")
@@ -63,14 +83,17 @@ class Output:
             self.print(f"JSON: {self._json_file}")
 
     @contextmanager
-    def working(self, text: str, steps: int | None = None) -> Iterator[Callable[[str], None]]:
-        """Show a progress bar on a terminal's stderr; yield a function to call with the name of each next step."""
+    def working(self, text: str) -> Iterator[None]:
+        """Show on a terminal's stderr what is done, and for how long; what is printed meanwhile stands above it."""
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=self.progress, transient=True, disable=not self.progress.is_terminal) as bar:
-            task = bar.add_task(text, total=steps)
-            yield lambda text: bar.update(task, advance=1, description=text)
+        with Progress(
+            *columns, console=self.progress, transient=True, disable=not self.progress.is_terminal,
+            redirect_stdout=self.console.is_terminal,
+        ) as bar:  # fmt: skip
+            bar.add_task(text, total=None)
+            yield
 
 
 def error_line(error: Exception, words: Sequence[str]) -> str | None:

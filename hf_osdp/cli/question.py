@@ -108,7 +108,7 @@ class Planned:
 
     @cached_property
     def compared(self) -> tuple[StrategyResult, ...]:
-        return self.case.found.compared()
+        return tuple(self.case.found.compared())
 
     @property
     def options(self) -> dict[str, object]:
@@ -198,7 +198,7 @@ class Planner:
         model = self._saved(question.config) if question.config else question.model
         requests: list[Request] = []
         command = typer.Typer(add_completion=False)
-        command.command()(with_flags(requests.append, make=Request))
+        command.command()(with_flags(requests.append, make=Request.of))
         typer.main.get_command(command).main(
             [*question.options, *(["--", model] if model else [])], standalone_mode=False
         )

@@ -1,12 +1,14 @@
-"""Errors of a run in one line, on one rank: every rank meets the same error, and each would print its traceback."""
+"""What concerns all ranks, in one line on one rank: errors, which each would print, and long work of rank 0."""
 
 from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +19,8 @@ from .process_group import is_told_line, tell_line
 
 _RANK_ZERO_FIRST_S = 5.0
 """Seconds that other ranks wait for rank 0 to print first; its exit makes the launcher end them."""
+_LONG_S = 10.0
+"""Seconds after which rank 0 says that it still plans."""
 _PACKAGE = Path(__file__).resolve().parents[1]
 _log = logging.getLogger(__name__)
 
@@ -32,6 +36,27 @@ def say_once(error: BaseException, name: str = "error") -> None:
         time.sleep(_RANK_ZERO_FIRST_S)  # so that the launcher reports rank 0, which printed the line
     else:
         print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def say_while_planning() -> Iterator[None]:
+    """Log once, on rank 0 of several, if planning takes more than `_LONG_S`."""
+    said = threading.Timer(
+        _LONG_S,
+        _log.warning,
+        (
+            "Rank 0 has been planning for %.0f s: it describes the model, measures and searches. The others wait for"
+            " its plan; no timeout ends them.",
+            _LONG_S,
+        ),
+    )
+    said.daemon = True
+    if launched_world_size() > 1 and launched_rank() == 0:
+        said.start()
+    try:
+        yield
+    finally:
+        said.cancel()
 
 
 def is_ours(error: BaseException) -> bool:

@@ -39,7 +39,7 @@ from ..modeling.wrapping import without_wrappers
 from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
 from ..planning.config import OSDPConfig
-from ..planning.facts import RunFacts, RunFolder
+from ..planning.job import Job, RunFolder
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun
 from ..sharding.environment import form_process_group, prepare_model, uses_host
@@ -222,7 +222,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             )
         if self.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             config = replace(config, reduce_every_micro_step=True)
-        facts = RunFacts(
+        job = Job(
+            config=config,
             world_size=self.num_processes,
             device_type=self.device.type,
             precision=precision_of(
@@ -242,8 +243,8 @@ class OSDPAccelerator(AcceleratorCheckpoints, Accelerator):
             frozen_in_optimizer=frozen_parameters(optimizer),
             folder=project_folder(self.project_configuration),
         )
-        prepare_model(model, facts.precision)
-        run = plan_and_announce(model, config, facts)
+        prepare_model(model, job.precision)
+        run = plan_and_announce(model, job)
         self.use_plan(run)
         return run.plan
 

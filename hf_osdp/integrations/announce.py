@@ -16,8 +16,7 @@ from ..planner.cost.evaluate import PlanEstimate
 from ..planner.files import plain
 from ..planner.hardware import Collective
 from ..planning.cache import MEASURED_EARLIER
-from ..planning.config import OSDPConfig
-from ..planning.facts import RunFacts
+from ..planning.job import Job
 from ..planning.plan_run import PlannedRun, plan_run
 from ..quantities import format_seconds
 from ..report.content import report_content, write_report
@@ -31,7 +30,7 @@ _WIDTH = 100
 """Columns if the output is not a terminal."""
 
 
-def plan_and_announce(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> PlannedRun:
+def plan_and_announce(model: nn.Module, job: Job) -> PlannedRun:
     """Plan as `plan_run`, with a status line on rank 0's terminal if it has one; then print the plan on rank 0.
 
     Collective.
@@ -43,7 +42,7 @@ def plan_and_announce(model: nn.Module, config: OSDPConfig, facts: RunFacts) -> 
             text, refresh_per_second=2
         )  # a thread redraws it while measurements run
     with status:
-        run = plan_run(model, config, facts)
+        run = plan_run(model, job)
     announce_plan(run)
     return run
 

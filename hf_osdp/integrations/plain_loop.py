@@ -27,7 +27,7 @@ from ..planner.optimizers import spec_of_trainer_name
 from ..planner.plan import Plan
 from ..planner.search.search import SearchResult
 from ..planning.config import OSDPConfig, merged_config
-from ..planning.facts import RunFacts
+from ..planning.job import Job
 from ..planning.out_of_memory import OutOfMemoryHandler
 from ..planning.plan_run import PlannedRun, plan_run
 from ..planning.preflight import Severity
@@ -118,7 +118,8 @@ class OptimalShardedDataParallel(nn.Module):
         prepare_model(model, precision)
         if isinstance(optimizer, str):
             optimizer = spec_of_trainer_name(optimizer, device_type=device.type)
-        facts = RunFacts(
+        job = Job(
+            config=replace(config, compare=False),
             world_size=world_size(),
             device_type=device.type,
             precision=precision,
@@ -126,7 +127,7 @@ class OptimalShardedDataParallel(nn.Module):
             against_unit_steps=None if optimizer is None else "only the optimizer's OptimizerSpec is known",
             estimates_given_plan=False,
         )
-        run = plan_run(model, replace(config, compare=False), facts)
+        run = plan_run(model, job)
         _log_findings(run)
         self.plan: Plan = run.plan
         self.report: SearchResult | None = run.search

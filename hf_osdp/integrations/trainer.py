@@ -40,7 +40,7 @@ from .trainer_arguments import (
     set_batch,
 )
 from .trainer_checkpoints import StopCallback, TrainerCheckpoints
-from .trainer_facts import facts_of_trainer, refuse_changes
+from .trainer_facts import job_of_trainer, refuse_changes
 from .trainer_loss import scale_loss
 
 
@@ -110,10 +110,10 @@ class Trainer(TrainerCheckpoints, metaclass=PlansWhenMade):
             self._osdp, compile=self._osdp.compile or self.accelerator.plugin.osdp.compile
         )  # the launcher's dynamo
         try:
-            config, facts, rule = facts_of_trainer(self, self._osdp, trains=trains, loader=loader)
-            hold_master_weights(self.model, facts.precision)
+            job, rule = job_of_trainer(self, self._osdp, trains=trains, loader=loader)
+            hold_master_weights(self.model, job.precision)
             with rule.explained():
-                self._run = plan_and_announce(self.model, config, facts)
+                self._run = plan_and_announce(self.model, job)
         except Exception:
             if self._creates_folder:
                 with suppress(OSError):  # already removed, or not empty

@@ -25,7 +25,7 @@ from ..modeling.batch import Inputs
 from ..planner.job import OptimizerSpec, Precision
 from ..planner.optimizers import knows_trainer_name, spec_of_trainer_name
 from ..planning.config import OSDPConfig
-from ..planning.facts import RunFacts, RunFolder
+from ..planning.job import Job, RunFolder
 from ..planning.plan_run import PlannedRun
 from ..sharding.host_states import reason_against_unit_steps
 from ..sharding.optimizer import frozen_parameters, spec_of_optimizer
@@ -40,11 +40,11 @@ _STOCK_PACKAGES = ("transformers", "hf_osdp")
 """Packages whose `create_optimizer` follows `TrainingArguments.optim`."""
 
 
-def facts_of_trainer(
+def job_of_trainer(
     trainer: Trainer, config: OSDPConfig, *, trains: bool, loader: DataLoader[Any] | None = None
-) -> tuple[OSDPConfig, RunFacts, MicroBatchRule]:
-    """Return the configuration with the run's sizes filled in, and the facts of a Trainer whose `__init__` has
-    returned, for its own datasets or those of a loader. Collective.
+) -> tuple[Job, MicroBatchRule]:
+    """Return the job of a Trainer whose `__init__` has returned, for its own datasets or those of a loader.
+    Collective.
     """
     args, plugin = trainer.args, trainer.accelerator.plugin
     batches, sequence_length = _batches(trainer, config, loader)
@@ -56,7 +56,8 @@ def facts_of_trainer(
     )
     rule = micro_batch_rule(trainer, config, batches, sequence_length, trains=trains)
     sized = replace(config, sequence_length=sequence_length, global_batch_size=samples, micro_batch_size=rule.chosen)
-    facts = RunFacts(
+    job = Job(
+        config=sized,
         world_size=args.world_size,
         device_type=args.device.type,
         precision=Precision.named(args.mixed_precision, autocast=args.world_size == 1 and not dist.is_initialized()),
@@ -74,7 +75,7 @@ def facts_of_trainer(
         frozen_in_optimizer=frozen_parameters(trainer.optimizer),
         folder=trainer_folder(args, trainer.model) if trains else None,
     )
-    return sized, facts, rule
+    return job, rule
 
 
 def trainer_folder(args: TrainingArguments, model: nn.Module | None) -> RunFolder:

@@ -16,13 +16,14 @@ from torch.utils._pytree import tree_map_only
 
 from ..distributed.process_group import all_gather_objects
 from ..errors import ProfileError
-from ..modeling.batch import Inputs, Loss, loss_of, output_of, random_states_kept, same_random_numbers
+from ..modeling.batch import loss_of, output_of, random_states_kept, same_random_numbers
 from ..modeling.build import build_on_meta, checkpoint_blocks, disable_cache
 from ..modeling.units import class_of, modules_by_name
 from ..modeling.wrapping import compile_forward, forward_replaced, frozen_norms_keep_dtype, under_autocast
-from ..planner.description import DType, ModelDescription, Segment
+from ..planner.description import ModelDescription, Segment
 from ..planner.profile import COPIES, SegmentTimes, SegmentWork, TimePoint
 from ..tracing.describe import describe
+from ..tracing.options import ModelRun
 from ..tracing.pictures import UsualBatch
 from .model_copies import give_back, materialised, shortened
 from .stopwatch import ROOT, Sections, Stopwatch
@@ -33,29 +34,13 @@ _MIN_ROUNDS, _MAX_ROUNDS, _ROUNDS_AT_START = 3, 50, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TimedModel:
+class TimedModel(ModelRun):
+    """A model whose blocks are timed, as it runs."""
+
     model_or_config: object
     """A module, real or on the meta device (it is not changed), or a transformers configuration."""
-    sequence_length: int
-    """Tokens of one sample."""
     micro_batch_sizes: tuple[int, ...] = (1, 2, 4)
     """Sizes to time; choose them around the ones to plan for, because time is only roughly linear."""
-    compute_dtype: DType | None = None
-    """Dtype of gathered parameters and activations; None keeps that of the parameters."""
-    autocast: bool = False
-    """Compute in `compute_dtype` under `torch.autocast`, as one process does."""
-    activation_checkpointing: bool = False
-    compile: bool = False
-    auto_class: type | str | None = None
-    """For a configuration: the class to build."""
-    block_classes: Sequence[str] | None = None
-    """Class names of the blocks; None finds them."""
-    inputs: Inputs | None = None
-    """A function from a number of samples to forward's keyword arguments; None makes a training batch."""
-    images: int | None = None
-    """Pictures of a sample in the training batch; None is one if the model takes pictures."""
-    loss: Loss | None = None
-    """Computes the loss from a copy of the model and a batch; None is the model's own loss."""
 
     def __post_init__(self) -> None:
         for size in self.micro_batch_sizes:
@@ -84,14 +69,7 @@ def measure_block_times(
     source = timed.model_or_config
     whole = source if isinstance(source, nn.Module) else build_on_meta(source, timed.auto_class)
     if description is None:
-        description = describe(
-            whole, sequence_length=timed.sequence_length, block_classes=timed.block_classes,
-            compute_dtype=timed.compute_dtype, autocast=timed.autocast,
-            device_type=device.type, inputs=timed.inputs, images=timed.images, loss=timed.loss,
-            activation_checkpointing=timed.activation_checkpointing,
-            compile=timed.compile,
-            recomputation=False,
-        )  # fmt: skip
+        description = describe(whole, **{**timed.keywords, "device_type": device.type}, recomputation=False)
     shared = cores_are_shared(device)
     devices = [device] if device.type == "cuda" else []
     try:
@@ -115,8 +93,7 @@ def _measure_passes(
     """Run passes of a shortened copy; return the description of that copy, and for each size the seconds by pass,
     segment and phase.
     """
-    dtype = None if timed.compute_dtype is None else getattr(torch, timed.compute_dtype.value)
-    cast = None if timed.autocast else dtype
+    cast, dtype = timed.cast_dtype, timed.torch_dtype
 
     def prepare() -> tuple[nn.Module, ModelDescription, dict[int, Callable[[], torch.Tensor]]]:
         short = shortened(whole, description.units, COPIES)

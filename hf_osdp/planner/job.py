@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 from .description import DType, ParameterSpec
@@ -234,33 +234,40 @@ FLOAT32_STATE = StateFormat(bytes_per_element=4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingJob:
+class Decisions:
+    """Decisions that a user may take from the planner; None leaves one to the planner."""
+
+    micro_batch_size: int | None = None
+    """Samples that one process runs at once; default: the planner decides."""
+    reduce_every_micro_step: bool | None = None
+    """True reduce-scatters gradients in each micro-step, and replicas all-reduce once, in the last; False reduces only
+    in the last; None lets the planner decide."""
+    recompute: bool | None = None
+    """Recompute the activations of every block in backward, or of none; default: the planner decides for each."""
+    host_offload: bool | None = None
+    """Keep parameters, gradients and optimizer states of every unit on the host, or of none; default: the planner
+    decides for each.
+    """
+    offload_optimizer: bool | None = None
+    """Keep the optimizer states of every unit on the host and copy them to the device for the step, or of none;
+    default: the planner decides for each.
+
+    Parameters and gradients stay on the device.
+    """
+    offload_activations: bool | None = None
+    """Keep the saved activations of every block on the host until backward, or of none; default: the planner decides
+    for each.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingJob(Decisions):
     """Settings of a training that change memory or time, without model and devices."""
 
     global_batch_size: int
     """Samples of one optimizer step over all ranks. The planner never changes it."""
     precision: Precision = Precision()
     optimizer: OptimizerSpec = OptimizerSpec()
-    micro_batch_size: int | None = None
-    """Micro-batch size; None lets the planner choose it."""
-    reduce_every_micro_step: bool | None = None
-    """Whether all gradients are reduced in every micro-step; None lets the planner choose per unit
-    (`GatherSpan.CALLS`: always).
-    """
-    recompute: bool | None = None
-    """Whether the activations of all blocks are recomputed in backward; None lets the planner choose per block."""
-    host_offload: bool | None = None
-    """Whether parameters, gradients and states of all units are on the host; None lets the planner choose per unit,
-    if a host is known.
-    """
-    offload_optimizer: bool | None = None
-    """Whether optimizer states of all units are on the host, but not parameters; None lets the planner choose per
-    unit.
-    """
-    offload_activations: bool | None = None
-    """Whether saved activations of all blocks are offloaded to the host until backward; None lets the planner
-    choose per block.
-    """
     holds_outputs: bool = False
     """Whether the loop keeps the model's outputs from forward through backward (`out = model(...);
     out.loss.backward()`).
@@ -275,15 +282,10 @@ class TrainingJob:
     """Bytes added to every moment: the error of an earlier plan's estimate, see `planner/cost/correction.py`."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "reduce_every_micro_step",
-            "recompute",
-            "host_offload",
-            "offload_optimizer",
-            "offload_activations",
-        ):
-            if (value := getattr(self, name)) is not None and not isinstance(value, bool):
-                raise ValueError(f"{name}={value!r} must be True, False, or None to leave it to the planner.")
+        for field in fields(Decisions):
+            value = getattr(self, field.name)
+            if field.type == "bool | None" and value is not None and not isinstance(value, bool):
+                raise ValueError(f"{field.name}={value!r} must be True, False, or None to leave it to the planner.")
         if self.host_offload and self.offload_optimizer:
             raise ValueError(
                 "offload_optimizer=True has no effect: host_offload=True moves all states to the host; leave one out."

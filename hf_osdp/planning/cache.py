@@ -9,9 +9,9 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -40,7 +40,8 @@ from ..planner.hardware import Hardware
 from ..planner.profile import SegmentTimes
 from ..reading import read_json
 from ..tracing.attention import capability_here
-from ..tracing.describe import TRACED_MICRO_BATCH, describe
+from ..tracing.describe import describe
+from ..tracing.options import DescribeOptions
 from .model_key import inputs_key, model_key
 
 T = TypeVar("T")
@@ -70,10 +71,10 @@ def describe_once(model: nn.Module, **options: Any) -> ModelDescription:
     are deleted first. `OSDP_CACHE=0` switches the cache off. Descriptions with `loss`, or of models with code of other
     packages, are not cached.
     """
-    folder, key = cache_folder(), None
-    if folder is not None and options.get("loss") is None:
+    folder, key, chosen = cache_folder(), None, DescribeOptions(**options)
+    if folder is not None and chosen.loss is None:
         try:
-            key = _key(model, options)
+            key = _key(model, chosen)
         except Exception as error:  # a batch that cannot be made, objects in a circle: `describe` reports what matters
             _log.debug("The description is not cached: %s: %s.", type(error).__name__, error)
     if folder is None or key is None:
@@ -115,11 +116,10 @@ def cache_folder() -> Path | None:
     return Path(variable("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hf_osdp"
 
 
-def _key(model: nn.Module, options: Mapping[str, Any]) -> str:
+def _key(model: nn.Module, options: DescribeOptions) -> str:
     """Return the name of a description; raise UnknownCodeError if the code that decides it is not known."""
-    inputs, size = options.get("inputs"), options.get("micro_batch_size", TRACED_MICRO_BATCH)
-    batches = None if inputs is None else inputs_key(inputs, sorted({1, TRACED_MICRO_BATCH, size, size + 1}))
-    values = sorted((name, repr(value)) for name, value in options.items() if name != "inputs")
+    batches = None if options.inputs is None else inputs_key(options.inputs, sorted({1, 2, *options.samples}))
+    values = [(field.name, repr(getattr(options, field.name))) for field in fields(options) if field.name != "inputs"]
     content = (code_hash(), values, batches, model_key(model), capability_here(), variable("TORCHDYNAMO_DISABLE"))
     return hashlib.sha256(repr(content).encode()).hexdigest()[:32]
 

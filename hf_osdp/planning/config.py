@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from ..errors import refuse_first
 from ..planner.hardware import Hardware, check_margin
+from ..planner.job import Decisions
 from ..planner.plan import Plan
-from ..planner.problem import Strategy, check_simplicity
+from ..planner.problem import check_simplicity
 from ..planner.profile import Profile
 from ..planner.wire import EXACT, WireFormat
 from ..quantities import parse_limit
 
-STRATEGIES = tuple(strategy.value for strategy in Strategy)
-COMMUNICATIONS = (EXACT, *(wire.value for wire in WireFormat))
-_ALLOWED_VALUES = {"strategy": STRATEGIES, "on_oom": ("raise", "replan"), "communication": COMMUNICATIONS}
 _TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "plan": ((Plan, str, Path), "a Plan or the path of a plan file"),
     "hardware": ((Hardware, str), "a Hardware or the name of a preset"),
@@ -29,7 +31,7 @@ _TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
         ),
     ),
 }
-_LEAST = {"images": 0}
+LEAST = {"images": 0}
 """Least values of whole numbers, if they are not 1."""
 _IGNORED_WITH_PLAN = (
     "strategy", "operator_splitting", "on_oom", "recalibrate", "hardware", "profile", "nodes", "memory_margin",
@@ -40,93 +42,91 @@ _IGNORED_WITH_PLAN = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OSDPConfig:
+class OSDPConfig(Decisions):
     """Options of OSDP: what to plan for, and which decisions to leave to the planner.
+
+    Switches are True or False; None is the default that their text names.
 
     Raises:
         ValueError: at construction, if a value cannot be used; the message gives value, limit and remedy.
     """
 
     memory_limit: int | float | str | None = None
-    """Bytes that training may use on each device, as a number or as text such as `"8GiB"`; None allows all of the
-    device's memory.
+    """Memory of each device that training may use, such as 8GiB; default: all of it.
+
+    A number is bytes; text has a unit.
     """
     memory_margin: float | None = None
-    """Share of the limit that the plan leaves free; None is 0.02 and 128 MiB on CUDA, whose allocator holds more than
+    """Share of the limit that the plan leaves free; default: 0.02 and 128 MiB on CUDA, whose allocator holds more than
     tensors, and 0 on the CPU.
     """
     simplicity: float = 0.0
-    """Share of a step's time that a simpler plan may cost, such as 0.01; 0 takes the fastest plan. Among the plans
-    within the share, the planner takes the one of fewest different layouts, groups of ranks and uses of the host, and
-    states what the fastest plan would have gained."""
-    strategy: str = "osdp"
-    """`osdp` decides for each unit; `fsdp`, `ddp`, `zero2`, `hsdp` and `two_stage` apply that one strategy to every
-    unit.
+    """Share of a step's time that a simpler plan may cost, such as 0.01; 0 takes the fastest.
+
+    Among the plans within the share, the planner takes the one of fewest different layouts, groups of ranks and uses
+    of the host, and states what the fastest plan would have gained.
     """
+    strategy: Literal["osdp", "fsdp", "ddp", "zero2", "hsdp", "two_stage"] = "osdp"
+    """`osdp` decides for each unit; the others use one layout for all units."""
     block_classes: tuple[str, ...] | str | None = None
-    """Classes that become units, as names or one comma-separated string; None finds them in the model."""
+    """Classes that become units, as one comma-separated text; default: found in the model.
+
+    In Python also as a sequence of names.
+    """
     sequence_length: int | None = None
-    """Tokens of one sample; None takes it from the data."""
+    """Tokens of one sample.
+
+    None takes it from the data.
+    """
     images: int | None = None
-    """Pictures of one sample, if the batch is derived from the model: 0 for only text, None for one if the model takes
-    pictures. Batches of the data, or `inputs`, have their own."""
+    """Pictures of one sample, 0 for only text; default: one for models that take them, whose placeholders count as
+    tokens.
+
+    It is for batches that are derived from the model; those of the data, or of `inputs`, have their own pictures.
+    """
     global_batch_size: int | None = None
-    """Samples of one optimizer step over all processes; None takes it from the training arguments or the
-    DataLoader.
+    """Samples of one optimizer step over all processes.
+
+    None takes it from the training arguments or the DataLoader.
     """
-    micro_batch_size: int | None = None
-    """Samples that one process runs at once; None lets the planner decide."""
-    reduce_every_micro_step: bool | None = None
-    """True reduce-scatters gradients in each micro-step, and replicas all-reduce once, in the last; False reduces only
-    in the last; None lets the planner decide."""
-    recompute: bool | None = None
-    """True recomputes the activations of every block in backward, False of no block; None lets the planner decide
-    for each.
+    communication: Literal["exact", "bf16", "int8", "int4"] = "exact"
+    """Coarsest format in which parameters and gradients may be sent over slow links; it changes the rounding of
+    training.
+
+    `int8` has a scale for each block, `int4` is for gradients only, `exact` changes nothing. The planner chooses a
+    format for each unit and direction if it saves time; sums are computed in float32. docs/communication.md shows the
+    effect on the loss.
     """
-    host_offload: bool | None = None
-    """True keeps the states of every unit in the host's memory, False of no unit; None lets the planner decide for
-    each.
+    compile: bool | Literal["auto"] = False
+    """Compile the forward of each block with Inductor before it is sharded.
+
+    Elementwise operators run as one kernel, and less is saved for backward. The first steps take longer, seconds to
+    minutes. Blocks that do not compile as one graph run eager; blocks are not split. `"auto"` compiles if that saves
+    time within the run by the estimate, and logs the reason if it does not.
     """
-    offload_optimizer: bool | None = None
-    """True keeps the optimizer states of every unit in the host's memory and copies them to the device for the step,
-    False of no unit; None lets the planner decide for each. Parameters and gradients stay on the device."""
-    offload_activations: bool | None = None
-    """True keeps every block's saved activations in the host's memory until backward, False those of none; None
-    lets the planner decide.
-    """
-    communication: str = EXACT
-    """The coarsest format in which parameters and gradients may be sent over slow links: `bf16`, `int8` with a scale
-    for each block, or `int4`, for gradients only; `exact` changes nothing. The planner chooses a format for each unit
-    and direction if it saves time; sums are computed in float32. This changes the rounding of training:
-    docs/communication.md shows the effect on the loss."""
-    compile: bool | str = False
-    """Compile the forward of each block with Inductor before it is sharded: elementwise operators run as one kernel,
-    and less is saved for backward. The first steps take longer, seconds to minutes. Blocks that do not compile as one
-    graph run eager; blocks are not split. `"auto"` compiles if that saves time within the run by the estimate, and
-    logs the reason if it does not."""
     operator_splitting: bool = True
-    """The planner may split blocks into operator units, and operators into slices, if memory is short and the split
-    makes steps faster.
-    """
+    """Split blocks into operator units, and operators into slices, if memory is short and that makes steps faster."""
     split_vocabulary: bool | None = None
-    """The loss may be computed in pieces, or together with the vocabulary projection in slices; `outputs.logits` are
-    then computed only when they are read. None allows it if the Trainer takes the loss from the model, and in no other
-    loop."""
+    """Compute the loss in pieces, or the vocabulary projection in slices, where that pays; outputs.logits are then
+    computed when they are read. Default: as under the Trainer, which allows it if the loss is the model's; other loops
+    need OSDPConfig(split_vocabulary=True).
+    """
     inputs: Callable[[int], Mapping[str, Any]] | None = None
     """A function from a number of samples to forward's keyword arguments, including labels, for a model whose batch
     cannot be derived; Python only. None makes a batch from the model."""
     plan: Plan | str | Path | None = None
     """A plan, or the path of a plan file, to run unchanged instead of searching."""
     hardware: Hardware | str | None = None
-    """A description or the name of a preset; None measures this machine when the run starts."""
+    """A description or the name of a preset; default: this machine is measured when the run starts."""
     nodes: int | None = None
-    """Number of machines of the run; None detects it.
+    """Number of machines of the run; default: as found.
 
     Leave it out with a hardware description, profile or plan, which states it.
     """
     profile: Profile | str | Path | None = None
-    """The result of `hf-osdp profile` on this machine, or its file: hardware and block times, which are then not
-    measured again.
+    """Measured hardware and block times, written by hf-osdp profile.
+
+    They are then not measured again. In Python also the `Profile` itself.
     """
     time_blocks: bool = True
     """Time a few of the model's blocks on the devices before planning, a second or two the first time and then kept on
@@ -149,7 +149,7 @@ class OSDPConfig:
     """
     save_on_sigterm: bool = True
     """On SIGTERM at any rank, the Trainer finishes its step, saves a checkpoint and exits."""
-    on_oom: str = "raise"
+    on_oom: Literal["raise", "replan"] = "raise"
     """If a device runs out of memory in spite of the plan, `raise` reports where, and a safer plan; `replan` lets the
     launcher (`torchrun --max-restarts 3`) restart all ranks with that plan, from the last complete checkpoint."""
 
@@ -172,44 +172,27 @@ class OSDPConfig:
         if self.memory_margin is not None:
             check_margin(self.memory_margin)
         check_simplicity(self.simplicity)
-        for field in fields(self):
-            name, value, problem = field.name, getattr(self, field.name), None
-            if value is None and field.default is None:
-                continue
-            if name in _ALLOWED_VALUES and value not in _ALLOWED_VALUES[name]:
-                problem = f"is not known; use one of {', '.join(_ALLOWED_VALUES[name])}"
-            elif (
-                str(field.type).startswith("bool")
-                and not isinstance(value, bool)
-                and (name, value) != ("compile", "auto")
-            ):
-                problem = f"must be true or false{', or auto' if name == 'compile' else ''}"
-            elif field.type == "int | None" and (
-                isinstance(value, bool) or not isinstance(value, int) or value < _LEAST.get(name, 1)
-            ):
-                problem = f"must be a whole number of at least {_LEAST.get(name, 1)}, or left out"
-            elif name in _TYPES and not isinstance(value, _TYPES[name][0]):
-                problem = f"is of type {type(value).__name__}; use {_TYPES[name][1]}"
-            if problem is not None:
-                raise ValueError(f"{name}={value!r} {problem}.")
+        for name, hint in _HINTS.items():
+            if (problem := _problem(name, getattr(self, name), hint)) is not None:
+                raise ValueError(f"{name}={getattr(self, name)!r} {problem}.")
 
     def _check_combinations(self) -> None:
         """Refuse options that have no effect together with others."""
-        problem = None
-        if self.plan is not None:
-            defaults = {field.name: field.default for field in fields(self)}
-            if name := next((name for name in _IGNORED_WITH_PLAN if getattr(self, name) != defaults[name]), None):
-                problem = f"plan runs a given plan as it is, so {self._shown(name)} would have no effect"
-        elif self.profile is not None and (self.hardware is not None or self.nodes is not None):
-            other = self._shown("hardware" if self.hardware is not None else "nodes")
-            problem = f"profile already describes the hardware, so {other} would have no effect"
-        elif self.recalibrate and self.communication != EXACT:
-            problem = f"recalibrate=True measures links by exact communication, but the run has {self._shown('communication')}"  # noqa: E501
-        elif self.split_vocabulary and (not self.operator_splitting or self.strategy != "osdp"):
-            other = self._shown("strategy" if self.operator_splitting else "operator_splitting")
-            problem = f"split_vocabulary=True has no effect with {other}"
-        if problem is not None:
-            raise ValueError(f"{problem}; leave one of the two out.")
+        defaults = {field.name: field.default for field in fields(self)}
+        ignored = next((name for name in _IGNORED_WITH_PLAN if getattr(self, name) != defaults[name]), "plan")
+        described = "hardware" if self.hardware is not None else "nodes"
+        unsplit = "strategy" if self.operator_splitting else "operator_splitting"
+        pairs = {
+            f"plan runs a given plan as it is, so {self._shown(ignored)} would have no effect":
+                self.plan is not None and ignored != "plan",
+            f"profile already describes the hardware, so {self._shown(described)} would have no effect":
+                self.profile is not None and getattr(self, described) is not None,
+            f"recalibrate=True measures links by exact communication, but the run has {self._shown('communication')}":
+                self.recalibrate and self.communication != EXACT,
+            f"split_vocabulary=True has no effect with {self._shown(unsplit)}":
+                self.split_vocabulary and (not self.operator_splitting or self.strategy != "osdp"),
+        }  # fmt: skip
+        refuse_first({f"{pair}; leave one of the two out.": holds for pair, holds in pairs.items()})
         if self.nodes is not None and isinstance(self.hardware, Hardware):
             raise ValueError(
                 f"nodes={self.nodes} was given with a hardware description of {self.hardware.nodes}; leave nodes out."
@@ -257,6 +240,43 @@ class OSDPConfig:
         all others.
         """
         return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+_HINTS = get_type_hints(OSDPConfig)
+
+
+def _problem(name: str, value: object, hint: Any) -> str | None:  # noqa: ANN401
+    """Return the reason why an option cannot have a value; None if it can."""
+    kinds = get_args(hint) or (hint,)
+    words = [word for kind in kinds for word in get_args(kind) if get_origin(kind) is Literal]
+    if value is None and type(None) in kinds:
+        return None
+    if get_origin(hint) is Literal:
+        return None if value in kinds else f"is not known; use one of {', '.join(kinds)}"
+    if bool in kinds:
+        return (
+            None if isinstance(value, bool) or value in words else f"must be {', or '.join(['true or false', *words])}"
+        )
+    if kinds[:2] == (int, type(None)) and (
+        isinstance(value, bool) or not isinstance(value, int) or value < LEAST.get(name, 1)
+    ):
+        return f"must be a whole number of at least {LEAST.get(name, 1)}, or left out"
+    if name in _TYPES and not isinstance(value, _TYPES[name][0]):
+        return f"is of type {type(value).__name__}; use {_TYPES[name][1]}"
+    return None
+
+
+def option_texts() -> dict[str, str]:
+    """Return the first paragraph of each option's docstring, which is its help text on command lines."""
+    texts = {}
+    for cls in (Decisions, OSDPConfig):
+        (tree,) = ast.parse(inspect.getsource(cls)).body
+        assert isinstance(tree, ast.ClassDef)
+        for option, text in pairwise(tree.body):
+            if isinstance(option, ast.AnnAssign) and isinstance(text, ast.Expr):
+                first = ast.literal_eval(text.value).partition("\n\n")[0]
+                texts[ast.unparse(option.target)] = " ".join(first.replace("`", "").split())
+    return texts
 
 
 def stated_options(osdp: OSDPConfig | Mapping[str, object] | None) -> dict[str, object]:

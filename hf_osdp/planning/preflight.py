@@ -29,7 +29,7 @@ from ..planner.plan import Plan
 from ..planner.presets import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from ..planner.search.compare import StrategyResult
 from ..quantities import format_bytes, format_count, format_seconds
-from .facts import RunFacts, RunFolder
+from .job import Job, RunFolder
 
 _NUMBERED = re.compile(r"\.(\d+)(?=\.)")
 _MAX_WAITING = 0.25
@@ -100,6 +100,17 @@ class DeviceMemory:
     """Bytes that this process's tensors already hold, or its allocator reserves."""
     sharing: int = 1
     """Number of ranks that share the memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Here:
+    """What this machine says about a run."""
+
+    bf16_on: str | None = None
+    """The device's name if it computes bfloat16 as fast as float16."""
+    memory: DeviceMemory | None = None
+    has_fixed_segments: bool = False
+    """CUDA's allocator uses segments that do not expand."""
 
 
 def refuse_errors(findings: Iterable[Finding | None]) -> None:
@@ -215,8 +226,9 @@ def fp16_for_bf16(precision: Precision, native_on: str | None) -> Finding | None
 def slow_link(
     plan: Plan, hardware: Hardware | None, time: TimeEstimate | None, others: Sequence[StrategyResult] = ()
 ) -> Finding | None:
-    """Find units whose gathers cross a link between nodes that makes every step wait; arguments are as in
-    `KnownRun`.
+    """Find units whose gathers cross a link between nodes that makes every step wait.
+
+    `time` is the plan's, and `others` are estimates of other strategies under the same limit, if made.
     """
     if hardware is None or time is None or hardware.nodes == 1 or not time.step_s:
         return None
@@ -255,8 +267,10 @@ def fixed_segments(hardware: Hardware) -> Finding | None:
     return Finding(Check.ALLOCATOR, Severity.WARNING, message)
 
 
-def memory_now(memory: DeviceMemory, needed_bytes: int, communicators: int) -> Finding | None:
+def memory_now(memory: DeviceMemory | None, needed_bytes: int, communicators: int) -> Finding | None:
     """Find that the plan's tensors do not fit the available memory, or that other processes use the device."""
+    if memory is None:
+        return None
     available, needed = memory.free_bytes + memory.own_bytes, memory.sharing * needed_bytes
     if needed > available:
         whose = f"The plan's {memory.sharing} ranks here need" if memory.sharing > 1 else "The plan needs"
@@ -340,75 +354,31 @@ def _nearest(folder: RunFolder) -> Path:
     return next(place for place in (path, *path.parents) if place.exists())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownRun:
-    """Values of a run before it starts; None if unknown."""
+def findings_of(
+    job: Job, units: Sequence[UnitDescription], classes: Sequence[str] | None, hardware: Hardware | None, here: Here
+) -> list[Finding | None]:
+    """Return this process's findings about a model on its devices, apart from its plan.
 
-    facts: RunFacts
-    units: Sequence[UnitDescription]
-    """Units of the model as it will be trained."""
-    asked_classes: Sequence[str] | None = None
-    found_classes: Sequence[str] = ()
-    plan: Plan | None = None
-    hardware: Hardware | None = None
-    bf16_on: str | None = None
-    """The device's name if it computes bfloat16 as fast as float16."""
-    time: TimeEstimate | None = None
-    """The plan's time; None if the search had all strategies to choose from, so that no other is faster."""
-    others: Sequence[StrategyResult] = ()
-    """Estimates of other strategies under the same limit, if made."""
-    needed_bytes: int | None = None
-    """The plan's peak of tensors alone."""
-    memory: DeviceMemory | None = None
-    has_fixed_segments: bool = False
-    """CUDA's allocator uses segments that do not expand."""
-
-
-def check_run(known: KnownRun, model: nn.Module) -> tuple[Finding, ...]:
-    """Look up device memory and bfloat16 support, and return the findings of all ranks; raise PreflightError for
-    errors. Collective.
+    `classes` are the classes of its blocks; None does not check the requested ones.
     """
-    device, device_type = None if known.hardware is None else known.hardware.device, known.facts.device_type
-    return merged_findings(
-        findings_of(
-            replace(
-                known,
-                bf16_on=bf16_on(device, device_type),
-                memory=device_memory(device_type, model),
-                has_fixed_segments=device_type == "cuda" and has_fixed_segments(),
-            )
-        )
-    )
-
-
-def findings_of(known: KnownRun) -> tuple[Finding, ...]:
-    """Return this process's findings about a run, in the order of the checks."""
-    facts = known.facts
-    found = [
-        whole_in_one_unit(known.units),
-        unused_block_classes(known.asked_classes, known.found_classes),
-        no_masters(known.units, facts.precision),
-        fp16_for_bf16(facts.precision, known.bf16_on),
-        frozen(known.units, in_optimizer=facts.frozen_in_optimizer),
+    return [
+        whole_in_one_unit(units),
+        None if classes is None else unused_block_classes(job.config.block_classes, classes),
+        no_masters(units, job.precision),
+        fp16_for_bf16(job.precision, here.bf16_on),
+        frozen(units, in_optimizer=job.frozen_in_optimizer),
+        fixed_segments(hardware) if here.has_fixed_segments and hardware is not None else None,
+        None if job.folder is None else not_writable(job.folder) or too_small(job.folder, units, job.optimizer),
     ]
-    if known.has_fixed_segments and known.hardware is not None:
-        found.append(fixed_segments(known.hardware))
-    if known.plan is not None:
-        found.append(slow_link(known.plan, known.hardware, known.time, known.others))
-        if known.memory is not None and known.needed_bytes is not None:
-            found.append(memory_now(known.memory, known.needed_bytes, known.plan.communicators))
-    if facts.folder is not None:
-        found.append(not_writable(facts.folder) or too_small(facts.folder, known.units, facts.optimizer))
-    return tuple(finding for finding in found if finding is not None)
 
 
-def merged_findings(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+def merged_findings(findings: Iterable[Finding | None]) -> tuple[Finding, ...]:
     """Return each finding of all ranks once, from the lowest rank that has it; every rank raises if one is an error.
 
     Collective.
     """
     first: dict[tuple[Check, Severity], Finding] = {}
-    for rank, found in enumerate(all_gather_objects(tuple(findings))):
+    for rank, found in enumerate(all_gather_objects(tuple(filter(None, findings)))):
         for finding in found:
             named = finding if rank == 0 else replace(finding, message=f"On rank {rank}: {finding.message}")
             first.setdefault((finding.check, finding.severity), named)
@@ -440,6 +410,15 @@ def device_memory(device_type: str, model: nn.Module | None = None) -> DeviceMem
     held = sum(p.nbytes for p in (model.parameters() if model else ()) if p.device.type == "cpu")
     return DeviceMemory(
         name="cpu", total_bytes=memory.total_bytes, free_bytes=memory.free_bytes, own_bytes=ranks * held, sharing=ranks
+    )
+
+
+def looked_up(device_type: str, hardware: Hardware | None, model: nn.Module) -> Here:
+    """Return what this process's machine says. Collective."""
+    return Here(
+        bf16_on=bf16_on(None if hardware is None else hardware.device, device_type),
+        memory=device_memory(device_type, model),
+        has_fixed_segments=device_type == "cuda" and has_fixed_segments(),
     )
 
 

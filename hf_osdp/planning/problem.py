@@ -1,4 +1,4 @@
-"""Build a planning problem from a model, a configuration and the run's facts, and search it.
+"""Build a planning problem from a model and the run's job, and search it.
 
 All plans of runs are found here.
 """
@@ -6,9 +6,10 @@ All plans of runs are found here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -37,11 +38,10 @@ from ..planner.search.compare import StrategyResult, choose_description, compare
 from ..planner.search.search import search
 from ..planner.shared_ways import with_ways_of, without_head
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
-from ..tracing.describe import TRACED_MICRO_BATCH
+from ..tracing.options import TRACED_MICRO_BATCH, ModelRun
 from ..tracing.pictures import UsualBatch
 from .cache import describe_once, measured_once
-from .config import OSDPConfig
-from .facts import RunFacts, training_job
+from .job import Job
 from .run_times import times_of_run
 
 Trace: TypeAlias = Callable[..., ModelDescription]
@@ -56,7 +56,7 @@ class FoundPlan:
     """Result of the search for a run's plan."""
 
     builder: ProblemBuilder
-    """Holds the configuration and the facts of the run."""
+    """Holds the run's job."""
     whole: ModelDescription
     """The model before it is split."""
     problem: PlanningProblem
@@ -75,27 +75,16 @@ class FoundPlan:
         """The model without compilation; None if no block is compiled."""
         return self.builder.eager if self.whole.compiled_classes else None
 
-    def compared(self, *, compiles: bool = False) -> tuple[StrategyResult, ...]:
-        """Return every strategy at its own best batch, OSDP first; `compiles` also compares with compiled blocks,
-        which takes seconds.
-        """
-        other = self._compiled() if compiles and not self.whole.compiled_classes else self.eager
+    def compared(self) -> Iterator[StrategyResult]:
+        """Yield every strategy at its own best batch, OSDP first, and if blocks are compiled, eager ones too."""
         return compare_strategies(
-            replace(self.problem, description=self.whole), split=self.problem.description, other=other
+            replace(self.problem, description=self.whole), split=self.problem.description, eager=self.eager
         )
-
-    def _compiled(self) -> ModelDescription | None:
-        """Return the whole model with compiled blocks, at its best plan's batch; None if no block compiles."""
-        builder = self.builder
-        config = replace(builder.config, compile=True, operator_splitting=False)
-        whole = builder.with_changes(config, builder.facts).find().whole
-        return whole if whole.compiled_classes else None
 
 
 def find_plan(
     model: nn.Module,
-    config: OSDPConfig,
-    facts: RunFacts,
+    job: Job,
     *,
     hardware: Hardware | None = None,
     trace: Trace = describe_once,
@@ -107,11 +96,12 @@ def find_plan(
     on the host need FSDP2 and its mixed precision.
     """
     builder = partial(ProblemBuilder, model, hardware=hardware, trace=trace)
-    if facts.precision.autocast and not (facts.offloads_all or config.host_offload):
-        found = builder(config=replace(config, host_offload=False), facts=facts).find()
-        if isinstance(found.outcome, Plan) or facts.device_type == "cpu" or config.host_offload is False:
+    asked = job.config.host_offload
+    if job.precision.autocast and not (job.offloads_all or asked):
+        found = builder(job.asking(host_offload=False)).find()
+        if isinstance(found.outcome, Plan) or job.device_type == "cpu" or asked is False:
             return found
-    return builder(config=config, facts=facts.under_fsdp).find()
+    return builder(job.under_fsdp).find()
 
 
 class ProblemBuilder:
@@ -122,8 +112,7 @@ class ProblemBuilder:
     def __init__(
         self,
         model: nn.Module,
-        config: OSDPConfig,
-        facts: RunFacts,
+        job: Job,
         *,
         hardware: Hardware | None = None,
         trace: Trace = describe_once,
@@ -136,19 +125,19 @@ class ProblemBuilder:
         HardwareError if offload needs a host that the hardware does not describe, ProfileError if the profile cannot
         be read, ValueError if sizes, limit and hardware contradict each other.
         """
-        self.model, self.config, self.facts, self.trace = model, config, facts, trace
-        self._describer = Describer(model, config, facts, trace)
+        self.model, self.job, self._trace, config = model, job, trace, job.config
+        self._describer = Describer(model, job, trace)
         self._describe = cache(self._describer.describe)
-        self.job = training_job(config, facts)
-        self._profile = _profile(config)
+        self._training = job.training()
+        self._profile = _profile(config.profile)
         self.times, self._untimed = times, "estimated"
         after_oom = hardware is None
-        self._measures = config.time_blocks and facts.trains and not (config.hardware or self._profile or hardware)
+        self._measures = config.time_blocks and job.trains and not (config.hardware or self._profile or hardware)
         if hardware is None:
             named = config.hardware if self._profile is None else self._profile.hardware
-            hardware = hardware_of_run(named, device_type=facts.device_type, nodes=config.nodes, measure=measured_once)
+            hardware = hardware_of_run(named, device_type=job.device_type, nodes=config.nodes, measure=measured_once)
             hardware = hardware.with_margin(config.memory_margin)
-        _check_host(hardware, config, facts)
+        _check_host(hardware, job)
         self.hardware = hardware
         limit = hardware.device.memory_bytes if config.memory_limit_bytes is None else config.memory_limit_bytes
         limit = hardware.device.check_limit(limit, given=f"memory_limit={config.memory_limit!r}")
@@ -166,10 +155,10 @@ class ProblemBuilder:
         return PlanningProblem(
             description=description,
             hardware=self.hardware,
-            job=self.job,
+            job=self._training,
             memory_limit_bytes=self.limit_bytes,
-            strategy=Strategy.parse(self.config.strategy),
-            simplicity=self.config.simplicity,
+            strategy=Strategy.parse(self.job.config.strategy),
+            simplicity=self.job.config.simplicity,
         )
 
     def describe(self, split: ModelSplit = WHOLE_BLOCKS, *, micro_batch_size: int) -> ModelDescription:
@@ -190,18 +179,18 @@ class ProblemBuilder:
             return
         self._measures = False  # once, also if it fails
         try:
-            timed = self._describer.timed_model(self.job.micro_batch_sizes(self.facts.world_size))
+            timed = self._describer.timed_model(self._training.micro_batch_sizes(self.job.world_size))
             room_bytes = self.hardware.tensor_bytes(self.limit_bytes)
-            device_type = self.facts.device_type
+            device_type = self.job.device_type
             eager = self._eager if whole.compiled_classes else whole
             self.times = times_of_run(eager, timed, self.hardware, device_type=device_type, room_bytes=room_bytes)
         except ProfileError as error:
             self._untimed = f"estimated. {error}"
 
-    def with_changes(self, config: OSDPConfig, facts: RunFacts) -> ProblemBuilder:
-        """Return a builder for the same model, hardware and times with other options; it measures nothing."""
-        config = replace(config, profile=None)  # its times are known
-        return ProblemBuilder(self.model, config, facts, hardware=self.hardware, trace=self.trace, times=self.times)
+    def for_job(self, job: Job) -> ProblemBuilder:
+        """Return a builder for the same model, hardware and times with another job; it measures nothing."""
+        job = job.asking(profile=None)  # its times are known
+        return ProblemBuilder(self.model, job, hardware=self.hardware, trace=self._trace, times=self.times)
 
     def find(self) -> FoundPlan:
         """Search on rank 0; describe compiled blocks at the plan's micro-batch size. Collective."""
@@ -227,29 +216,29 @@ class ProblemBuilder:
         """Return the split of the vocabulary as a remedy, if it was not allowed, and some plan fits with it.
         Collective.
         """
-        config = self.config
+        config = self.job.config
         if self._splits_vocabulary or not config.operator_splitting or config.strategy != Strategy.OSDP.value:
             return ()
-        split = self.with_changes(replace(config, split_vocabulary=True), self.facts).find()
+        split = self.for_job(self.job.asking(split_vocabulary=True)).find()
         script = "split_vocabulary=True in a loop that reads only the loss"
         return () if isinstance(split.outcome, InfeasibleError) else (Remedy(script, "--split-vocabulary"),)
 
     @property
     def _splits_vocabulary(self) -> bool:
-        allowed = self.config.split_vocabulary
-        return self.facts.reads_loss_alone if allowed is None else allowed
+        allowed = self.job.config.split_vocabulary
+        return self.job.reads_loss_alone if allowed is None else allowed
 
     def _best_split(self, whole: PlanningProblem, micro_batch_size: int) -> ModelSplit:
         """Return the split with which the model trains fastest, or none."""
-        config, facts = self.config, self.facts
-        if not config.operator_splitting:
+        job = self.job
+        if not job.config.operator_splitting:
             return whole.description.split
         operators = not (
-            facts.activation_checkpointing or config.recompute or whole.description.compiled_classes
+            job.activation_checkpointing or job.config.recompute or whole.description.compiled_classes
         )  # such blocks cannot be cut into units
         splits = partial(
             possible_splits, self.model, whole.description, vocabulary=self._splits_vocabulary, operators=operators,
-            slices=facts.optimizer.takes_slices,
+            slices=job.optimizer.takes_slices,
         )  # fmt: skip
         return choose_description(whole, splits, partial(self.describe, micro_batch_size=micro_batch_size)).split
 
@@ -260,7 +249,7 @@ class ProblemBuilder:
 
     @cached_property
     def _eager(self) -> ModelDescription:
-        return Describer(self.model, replace(self.config, compile=False), self.facts, self.trace).describe()
+        return Describer(self.model, self.job.asking(compile=False), self._trace).describe()
 
 
 def plan_from_rank_zero(make: Callable[[], Plan]) -> Plan:
@@ -273,10 +262,10 @@ class Describer:
     batch.
     """
 
-    def __init__(self, model: nn.Module, config: OSDPConfig, facts: RunFacts, trace: Trace = describe_once) -> None:
-        self._model, self._config, self._facts, self._trace = model, config, facts, trace
-        self._inputs, self._loss = (config.inputs, None) if config.inputs else (facts.inputs, facts.loss)
-        self._may_fall_back = config.inputs is None and facts.inputs is not None and _has_usual_batch(model)
+    def __init__(self, model: nn.Module, job: Job, trace: Trace = describe_once) -> None:
+        self._model, self._job, self._trace = model, job, trace
+        self._inputs, self._loss = (job.config.inputs, None) if job.config.inputs else (job.inputs, job.loss)
+        self._may_fall_back = job.config.inputs is None and job.inputs is not None and _has_usual_batch(model)
         self._describe = cache(self._traced)
 
     def describe(
@@ -284,15 +273,9 @@ class Describer:
         split: ModelSplit = WHOLE_BLOCKS,
         *,
         micro_batch_size: int = TRACED_MICRO_BATCH,
-        least_memory: bool = False,
     ) -> ModelDescription:
-        """Describe the model with a split, or raise DescriptionError; `least_memory` omits options that never lower
-        the least peak.
-        """
-        sizes = {
-            "micro_batch_size": micro_batch_size if self._config.compile else TRACED_MICRO_BATCH,
-            "partial_recomputation": not least_memory,
-        }
+        """Describe the model with a split, or raise DescriptionError."""
+        sizes = {"micro_batch_size": micro_batch_size if self._job.config.compile else TRACED_MICRO_BATCH}
         try:
             return self._sharing_ways(split, **sizes) or self._describe(split, **sizes)
         except DescriptionError as error:
@@ -305,7 +288,7 @@ class Describer:
                 "%s cannot be traced with its batches (%s): the estimate uses the model's own loss on %d tokens;"
                 " set a lower memory_limit to leave room for what is missing.",
                 "The loop's own loss" if self._loss else "The model", str(error).rstrip("."),
-                self._config.sequence_length,
+                self._job.config.sequence_length,
             )  # fmt: skip
         self._inputs, self._loss, self._may_fall_back = None, None, False
         return self._describe(split, **sizes)
@@ -314,8 +297,8 @@ class Describer:
         """Describe a model that may not run more samples at once by one alone; None if the run has larger
         micro-batches, or this fails too.
         """
-        config, usual = self._config, self._inputs
-        if config.micro_batch_size != 1 and config.global_batch_size != self._facts.world_size:
+        config, usual = self._job.config, self._inputs
+        if config.micro_batch_size != 1 and config.global_batch_size != self._job.world_size:
             return None
         inputs = usual or UsualBatch(self._model, config.sequence_length or 1, config.images)
         self._inputs = lambda samples: inputs(1)
@@ -331,7 +314,7 @@ class Describer:
 
         All splits of the head have the same blocks, so that each way to recompute them is traced once.
         """
-        if split.is_none or self._config.compile:
+        if split.is_none or self._job.config.compile:
             return None
         whole = self._describe(WHOLE_BLOCKS, **sizes)
         if (blocks := without_head(split, whole)) == split:
@@ -341,34 +324,23 @@ class Describer:
 
     def timed_model(self, micro_batch_sizes: tuple[int, ...]) -> TimedModel:
         """Return the model with its batches and loss, as they were described, to be timed."""
-        facts = self._facts
-        return TimedModel(
-            model_or_config=self._model, sequence_length=self._config.sequence_length or 1,
-            micro_batch_sizes=micro_batch_sizes, compute_dtype=facts.precision.compute,
-            autocast=facts.precision.autocast, activation_checkpointing=facts.activation_checkpointing,
-            block_classes=self._config.block_classes, inputs=self._inputs, images=self._config.images, loss=self._loss,
-        )  # fmt: skip
+        return TimedModel(model_or_config=self._model, micro_batch_sizes=micro_batch_sizes, **self._run.keywords)
 
     def _traced(self, split: ModelSplit, **options: Any) -> ModelDescription:
-        facts, length = self._facts, self._config.sequence_length
-        assert length is not None
-        description = self._trace(
-            self._model,
-            sequence_length=length,
-            block_classes=self._config.block_classes,
-            compute_dtype=facts.precision.compute,
-            autocast=facts.precision.autocast,
-            device_type=facts.device_type,
-            capability=facts.capability,
-            activation_checkpointing=facts.activation_checkpointing,
-            inputs=self._inputs,
-            images=self._config.images,
-            loss=self._loss,
-            compile=bool(self._config.compile),
-            split=split,
-            **options,
-        )
-        return replace(description, other_bytes=sum(facts.other_models.values()))
+        description = self._trace(self._model, **self._run.keywords, split=split, **options)
+        return replace(description, other_bytes=sum(self._job.other_models.values()))
+
+    @property
+    def _run(self) -> ModelRun:
+        """How the model runs, as it is traced and timed."""
+        job, config = self._job, self._job.config
+        assert config.sequence_length is not None
+        return ModelRun(
+            sequence_length=config.sequence_length, block_classes=config.block_classes, images=config.images,
+            compile=bool(config.compile), compute_dtype=job.precision.compute, autocast=job.precision.autocast,
+            device_type=job.device_type, capability=job.capability, inputs=self._inputs, loss=self._loss,
+            activation_checkpointing=job.activation_checkpointing,
+        )  # fmt: skip
 
 
 def _has_usual_batch(model: nn.Module) -> bool:
@@ -379,26 +351,26 @@ def _has_usual_batch(model: nn.Module) -> bool:
     return True
 
 
-def _profile(config: OSDPConfig) -> Profile | None:
+def _profile(named: Profile | str | Path | None) -> Profile | None:
     """Return the profile that the user named, from rank 0's file. Collective."""
-    named = config.profile
     if named is None or isinstance(named, Profile):
         return named
     text = on_rank_zero(lambda: Profile.load(named).to_json())
     return Profile.from_json(text, source=str(named))
 
 
-def _check_host(hardware: Hardware, config: OSDPConfig, facts: RunFacts) -> None:
+def _check_host(hardware: Hardware, job: Job) -> None:
     """Refuse to offload if the device is the CPU or the host is not known."""
+    config = job.config
     name = next(
         (name for name in ("host_offload", "offload_optimizer", "offload_activations") if getattr(config, name)), None
     )
-    if facts.device_type == "cpu":
+    if job.device_type == "cpu":
         if name:
             raise ValueError(f"{name}=True, but the CPU trains in the host's own memory; leave {name} out.")
-        if facts.cpu_offload:
+        if job.cpu_offload:
             _log.warning("cpu_offload has no effect on the CPU, which trains in the host's own memory; leave it out.")
-    elif (facts.cpu_offload or name) and hardware.host is None:
+    elif (job.cpu_offload or name) and hardware.host is None:
         tensors = "Saved activations" if config.offload_activations else "All states"
         raise HardwareError(
             f"{tensors} are to move to the host, but the host of {hardware.device.name} is not known;"

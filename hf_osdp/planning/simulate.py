@@ -37,14 +37,14 @@ from ..sharding.environment import host_parameters, mp_policy
 from ..sharding.steps import make_optimizer, train_step
 from ..tracing.compiled import TracedCompiler
 from ..tracing.cuda_kernels import CudaKernels
-from ..tracing.describe import DescribeOptions
 from ..tracing.fake_model import fake_copy
 from ..tracing.known_values import KnownValues
 from ..tracing.memory_tracker import CUDA_BLOCK_BYTES, Kind, MemoryTracker
+from ..tracing.options import ModelRun
 from ..tracing.pictures import UsualBatch
 
 _OPTIONS = {"device_type", "capability", "auto_class", "inputs", "images", "activation_checkpointing", "loss"}
-"""Accepted fields of `DescribeOptions`; the description contains the others."""
+"""Accepted fields of `ModelRun`; the description contains the others."""
 _MAX_ROUNDS = 4
 """The second round corrects the first one's estimate, so that a third is needed only if the new plan has a
 different error.
@@ -89,7 +89,7 @@ def simulate(
     """
     if unknown := options.keys() - _OPTIONS:
         raise TypeError(f"simulate() has no option {min(unknown)}; its options are {', '.join(sorted(_OPTIONS))}.")
-    chosen = DescribeOptions(sequence_length=description.sequence_length, **options)
+    chosen = ModelRun(sequence_length=description.sequence_length, **options)
     started = time.perf_counter()
     model = (
         model_or_config

@@ -31,6 +31,8 @@ _NAMES_WIDTH = 46
 """Width of units and classes on one line; layout and figures need the rest of 100 columns."""
 _HOST_WIDTH, _LEAST_CLASS = 10, 12
 """Width of the column `host`, and least width of a folded class name."""
+_LEAST_WIDTHS = {"batch": 8, "peak": 9, "step": 8, "samples/s": 9, "tokens/s": 8, "gain": 5}
+"""Widths of figures, by column, that hold those of most rows, so that a table need not change as it grows."""
 
 
 def make_table(
@@ -38,14 +40,19 @@ def make_table(
     rows: Iterable[Sequence[str]] = (),
     *,
     text: Sequence[str | Column] = (),
-    figures: Sequence[str] = (),
+    figures: Sequence[str | Column] = (),
     notes: Sequence[str] = (),
 ) -> Table:
     """Return a table that folds long text in its first (`text`) and last (`notes`) columns, but not in `figures`
     between them.
     """
     columns = [column if isinstance(column, Column) else Column(column, overflow="fold") for column in text]
-    columns += [Column(name, justify="right", no_wrap=True) for name in figures]
+    columns += [
+        column
+        if isinstance(column, Column)
+        else Column(column, justify="right", no_wrap=True, min_width=_LEAST_WIDTHS.get(column))
+        for column in figures
+    ]
     columns += [Column(name, overflow="fold") for name in notes]
     width = min(len(title), _WIDTH)  # a narrower table would break its title
     table = Table(
@@ -294,9 +301,10 @@ def comparison_table(rows: Sequence[StrategyResult], memory_limit_bytes: int) ->
         return [row.label, *batch_cells(plan), gain]
 
     title = f"Strategies at their own best batch, estimated, limit {format_bytes(memory_limit_bytes)}"
-    return make_table(
-        title, map(cells, rows), text=["strategy"], figures=["batch", "peak", "step", "samples/s", "osdp gain"]
-    )
+    strategy = Column("strategy", min_width=len("fsdp, eager, all recomputed"), overflow="fold")
+    peak = Column("peak", justify="right", no_wrap=True, min_width=len("needs 999.9 GiB"))
+    figures: list[str | Column] = ["batch", peak, "step", "samples/s", "osdp gain"]
+    return make_table(title, map(cells, rows), text=[strategy], figures=figures)
 
 
 def frontier_table(front: Sequence[SearchResult], memory_limit_bytes: int) -> Table:
@@ -347,11 +355,9 @@ def what_if_table(answers: Sequence[Answer]) -> Table:
 
     def cells(row: Answer) -> list[str]:
         if row.plan is None or row.tokens_per_s is None:
-            return [row.question, "; ".join(filter(None, (row.change, row.reason))), *["-"] * 6]
+            return [row.question, "; ".join(filter(None, (row.change, row.reason))), *["-"] * 5]
         gain = "-" if not now or row is answers[0] else f"{row.tokens_per_s / now:.2f}x"
-        return [row.question, row.change, *batch_cells(row.plan), format_count(row.tokens_per_s), gain]
+        return [row.question, row.change, *batch_cells(row.plan)[:3], format_count(row.tokens_per_s), gain]
 
-    text: list[str | Column] = [Column("", min_width=len("twice the memory")), "change"]
-    return make_table(
-        "What if", map(cells, answers), text=text, figures=["batch", "peak", "step", "samples/s", "tokens/s", "gain"]
-    )
+    text = [Column("", min_width=len("half the sequence")), Column("change", min_width=30, overflow="fold")]
+    return make_table("What if", map(cells, answers), text=text, figures=["batch", "peak", "step", "tokens/s", "gain"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from traceback import walk_tb
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import CheckpointingError, DescriptionError, DescriptionTimeoutError
-from ..modeling.batch import Inputs, Loss, check_sequence_length, plain_batch
+from ..modeling.batch import check_sequence_length, plain_batch
 from ..modeling.build import build_on_meta, is_checkpointed
 from ..modeling.quantized import packed_copy, restored_elements
 from ..modeling.split_candidates import split_copy
@@ -23,82 +23,13 @@ from ..modeling.units import class_of, dtype_of, embedding_and_head, find_units,
 from ..modeling.wrapping import has_running_statistics
 from ..planner.affine import Affine
 from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription, shown_name
-from ..planner.split import WHOLE_BLOCKS, ModelSplit
-from .attention import ASSUMED_CAPABILITY, AttentionCall, Capability, Kernel, capability_here, math_kernel_warning
+from .attention import ASSUMED_CAPABILITY, AttentionCall, Kernel, capability_here, math_kernel_warning
 from .compiled import NotCompiledError
+from .options import DescribeOptions
 from .pictures import UsualBatch
 from .trace import Trace, TraceOptions, trace_segments
 
 _log = logging.getLogger(__name__)
-TRACED_MICRO_BATCH = 2
-"""Default batch size around which a model is traced: the smallest from which costs are linear."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DescribeOptions:
-    """Options of `describe`: how the model will train."""
-
-    sequence_length: int
-    """Tokens of one sample."""
-    block_classes: Sequence[str] | None = None
-    """Class names of the blocks, see `find_units`."""
-    compute_dtype: DType | None = None
-    """Dtype of gathered parameters and activations; None keeps the parameters' own."""
-    autocast: bool = False
-    """Compute in `compute_dtype` under `torch.autocast`, as one process does (`Precision.autocast`); parameters
-    keep their dtypes.
-    """
-    device_type: str = "cpu"
-    """`"cpu"` or `"cuda"`: decides the attention and dropout kernels and the allocation granularity."""
-    capability: Capability | None = None
-    """Compute capability of the CUDA device (`DeviceSpec.capability`), which decides the attention kernel. None uses
-    this machine's GPU, or without one (8, 6), whose rules are the narrowest from Ampere on."""
-    auto_class: object = None
-    """For a configuration, the class to build, see `build_on_meta`."""
-    inputs: Inputs | None = None
-    """A function from a number of samples to forward's keyword arguments, labels included, or to the batch of `loss`;
-    None makes a training batch for a transformers model."""
-    images: int | None = None
-    """Pictures of each sample, if the batch is made; None is one for a model that takes them, 0 is only text."""
-    activation_checkpointing: bool = False
-    """The blocks will be recomputed in backward.
-
-    Not needed if the model has activation checkpointing enabled already.
-    """
-    recomputation: bool = True
-    """Also trace each block as recomputed in backward, and on CUDA as offloaded to the host, so that the search can
-    choose. Has no effect if all blocks are checkpointed. Parts of blocks (`split.operators`) are not traced as
-    offloaded."""
-    partial_recomputation: bool = True
-    """Also trace selective recomputation, between saving everything and saving only the input; not needed to find
-    the least memory.
-    """
-    compile: bool = False
-    """The blocks' forwards will be compiled if each compiles as one graph (`ModelDescription.compiled_classes`)."""
-    micro_batch_size: int = TRACED_MICRO_BATCH
-    """Batch size around which a model with compiled blocks is traced. What Inductor saves and when it frees it depends
-    on sizes, so costs are linear only near this one. Costs of other models are linear everywhere."""
-    seconds: float = 600.0
-    """Most CPU time of a trace; a model that loops over tokens in Python takes it in proportion to their number."""
-    split: ModelSplit = WHOLE_BLOCKS
-    """Split the model this way before describing it."""
-    loss: Loss | None = None
-    """`loss(model, batch)` returns the loss, or an output that holds it, like `Trainer.compute_loss`; None runs
-    `model(**batch)`. It may call the model more than once; its collectives are not sent."""
-
-    def __post_init__(self) -> None:
-        if self.device_type not in ("cpu", "cuda"):
-            raise ValueError(f"device_type={self.device_type!r} is not known; use cpu or cuda.")
-
-    @property
-    def torch_dtype(self) -> torch.dtype | None:
-        """The compute dtype as a `torch.dtype`."""
-        return None if self.compute_dtype is None else getattr(torch, self.compute_dtype.value)
-
-    @property
-    def cast_dtype(self) -> torch.dtype | None:
-        """Dtype to which FSDP2 casts parameters and inputs; None if it does not cast them."""
-        return None if self.autocast else self.torch_dtype
 
 
 def describe(model_or_config: object, **options: Any) -> ModelDescription:
@@ -290,20 +221,8 @@ class _Describer:
 
     def _trace(self) -> Trace:
         """Trace the model with every option of its blocks; if it does not run so, trace it with fewer options."""
-        options = self._options
-        size = max(TRACED_MICRO_BATCH, options.micro_batch_size) if options.compile else TRACED_MICRO_BATCH
-        basic = TraceOptions(
-            # costs of compiled code are linear only near these sizes
-            samples=(size, size + 1) if options.compile else (1, size, size + 1),
-            compute_dtype=options.cast_dtype, cuda_kernels=options.device_type == "cuda",
-            capability=options.capability,
-            autocast=options.torch_dtype if options.autocast else None, loss=options.loss,
-            checkpointed_blocks=self._blocks if options.activation_checkpointing else None,
-            seconds=options.seconds,
-            partial_recomputation=options.partial_recomputation,
-            # parts of a block keep inputs from other parts; copies do not
-            reuse_equal_blocks=not options.split.operators,
-        )  # fmt: skip
+        checkpointed = self._blocks if self._options.activation_checkpointing else None
+        basic = TraceOptions(run=self._options, checkpointed_blocks=checkpointed, samples=self._options.samples)
         while True:
             try:
                 return self._trace_choices(basic)

@@ -5,7 +5,6 @@ computes, its peaks.
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..errors import DescriptionError
 from ..modeling.activation_offload import host_memory, offload, tensors_of
-from ..modeling.batch import Inputs, Loss, loss_of, output_of, same_random_numbers, without_packing
+from ..modeling.batch import Inputs, loss_of, output_of, same_random_numbers, without_packing
 from ..modeling.build import checkpoint_blocks
 from ..modeling.loss_pieces import heads_in_pieces
 from ..modeling.split.apply_split import SplitHead
@@ -26,13 +25,14 @@ from ..modeling.units import canonical_name, modules_by_name, segment_modules
 from ..modeling.wrapping import cast_floating, forward_replaced, recompute, under_autocast
 from ..planner.affine import Affine
 from ..planner.description import GatherSpan, Recomputation, RecomputedSegment, Segment, UnitDescription
-from .attention import AttentionCall, Capability, Kernel
+from .attention import AttentionCall, Kernel
 from .compiled import TracedCompiler
 from .cuda_kernels import CudaKernels
 from .equal_blocks import RecordedCall, block_key, call_key
 from .fake_model import OutsideReads, fake_copy, stored_tensors_releaser
 from .known_values import KnownValues
 from .memory_tracker import CUDA_BLOCK_BYTES
+from .options import DescribeOptions
 from .recomputation import LoggedCall, OperatorLog, recomputations, with_modes, with_share, worthwhile
 from .recorder import Recorder, SegmentRecord
 from .segments import (
@@ -57,16 +57,9 @@ input.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceOptions:
-    """Options of a trace: how the model runs."""
+    """Options of a trace: how the model runs, and what is done to which blocks."""
 
-    compute_dtype: torch.dtype | None = None
-    """Dtype of gathered parameters and of floating-point inputs; None keeps their dtypes."""
-    cuda_kernels: bool = False
-    """Allocate like CUDA's attention and dropout kernels instead of the CPU's."""
-    capability: Capability | None = None
-    """Compute capability of the CUDA device, see `CudaKernels`."""
-    autocast: torch.dtype | None = None
-    """Run forward under autocast in this dtype; parameters keep their dtypes."""
+    run: DescribeOptions
     checkpointed_blocks: Sequence[str] | None = None
     """Classes whose activations are recomputed in backward, see `checkpoint_blocks`; None for none."""
     recomputable: Collection[int] = ()
@@ -79,14 +72,6 @@ class TraceOptions:
     """Indices of units, of one module each, that are also traced as offloaded (`Segment.own_saved_bytes`),
     recomputed or not.
     """
-    partial_recomputation: bool = True
-    """Also trace the ways that save some operators' outputs."""
-    seconds: float = math.inf
-    """CPU time that the trace may take."""
-    reuse_equal_blocks: bool = True
-    """Trace only the first two of equal blocks."""
-    loss: Loss | None = None
-    """Computes the loss from a model and a batch; None uses the loss in the model's output for the batch."""
     samples: Samples = (1, 2, 3)
     """Batch sizes. Costs are lines through the last two, which are consecutive, raised if the first of three is above
     the line.
@@ -172,9 +157,9 @@ def _with_recomputed(
     logs = recomputed_calls()
     if options.offloadable:
         full = with_offloaded(full, traced(fully, options.offloadable), options.offloadable)
-    device_type, samples = "cuda" if options.cuda_kernels else "cpu", options.samples[-2]
+    device_type, samples = options.run.device_type, options.samples[-2]
     ways: dict[int, tuple[Recomputation, ...]] = {}
-    for segment, recomputed in zip(plain, full, strict=True) if options.partial_recomputation else ():
+    for segment, recomputed in zip(plain, full, strict=True) if options.run.partial_recomputation else ():
         if segment.unit in options.compiled and segment.unit in fully:
             ways[segment.unit] = tuple(Recomputation(budget=budget) for budget in _BUDGETS)
         elif segment.unit in logs and segment.unit in fully:
@@ -224,9 +209,9 @@ class _Tracer:
     ) -> None:
         self._model, self._units, self._options = model, units, options
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._deadline_s = time.process_time() + options.seconds
+        self._deadline_s = time.process_time() + options.run.seconds
         self._batches = {count: inputs(count) for count in options.samples}
-        self._fake = fake_copy(model, self._mode, options.compute_dtype, untie=True)
+        self._fake = fake_copy(model, self._mode, options.run.cast_dtype, untie=True)
         if options.checkpointed_blocks is not None:
             checkpoint_blocks(self._fake, options.checkpointed_blocks)
         self._modules = modules_by_name(self._fake)
@@ -236,8 +221,10 @@ class _Tracer:
         self._segments = segment_modules(self._modules, units)
         """The modules whose calls are segments, with the indices of their units."""
         blocks = [(i, module) for i, module in self._segments if units[i].span is GatherSpan.USE]
-        self._keys = {i: block_key(module) for i, module in blocks} if options.reuse_equal_blocks else {}
-        """Keys by which blocks are compared, by unit."""
+        self._keys = {} if options.run.split.operators else {i: block_key(module) for i, module in blocks}
+        """Keys by which equal blocks are found, by unit; parts of a block keep inputs from other parts, copies do
+        not.
+        """
         unit_of = {module: i for i, module in self._segments}
         self._segments += [(unit_of[shared], own) for own, shared in slices]
         self._step_names = _step_names(units)
@@ -255,7 +242,7 @@ class _Tracer:
         """The recorder of the current batch."""
         self._calls: dict[Hashable, list[tuple[SegmentRecord, RecordedCall]]] = {}
         """The traced calls of equal blocks in the current batch."""
-        self._cuda = CudaKernels(options.capability) if options.cuda_kernels else None
+        self._cuda = CudaKernels(options.run.capability) if options.run.device_type == "cuda" else None
         self.kernels: Mapping[Kernel, AttentionCall] = {} if self._cuda is None else self._cuda.found
         self._compiler = TracedCompiler(self._mode, self._cuda)
         self.reads = OutsideReads(self._modules, units)
@@ -264,16 +251,16 @@ class _Tracer:
         self, samples: Samples, recomputed: Mapping[int, Recomputation] = {}, offloaded: Collection[int] = ()
     ) -> list[list[SegmentRecord]]:
         """Return the segment records of each batch size."""
-        autocast, loss = self._options.autocast, self._options.loss
+        run = self._options.run
         self._logs, self._equal_to, self.output_bytes = {}, {}, []
         with _forwards_restored(self._fake), ExitStack() as stack:
             stack.callback(self._compiler.close)
             self._transform_blocks(recomputed, offloaded)
             stack.enter_context(host_memory(lambda like: None))
             stack.enter_context(self.reads)
-            if autocast is not None:
-                stack.enter_context(forward_replaced(self._fake, under_autocast(self._fake.forward, autocast)))
-            if loss is not None:  # it may call the original model, as trainers do with `self.model`
+            if run.autocast and run.torch_dtype is not None:
+                stack.enter_context(forward_replaced(self._fake, under_autocast(self._fake.forward, run.torch_dtype)))
+            if run.loss is not None:  # it may call the original model, as trainers do with `self.model`
                 stack.enter_context(forward_replaced(self._model, self._fake.__call__))
             self._wrap(stack)
             records = [self._run(self._batches[count]) for count in samples]
@@ -337,8 +324,8 @@ class _Tracer:
             ):
                 stack.enter_context(context)
             known = stack.enter_context(KnownValues(alone=True))
-            fakes = known.fakes_of(batch, self._mode, self._options.compute_dtype)
-            block_bytes = CUDA_BLOCK_BYTES if self._options.cuda_kernels else 1
+            fakes = known.fakes_of(batch, self._mode, self._options.run.cast_dtype)
+            block_bytes = 1 if self._cuda is None else CUDA_BLOCK_BYTES
             processors = None if self._cuda is None else self._cuda.processors
             recorder = self._recorder = Recorder(
                 self._mode, known, block_bytes=block_bytes, processors=processors, deadline_s=self._deadline_s
@@ -348,7 +335,7 @@ class _Tracer:
             stack.enter_context(self._compiler.recording(recorder))
             if self._cuda is not None:
                 stack.enter_context(self._cuda)
-            output = output_of(self._fake, fakes, self._options.loss)
+            output = output_of(self._fake, fakes, self._options.run.loss)
             loss = loss_of(output)
             storages = {
                 storage._cdata: storage.nbytes() for storage in map(torch.Tensor.untyped_storage, tensors_of(output))
@@ -398,7 +385,7 @@ class _Tracer:
                 return output
             record = recorder.enter(unit)
             record.release = stored_tensors_releaser(module)
-            args, kwargs = cast_floating((args, kwargs), self._options.compute_dtype)
+            args, kwargs = cast_floating((args, kwargs), self._options.run.cast_dtype)
             output = original(*args, **kwargs)
             recorder.leave()
             record.sent_bytes = getattr(original, "sent_bytes", 0)

@@ -9,17 +9,9 @@ import sys
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from hf_osdp.sharding.environment import form_process_group
 from tests.helpers.distributed import RankFailure, run_ranks
-
-
-def _sum_of_ranks(offset):
-    value = torch.tensor(float(dist.get_rank() + offset))
-    dist.all_reduce(value)
-    return dist.get_rank(), value.item(), os.environ["OMP_NUM_THREADS"]
 
 
 def _fail_on(rank):
@@ -51,16 +43,6 @@ def _die_on(rank):
     dist.barrier()
 
 
-def _form_the_group():
-    dist.init_process_group("gloo")
-    dist.barrier()
-    return os.environ["MORE"]
-
-
-def test_results_come_in_rank_order():
-    assert run_ranks(_sum_of_ranks, 3, 1) == [(0, 6.0, "1"), (1, 6.0, "1"), (2, 6.0, "1")]
-
-
 @pytest.mark.parametrize(
     ("fn", "argument", "said", "rank", "error_type"),
     [
@@ -90,39 +72,3 @@ def test_a_hanging_rank_is_ended_with_its_children_and_shows_its_stack():
         f"sleep(77) or {os.getpid()}"
         not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     )
-
-
-def test_the_function_may_form_the_group_itself():
-    assert run_ranks(_form_the_group, 2, init=False, env={"MORE": "yes"}) == ["yes", "yes"]
-
-
-def test_a_local_function_is_refused():
-    with pytest.raises(ValueError, match="top of an importable module"):
-        run_ranks(lambda: None, 1)
-
-
-def _one_gpu() -> tuple[str, ...]:
-    form_process_group(needed=True)
-    value = torch.ones(1)
-    dist.all_reduce(value)
-    names = ("LOCAL_RANK", "NCCL_HOSTID", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "CUDA_VISIBLE_DEVICES")
-    return *(os.environ[name] for name in names), str(value.item())
-
-
-def test_ranks_on_one_gpu_are_new_processes_that_nccl_takes_for_machines(monkeypatch):
-    """Without a GPU they meet on gloo."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert run_ranks(_one_gpu, 2, init=False, one_gpu=True) == [
-        ("0", f"rank-{rank}", "lo", "1", "", "2.0") for rank in range(2)
-    ]
-
-
-def test_a_rank_on_one_gpu_that_fails_is_told(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(RankFailure, match="KeyError: 'the reason'") as failure:
-        run_ranks(_raise, 2, init=False, one_gpu=True)
-    assert failure.value.error_type == "KeyError"
-
-
-def _raise() -> None:
-    raise KeyError("the reason")

@@ -11,7 +11,6 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp.checkpoint.states import load_loop, save_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
@@ -28,17 +27,13 @@ from hf_osdp.sharding.steps import micro_step
 from tests.helpers.checkpointed import worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
-from tests.helpers.models import tiny_batch, tiny_loss
+from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
 
 STEPS = 3
 
 
 def gpt2() -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=2, n_embd=32, n_head=4, vocab_size=61, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
-    return GPT2LMHeadModel(config).double().train()
+    return tiny_model("gpt2", layers=2, width=32)
 
 
 def planned(model: torch.nn.Module, layout: str) -> Plan:

@@ -23,6 +23,7 @@ from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.tracing.pictures import UsualBatch
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
+from tests.helpers.sampling import slow_but
 from tests.helpers.vision import tiny_vision
 
 STEPS = 4
@@ -124,7 +125,7 @@ def trains_as_ddp(name: str, layout: str) -> None:
             )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, daily=("llava, frozen tower", "qwen2.5-vl", "whisper", "switch")))
 def test_ranks_that_run_different_modules_train_as_ddp(name):
     run_ranks(trains_as_ddp, 2, name, "mixed", timeout_s=60)
 

@@ -18,12 +18,10 @@ from hf_osdp.errors import OSDPError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.modeling.split.names import is_split, keep_positions
-from hf_osdp.planner.job import Precision
 from hf_osdp.planner.optimizers import spec_of_trainer_name
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.facts import RunFacts, training_job
 from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer
 from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.sharding.state import full_state_dict
@@ -31,6 +29,7 @@ from tests.helpers.checkpointed import worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import mixed_plan
 from tests.helpers.low_bit import ODD_WIDTH, WIDTH, alone, apart, chain, eagerly, gpt2, held, sharded
+from tests.helpers.problems import run_job
 from tests.helpers.training import trained
 
 from .test_integration_trainer import (
@@ -110,7 +109,7 @@ def test_other_blocks_than_one_process_has_differ_by_less_than_quantizing_does()
     assert 0 < apart(weights, one) < 1.5 * apart(alone(made, "AdamW", ODD_WIDTH, 6), one)
 
 
-@pytest.fixture(scope="module", params=["force_eager", pytest.param("default", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["force_eager", "default"])
 def stance(request) -> str:
     """Of torch.compile."""
     return request.param
@@ -130,6 +129,7 @@ def trainer_arguments(folder: Path, samples: int, **options: object) -> Training
     return arguments(str(folder), per_device_train_batch_size=samples, optim="adamw_torch_8bit", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.on_ranks(2, init=False)
 def test_trainer_with_adamw_torch_8bit_equals_the_stock_one(tmp_path, stock, stance):
     args = trainer_arguments(tmp_path, 4, save_strategy="steps", save_steps=2)
@@ -151,12 +151,12 @@ def test_trainer_name_states_and_host_are_known_before_a_run():
     )  # transformers' size, where torchao has 128
     assert four == spec_of_optimizer(made, device_type="cuda") and four.formats[0].bytes_per_element == 0.5 + 4 / 256
     check_optimizer(made)
-    facts = RunFacts(world_size=2, device_type="cuda", precision=Precision(), optimizer=eight)
-    assert training_job(OSDPConfig(global_batch_size=2), facts).host_offload is False
+    job = run_job(OSDPConfig(global_batch_size=2), world_size=2, device_type="cuda", optimizer=eight)
+    assert job.training().host_offload is False
     with pytest.raises(
         ValueError, match=r"plain tensors, and adamw8bit's are quantized; leave the offload out, or use AdamW"
     ):
-        training_job(OSDPConfig(global_batch_size=2, host_offload=True), facts)
+        job.asking(host_offload=True).training()
 
 
 @eagerly
@@ -177,9 +177,10 @@ def stock_after_evaluation(request, tmp_path_factory) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize(
     ("stock_after_evaluation", "optim"),
-    [("adamw_torch_8bit",) * 2, pytest.param("adamw_torch_4bit", "adamw_torch_4bit", marks=pytest.mark.slow)],
+    [("adamw_torch_8bit",) * 2, ("adamw_torch_4bit",) * 2],
     indirect=["stock_after_evaluation"],
 )
+@pytest.mark.slow
 @pytest.mark.on_ranks(2, init=False)
 def test_an_optimizer_made_after_an_evaluation_steps_shards_as_well(tmp_path, stock_after_evaluation, optim):
     plan = mixed_plan(gpt2(WIDTH), 2, sequence_length=LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True)

@@ -27,13 +27,13 @@ from hf_osdp.planner.cost.timing import estimate_time
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import DType, ParameterSpec
 from hf_osdp.planner.hardware import Collective
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import search
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.facts import RunFacts, check_whole, training_job
+from hf_osdp.planning.job import check_whole
 from hf_osdp.quantities import format_seconds
 from hf_osdp.report.tables import plan_caption
 from hf_osdp.sharding.apply import apply_plan
@@ -49,7 +49,7 @@ from tests.helpers.checkpointed import trained_by_plan, worst
 from tests.helpers.distributed import run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
-from tests.helpers.problems import problem
+from tests.helpers.problems import problem, run_job
 from tests.helpers.training import trained
 
 from .test_whole_parameters import small_devices
@@ -337,10 +337,10 @@ def test_what_muon_cannot_have_is_refused_in_one_line():
         PlanError, match=r"^muon needs whole parameters, and the plan has .* sharded or on the host; plan again"
     ):
         check_whole(on_host, exact.description, optimizer)
-    facts = RunFacts(world_size=2, device_type="cpu", precision=Precision(), optimizer=optimizer)
+    job = run_job(OSDPConfig(global_batch_size=2), world_size=2, optimizer=optimizer)
     with pytest.raises(ValueError, match=r"^muon needs whole parameters at once, which host and device do not have"):
-        training_job(OSDPConfig(global_batch_size=2, host_offload=True), facts)
-    assert training_job(OSDPConfig(global_batch_size=2), facts).host_offload is False and not optimizer.takes_slices
+        job.asking(host_offload=True).training()
+    assert job.training().host_offload is False and not optimizer.takes_slices
 
 
 @pytest.mark.parametrize(

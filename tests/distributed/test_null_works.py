@@ -134,6 +134,7 @@ def leg(path: str, *arguments: object) -> tuple[list[float], dict[str, torch.Ten
     return run_leg(*arguments)
 
 
+@pytest.mark.slow
 def test_checkpoints_go_on_exactly(library, tmp_path):
     places, losses = folders(tmp_path, LEGS), []
     for number, one in enumerate(LEGS):
@@ -144,6 +145,7 @@ def test_checkpoints_go_on_exactly(library, tmp_path):
     assert worst(ranks[0][1], weights) < 1e-12
 
 
+@pytest.mark.slow
 @on_two_nodes
 def test_links_are_measured(library):
     null_works.form(library)
@@ -152,7 +154,8 @@ def test_links_are_measured(library):
     assert on_rank_zero(lambda: timings) == timings
 
 
-@pytest.mark.parametrize("recalibrate", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("recalibrate", [False, True])
 @on_two
 def test_trainer_runs_and_saves(library, tmp_path, recalibrate):
     """It plans by itself and, where asked to, tries its plan; each run's first steps are under the clock."""

@@ -95,8 +95,8 @@ def test_state_goes_out_and_in_under_hugging_face_names(world_size, tmp_path):
 @worlds
 @on_ranks
 def test_parallel_plans_by_itself(world_size):
-    """Two processes measure this machine, one and four take a preset."""
-    hardware = None if world_size == 2 else preset("cpu", devices_per_node=world_size)
+    """Four processes measure this machine, one and two take a preset."""
+    hardware = None if world_size == 4 else preset("cpu", devices_per_node=world_size)
     run = {"sequence_length": SEQUENCE_LENGTH, "global_batch_size": SAMPLES, "hardware": hardware}
     parallel = OptimalShardedDataParallel(tiny_model(MODEL), OSDPConfig(memory_limit="1GiB", **run))
     assert (parallel.plan.world_size, parallel.plan.global_batch_size) == (world_size, SAMPLES)

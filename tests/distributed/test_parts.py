@@ -130,7 +130,7 @@ def scaled(meshes: Meshes, name: str, unscale: bool) -> tuple[list[float], list[
 def test_scaler_skips_the_same_steps_on_every_rank():
     """Before the second and fourth, one rank's shard overflows in a unit of another mesh than the first gradient's."""
     meshes = Meshes("cpu")
-    for name, unscale in itertools.product(ADAMW, (True, False)):
+    for name, unscale in (("plain", True), ("foreach", False), ("fused", True)):
         scales, moved, state = scaled(meshes, name, unscale)
         assert scales == [1024, 512, 512, 256, 256] and moved == [True, False, True, False, True], (name, unscale)
         assert dist.get_rank() or worst(state, scaled_alone(ADAMW[name], unscale)) < 1e-12, (name, unscale)

@@ -113,7 +113,11 @@ def tried(precision: str, *, checkpointing: bool = False, on_meta: bool = False)
 
 
 @pytest.mark.parametrize(
-    "options", [{"precision": "no"}, {"precision": "bf16", "checkpointing": True, "on_meta": True}]
+    "options",
+    [
+        pytest.param({"precision": "no"}, marks=pytest.mark.slow),  # the next test tries it, too
+        {"precision": "bf16", "checkpointing": True, "on_meta": True},
+    ],
 )
 @pytest.mark.on_ranks(2)
 def test_trial_shows_peak_time_and_collectives_and_leaves_nothing(options):

@@ -10,7 +10,9 @@ from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
-from hf_osdp.planning import problem
+from hf_osdp.measurement.block_times import measure_block_times
+from hf_osdp.planner.presets import preset
+from hf_osdp.planning import cache, problem
 from hf_osdp.planning.config import OSDPConfig
 from hf_osdp.planning.run_times import times_of_run
 
@@ -39,6 +41,8 @@ def trained(*, time_blocks: bool) -> tuple[list[float], list[torch.Tensor]]:
 
 @pytest.mark.on_ranks(2)
 def test_training_with_timed_blocks_equals_one_without():
+    cache.measure_hardware = lambda **_: preset("cpu", devices_per_node=2)
+    cache.measure_block_times = lambda *given, **options: measure_block_times(*given, **{**options, "seconds": 0.05})
     with patch.object(problem, "times_of_run", side_effect=times_of_run) as timing:
         losses, weights = trained(time_blocks=True)
         assert timing.call_count == 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import sys
+import time
 
 import pytest
 
@@ -42,3 +44,20 @@ def test_ranks_print_errors_of_this_package_once(alike, own, expected):
 
 def test_ranks_print_other_errors_with_their_traceback():
     assert all("Traceback" in text for text in run_ranks(printed, 2, True, False, init=False))
+
+
+def told() -> list[str]:
+    """What this rank logs of a plan that takes longer than it may take in silence, and of a quick one."""
+    said_once._LONG_S, records = 0.1, []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    said_once._log.addHandler(handler)
+    for seconds in (0.3, 0.0):
+        with said_once.say_while_planning():
+            time.sleep(seconds)
+    return records
+
+
+def test_rank_zero_alone_says_once_that_it_plans_for_long():
+    first, other = run_ranks(told, 2, init=False)
+    assert len(first) == 1 and "The others wait for its plan" in first[0] and other == []

@@ -24,6 +24,7 @@ from hf_osdp.sharding.steps import micro_step
 from tests.helpers.distributed import RankFailure, run_ranks
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.sampling import slow_but
 
 WIDTH = 8
 STEPS = 6
@@ -132,14 +133,14 @@ def assert_equal_weights(model: nn.Module, expected: nn.Module) -> None:
             )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, daily=("zero3", "everything")))
 def test_ranks_with_different_modules_train_and_evaluate_as_ddp(layout):
-    run_ranks(trains_as_ddp, 2, layout, timeout_s=150)
+    run_ranks(trains_as_ddp, 2, layout, *CASES, timeout_s=150)
 
 
-def trains_as_ddp(layout: str) -> None:
+def trains_as_ddp(layout: str, *cases: Callable[[int, int], dict[str, object]]) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    for case in CASES:
+    for case in cases:
         model, _ = sharded(layout)
         expected = whole_model()
         optimizer, reference = optimizer_of(model), optimizer_of(expected)
@@ -162,43 +163,36 @@ def trains_as_ddp(layout: str) -> None:
         assert_equal_weights(model, expected)
 
 
+@pytest.mark.parametrize("layout", slow_but(("hsdp", "mixed", "two_stage"), daily=("mixed",)))
 @pytest.mark.on_ranks(4, timeout_s=150)
-def test_different_modules_on_four_ranks_train_as_ddp():
-    for layout in ("hsdp", "mixed", "two_stage"):
-        trains_as_ddp_with(
-            layout, lambda step, rank: {**pictures(step, rank), **dropped_layers(step, rank), **tasks(step, rank % 2)}
-        )
+def test_different_modules_on_four_ranks_train_as_ddp(layout):
+    trains_as_ddp(
+        layout, lambda step, rank: {**pictures(step, rank), **dropped_layers(step, rank), **tasks(step, rank % 2)}
+    )
 
 
-def trains_as_ddp_with(layout: str, case: Callable[[int, int], dict[str, object]]) -> None:
-    global CASES
-    before, CASES = CASES, (case,)
-    trains_as_ddp(layout)
-    CASES = before
-
-
+@pytest.mark.parametrize("layout", slow_but(("zero3", "replicate", "mixed"), daily=("mixed",)))
 @pytest.mark.on_ranks(2, timeout_s=150)
-def test_micro_steps_with_different_modules_train_as_ddp():
+def test_micro_steps_with_different_modules_train_as_ddp(layout):
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    for layout in ("zero3", "replicate", "mixed"):
-        for reduces in (False, True, None):
-            model, plan = sharded(layout, accumulation_steps=2, reduce_every_micro_step=reduces)
-            expected = whole_model()
-            optimizer, reference = optimizer_of(model), optimizer_of(expected)
-            for step in range(4):
-                for micro in range(2):
-                    number = 2 * step + micro
-                    averaged_sum = [
-                        expected(inputs(number, other), **pictures(number, other), **parameters(number, other))
-                        for other in range(ranks)
-                    ]
-                    (sum(averaged_sum) / ranks).backward()
-                    with micro_step(model, is_last=micro == 1, plan=plan):
-                        model(inputs(number, rank), **pictures(number, rank), **parameters(number, rank)).backward()
-                for one in (reference, optimizer):
-                    one.step()
-                    one.zero_grad()
-            assert_equal_weights(model, expected)
+    for reduces in (False, True, None):
+        model, plan = sharded(layout, accumulation_steps=2, reduce_every_micro_step=reduces)
+        expected = whole_model()
+        optimizer, reference = optimizer_of(model), optimizer_of(expected)
+        for step in range(4):
+            for micro in range(2):
+                number = 2 * step + micro
+                averaged_sum = [
+                    expected(inputs(number, other), **pictures(number, other), **parameters(number, other))
+                    for other in range(ranks)
+                ]
+                (sum(averaged_sum) / ranks).backward()
+                with micro_step(model, is_last=micro == 1, plan=plan):
+                    model(inputs(number, rank), **pictures(number, rank), **parameters(number, rank)).backward()
+            for one in (reference, optimizer):
+                one.step()
+                one.zero_grad()
+        assert_equal_weights(model, expected)
 
 
 @pytest.mark.on_ranks(2, timeout_s=150)

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp.distributed import wire as wire_module
 from hf_osdp.distributed.collectives import BackendTransport, listening
@@ -27,6 +26,7 @@ from hf_osdp.planning.simulate import fake_process_group
 from hf_osdp.sharding.apply import apply_plan, read_back, verify_applied
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
+from tests.helpers.sampling import slow_but
 from tests.helpers.training import Trained, assert_trained_alike, train_alone, train_sharded
 
 from .test_integration_trainer import PlannedTrainer, StockTrainer, arguments, assert_close, history, tokens
@@ -233,27 +233,27 @@ def assert_same_on_all_ranks(name: str, tensor: torch.Tensor) -> None:
     assert all(torch.equal(tensor, other) for other in everyone), name
 
 
+@pytest.mark.parametrize("wire", slow_but(WireFormat, daily=(INT4,)))
 @pytest.mark.on_ranks(4, nodes=2)
-def test_replicas_and_gathered_parameters_stay_equal_to_the_bit_over_twenty_steps():
+def test_replicas_and_gathered_parameters_stay_equal_to_the_bit_over_twenty_steps(wire):
     torch.set_default_dtype(torch.float32)
-    for wire in WireFormat:
-        model, _ = applied("mixed", wire)
-        optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), []
-        for step in range(20):
-            loss = tiny_loss(model, tiny_batch(step % 4, part=dist.get_rank(), parts=4))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        assert losses[-1] < losses[0]
-        for name, parameter in model.named_parameters():
-            assert_same_on_all_ranks(
-                name, parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.data
-            )
-        model.unshard()
-        for name, parameter in model.named_parameters():
-            if not hasattr(parameter, "full_tensor"):
-                assert_same_on_all_ranks(name, parameter.data)
+    model, _ = applied("mixed", wire)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), []
+    for step in range(20):
+        loss = tiny_loss(model, tiny_batch(step % 4, part=dist.get_rank(), parts=4))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    for name, parameter in model.named_parameters():
+        assert_same_on_all_ranks(
+            name, parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.data
+        )
+    model.unshard()
+    for name, parameter in model.named_parameters():
+        if not hasattr(parameter, "full_tensor"):
+            assert_same_on_all_ranks(name, parameter.data)
 
 
 @pytest.mark.on_ranks(4, nodes=2)
@@ -270,12 +270,8 @@ def test_a_format_that_was_changed_after_the_plan_is_named():
 # Trainer
 
 
-def gpt2() -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=2, n_embd=WIDTH, n_head=4, vocab_size=61, n_positions=16, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    )
-    return GPT2LMHeadModel(config).double().train()
+def gpt2() -> torch.nn.Module:
+    return tiny_model("gpt2", layers=2, width=WIDTH)
 
 
 @pytest.fixture(scope="module")
@@ -290,7 +286,7 @@ def stock(tmp_path_factory) -> dict[str, list[float]]:
 
 
 @pytest.mark.on_ranks(2, nodes=2, init=False)
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+@pytest.mark.parametrize("strategy", slow_but(("fsdp", "ddp"), daily=("fsdp",)))
 def test_trainer_sends_what_the_planner_chose_saves_masters_and_resumes(tmp_path, stock, strategy):
     """Two machines of one rank: near the stock run, as far as rounding allows; the resumed half sends what the
     whole run sent.

@@ -27,7 +27,7 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.facts import RunFolder
+from hf_osdp.planning.job import RunFolder
 from hf_osdp.planning.preflight import check_model, not_writable, refuse_errors
 from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer
 from hf_osdp.sharding.optimizer_steps import parameter_names, release_parameters, step_on_shards

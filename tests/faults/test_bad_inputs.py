@@ -5,12 +5,11 @@ lost.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from .bad_inputs import PAGES, NotRefused, Row, give, refusal, rows
+from .bad_inputs import PAGES, Row, give, refusal, rows
 
 TEXT = "".join(page.read_text(encoding="utf-8") for page in PAGES)
 ROWS = tuple(rows(TEXT))
@@ -37,14 +36,3 @@ def test_wrong_input_is_told_in_one_line_and_loses_nothing(row: Row, tmp_path):
     assert said.isprintable() and "Traceback" not in said
     assert row.matches(said, tmp_path), said
     assert content_of(tmp_path) == before
-
-
-def test_line_that_differs_and_input_that_is_taken_are_noticed(tmp_path):
-    row = replace(ROWS[0], line="FOLDER/x has 3; use ‹n›.")
-    assert row.matches(f"{tmp_path}/x has 3; use 5.", tmp_path) and not row.matches(
-        f"{tmp_path}/x has 4; use 5.", tmp_path
-    )
-    with pytest.raises(NotRefused):
-        refusal(lambda: None)
-    with pytest.raises(KeyError):
-        refusal(lambda: {}["x"])

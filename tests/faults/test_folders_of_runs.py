@@ -21,7 +21,6 @@ from hf_osdp.checkpoint import folders
 from hf_osdp.checkpoint.folders import PARTIAL, Holder, Manifest, lock_checkpoints, unlock_checkpoints
 from hf_osdp.checkpoint.resume import checkpoint_to_resume, last_checkpoint, recorded_manifest
 from hf_osdp.checkpoint.writer import CheckpointWriter
-from hf_osdp.distributed.launcher import restart_count
 from hf_osdp.errors import CheckpointError
 from tests.unit.checkpoint.checkpoints import saved
 
@@ -94,14 +93,6 @@ def test_training_that_is_resumed_by_hand_stays_one_training(tmp_path, monkeypat
     assert Manifest.load(saved(tmp_path / "checkpoint-8")).training == training is not None
     launched(monkeypatch, "by hand", restarts=1)
     assert checkpoint_to_resume(tmp_path, None).name == "checkpoint-8"
-
-
-@pytest.mark.parametrize("text", ["1" * 5000, "x", "²"])
-def test_restart_count_that_is_no_count_is_refused(monkeypatch, text):
-    monkeypatch.setenv("SLURM_RESTART_COUNT", text)
-    with pytest.raises(ValueError, match=r"SLURM_RESTART_COUNT=.* is not a whole number of at least 0") as raised:
-        restart_count()
-    assert len(str(raised.value)) < 150
 
 
 # ------------------------------------------------------------------------------------------------ one run at a time

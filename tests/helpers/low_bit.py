@@ -10,7 +10,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp.checkpoint.states import load_loop, save_loop
 from hf_osdp.checkpoint.writer import CheckpointWriter
@@ -24,6 +23,7 @@ from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer
 from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict
 
 from .layouts import plan_of
+from .models import tiny_model
 from .training import trained
 
 Run = TypeVar("Run", bound=Callable)
@@ -42,23 +42,7 @@ def eagerly(function: Run) -> Run:
 
 
 def gpt2(width: int, *, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return (
-        GPT2LMHeadModel(
-            GPT2Config(
-                n_layer=2,
-                n_embd=width,
-                n_head=4,
-                vocab_size=61,
-                n_positions=16,
-                resid_pdrop=0,
-                embd_pdrop=0,
-                attn_pdrop=0,
-            )
-        )
-        .double()
-        .train()
-    )  # gradients agree, so that what is quantized does: near-zero ones of float32 are noise that Adam scales up
+    return tiny_model("gpt2", seed=seed, layers=2, width=width)
 
 
 def sharded(width: int, layout: str | None, *, seed: int = 0, slices: int = 1):

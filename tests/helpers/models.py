@@ -14,7 +14,13 @@ MODELS = ("gpt2", "bert", "llama")
 
 
 def tiny_model(
-    name: str, *, seed: int = 0, dtype: torch.dtype = torch.float64, layers: int = 4, scale: float = 1.0
+    name: str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    layers: int = 4,
+    width: int = 20,
+    scale: float = 1.0,
 ) -> nn.Module:
     """`gpt2`: embedding tied to the head; `bert`: a bias shared as well; `llama`: nothing tied.
 
@@ -26,21 +32,21 @@ def tiny_model(
     match name:
         case "gpt2":
             config = GPT2Config(
-                n_layer=layers, n_embd=20, n_head=4, vocab_size=VOCABULARY, n_positions=16, resid_pdrop=0.0,
+                n_layer=layers, n_embd=width, n_head=4, vocab_size=VOCABULARY, n_positions=16, resid_pdrop=0.0,
                 embd_pdrop=0.0,
                 attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
             )  # fmt: skip
             model = GPT2LMHeadModel(config)
         case "bert":
             config = BertConfig(
-                num_hidden_layers=layers, hidden_size=20, num_attention_heads=4, intermediate_size=36,
+                num_hidden_layers=layers, hidden_size=width, num_attention_heads=4, intermediate_size=36,
                 vocab_size=VOCABULARY,
                 max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
             )  # fmt: skip
             model = BertForMaskedLM(config)
         case "llama":
             config = LlamaConfig(
-                num_hidden_layers=layers, hidden_size=20, num_attention_heads=2, num_key_value_heads=1,
+                num_hidden_layers=layers, hidden_size=width, num_attention_heads=2, num_key_value_heads=1,
                 intermediate_size=36,
                 vocab_size=VOCABULARY, max_position_embeddings=16, tie_word_embeddings=False,
             )  # fmt: skip

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Hardware
-from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.planner.problem import PlanningProblem, Strategy
+from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.planning.job import Job
 
 
 def problem(
@@ -20,3 +22,9 @@ def problem(
     return PlanningProblem(
         description=description, hardware=hardware, job=job, memory_limit_bytes=limit, strategy=strategy
     )
+
+
+def run_job(config: OSDPConfig | None = None, **facts: object) -> Job:
+    """Return the job of a run of one process on the CPU with AdamW, or with other facts."""
+    known = {"world_size": 1, "device_type": "cpu", "precision": Precision(), "optimizer": OptimizerSpec()}
+    return Job(config=config or OSDPConfig(), **{**known, **facts})

@@ -94,29 +94,6 @@ def test_source_uses_nothing_that_runs_a_file():
     assert set(ALLOWED) - found == set(), "no longer there: take it out of ALLOWED"
 
 
-BAD = (
-    "import pickle\npickle.load(f)", "import pickle as p\np.loads(b)", "from pickle import loads as x",
-    "from pickle import Unpickler",
-    "import torch\ntorch.load(f)", "import torch as t\nt.load(f, weights_only=False)",
-    "from torch import load\nload(f)",
-    "import torch\ntorch.load(f, weights_only=flag)", "import yaml\nyaml.load(f, Loader=yaml.SafeLoader)",
-    "import yaml\nyaml.unsafe_load(f)", "eval(text)", "exec(text)", "list(map(eval, texts))", "__import__(name)",
-    "import subprocess\nsubprocess.run(x, shell=True)", "import os\nos.system(x)",
-    "import numpy\nnumpy.load(f, allow_pickle=True)",
-    "X.from_pretrained(x, trust_remote_code=True)",
-)  # fmt: skip
-HARMLESS = (
-    "import torch\ntorch.load(f, weights_only=True)", "import yaml\nyaml.safe_load(f)", "model.eval()",
-    "import re\nre.compile(x)",
-    "import pickle\npickle.dumps(x)", "import subprocess\nsubprocess.run(['ls'])", "import ast\nast.literal_eval(x)",
-)  # fmt: skip
-
-
-def test_findings_sees_what_runs_a_file_and_nothing_else():
-    assert [source for source in BAD if not findings(source)] == []
-    assert [source for source in HARMLESS if findings(source)] == []
-
-
 MARK = "osdp-opened-by-a-name"
 opened: list[str] = []
 _watching = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...errors import DescriptionError, InfeasibleError
@@ -17,9 +17,9 @@ from .search import SearchResult, fastest_without_limit, least_memory, search, s
 
 _log = logging.getLogger(__name__)
 
-POINTS = 16
-"""Default number of searches for a front: enough for a curve, and at most a few seconds."""
-_NEAR = 1.01
+POINTS = 8
+"""Default number of searches for a front: enough for a curve."""
+NEAR = 1.01
 """Ratio of memory or time below which plans count as equal."""
 
 
@@ -42,9 +42,10 @@ class StrategyResult:
 
 
 def compare_strategies(
-    problem: PlanningProblem, *, split: ModelDescription | None = None, other: ModelDescription | None = None
-) -> tuple[StrategyResult, ...]:
-    """Compare all strategies, each at its own best batch under the same limit, OSDP first.
+    problem: PlanningProblem, *, split: ModelDescription | None = None, eager: ModelDescription | None = None
+) -> Iterator[StrategyResult]:
+    """Compare all strategies, each at its own best batch under the same limit, OSDP first; yield rows as they are
+    found.
 
     A strategy that cannot run has a reason instead of a result. Two-stage has a row only for several nodes of several
     devices. If the job leaves recomputation open, FSDP has further rows as scripts run it (`as_scripts_run`). If the
@@ -54,11 +55,9 @@ def compare_strategies(
     Args:
         problem: the problem of the model without splits.
         split: description of the split model, which OSDP takes instead.
-        other: the model with compiled blocks (or eager blocks, if the problem's are compiled), which adds rows.
+        eager: the model without compilation, if the problem's blocks are compiled, which adds rows.
     """
     several = 1 < problem.hardware.devices_per_node < problem.hardware.world_size
-    blocks = "eager" if problem.description.compiled_classes else "compiled"
-    rows = []
     for one in Strategy:
         if several or one is not Strategy.TWO_STAGE:
             asked = replace(
@@ -66,18 +65,18 @@ def compare_strategies(
             )
             exact = replace(asked, job=replace(asked.job, communication=None))
             if exact != asked and one in (problem.strategy, Strategy.OSDP):
-                rows += [best_of(asked), best_of(exact, "exact")]
+                yield best_of(asked)
+                yield best_of(exact, "exact")
             else:
-                rows.append(best_of(exact))
-        if other is not None and one is problem.strategy:
-            rows.append(best_of(replace(problem, description=other), blocks))
+                yield best_of(exact)
+        if eager is not None and one is problem.strategy:
+            yield best_of(replace(problem, description=eager), "eager")
         if one is Strategy.FSDP and problem.job.recompute is None:
-            for model, kind in ((problem.description, ""), (other, f"{blocks}, ")):
+            for model, kind in ((problem.description, ""), (eager, "eager, ")):
                 if model is not None and model.recomputable:
                     run = replace(problem, strategy=one, description=model)
-                    rows.append(best_of(as_scripts_run(run, recompute=False), f"{kind}as it comes"))
-                    rows.append(best_of(as_scripts_run(run, recompute=True), f"{kind}all recomputed"))
-    return tuple(rows)
+                    yield best_of(as_scripts_run(run, recompute=False), f"{kind}as it comes")
+                    yield best_of(as_scripts_run(run, recompute=True), f"{kind}all recomputed")
 
 
 def as_scripts_run(problem: PlanningProblem, *, recompute: bool) -> PlanningProblem:
@@ -114,17 +113,28 @@ def best_of(problem: PlanningProblem, variant: str = "") -> StrategyResult:
         return StrategyResult(strategy=strategy, result=None, reason=reason, variant=variant)
 
 
-def frontier(problem: PlanningProblem, *, points: int = POINTS, at: Sequence[int] = ()) -> tuple[SearchResult, ...]:
+def frontier(
+    problem: PlanningProblem,
+    *,
+    points: int = POINTS,
+    known: Mapping[int, SearchResult] | None = None,
+    others: Iterable[SearchResult] = (),
+    search_all: Callable[..., Iterable[SearchResult]] = map,
+    at_once: int = 1,
+) -> tuple[SearchResult, ...]:
     """Return points of the Pareto front of peak memory and throughput, by rising peak, up to the problem's limit.
 
     Each point is the fastest plan under some limit (the ε-constraint method: Haimes, Lasdon, Wismer 1971). The next
     limit is the geometric mean of the two limits whose gap has the largest product of memory and throughput, by
-    ratios. Limits are without margin here.
+    ratios, until no gap has 1 % of both. Limits are without margin here.
 
     Args:
         problem: the problem, whose limit is the right end of the front.
-        points: the most searches.
-        at: further limits to search, such as the peaks of other plans, so that the front is not below these plans.
+        points: the most points, without those for `others`.
+        known: the problem's fastest plans under some limits, by limit.
+        others: plans of other strategies; under the peak of each that is better than the front, one more is searched.
+        search_all: applies `search` to several problems, like `map`.
+        at_once: how many it searches at the same time.
 
     Raises:
         InfeasibleError: no plan fits the problem's limit.
@@ -133,25 +143,30 @@ def frontier(problem: PlanningProblem, *, points: int = POINTS, at: Sequence[int
     if points < 2:
         raise ValueError(f"points={points} must be at least 2, the two ends of the front.")
     problem = replace(problem, hardware=problem.hardware.with_margin(0.0), simplicity=0.0)
+    found = dict(known or {})
 
-    def fastest(limit: int) -> tuple[int, SearchResult]:
-        return limit, search(replace(problem, memory_limit_bytes=limit))
+    def add(*limits: int) -> None:
+        new = [limit for limit in limits if limit not in found]
+        found.update(zip(new, search_all(search, [replace(problem, memory_limit_bytes=n) for n in new]), strict=True))
 
-    last, least = fastest(problem.memory_limit_bytes), least_memory(problem)
-    known = [fastest(least), last]
-    for limit in at:
-        gaps = (
-            gap for gap, ((low, _), (_, high)) in enumerate(itertools.pairwise(known)) if low < limit < high.peak_bytes
-        )
-        if (gap := next(gaps, None)) is not None:
-            known.insert(gap + 1, fastest(limit))
-    for _ in range(points - 2):
-        sizes = [_unknown(low, below, above) for (low, below), (_, above) in itertools.pairwise(known)]
-        if not any(sizes):
+    add(problem.memory_limit_bytes)
+    least = least_memory(problem)
+    add(least)
+    while len(found) < points:
+        pairs = itertools.pairwise(sorted(found.items(), key=lambda point: point[0]))
+        gaps = sorted(((_unknown(low, below, above), low, above.peak_bytes) for (low, below), (_, above) in pairs))
+        largest = [gap for gap in gaps[-min(at_once, points - len(found)) :] if gap[0]]
+        if not largest:
             break
-        gap = sizes.index(max(sizes))
-        known.insert(gap + 1, fastest(int(math.sqrt(known[gap][0] * known[gap + 1][1].peak_bytes))))
-    return not_dominated([result for _, result in known])
+        add(*(int(math.sqrt(low * high)) for _, low, high in largest))
+    for other in sorted(others, key=lambda result: result.peak_bytes):
+        if other.peak_bytes > least and not any(_is_no_worse(one, other) for one in found.values()):
+            add(other.peak_bytes)
+    return not_dominated(list(found.values()))
+
+
+def _is_no_worse(one: SearchResult, other: SearchResult) -> bool:
+    return one.peak_bytes <= other.peak_bytes and one.time.step_s <= other.time.step_s
 
 
 def _unknown(low_bytes: int, below: SearchResult, above: SearchResult) -> float:
@@ -159,7 +174,7 @@ def _unknown(low_bytes: int, below: SearchResult, above: SearchResult) -> float:
     narrow to search.
     """
     memory, rate = above.peak_bytes / low_bytes, below.time.step_s / above.time.step_s
-    return 0.0 if memory < _NEAR or rate <= 1 else math.log(memory) * math.log(rate)
+    return 0.0 if min(memory, rate) < NEAR else math.log(memory) * math.log(rate)
 
 
 def not_dominated(results: Sequence[SearchResult]) -> tuple[SearchResult, ...]:
@@ -187,7 +202,7 @@ def choose_description(
     if problem.strategy is not Strategy.OSDP:
         return plain
     best, chosen = _rank(problem), plain
-    if not best[0] and not plain.compiled_classes and best[1] <= _NEAR * fastest_without_limit(problem):
+    if not best[0] and not plain.compiled_classes and best[1] <= NEAR * fastest_without_limit(problem):
         return plain
     for split in splits():
         try:

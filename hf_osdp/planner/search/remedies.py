@@ -1,4 +1,4 @@
-"""The error where no plan fits, with changes that would make a plan fit, cheapest first."""
+"""The error where no plan fits, with changes that would make a plan fit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ...errors import HardwareError, InfeasibleError, Remedy
+from ...errors import HardwareError, InfeasibleError, Price, Remedy
 from ...quantities import format_bytes
 from ..cost.memory import MemoryEstimate
 from ..description import ModelDescription, Segment
@@ -32,9 +32,9 @@ def infeasible_error(problem: PlanningProblem, least: Plan, memory: MemoryEstima
     largest = ", ".join(f"{name} {format_bytes(nbytes)}" for nbytes, name in two)
     enough = hardware.limit_for(needed_bytes)
     size = format_bytes(_rounded_up(enough))
-    more_memory = Remedy(f"devices of {size}")
+    more_memory = Remedy(f"devices of {size}", price=Price.MEMORY)
     if enough <= hardware.device.memory_bytes:
-        more_memory = Remedy(f"a memory limit of {size}", f"--memory-limit {size.replace(' ', '')}")
+        more_memory = Remedy(f"a memory limit of {size}", f"--memory-limit {size.replace(' ', '')}", Price.MEMORY)
     ways = (*_remedies(problem), more_memory)
     margin = f", of which a margin of {format_bytes(limit - room)} stays free" if limit > room else ""
     missing = needed_bytes - room
@@ -53,9 +53,7 @@ def infeasible_error(problem: PlanningProblem, least: Plan, memory: MemoryEstima
 
 
 def _remedies(problem: PlanningProblem) -> Iterator[Remedy]:
-    """Yield changes with which some plan fits, as phrases that complete "Use ...": settings first, then sizes, then
-    devices.
-    """
+    """Yield changes with which some plan fits, as phrases that complete "Use ..."."""
     description, hardware, job = problem.description, problem.hardware, problem.job
     yield from _settings(problem)
     # bf16 halves the bytes of activations and gradients
@@ -71,7 +69,7 @@ def _remedies(problem: PlanningProblem) -> Iterator[Remedy]:
         length = description.sequence_length // factor  # activations shrink at least in this proportion
         shorter = replace(_scaled(description, 1 / factor), sequence_length=max(1, length))
         if length >= 1 and fits_by_estimate(replace(problem, description=shorter)):
-            yield Remedy(f"sequence length {length}", f"--sequence-length {length}")
+            yield Remedy(f"sequence length {length}", f"--sequence-length {length}", Price.SIZE)
             break
     for factor in _FACTORS:
         try:
@@ -89,6 +87,7 @@ def _remedies(problem: PlanningProblem) -> Iterator[Remedy]:
             yield Remedy(
                 f"{more.world_size} devices with a global batch of {grown.global_batch_size}",
                 f"{flag} {count} --global-batch-size {grown.global_batch_size}",
+                Price.DEVICES,
             )
             break
 

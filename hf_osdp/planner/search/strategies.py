@@ -283,7 +283,8 @@ def fastest_wires(
 
 
 def _offered(formats: Iterable[WireFormat], dtypes: set[DType], ring: Ring) -> list[WireFormat]:
-    """Return the formats that send fewer bytes in a group; none for tensors of several dtypes, which are sent exactly.
+    """Return the formats that send fewer bytes in a group; none for tensors of several dtypes or of bytes, such as
+    4-bit weights with their scales, which are sent exactly.
 
     The group must lie inside a node, or have one rank of each node. Among several ranks of several nodes, an exchange
     of codes would send more over the slow link than a ring's partial sums.
@@ -291,4 +292,4 @@ def _offered(formats: Iterable[WireFormat], dtypes: set[DType], ring: Ring) -> l
     if ring.size == 1 or ring.node_crossings not in (0, ring.size) or len(dtypes) != 1:
         return []
     (dtype,) = dtypes
-    return [wire for wire in formats if wire.bits < 8 * dtype.itemsize]
+    return [wire for wire in formats if dtype.is_floating and wire.bits < 8 * dtype.itemsize]

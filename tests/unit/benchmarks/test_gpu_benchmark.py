@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from benchmarks import gpu_memory
-from benchmarks.gpu_memory import LayoutRow, LimitRow, Model, headline, lowest_limit, measure, setting_of
+from benchmarks.gpu_memory import Model, lowest_limit, measure, setting_of
 from benchmarks.gpu_suite import catalogue, faults  # noqa: F401  (the catalogue has the order of steps)
 from hf_osdp.planning.simulate import fake_process_group
 from tests.helpers.counted_memory import CountedMemory
@@ -49,38 +49,6 @@ def test_the_walk_goes_down_from_what_fits_and_up_from_what_does_not():
         assert truth <= lowest <= truth + 1000 * gpu_memory.RESOLUTION + 1
     assert lowest_limit(lambda limit: False, 1000, 1500, fits=False) is None
     assert lowest_limit(lambda limit: True, 1000, 1500, fits=True) <= 1 + 1000 * gpu_memory.RESOLUTION
-
-
-GIB = 2**30
-
-
-def layout(estimated: int, allocated: int | None = 1000) -> LayoutRow:
-    """A layout that was estimated and measured."""
-    took = {"allocated_bytes": allocated, "reserved_bytes": allocated}
-    return LayoutRow(model="m", precision="bf16", layout="ddp", estimated_bytes=estimated, **took)
-
-
-def limit(used: int | None, size: int = gpu_memory.LARGE_BYTES) -> LimitRow:
-    """A plan that used so much of its limit, or ran out of memory."""
-    return LimitRow(
-        model="m", precision="bf16", between=0.0, limit_bytes=size, room_bytes=size, planned_bytes=size,
-        fits=used is not None,
-        allocated_bytes=used, reserved_bytes=used, survives_bytes=used,
-    )  # fmt: skip
-
-
-def test_the_headline_tells_a_missed_aim():
-    large = gpu_memory.LARGE_BYTES
-    assert headline([layout(1005)], [limit(large)])[1]
-    for layouts, limits, part in (
-        ([layout(1020)], [limit(large)], "off by 2.00 %"),
-        ([layout(1000)], [limit(None)], "1 of 1 feasible plans ran out"),
-        ([layout(1000)], [limit(int(0.9 * large))], "at least 90.0 %"),
-        ([layout(1000, None)], [limit(large)], "over 0 of 1 layouts"),
-    ):
-        line, met = headline(layouts, limits)
-        assert not met and part.replace(" %", "%") in line, line
-    assert headline([layout(1000)], [limit(500, size=1000)])[1], "a small limit cannot be filled"
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 from benchmarks.gpu_suite import __main__ as suite
 from benchmarks.gpu_suite import runner
 from benchmarks.gpu_suite.page import WIDTH, page, records_of
-from benchmarks.gpu_suite.runner import RESULTS, keep, run_step
-from benchmarks.gpu_suite.step import STEPS, Status
+from benchmarks.gpu_suite.runner import RESULTS, run_step
+from benchmarks.gpu_suite.step import STEPS
 
 HEAD = {
     "hardware": "CPU, 2 cores",
@@ -27,21 +27,11 @@ def results(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / RESULTS).read_text().splitlines()]
 
 
-def record(out: Path, name: str, status: Status = Status.DONE, **found) -> dict:
-    return keep(out, STEPS[name], status, rehearses=found.pop("rehearses", "cpu"), **found)
-
-
 def test_the_documentation_has_every_step():
     text = (Path(__file__).parents[3] / "docs" / "gpu.md").read_text(encoding="utf-8")
     assert [line for line in text.splitlines() if line.startswith("| `")] == [
         f"| `{s.name}` | {s.proves} |" for s in STEPS.values()
     ]
-
-
-def test_what_does_not_fit_into_the_minutes_is_not_run(tmp_path):
-    assert suite.main(["--rehearse", "--minutes", "0.05", "--out", str(tmp_path), "--from", "launch"]) == 0
-    launch = next(one for one in results(tmp_path) if one["step"] == "launch")
-    assert launch["status"] == "not run" and "s were left" in launch["notes"][0]
 
 
 @pytest.fixture
@@ -76,30 +66,6 @@ def test_a_step_that_takes_too_long_is_ended(child, tmp_path):
     assert time.monotonic() - began < 20
     assert (one["status"], one["rows"], one["limit_s"]) == ("timed out", [{"a": "1"}], 1)
     assert "It was ended after 1 s" in page([one], [HEAD])
-
-
-def test_a_missed_aim_makes_the_exit_code_one(tmp_path, monkeypatch):
-    def runs(step, out, **options):
-        return record(out, step.name, Status.MISSED, misses=["3 % off"])
-
-    monkeypatch.setattr(suite, "run_step", runs)
-    assert suite.main(["--rehearse", "--minutes", "5", "--out", str(tmp_path), "--only", "clock", "hardware"]) == 1
-    assert [one["step"] for one in results(tmp_path)] == ["clock", "hardware"], "it goes on"
-    assert "- **Missed:** 3 % off" in (tmp_path / "results.md").read_text()
-
-
-def test_results_of_several_calls_are_one_page(tmp_path):
-    first, second = tmp_path / "1", tmp_path / "2"
-    for folder in (first, second):
-        folder.mkdir()
-    record(first, "hardware", Status.FAILED, date="2026-01-01", tail=["old"])
-    record(first, "clock", date="2026-01-01", rehearses="")
-    record(second, "hardware", date="2026-01-02", notes=["new"])
-    record(second, "clock", Status.NOT_RUN, date="2026-01-02")
-    assert suite.main(["--out", str(tmp_path / "all"), "--merge", str(first), str(second)]) == 0
-    text = (tmp_path / "all" / "results.md").read_text()
-    assert "| hardware | done |" in text and "old" not in text, "the last run counts"
-    assert "| clock | done |" in text and "Rehearsal on the CPU" not in text, "what was not run does not undo a result"
 
 
 @pytest.mark.slow

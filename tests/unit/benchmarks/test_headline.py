@@ -5,21 +5,18 @@ No timing is judged.
 
 from __future__ import annotations
 
-import functools
-import json
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks import headline
 from benchmarks.headline_parts.cases import Case
 from benchmarks.headline_parts.emulated import hold_link
 from benchmarks.headline_parts.gpu import GpuEffort, Runner
-from benchmarks.headline_parts.lineup import CONTENDERS, OFFLOADERS, SAMPLES, BatchRule, job_of, line_up, run_name
+from benchmarks.headline_parts.lineup import CONTENDERS, OFFLOADERS, SAMPLES, BatchRule, job_of, line_up
 from benchmarks.headline_parts.machines import named_machine
-from benchmarks.headline_parts.rows import Measured, Row, rows_of
+from benchmarks.headline_parts.rows import Row, rows_of
 from benchmarks.headline_parts.tables import verdicts
 from benchmarks.headline_parts.twins import TwinEffort, measure_twin
 from hf_osdp.distributed.mesh import Meshes
@@ -103,16 +100,6 @@ def test_entries_are_at_one_batch_or_at_their_own_best(devices):
         assert best["OSDP"] >= max(best.values()) * (1 - 1e-9)
 
 
-def test_a_peak_above_the_limit_and_a_slower_step_are_missed_aims():
-    lineup = planned()
-    found = {name: Measured(steps_s=(1.0,), peak_bytes=lineup.limit_bytes) for name in lineup.distinct_plans()}
-    assert verdicts(rows_of(lineup, found))[1].met
-    ours = next(e.plan for e in lineup.entries if e.contender.name == "OSDP" and e.rule is BatchRule.OWN)
-    found[run_name(ours)] = Measured(steps_s=(1e6,), peak_bytes=lineup.limit_bytes + 1)
-    _, memory, time = verdicts(rows_of(lineup, found))
-    assert not memory.met and not time.met
-
-
 def mixed(description, world: int) -> Plan:
     """Every kind of layout of one node in turn."""
     kinds = [(world, False), (1, True), (world // 2, False), (world, True), (world // 2, True), (1, False)]
@@ -184,20 +171,3 @@ def test_plans_run_on_a_device_under_a_limit_and_one_that_does_not_fit_runs_out_
         assert len(found[name].steps_s) == 2
         assert found[name].peak_bytes == pytest.approx(plan.peak_bytes, rel=0.02)
     assert verdicts(rows_of(lineup, found))[1].met
-
-
-@pytest.mark.slow
-def test_plan_only_shows_and_writes_what_was_planned(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(headline, "CASES", (replace(TINY, remark="Made small.", sizes={**TINY.sizes, "n_layer": 1}),))
-    monkeypatch.setattr(headline, "line_up", functools.partial(line_up, samples=(1, 2)))
-    code = headline.main(["--plan-only", "--json", str(tmp_path / "r.json"), "--markdown", str(tmp_path / "r.md")])
-    shown, content = capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())
-    assert (
-        code == 0 and "nothing was trained" in " ".join(shown.split()) and "OSDP: " in shown and "Made small." in shown
-    )
-    assert {"date", "commit", "versions", "hardware", "verdicts"} <= set(content) and "--plan-only" in content[
-        "command"
-    ]
-    assert all(row["measured_step_s"] is None for row in content["rows"])
-    text = (tmp_path / "r.md").read_text()
-    assert text.startswith("# Headline experiments: planned\n") and "own best batch" in text and "torch 2" in text

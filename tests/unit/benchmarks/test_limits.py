@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from benchmarks.limits import DDP, FSDP, HSDP, PLANNED, RECOMPUTED, Case, main
+from benchmarks.limits import DDP, FSDP, HSDP, PLANNED, RECOMPUTED, Case
 
 ROOT = Path(__file__).parents[3]
 DATA = ROOT / "docs" / "data" / "limits.csv"
@@ -82,14 +82,3 @@ def test_figures_that_pages_quote_are_those_of_the_data(page, words):
         ],
     }
     assert words.format(**figures) in " ".join((ROOT / page).read_text(encoding="utf-8").split())
-
-
-def test_figures_of_an_earlier_run_are_drawn(tmp_path, capsys):
-    pytest.importorskip("altair")
-    main(["--read", str(DATA), "--plot", str(tmp_path / "limits.svg")])
-    drawn = (tmp_path / "limits.svg").read_text(encoding="utf-8")
-    assert (
-        all(text in drawn for text in (PLANNED, RECOMPUTED, "Llama-3-8B on one machine", "10 GbE"))
-        and DDP not in drawn
-    )
-    assert len(capsys.readouterr().out.splitlines()) == len(rates())

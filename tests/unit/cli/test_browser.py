@@ -10,6 +10,7 @@ import sys
 import time
 import urllib.request
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import pairwise
 from urllib.error import URLError
 
@@ -22,7 +23,8 @@ from hf_osdp.quantities import format_seconds
 from hf_osdp.report.tables import batch_cells, make_table
 from tests.helpers.distributed import environment, free_port
 
-gradio = pytest.importorskip("gradio", reason="the page needs the extra app")
+if find_spec("gradio") is None:  # which takes seconds to import
+    pytest.skip("the page needs the extra app", allow_module_level=True)
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright reads the page")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SHAPE = {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 4, "vocab_size": 500, "n_positions": 64}
@@ -106,9 +108,14 @@ def test_page_answers_three_questions(address, browser, tmp_path):
     # a limit that the device does not have: one line, and the form is as it was
     fill(page, replace(QUESTION, memory_limit="41GiB"))
     page.click("#ask")
-    expect(text("error")).to_contain_text("--memory-limit 41GiB is more than the 40.0 GiB of A100-40")
+    expect(text("error")).to_contain_text('"Limit per device" 41GiB is more than the 40.0 GiB of A100-40')
     expect(text("plan")).to_be_hidden()
     assert held(page, "config") == QUESTION.config and held(page, "memory_limit") == "41GiB"
+
+    # nothing fits: the page's fields in place of flags
+    fill(page, replace(QUESTION, memory_limit="1GiB"))
+    page.click("#ask")
+    expect(text("error")).to_contain_text('"Limit per device" 1GiB leaves nothing for tensors')
 
     # a link with a word that is no part of a question, then one that somebody sent, and the sliders
     page.goto(address + "?devise=h100")
@@ -152,6 +159,7 @@ def box(page, name: str) -> dict[str, float]:
     return page.locator(f"#{name}").bounding_box()
 
 
+@pytest.mark.slow
 def test_button_and_answer_are_in_one_window_and_texts_come_before_what_ifs(answered, address):
     page = answered(1280, 800)
     page.goto(address)
@@ -174,6 +182,7 @@ def test_button_and_answer_are_in_one_window_and_texts_come_before_what_ifs(answ
     assert shown[0]["y"] <= box(page, "model")["y"] + 20, "nothing is left free above the answer"
 
 
+@pytest.mark.slow
 def test_page_of_a_phone_shows_whole_tables_and_chart(answered):
     page = answered(390, 844)
     page.locator("#limit input[type=range]").press("ArrowLeft")
@@ -192,10 +201,11 @@ def test_page_of_a_phone_shows_whole_tables_and_chart(answered):
         assert place["x"] >= 0 and place["x"] + place["width"] <= 390 and layout.inner_text()
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_whole_are_named_and_enter_plans(answered):
     page, expect = answered(1280, 800), playwright.expect
     count = page.locator("#devices_per_node input")
-    for number, said in (("2.5", "--devices-per-node 2.5 is not a whole number"), ("", "--devices-per-node is empty")):
+    for number, said in (("2.5", '"Devices in each" 2.5 is not a whole number'), ("", '"Devices in each" is empty')):
         count.fill(number)
         count.press("Enter")
         expect(page.locator("#error")).to_contain_text(said, timeout=PATIENCE_MS)
@@ -216,6 +226,7 @@ def test_numbers_that_are_not_whole_are_named_and_enter_plans(answered):
         expect(page.locator("#command textarea")).to_have_value(asked.command, timeout=PATIENCE_MS)
 
 
+@pytest.mark.slow
 def test_pasted_configuration_replaces_the_model_and_a_chosen_model_the_configuration(address, browser):
     page, expect = browser.new_page(), playwright.expect
     page.goto(address)
@@ -236,6 +247,7 @@ def test_pasted_configuration_replaces_the_model_and_a_chosen_model_the_configur
     page.close()
 
 
+@pytest.mark.slow
 def test_what_if_follows_keys(answered):
     page, expect = answered(1280, 800), playwright.expect
     slider, number = page.locator("#limit input[type=range]"), page.locator("#limit input[type=number]")
@@ -260,6 +272,8 @@ def test_tables_show_names_and_run_none_of_them():
 
 
 def test_file_that_is_too_long_is_no_configuration(tmp_path):
+    import gradio
+
     from hf_osdp.cli.browser import _read
 
     (tmp_path / "model.json").write_bytes(b" " * (2**18 + 1))

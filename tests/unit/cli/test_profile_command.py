@@ -56,6 +56,7 @@ def _profile_here(output: str) -> str:
     return done.output
 
 
+@pytest.mark.slow
 def test_profile_under_a_launcher_is_shown_and_written_by_rank_zero(tmp_path):
     out = tmp_path / "p.json"
     first, second = run_ranks(_profile_here, 2, str(out), init=False)

@@ -8,21 +8,19 @@ import pytest
 
 from hf_osdp.integrations.announce import announce_plan, announce_result
 from hf_osdp.measurement.step_meter import Observation
-from hf_osdp.planner.job import OptimizerSpec, Precision
 from hf_osdp.planning.compilation import Compilation
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.facts import RunFacts
 from hf_osdp.planning.plan_run import plan_run
 from tests.helpers.models import SEQUENCE_LENGTH, tiny_model
+from tests.helpers.problems import run_job
 
 SEEN = Observation(steps=8, median_step_s=1.0, first_step_s=4.0, peak_bytes=2**20)
 
 
 @pytest.fixture(scope="module")
 def run():
-    facts = RunFacts(world_size=1, device_type="cpu", precision=Precision(), optimizer=OptimizerSpec())
     config = OSDPConfig(hardware="cpu", compare=False, sequence_length=SEQUENCE_LENGTH, global_batch_size=4)
-    return plan_run(tiny_model("gpt2", layers=2), config, facts)
+    return plan_run(tiny_model("gpt2", layers=2), run_job(config))
 
 
 @pytest.mark.parametrize(("times", "advice"), [(1.5, False), (0.5, True)])

@@ -76,12 +76,8 @@ def test_plugin_is_fsdp2_with_float32_reduction_and_writes_shards_only_in_the_ba
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
-        ({"reshard_after_forward": True}, "OSDPConfig(strategy"),
         ({"sharding_strategy": "FULL_SHARD"}, "OSDPConfig(strategy"),
-        ({"min_num_params": 1000}, "OSDPConfig(block_classes"),
-        ({"auto_wrap_policy": "size_based_wrap"}, "OSDPConfig(block_classes"),
         ({"ignored_modules": "x"}, "OSDPConfig(block_classes"),
-        ({"backward_prefetch": "BACKWARD_PRE"}, "leave it out"),
         ({"limit_all_gathers": False}, "leave it out"),
         (
             {"transformer_cls_names_to_wrap": ["BertLayer"], "osdp": OSDPConfig(block_classes="GPT2Block")},

@@ -6,8 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_osdp.distributed.mesh import Meshes, find_topology
-from hf_osdp.planner.cost.memory import MemoryEstimate
-from hf_osdp.planner.decision import UnitDecision, UnitLayout, communicators_of
+from hf_osdp.planner.decision import UnitDecision
 from hf_osdp.planner.hardware import Backend
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
@@ -69,10 +68,6 @@ def test_communicators_are_the_groups_that_gloo_ranks_form():
     assert run_ranks(count_on_ranks, 4) == [3] * 4
 
 
-def test_one_process_has_no_communicator():
-    assert communicators_of([UnitLayout(shard_size=1, reshard_after_forward=False)], 1) == 0
-
-
 def test_a_plan_of_a_preset_counts_its_own_communicators():
     hardware = preset("v100-16", nodes=2, devices_per_node=8)
     assert hardware.backend is Backend.NCCL
@@ -87,14 +82,3 @@ def test_a_plan_of_a_preset_counts_its_own_communicators():
         )
     fsdp, hsdp = (least_memory(problem(MODEL, hardware, JOB, strategy=name)) for name in ("fsdp", "hsdp"))
     assert hsdp - fsdp > 2 * COMMUNICATOR_BYTES
-
-
-@pytest.mark.parametrize(("number", "name"), [(1, "1 communicator"), (3, "3 communicators")])
-def test_memory_beside_tensors_is_told_by_what_it_is(number, name):
-    hardware = preset("h100", devices_per_node=8)
-    taken = {
-        "reserved by the device": hardware.device.reserved_bytes,
-        name: number * hardware.device.communicator_bytes,
-    }
-    assert hardware.device.communicator_bytes > 1
-    assert MemoryEstimate(moments=(), communicators=number).outside(hardware) == taken

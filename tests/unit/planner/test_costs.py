@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from hf_osdp.errors import HardwareError
 from hf_osdp.planner.cost.collectives import collective_seconds, replicate_ring, shard_ring
 from hf_osdp.planner.cost.units import UnitBytes, UnitSeconds, merged_gradients, unit_bytes, unit_seconds
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
@@ -348,8 +347,3 @@ def test_unit_seconds_bring_shards_from_host_and_take_gradients_there(g, brought
     }
     moved = {"optimizer": 7 * 128 // g / 5e3 - here.optimizer}
     assert added == pytest.approx(dict.fromkeys(added, 0.0) | trip | moved)
-
-
-def test_unit_seconds_on_unknown_host_raise_hardware_error():
-    with pytest.raises(HardwareError, match="the host of toy is not known; measure it"):
-        seconds(4, on_host=True)

@@ -34,16 +34,26 @@ def test_front_rises_from_the_least_memory_and_each_point_is_fastest_under_its_p
 
 def test_front_searched_at_the_peaks_of_strategies_is_not_below_them():
     rows = [
-        row.result.plan
-        for row in compare_strategies(problem(MODEL, HARDWARE, JOB, 2 * LEAST))
-        if row.result is not None
+        row.result for row in compare_strategies(problem(MODEL, HARDWARE, JOB, 2 * LEAST)) if row.result is not None
     ]
-    front = frontier(MOST, points=2, at=[plan.peak_bytes for plan in rows])
+    front = frontier(MOST, points=2, others=rows)
     assert len(rows) > 1
-    for plan in rows:
+    for plan in (row.plan for row in rows):
         assert max(
             r.plan.samples_per_s for r in front if r.plan.peak_bytes <= plan.peak_bytes
         ) >= plan.samples_per_s * (1 - 2e-7)
+
+
+def test_front_takes_known_plans_and_searches_beside_no_plan_that_it_betters(monkeypatch):
+    known = {limit: search(problem(MODEL, HARDWARE, JOB, limit)) for limit in (2 * LEAST, 2**30)}
+    slow = search(problem(MODEL, HARDWARE, JOB, 2**30, strategy="fsdp"))
+    asked = []
+    monkeypatch.setattr(compare, "search", lambda problem: asked.append(problem.memory_limit_bytes) or search(problem))
+    front = frontier(MOST, points=5, known=known, others=[*known.values(), slow], at_once=2)
+    assert known[2**30] in front and known[2 * LEAST] in front and slow not in front
+    assert asked[0] == LEAST and len(set(asked) - set(known)) == len(asked) == 3
+    again = frontier(MOST, points=5, known={result.peak_bytes: result for result in front})
+    assert len(again) == len(front)
 
 
 def test_not_dominated_leaves_out_worse_and_equal_results():

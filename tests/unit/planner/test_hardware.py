@@ -54,15 +54,6 @@ def test_presets_have_sources_and_reserve_context_and_communicators(name):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [("a100", "a100-40, a100-80, a10"), ("H100_SXM", "h100"), ("4090", "rtx-4090"), ("mi300", "mi300x")],
-)
-def test_preset_names_the_nearest_where_it_is_not_known(name, near):
-    with pytest.raises(HardwareError, match=rf"'{name}' is not known \(nearest: {near}.*\); use one of "):
-        preset(name)
-
-
 def test_presets_are_those_that_were_promised():
     names = "v100-16 v100-32 v100-pcie-16 v100-pcie-32 titan-rtx rtx-3090 rtx-4090 rtx-5090 a6000 a10 l4 l40s a100-40 a100-80 h100"  # noqa: E501
     assert preset_names() == (*names.split(), "h200", "b200", "mi300x", "cpu")
@@ -72,22 +63,6 @@ def test_presets_are_those_that_were_promised():
     with pytest.raises(HardwareError, match="'b9000'") as caught:
         preset("b9000")
     assert all(name in str(caught.value) for name in preset_names()) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "inside_gb_per_s", "between_gbit_per_s"),
-    [
-        ("a100-40", 300, 400),
-        ("v100-pcie-16", 15.75, 25),
-        ("v100-16", 150, 25),
-        ("titan-rtx", 15.75, 10),
-        ("rtx-4090", 31.5, 10),
-    ],
-)
-def test_links_of_common_clusters(name, inside_gb_per_s, between_gbit_per_s):
-    hardware = preset(name, nodes=2, devices_per_node=8, data_sheet=True)
-    assert hardware.intra_node.bytes_per_s == inside_gb_per_s * 1e9
-    assert hardware.inter_node.bytes_per_s * 8 == between_gbit_per_s * 1e9
 
 
 def test_devices_that_send_through_the_host_share_what_it_moves():

@@ -10,7 +10,7 @@ from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.description import Activations, DType, ParameterSpec
 from hf_osdp.planner.hardware import Hardware, HostSpec
-from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
+from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.strategies import batches, search_spaces
 from tests.helpers.descriptions import transformer, ways
@@ -77,10 +77,6 @@ def test_precision_names_give_gathered_and_reduced_dtypes():
     autocast, kept = Precision.named("bf16", autocast=True), replace(WEIGHT, keeps_dtype=True)
     assert autocast.gathered_dtype(WEIGHT) is Precision.named("bf16").reduced_dtype(kept) is DType.FLOAT32
     assert autocast.on(1) == autocast and autocast.on(2) == Precision.named("bf16")
-
-
-def test_optimizer_traffic_counts_reads_and_writes():
-    assert [OptimizerSpec(states=n).traffic_per_element() for n in (0, 1, 2)] == [3, 5, 7]
 
 
 @pytest.mark.parametrize("strategy", [s for s in Strategy if s is not Strategy.OSDP])

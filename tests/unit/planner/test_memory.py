@@ -109,12 +109,6 @@ def test_peak_in_closed_form(description, asked, where, total_bytes):
     )
 
 
-@pytest.mark.parametrize("layouts", [everywhere(blocks(), 1)[:-1], everywhere(blocks(), 1) * 2])
-def test_estimate_needs_one_layout_a_unit(layouts):
-    with pytest.raises(ValueError, match="zip"):
-        estimate_memory(blocks(), layouts, 1, JOB, ONCE)
-
-
 @pytest.mark.parametrize(
     ("step", "expected"), [(OptimizerStep.FOREACH, 60), (OptimizerStep.FOR_LOOP, 30), (OptimizerStep.FUSED, 60)]
 )

@@ -15,7 +15,7 @@ import pytest
 from hf_osdp.errors import PlanError
 from hf_osdp.planner.decision import Batch, UnitDecision, UnitLayout
 from hf_osdp.planner.description import Activations
-from hf_osdp.planner.plan import PLAN_VERSION, Plan
+from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import ModelSplit
 from tests.helpers.descriptions import transformer
 
@@ -40,32 +40,14 @@ PLAN = Plan(
 )
 
 
-def changed(**values: Any) -> str:
-    return json.dumps({**json.loads(PLAN.to_json()), **values})
-
-
 def without(name: str) -> str:
     return json.dumps({key: value for key, value in json.loads(PLAN.to_json()).items() if key != name})
-
-
-def in_unit(index: int, **values: Any) -> str:
-    units = json.loads(PLAN.to_json())["units"]
-    units[index] |= values
-    return changed(units=units)
 
 
 def unit_changed(index: int, **values: Any) -> Plan:
     units = list(PLAN.units)
     units[index] = replace(units[index], **values)
     return replace(PLAN, units=tuple(units))
-
-
-def refused(text: str | bytes) -> str:
-    """The message with which the text is refused: one line."""
-    with pytest.raises(PlanError) as caught:
-        Plan.from_json(text, source="p.json")
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_files_hold_the_plan_exactly_and_failed_saves_leave_the_one_before(tmp_path, monkeypatch):
@@ -79,11 +61,6 @@ def test_files_hold_the_plan_exactly_and_failed_saves_leave_the_one_before(tmp_p
         PLAN.save(path)
     monkeypatch.undo()
     assert Plan.load(path) == plan
-
-
-def test_batch_and_rate_follow_from_the_plan():
-    assert (PLAN.global_batch_size, PLAN.samples_per_s) == (24, 24 / 0.25)
-    assert replace(PLAN, step_s=None).samples_per_s is None
 
 
 def test_json_has_each_decision_by_unit_and_a_plan_by_hand_needs_no_fingerprint():
@@ -169,55 +146,6 @@ def test_plan_of_layouts_decides_unit_by_unit():
     assert plan.decision("layers.1") is plan.units[3]
     with pytest.raises(PlanError, match=r"no unit 'layers.9'; it has \(root\), embedding\+head, layers.0"):
         plan.decision("layers.9")
-
-
-@pytest.mark.parametrize(
-    ("description", "world_size", "part"),
-    [
-        (transformer(layers=2), 4, "The plan names layers.2, which the model does not have"),
-        (transformer(layers=13), 4, "and 4 more"),
-    ],
-)
-def test_check_refuses_another_world_or_model(description, world_size, part):
-    PLAN.check(DESCRIPTION, 4)
-    with pytest.raises(PlanError) as caught:
-        PLAN.check(description, world_size)
-    assert part in str(caught.value) and len(str(caught.value)) < 200
-
-
-UNITS = json.loads(PLAN.to_json())["units"]
-DAMAGED = {
-    "null": ("null", "holds a NoneType, not a plan"),
-    "a float for a count": (changed(world_size=4.0), "p.json is not a valid plan: world_size"),
-    "a number for a switch": (changed(proven_optimal=1), "p.json is not a valid plan: proven_optimal"),
-    "a switch for a number": (changed(accumulation_steps=True), "p.json is not a valid plan: accumulation_steps"),
-    "no list of units": (changed(units={}), "p.json is not a valid plan: units"),
-    "a field more in a unit": (in_unit(1, checkpoint=True), "p.json is not a valid plan: units.1.checkpoint"),
-    "an unknown decision": (in_unit(1, activations="forget"), "p.json is not a valid plan: units.1.activations"),
-    "a text for a decision": (in_unit(1, on_host="yes"), "p.json is not a valid plan: units.1.on_host"),
-    "another decision": (in_unit(1, on_host=True), "p.json was changed or damaged"),
-    "a list for the fingerprint": (changed(fingerprint=["x"]), "p.json was changed or damaged"),
-    "a negative batch": (changed(micro_batch_size=-2), "micro_batch_size=-2"),
-    "shards of none": (in_unit(0, shard_size=0), "shard_size=0 must be at least 1"),
-    "a negative time": (changed(step_s=-1.0), "step_s=-1.0; it must be finite and not negative"),
-    # version 2 had one `reduce_every_micro_step` for all units, which is no reason to name that field
-    "another version": (
-        changed(version=2, reduce_every_micro_step=True),
-        f"has version 2; this hf_osdp reads version {PLAN_VERSION}. Plan again",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("text", "part"), DAMAGED.values(), ids=DAMAGED)
-def test_damaged_json_is_refused_in_one_line_that_names_the_field(text, part):
-    assert part in refused(text)
-
-
-def test_folder_in_the_place_of_a_plan_is_named(tmp_path):
-    with pytest.raises(
-        PlanError, match=f"Cannot read the plan {tmp_path}: Is a directory; give a file that can be read"
-    ):
-        Plan.load(tmp_path)
 
 
 NAMES = ("", "model.embed_tokens+lm_head", "model.layers.0", "model.layers.1", "score")

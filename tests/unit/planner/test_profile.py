@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -68,38 +67,10 @@ def profile_of(description: ModelDescription = DESCRIPTION) -> Profile:
 PROFILE = profile_of()
 
 
-def changed(**values) -> str:
-    return json.dumps({**json.loads(PROFILE.to_json()), **values})
-
-
 def test_files_hold_the_profile_exactly(tmp_path):
     PROFILE.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == PROFILE
     assert PROFILE.micro_batch_sizes == (1, 2, 4)
-
-
-TEXT = PROFILE.to_json()
-DAMAGED = {
-    "[]": "should be an object",
-    "{}": "hardware: Field required",
-    TEXT.replace('"group_size": 2', '"group_size": 1'): "group_size=1",
-    TEXT.replace('"gloo"', '"mpi"'): "gloo",
-    TEXT.replace('"samples": 1,', '"samples": 0,'): "samples=0 must be at least 1",
-    TEXT.replace('"fused"', '"other"'): "fused",
-}
-
-
-@pytest.mark.parametrize(("text", "part"), DAMAGED.items(), ids=DAMAGED.values())
-def test_damaged_profiles_are_refused_in_one_line_that_names_the_file(text, part):
-    with pytest.raises(ProfileError) as caught:
-        Profile.from_json(text, source="p.json")
-    message = str(caught.value)
-    assert part in message and message.startswith("p.json") and "\n" not in message
-
-
-def test_folder_that_is_absent_is_named(tmp_path):
-    with pytest.raises(ProfileError, match="Cannot write the profile"):
-        PROFILE.save(tmp_path / "no" / "p.json")
 
 
 def seconds(phase: PhaseCost, description: ModelDescription) -> float:

@@ -9,7 +9,7 @@ import pytest
 from hf_osdp.errors import HardwareError
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.timing import HostTrip, UnitTimer, Windows, estimate_time, phase_affine, unit_time, unit_work
-from hf_osdp.planner.cost.units import UnitSeconds, unit_seconds
+from hf_osdp.planner.cost.units import UnitSeconds
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import Activations, DType, GatherSpan, ModelDescription, PhaseCost, Segment
 from hf_osdp.planner.hardware import Backend, FsdpOverhead, Hardware, HostSpec
@@ -209,30 +209,6 @@ def test_windows_on_nccl_are_the_segment_before_and_the_units_own_backward():
         "the root and the shared embedding are gathered first and reduced last"
     )
     assert windows[2:] == tuple(Windows(forward=before, backward=backward) for before in forward[:3])
-
-
-@pytest.mark.parametrize(("g", "keep"), [(1, False), (2, False), (4, True), (4, False)])
-def test_overlap_never_slows_a_step(g, keep):
-    """Under gloo with the ring of NCCL: the same laps, no overlap."""
-    description, layouts = transformer(), everywhere(transformer(), g, keep=keep)
-    nccl, gloo = (
-        estimate_time(description, layouts, hardware(backend), JOB, ONCE).step_s
-        for backend in (Backend.NCCL, Backend.GLOO)
-    )
-    assert nccl <= gloo
-
-
-def test_step_is_the_sum_of_its_units():
-    description, layouts = transformer(), everywhere(transformer(), 2, keep=True)
-    time = estimate_time(description, layouts, hardware(), JOB, FIVE)
-    compute, windows = unit_work(description, hardware(), 1)
-    for index, (unit, layout) in enumerate(zip(description.units, layouts, strict=True)):
-        terms = unit_seconds(unit, layout, hardware(), JOB)
-        assert time.units[index] == unit_time(terms, layout, windows[index], compute[index], FIVE)
-    assert time.step_s == pytest.approx(
-        sum(time.total(term) for term in ("compute_s", "exposed_s", "copy_s", "optimizer_s"))
-    )
-    assert time.total("compute_s") == pytest.approx(5 * sum(compute))
 
 
 def recomputable(layers: int = 3) -> ModelDescription:

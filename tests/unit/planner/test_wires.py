@@ -12,7 +12,7 @@ import pytest
 from hf_osdp.errors import InfeasibleError, PlanError
 from hf_osdp.planner.cost.units import unit_seconds
 from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.description import GatherSpan
+from hf_osdp.planner.description import DType, GatherSpan
 from hf_osdp.planner.hardware import CodecTime, Collective, CollectiveTiming
 from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
@@ -21,7 +21,7 @@ from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import fastest_wires
 from hf_osdp.planner.wire import WireFormat, formats_up_to
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.facts import check_communication
+from hf_osdp.planning.job import check_communication
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset, toy_hardware
 from tests.helpers.problems import problem
@@ -102,6 +102,15 @@ def test_parameters_are_never_sent_in_four_bits_and_bf16_not_in_bf16():
         UnitLayout(shard_size=2, reshard_after_forward=True, gather_wire=INT4)
     with pytest.raises(ValueError, match="need a sharded unit"):
         UnitLayout(shard_size=1, reshard_after_forward=True, reduce_wire=INT8)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_packed_weights_of_4_bits_are_sent_to_the_byte(beside):
+    unit = transformer().units[1]
+    packed = replace(unit.parameters[0], dtype=DType.UINT8, requires_grad=False)
+    unit = replace(unit, parameters=(packed, *(unit.parameters if beside else ())))
+    for layout, allowed in product(LAYOUTS, WireFormat):
+        assert with_wires(unit, layout, SLOW, replace(JOB, communication=allowed)).gather_wire is None
 
 
 def test_two_measured_stages_are_shorter_by_what_is_not_sent_between_nodes():

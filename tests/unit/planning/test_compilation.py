@@ -10,12 +10,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.description import ModelDescription
-from hf_osdp.planner.job import OptimizerSpec, Precision
 from hf_osdp.planning.compilation import Compilation
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.facts import RunFacts
 from hf_osdp.planning.plan_run import PlannedRun, plan_run
 from hf_osdp.planning.problem import Describer, ProblemBuilder
+from tests.helpers.problems import run_job
 
 NO_TIME = Affine(constant=1e-9)
 GAIN = "By the estimate, compiled blocks make a step 1.50 times as fast as eager blocks"
@@ -52,10 +51,8 @@ def model(monkeypatch) -> GPT2LMHeadModel:
 
     def described(self: Describer, *args: object, **sizes: object) -> ModelDescription:
         if (key := repr((args, sizes))) not in EAGER:
-            EAGER[key] = describe(
-                Describer(self._model, replace(self._config, compile=False), self._facts), *args, **sizes
-            )
-        if not self._config.compile:
+            EAGER[key] = describe(Describer(self._model, self._job.asking(compile=False)), *args, **sizes)
+        if not self._job.config.compile:
             return EAGER[key]
         passes = [
             {name: replace(getattr(s, name), seconds=NO_TIME) for name in ("forward", "backward")}
@@ -69,11 +66,9 @@ def model(monkeypatch) -> GPT2LMHeadModel:
 
 
 def planned(model: GPT2LMHeadModel, *, steps: int | None = None, **options: object) -> PlannedRun:
-    facts = RunFacts(world_size=1, device_type="cpu", precision=Precision(), optimizer=OptimizerSpec(), steps=steps)
     sizes = {"sequence_length": 16, "global_batch_size": 8}
-    return plan_run(
-        model, OSDPConfig(hardware="cpu", operator_splitting=False, compare=False, **sizes, **options), facts
-    )
+    config = OSDPConfig(hardware="cpu", operator_splitting=False, compare=False, **sizes, **options)
+    return plan_run(model, run_job(config, steps=steps))
 
 
 @pytest.mark.parametrize(("compile", "steps", "compiles"), [("auto", None, True), ("auto", 1, False), (True, 1, True)])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
 from hf_osdp.planner.presets import preset
-from hf_osdp.planning.config import STRATEGIES, OSDPConfig, merged_config
+from hf_osdp.planner.problem import Strategy
+from hf_osdp.planner.wire import EXACT, WireFormat
+from hf_osdp.planning.config import OSDPConfig, merged_config, option_texts
 
 
 def test_defaults_leave_everything_to_the_planner():
@@ -26,7 +29,7 @@ def test_block_classes_are_text_or_names(classes):
     assert OSDPConfig(block_classes=classes) == OSDPConfig(block_classes=("GPT2Block", "BertLayer"))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", [strategy.value for strategy in Strategy])
 def test_from_options_accepts_every_strategy_and_the_switch_of_the_accelerate_file(strategy):
     assert OSDPConfig.from_options({"osdp": True, "strategy": strategy, "compile": "auto"}) == OSDPConfig(
         strategy=strategy, compile="auto"
@@ -85,6 +88,18 @@ def test_options_that_a_given_plan_leaves_without_effect_are_refused(options, sh
         match=f"^plan runs a given plan as it is, so {shown} would have no effect; leave one of the two out.$",
     ):
         OSDPConfig(plan=Path("p.json"), **options)
+
+
+def test_names_of_strategies_and_formats_are_the_planners():
+    hints = get_type_hints(OSDPConfig)
+    assert get_args(hints["strategy"]) == tuple(strategy.value for strategy in Strategy)
+    assert get_args(hints["communication"]) == (EXACT, *(wire.value for wire in WireFormat))
+
+
+def test_every_option_has_a_help_text():
+    texts = option_texts()
+    assert texts.keys() == {field.name for field in dataclasses.fields(OSDPConfig)}
+    assert all("`" not in text and text.endswith(".") for text in texts.values()), texts
 
 
 FILE = {"strategy": "ddp", "memory_limit": "1GiB", "compare": False}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -9,20 +10,20 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_osdp.errors import HardwareError, InfeasibleError, PlanError, ProfileError
+from hf_osdp.errors import HardwareError, InfeasibleError, PlanError
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import HostSpec
-from hf_osdp.planner.job import OptimizerSpec, Precision
+from hf_osdp.planner.job import Precision
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile
 from hf_osdp.planning.cache import describe_once
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.facts import RunFacts
 from hf_osdp.planning.plan_run import PlannedRun, plan_run
 from hf_osdp.planning.problem import Describer, find_plan
-from hf_osdp.tracing.describe import TRACED_MICRO_BATCH
+from hf_osdp.tracing.options import TRACED_MICRO_BATCH
 from tests.helpers.descriptions import transformer
+from tests.helpers.problems import run_job
 
 HARDWARE = preset("cpu")
 BF16, FP16 = Precision.named("bf16"), Precision.named("fp16")
@@ -42,14 +43,7 @@ def model() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=61, n_positions=16))
 
 
-def facts(**changes: object) -> RunFacts:
-    options: dict[str, object] = {
-        "world_size": 1, "device_type": "cpu", "precision": Precision(), "optimizer": OptimizerSpec(),
-    }  # fmt: skip
-    return RunFacts(**{**options, **changes})
-
-
-def planned(model: nn.Module, *, known: RunFacts | None = None, **options: object) -> PlannedRun:
+def planned(model: nn.Module, *, known: Mapping[str, object] = {}, **options: object) -> PlannedRun:
     """Plan whole blocks for the preset's hardware, where neither a profile nor a plan is given."""
     defaults = {"compare": False, "sequence_length": 16, "global_batch_size": 8}
     if "plan" not in options:
@@ -58,7 +52,7 @@ def planned(model: nn.Module, *, known: RunFacts | None = None, **options: objec
             if "profile" in options
             else {"operator_splitting": False, "hardware": HARDWARE}
         )
-    return plan_run(model, OSDPConfig(**{**defaults, **options}), known or facts())
+    return plan_run(model, run_job(OSDPConfig(**{**defaults, **options}), **known))
 
 
 @pytest.fixture(scope="module")
@@ -102,19 +96,13 @@ def test_given_plan_runs_as_it_is(model, given, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "options", "part"),
     [
-        ({}, {"global_batch_size": 16}, "takes 8 samples a step, but 16"),
         ({}, {"micro_batch_size": 1}, "samples at once, but batches hold 1"),
-        ({"world_size": 2}, {}, "for 1 processes, but 2 are running"),
         ({"cpu_offload": True, "device_type": "cuda"}, {}, "on the device; leave it out"),
-        ({}, {"memory_limit": "10KiB"}, "more than memory_limit=10.0 KiB"),
-        ({}, {"plan": {"sequence_length": 8}}, "for 8 tokens a sample, but samples have 16"),
     ],
 )
 def test_given_plan_for_another_run_is_refused(model, given, changes, options, part):
-    options = dict(options)
-    plan = replace(given, **options.pop("plan", {}))
     with pytest.raises(PlanError, match=part) as caught:
-        planned(model, plan=plan, known=facts(**changes), **options)
+        planned(model, plan=given, known=changes, **options)
     assert "\n" not in str(caught.value)
 
 
@@ -137,12 +125,11 @@ def test_given_plan_for_another_run_is_refused(model, given, changes, options, p
             ValueError,
             "has 2 devices, but 1 processes",
         ),
-        ({}, {"profile": "absent.json"}, ProfileError, "absent"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(model, changes, options, error, part):
     with pytest.raises(error, match=part) as caught:
-        planned(model, known=facts(**changes), **options)
+        planned(model, known=changes, **options)
     assert "\n" not in str(caught.value)
 
 
@@ -157,7 +144,7 @@ def test_profile_is_the_hardware(model, tmp_path, read):
 
 def test_activation_checkpointing_is_seen_by_the_planner(model):
     peaks = [
-        planned(model, known=facts(activation_checkpointing=on), micro_batch_size=8).plan.peak_bytes
+        planned(model, known={"activation_checkpointing": on}, micro_batch_size=8).plan.peak_bytes
         for on in (False, True)
     ]
     assert peaks[1] < peaks[0]
@@ -180,9 +167,9 @@ def test_cpu_offload_moves_every_unit_to_a_known_host_but_on_the_cpu(model, capl
         update_bytes_per_s=1e10,
         source="made up",
     )
-    run = planned(model, hardware=replace(HARDWARE, host=host), known=facts(cpu_offload=True, device_type="cuda"))
+    run = planned(model, hardware=replace(HARDWARE, host=host), known={"cpu_offload": True, "device_type": "cuda"})
     assert run.inputs.job.host_offload is True and all(unit.on_host for unit in run.plan.units)
-    run = planned(model, known=facts(cpu_offload=True))
+    run = planned(model, known={"cpu_offload": True})
     assert not any(unit.on_host for unit in run.plan.units) and "no effect on the CPU" in caplog.text
 
 
@@ -236,7 +223,7 @@ def test_compiled_blocks_are_described_where_the_plan_runs(model):
         return replace(transformer(), compiled_classes=classes, sequence_length=options["sequence_length"])
 
     config = OSDPConfig(hardware=HARDWARE, compile=True, sequence_length=16, global_batch_size=8, micro_batch_size=8)
-    found = find_plan(model, config, facts(), trace=described)
+    found = find_plan(model, run_job(config), trace=described)
     assert sizes == [TRACED_MICRO_BATCH, 8]
     assert found.problem.description.compiled_classes == found.plan.compiled_classes == ("Block",)
     assert found.problem.description == found.whole, "compiled blocks stay whole"

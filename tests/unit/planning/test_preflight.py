@@ -27,7 +27,7 @@ from hf_osdp.planner.search.compare import StrategyResult
 from hf_osdp.planner.search.search import search
 from hf_osdp.planning import preflight
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.facts import RunFacts, RunFolder
+from hf_osdp.planning.job import RunFolder
 from hf_osdp.planning.plan_run import plan_run
 from hf_osdp.planning.preflight import (
     Check,
@@ -41,7 +41,7 @@ from hf_osdp.planning.preflight import (
 )
 from tests.helpers.descriptions import transformer
 from tests.helpers.models import MODELS, SEQUENCE_LENGTH, tiny_model
-from tests.helpers.problems import problem
+from tests.helpers.problems import problem, run_job
 
 GIB = 2**30
 SIZES = {"sequence_length": SEQUENCE_LENGTH, "global_batch_size": 4}
@@ -151,13 +151,11 @@ def test_fixed_segments_are_told_where_the_margin_is_small():
         "gaps between tensors may take more than the margin (1.7 GiB of the whole device)",
     )
     assert preflight.fixed_segments(preset("a100-80").with_margin(0.2)) is None
-    facts = RunFacts(
-        world_size=1, device_type="cuda", precision=Precision(), optimizer=TrainingJob(global_batch_size=1).optimizer
-    )
-    known = preflight.KnownRun(facts=facts, units=transformer().units, hardware=preset("a100-80", devices_per_node=2))
+    job = run_job(device_type="cuda")
     for fixed in (True, False):
-        checks = {finding.check for finding in preflight.findings_of(replace(known, has_fixed_segments=fixed))}
-        assert (Check.ALLOCATOR in checks) == fixed
+        here = preflight.Here(has_fixed_segments=fixed)
+        found = preflight.findings_of(job, transformer().units, None, preset("a100-80", devices_per_node=2), here)
+        assert (Check.ALLOCATOR in {finding.check for finding in found if finding}) == fixed
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -272,25 +270,21 @@ def test_folders_of_trainer_and_projects(tmp_path):
     )
 
 
-def facts(**changes: object) -> RunFacts:
-    return RunFacts(world_size=1, device_type="cpu", precision=Precision(), optimizer=OptimizerSpec(), **changes)
-
-
 def test_sound_run_prints_and_writes_nothing_and_given_plan_is_checked(tmp_path, capsys):
     model = tiny_model("gpt2", dtype=torch.float32, layers=2)
-    run = plan_run(model, CONFIG, facts(folder=RunFolder(path=tmp_path / "out")))
+    run = plan_run(model, run_job(CONFIG, folder=RunFolder(path=tmp_path / "out")))
     assert run.findings == () and not list(tmp_path.iterdir())
     announce_plan(run)
     assert not any(severity.value in capsys.readouterr().out for severity in Severity)
     (tmp_path / "file").write_text("")
     with pytest.raises(PreflightError, match="is a file; give a folder"):
-        plan_run(model, OSDPConfig(plan=run.plan, **SIZES), facts(folder=RunFolder(path=tmp_path / "file")))
+        plan_run(model, run_job(OSDPConfig(plan=run.plan, **SIZES), folder=RunFolder(path=tmp_path / "file")))
 
 
 def test_findings_stand_once_after_the_plan_each_in_a_line(capsys, monkeypatch):
     model = tiny_model("gpt2", dtype=torch.bfloat16, layers=2)
     model.transformer.wpe.requires_grad_(False)
-    run = plan_run(model, replace(CONFIG, block_classes="GPT2Block,[red]"), facts())
+    run = plan_run(model, run_job(replace(CONFIG, block_classes="GPT2Block,[red]")))
     announce_plan(run)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("warning: ", "note: "))]
     assert [line.split()[0] for line in lines] == ["note:", "warning:", "note:"]
@@ -303,8 +297,8 @@ def test_findings_stand_once_after_the_plan_each_in_a_line(capsys, monkeypatch):
 def test_frozen_model_is_refused_for_training_and_planned_for_evaluation():
     model = tiny_model("gpt2", layers=2).requires_grad_(False)
     with pytest.raises(PreflightError, match="there is nothing to train"):
-        plan_run(model, CONFIG, facts())
-    assert plan_run(model, CONFIG, facts(trains=False)).plan
+        plan_run(model, run_job(CONFIG))
+    assert plan_run(model, run_job(CONFIG, trains=False)).plan
 
 
 def test_errors_stand_in_one_line():

@@ -5,7 +5,7 @@ training.
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -16,18 +16,17 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp.errors import ProfileError
 from hf_osdp.measurement.block_times import TimedModel, measure_block_times
-from hf_osdp.planner.job import OptimizerSpec, Precision
+from hf_osdp.planner.job import Precision
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import BlockTimes
 from hf_osdp.planner.split import ModelSplit
 from hf_osdp.planning import cache, run_times
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.facts import RunFacts
 from hf_osdp.planning.plan_run import PlannedRun, plan_run
 from hf_osdp.planning.run_times import _sizes
 from hf_osdp.tracing.describe import describe
+from tests.helpers.problems import run_job
 
-FACTS = RunFacts(world_size=1, device_type="cpu", precision=Precision(), optimizer=OptimizerSpec())
 CPU = torch.device("cpu")
 
 
@@ -52,9 +51,9 @@ def timings(monkeypatch, tmp_path) -> list[TimedModel]:
     return taken
 
 
-def planned(model: nn.Module, *, known: RunFacts = FACTS, **options: object) -> PlannedRun:
+def planned(model: nn.Module, *, known: Mapping[str, object] = {}, **options: object) -> PlannedRun:
     defaults = {"compare": False, "sequence_length": 16, "global_batch_size": 8}
-    return plan_run(model, OSDPConfig(**{**defaults, **options}), known)
+    return plan_run(model, run_job(OSDPConfig(**{**defaults, **options}), **known))
 
 
 def test_a_run_has_measured_times_and_the_second_start_reads_them(model, timings):
@@ -152,6 +151,6 @@ def test_autocast_and_the_loops_own_loss_are_timed(model, timings):
     def inputs(samples: int):
         return {name: torch.ones(samples, 16, dtype=torch.long) for name in ("input_ids", "labels")}
 
-    run = planned(model, known=replace(FACTS, precision=precision, inputs=inputs, loss=loss))
+    run = planned(model, known={"precision": precision, "inputs": inputs, "loss": loss})
     assert run.inputs.description.timing.startswith("measured")
     assert seen[-1] == {torch.float32}

@@ -6,14 +6,14 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from hf_osdp.modeling.split_candidates import possible_splits
-from hf_osdp.planner.job import OptimizerSpec, Precision
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.split import ModelSplit
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.facts import RunFacts
+from hf_osdp.planning.job import Job
 from hf_osdp.planning.problem import Describer, find_plan
 from hf_osdp.tracing import trace
 from hf_osdp.tracing.describe import describe
+from tests.helpers.problems import run_job
 
 SIZES = {"n_layer": 3, "n_head": 2, "n_embd": 32, "vocab_size": 512, "n_positions": 32}
 MODELS = {
@@ -38,20 +38,14 @@ def runs(monkeypatch):
     return found
 
 
-def facts(world_size: int = 2) -> RunFacts:
-    return RunFacts(
-        world_size=world_size,
-        device_type="cpu",
-        precision=Precision(),
-        optimizer=OptimizerSpec(),
-        reads_loss_alone=True,
-    )
+def job(config: OSDPConfig) -> Job:
+    return run_job(config, world_size=2, reads_loss_alone=True)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_split_of_the_head_is_described_as_by_traces_of_its_own(name, runs):
     model = MODELS[name]()
-    describer = Describer(model, OSDPConfig(sequence_length=16, global_batch_size=8), facts())
+    describer = Describer(model, job(OSDPConfig(sequence_length=16, global_batch_size=8)))
     whole = describer.describe()
     heads = [split for split in possible_splits(model, whole) if split.loss_pieces > 1 or len(split.sliced) == 1]
     assert len(heads) == 4  # each alone, and with operator units
@@ -67,6 +61,6 @@ def test_plan_of_the_demo_takes_few_traces(runs):
     sizes = {"n_layer": 6, "n_head": 6, "n_embd": 192, "vocab_size": 2048, "n_positions": 128}
     model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     config = OSDPConfig(sequence_length=128, global_batch_size=8, memory_limit="65MiB")
-    plan = find_plan(model, config, facts(), hardware=preset("cpu", devices_per_node=2)).plan
+    plan = find_plan(model, job(config), hardware=preset("cpu", devices_per_node=2)).plan
     assert not plan.split.is_none and plan.proven_optimal
     assert len(runs) <= 12 and sum(runs) <= 31  # 22 and 51 if no split shared a trace

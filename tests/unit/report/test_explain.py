@@ -7,16 +7,14 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.planner.cost.evaluate import estimate_plan
-from hf_osdp.planner.cost.memory import MemoryBreakdown
 from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.quantities import format_bytes, format_seconds
 from hf_osdp.report.content import explanation_content
-from hf_osdp.report.explain import Bottleneck, BottleneckKind, Explanation, explain, stream_times
-from hf_osdp.report.explain_tables import bottleneck_text, explanation_tables, peak_table, reason_table, stream_table
+from hf_osdp.report.explain import BottleneckKind, Explanation, explain, stream_times
+from hf_osdp.report.explain_tables import explanation_tables, peak_table, reason_table, stream_table
 from hf_osdp.report.plan_file import PlanInputs
-from hf_osdp.report.run_tables import simulation_table
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem
@@ -116,13 +114,6 @@ def test_binding_is_what_gains_most_where_it_is_loosened(kind):
     )
 
 
-@pytest.mark.parametrize("kind", BottleneckKind)
-def test_bottleneck_text_is_a_sentence(kind):
-    text = bottleneck_text(Bottleneck(kind=kind, gain=1.5, peak_bytes=2**33, batch_size=128), MIXED)
-    assert text.startswith("Bottleneck: ") and text.endswith(".")
-    assert ("1.50x" in text) == (kind is not BottleneckKind.NOTHING)
-
-
 def test_explain_without_hardware_gives_bytes_alone():
     explanation = explained(MIXED, hardware=None)
     assert explanation.estimate.memory == estimate_plan(MIXED, MODEL, JOB).memory
@@ -149,17 +140,6 @@ def test_explanation_tables_have_kinds_streams_and_alternatives():
             assert f"{format_seconds(other.added_s)}, {format_bytes(other.over_bytes)} over the limit" in flat
         if other := reason.next_fitting:
             assert f"{format_seconds(other.added_s)}, peak {format_bytes(other.peak_bytes)}" in flat
-
-
-def test_simulation_table_gives_the_error_of_each_kind():
-    estimated = EXPLANATION.estimate.memory.peak
-    simulated = MemoryBreakdown(
-        parameters=estimated.breakdown.parameters, activations=2 * estimated.breakdown.activations
-    )
-    lines = rendered(simulation_table(estimated, 2 * estimated.total_bytes, simulated))
-    assert_whole(lines)
-    ends = {line.split()[0]: line.split()[-2:] for line in lines if "%" in line}
-    assert ends == {"parameters": ["+0.0", "%"], "activations": ["-50.0", "%"], "peak": ["-50.0", "%"]}
 
 
 def test_explanation_content_holds_the_explanation_in_full():

@@ -37,7 +37,7 @@ def report(*, hardware=HARDWARE, compared: bool = False) -> dict:
         replace(INPUTS, hardware=hardware),
         estimate_plan(PLAN, MODEL, JOB, hardware),
         planning_s=0.125,
-        comparison=compare_strategies(problem(MODEL, HARDWARE, JOB, LIMIT)) if compared else None,
+        comparison=list(compare_strategies(problem(MODEL, HARDWARE, JOB, LIMIT))) if compared else None,
     )
 
 

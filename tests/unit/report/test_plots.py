@@ -31,7 +31,7 @@ STARTS = {".png": b"\x89PNG\r\n\x1a\n", ".svg": b"<svg", ".html": b"<!DOCTYPE ht
 
 @cache
 def charts() -> dict:
-    rows = compare_strategies(problem(MODEL, HARDWARE, JOB, LIMIT))
+    rows = list(compare_strategies(problem(MODEL, HARDWARE, JOB, LIMIT)))
     text = json.dumps(
         (
             front := frontier_chart("a front", frontier(problem(MODEL, HARDWARE, JOB, 2**30), points=4), rows, LIMIT)

@@ -57,21 +57,6 @@ def test_spec_of_trainer_name_knows_fused_and_stateless_optimizers():
     assert spec_of_trainer_name("sgd", device_type="cpu").states == 0
 
 
-def test_unknown_optimizers_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"^optim='galore_adamw' projects each whole matrix.*AdamW"):
-        spec_of_trainer_name("galore_adamw", device_type="cpu")
-    with pytest.raises(
-        ValueError, match=r"^optim='paged_lion_8bit' keeps states in CUDA's unified memory, .*offload_optimizer=True"
-    ):
-        spec_of_trainer_name("paged_lion_8bit", device_type="cpu")
-    with pytest.raises(
-        ValueError, match=r"^optim='apex' is not known to work under a plan; use one of adamw_torch, .*adafactor\.$"
-    ):
-        spec_of_trainer_name("apex", device_type="cpu")
-    with pytest.raises(ValueError, match=r"LBFGS needs dot products.*AdamW"):
-        spec_of_optimizer(torch.optim.LBFGS([torch.nn.Parameter(torch.ones(1))]), device_type="cpu")
-
-
 def test_frozen_parameters_counts_those_of_an_optimizer():
     layer = torch.nn.Linear(2, 2)
     layer.bias.requires_grad_(False)

@@ -130,10 +130,8 @@ def allocated(name: str, way: Recomputation | None, monkeypatch: pytest.MonkeyPa
 CASES = [(name, budget) for name in CONFIGS for budget in WAYS]
 
 
-@pytest.mark.parametrize(
-    ("name", "budget"),
-    [pytest.param(*case, marks=[] if case == ("gpt2", 1.0) else [pytest.mark.slow]) for case in CASES],
-)
+@pytest.mark.slow  # code is generated
+@pytest.mark.parametrize(("name", "budget"), CASES)
 def test_trace_allocates_as_inductor_does(name, budget, monkeypatch):
     found, real = estimated(name, WAYS[budget]), allocated(name, WAYS[budget], monkeypatch)
     assert found["saved"] == pytest.approx(real["saved"], abs=0.02)

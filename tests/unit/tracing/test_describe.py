@@ -19,6 +19,7 @@ from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import DType, GatherSpan
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.fake_model import fake_copy
+from hf_osdp.tracing.options import DescribeOptions
 from hf_osdp.tracing.trace import TraceOptions, trace_segments
 from tests.helpers.sampling import slow_but
 
@@ -241,7 +242,8 @@ def test_loss_that_reads_a_weight_of_the_model_it_knows_is_refused(gpt2):
     with pytest.raises(
         DescriptionError, match=r"lm_head\.weight of a model that it stores; use the model that is passed"
     ):
-        trace_segments(gpt2, find_units(gpt2), training_batch(gpt2, TOKENS), TraceOptions(loss=loss))
+        options = TraceOptions(run=DescribeOptions(sequence_length=TOKENS, loss=loss))
+        trace_segments(gpt2, find_units(gpt2), training_batch(gpt2, TOKENS), options)
     assert gpt2.lm_head.weight.grad is None
 
 

@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import checkpoint_blocks
 from hf_osdp.modeling.units import find_units
-from hf_osdp.planner.description import GatherSpan
+from hf_osdp.planner.description import DType, GatherSpan
+from hf_osdp.tracing.options import DescribeOptions
 from hf_osdp.tracing.recorder import Recorder
 from hf_osdp.tracing.trace import TraceOptions, trace_segments
 from tests.helpers.sampling import slow_but
@@ -34,9 +35,14 @@ ARCHITECTURES = {
 }
 
 
+def options_of(*, samples=(1, 2, 3), blocks=(), **run) -> TraceOptions:
+    run = DescribeOptions(sequence_length=TOKENS, **run)
+    return TraceOptions(run=run, samples=samples, recomputable=blocks, offloadable=blocks)
+
+
 def segments_of(model: nn.Module, **options):
     units = find_units(model)
-    return units, trace_segments(model, units, training_batch(model, TOKENS), TraceOptions(**options)).segments
+    return units, trace_segments(model, units, training_batch(model, TOKENS), options_of(**options)).segments
 
 
 def real_saved_bytes(block: nn.Module, hidden: torch.Tensor) -> int:
@@ -76,10 +82,11 @@ def test_saved_bytes_of_a_block_are_what_autograd_keeps(real_model, samples, dro
         daily=[("GPT2LMHeadModel", True), ("LlamaForCausalLM", False), ("T5ForConditionalGeneration", False)],
     ),
 )
-def test_reuse_of_equal_blocks_changes_nothing(meta_model, name, fused):
+def test_reuse_of_equal_blocks_changes_nothing(meta_model, monkeypatch, name, fused):
     model = meta_model(name, **ARCHITECTURES[name])
-    _, quick = segments_of(model, cuda_kernels=fused)
-    _, whole = segments_of(model, cuda_kernels=fused, reuse_equal_blocks=False)
+    _, quick = segments_of(model, device_type="cuda" if fused else "cpu")
+    monkeypatch.setattr("hf_osdp.tracing.trace.block_key", id)  # no two blocks are equal
+    _, whole = segments_of(model, device_type="cuda" if fused else "cpu")
     assert [s.unit for s in quick] == [s.unit for s in whole]
     for one, other in zip(quick, whole, strict=True):
         assert one.forward.matmul_flops == other.forward.matmul_flops
@@ -106,7 +113,7 @@ def test_repeated_operators_change_nothing(meta_model, monkeypatch, name, fused)
     model = meta_model(name, **ARCHITECTURES[name])
     units = find_units(model)
     blocks = [i for i, unit in enumerate(units) if unit.span is GatherSpan.USE and "Embedding" not in unit.class_name]
-    options = TraceOptions(cuda_kernels=fused, recomputable=blocks, offloadable=blocks)
+    options = options_of(device_type="cuda" if fused else "cpu", blocks=blocks)
     repeated, again = Recorder._repeated, []
 
     def noted(*args):
@@ -145,8 +152,8 @@ def test_matmul_flops_are_those_of_torchs_counter(real_model):
 def test_fused_attention_in_low_precision_keeps_no_square_matrix_and_half_the_bytes(meta_model):
     model = meta_model("GPT2LMHeadModel")
     found = {}
-    for tokens, dtype in ((16, torch.bfloat16), (32, torch.bfloat16), (32, None)):
-        options = TraceOptions(compute_dtype=dtype, cuda_kernels=True)
+    for tokens, dtype in ((16, DType.BFLOAT16), (32, DType.BFLOAT16), (32, None)):
+        options = options_of(compute_dtype=dtype, device_type="cuda")
         found[tokens, dtype] = trace_segments(
             model, find_units(model), training_batch(model, tokens), options
         ).segments[2]

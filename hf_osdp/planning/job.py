@@ -1,15 +1,19 @@
-"""Facts about the run to plan, the training job that follows from them, and the checks of a given plan."""
+"""`Job`: the options and the known facts of one run, made once by its caller and passed down whole; checks of a given
+plan.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ..errors import PlanError
-from ..planner.description import ModelDescription
-from ..planner.job import OptimizerSpec, Precision, TrainingJob
+import torch.distributed as dist
+
+from ..errors import PlanError, refuse_first
+from ..planner.description import DType, ModelDescription
+from ..planner.job import Decisions, OptimizerSpec, Precision, TrainingJob
 from ..planner.plan import Plan
 from ..planner.wire import EXACT, WireFormat, formats_up_to
 from .config import OSDPConfig
@@ -37,9 +41,10 @@ class RunFolder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunFacts:
-    """Facts that the caller knows about the run to plan. The run's sizes are in the configuration."""
+class Job:
+    """One run to plan: the user's options with the run's sizes filled in, and the facts that its caller knows."""
 
+    config: OSDPConfig
     world_size: int
     device_type: str
     """`cpu` or `cuda`."""
@@ -84,9 +89,61 @@ class RunFacts:
         return self.cpu_offload and self.device_type != "cpu"  # a CPU trains in the host's memory anyway
 
     @property
-    def under_fsdp(self) -> RunFacts:
+    def under_fsdp(self) -> Job:
         """The same with FSDP2's mixed precision instead of autocast; only FSDP2 can keep units on the host."""
         return replace(self, precision=replace(self.precision, autocast=False))
+
+    def asking(self, **options: Any) -> Job:
+        """Return the same run with other options of the user."""
+        return replace(self, config=replace(self.config, **options))
+
+    def check(self) -> None:
+        """Raise ValueError if options and facts contradict each other, or an option has no effect."""
+        config, optimizer, compute = self.config, self.optimizer, self.precision.compute
+        on_host, name = self.offloads_all or config.host_offload, optimizer.name
+        alone = config.recalibrate and not dist.is_initialized()
+        refused = {
+            "fp16 in a single process on the CPU is not supported; use bf16, or start two processes or more.":
+                compute is DType.FLOAT16 and self.device_type == "cpu" and self.world_size == 1,
+            "host_offload=False, but cpu_offload moves all states to the host; leave one of the two out.":
+                self.cpu_offload and config.host_offload is False,
+            "recalibrate=True tries the model's own loss, but this trainer computes its own; leave recalibrate out.":
+                config.recalibrate and self.loss is not None,
+            f"recalibrate=True in one process without a process group cannot try {compute and compute.value}; start"
+            " the program with accelerate launch or torchrun, or leave recalibrate out.":
+                alone and compute is not None,
+            f"States on the host are plain tensors, and {name}'s are quantized; leave the offload out, or use AdamW.":
+                optimizer.is_quantized and (on_host or config.offload_optimizer),
+            f"{name} needs whole parameters at once, which host and device do not have; leave host_offload out, or use"
+            " AdamW.": optimizer.looks_at_whole and on_host,
+            f"offload_optimizer=True, but {self.against_unit_steps}; leave it out, or use AdamW.":
+                self.against_unit_steps and config.offload_optimizer,
+        } | {
+            f"{option}={value} has no effect with activation checkpointing of all blocks; leave one of the two out.":
+                self.activation_checkpointing and getattr(config, option) is value
+            for option, value in _IGNORED_WITH_CHECKPOINTING
+        }  # fmt: skip
+        refuse_first(refused)
+
+    def training(self) -> TrainingJob:
+        """Return what the planner searches for, with the decisions that the user made; raise ValueError as `check`,
+        or if the batch does not divide.
+        """
+        self.check()
+        config, optimizer = self.config, self.optimizer
+        assert config.global_batch_size is not None
+        decided = {field.name: getattr(config, field.name) for field in fields(Decisions)}
+        plain = optimizer.is_quantized or optimizer.looks_at_whole
+        decided["host_offload"] = False if plain else self.offloads_all or config.host_offload
+        if optimizer.is_quantized or self.against_unit_steps:
+            decided["offload_optimizer"] = False
+        training = TrainingJob(
+            global_batch_size=config.global_batch_size, precision=self.precision, optimizer=optimizer,
+            holds_outputs=self.holds_outputs, clips_gradients=self.clips_gradients, communication=config.wire,
+            **decided,
+        )  # fmt: skip
+        training.micro_batch_sizes(self.world_size)
+        return training
 
 
 def check_whole(plan: Plan, description: ModelDescription, optimizer: OptimizerSpec) -> None:
@@ -115,42 +172,3 @@ def check_communication(plan: Plan, allowed: WireFormat | None) -> None:
             f"The plan sends parameters or gradients in {sent}, but communication={option!r}; set"
             f" communication={sent!r} if you want that, or plan again."
         )
-
-
-def training_job(config: OSDPConfig, facts: RunFacts) -> TrainingJob:
-    """Return the job to search for, with the decisions that the user made; raise ValueError if options or sizes
-    contradict each other.
-    """
-    assert config.global_batch_size is not None
-    host_offload, offload_optimizer = facts.offloads_all or config.host_offload, config.offload_optimizer
-    problem = None
-    if facts.optimizer.is_quantized and (host_offload or offload_optimizer):
-        problem = f"States on the host are plain tensors, and {facts.optimizer.name}'s are quantized; leave the offload out, or use AdamW."  # noqa: E501
-    elif facts.optimizer.looks_at_whole and host_offload:
-        name = facts.optimizer.name
-        problem = f"{name} needs whole parameters at once, which host and device do not have; leave host_offload out, or use AdamW."  # noqa: E501
-    elif facts.against_unit_steps and offload_optimizer:
-        problem = f"offload_optimizer=True, but {facts.against_unit_steps}; leave it out, or use AdamW."
-    useless = next(
-        (f"{name}={value}" for name, value in _IGNORED_WITH_CHECKPOINTING if getattr(config, name) is value), None
-    )
-    if facts.activation_checkpointing and useless:
-        problem = f"{useless} has no effect with activation checkpointing of all blocks; leave one of the two out."
-    if problem is not None:
-        raise ValueError(problem)
-    job = TrainingJob(
-        global_batch_size=config.global_batch_size,
-        precision=facts.precision,
-        optimizer=facts.optimizer,
-        holds_outputs=facts.holds_outputs,
-        clips_gradients=facts.clips_gradients,
-        micro_batch_size=config.micro_batch_size,
-        reduce_every_micro_step=config.reduce_every_micro_step,
-        recompute=config.recompute,
-        host_offload=False if facts.optimizer.is_quantized or facts.optimizer.looks_at_whole else host_offload,
-        offload_optimizer=False if facts.optimizer.is_quantized or facts.against_unit_steps else offload_optimizer,
-        offload_activations=config.offload_activations,
-        communication=config.wire,
-    )
-    job.micro_batch_sizes(facts.world_size)
-    return job

@@ -1,0 +1,101 @@
+"""How a model runs in training, as its trace and the timing of its blocks take it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from ..modeling.batch import Inputs, Loss
+from ..planner.description import DType
+from ..planner.split import WHOLE_BLOCKS, ModelSplit
+from .attention import Capability
+
+TRACED_MICRO_BATCH = 2
+"""Default batch size around which a model is traced: the smallest from which costs are linear."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRun:
+    """How a model runs in training."""
+
+    sequence_length: int
+    """Tokens of one sample."""
+    block_classes: Sequence[str] | None = None
+    """Class names of the blocks, see `find_units`; None finds them."""
+    compute_dtype: DType | None = None
+    """Dtype of gathered parameters and activations; None keeps the parameters' own."""
+    autocast: bool = False
+    """Compute in `compute_dtype` under `torch.autocast`, as one process does (`Precision.autocast`); parameters
+    keep their dtypes.
+    """
+    device_type: str = "cpu"
+    """`"cpu"` or `"cuda"`: decides the attention and dropout kernels and the allocation granularity."""
+    capability: Capability | None = None
+    """Compute capability of the CUDA device (`DeviceSpec.capability`), which decides the attention kernel. None uses
+    this machine's GPU, or without one (8, 6), whose rules are the narrowest from Ampere on."""
+    auto_class: Any = None
+    """For a configuration, the class to build, see `build_on_meta`."""
+    inputs: Inputs | None = None
+    """A function from a number of samples to forward's keyword arguments, labels included, or to the batch of `loss`;
+    None makes a training batch for a transformers model."""
+    images: int | None = None
+    """Pictures of each sample, if the batch is made; None is one for a model that takes them, 0 is only text."""
+    loss: Loss | None = None
+    """`loss(model, batch)` returns the loss, or an output that holds it, like `Trainer.compute_loss`; None runs
+    `model(**batch)`. It may call the model more than once; its collectives are not sent."""
+    activation_checkpointing: bool = False
+    """The blocks will be recomputed in backward.
+
+    Not needed if the model has activation checkpointing enabled already.
+    """
+    compile: bool = False
+    """The blocks' forwards will be compiled if each compiles as one graph (`ModelDescription.compiled_classes`)."""
+
+    def __post_init__(self) -> None:
+        if self.device_type not in ("cpu", "cuda"):
+            raise ValueError(f"device_type={self.device_type!r} is not known; use cpu or cuda.")
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """The compute dtype as a `torch.dtype`."""
+        return None if self.compute_dtype is None else getattr(torch, self.compute_dtype.value)
+
+    @property
+    def cast_dtype(self) -> torch.dtype | None:
+        """Dtype to which FSDP2 casts parameters and inputs; None if it does not cast them."""
+        return None if self.autocast else self.torch_dtype
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """These options as keyword arguments."""
+        return {field.name: getattr(self, field.name) for field in fields(ModelRun)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DescribeOptions(ModelRun):
+    """Options of `describe`: how the model will train, and what is traced."""
+
+    recomputation: bool = True
+    """Also trace each block as recomputed in backward, and on CUDA as offloaded to the host, so that the search can
+    choose. Has no effect if all blocks are checkpointed. Parts of blocks (`split.operators`) are not traced as
+    offloaded."""
+    partial_recomputation: bool = True
+    """Also trace selective recomputation, between saving everything and saving only the input; not needed to find
+    the least memory.
+    """
+    micro_batch_size: int = TRACED_MICRO_BATCH
+    """Batch size around which a model with compiled blocks is traced. What Inductor saves and when it frees it depends
+    on sizes, so costs are linear only near this one. Costs of other models are linear everywhere."""
+    seconds: float = 600.0
+    """Most CPU time of a trace; a model that loops over tokens in Python takes it in proportion to their number."""
+    split: ModelSplit = WHOLE_BLOCKS
+    """Split the model this way before describing it."""
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """Batch sizes to trace: the last two give a line; a first one of one sample may lie above it."""
+        size = max(TRACED_MICRO_BATCH, self.micro_batch_size) if self.compile else TRACED_MICRO_BATCH
+        return (size, size + 1) if self.compile else (1, size, size + 1)
