@@ -27,7 +27,7 @@ from .question import Planned, Planner, Question
 
 _NAMES = [field.name for field in fields(Question)]
 _LABELS = {
-    "device": "Devices", "num_nodes": "Machines", "devices_per_node": "Devices in each",
+    "model": "Model: a hub id", "device": "Devices", "num_nodes": "Machines", "devices_per_node": "Devices in each",
     "memory_limit": "Limit per device", "precision": "Precision", "sequence_length": "Tokens a sample",
     "global_batch_size": "Samples a step", "compile": "Compile blocks with torch.compile",
 }  # fmt: skip
@@ -76,9 +76,7 @@ def _form() -> tuple[list[Any], gr.Accordion]:
     """Return one input for each field of a question, in the same order, and what folds the config.json away."""
     start = Question()
     with gr.Group(elem_id="form"):
-        model = gr.Dropdown(
-            list(catalogue()), value=start.model, label="Model: a hub id", allow_custom_value=True, elem_id="model"
-        )
+        model = _choice("model", list(catalogue()))
         with gr.Accordion("Or its config.json", open=False, elem_id="or_config") as opened:
             config = gr.Textbox(label="Text of the file", lines=2, max_lines=4, elem_id="config")
             file = gr.File(show_label=False, file_types=[".json"], height=130, elem_id="file")
