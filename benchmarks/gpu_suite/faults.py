@@ -57,7 +57,7 @@ def killed(bench: Bench) -> None:
 def out_of_memory(bench: Bench) -> None:
     cases = ((1, "raise"), (2, "replan")) if bench.rehearses else tuple(product((1, 2), ("raise", "replan")))
     for ranks, on_oom in cases:
-        done = runs_out(ranks, on_oom, bench.device.type, timeout_s=max(10.0, bench.left_s))
+        done = runs_out(ranks, on_oom, bench.device.type, timeout_s=max(10.0, bench.left_s - 20))
         plans = re.findall(r"PLAN (\w+)", done.stdout)
         ends, said = done.stdout.count("END\n"), SAID.search(done.stderr)
         bench.row(
@@ -84,7 +84,14 @@ def runs_out(ranks: int, on_oom: str, device: str, *, timeout_s: float) -> subpr
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, *launch, str(SCRIPT), on_oom, device]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout_s)
+    launcher = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        output = launcher.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        launcher.terminate()  # so that it ends its ranks; killed, it would leave them
+        launcher.communicate()
+        raise
+    return subprocess.CompletedProcess(command, launcher.returncode, *output)
 
 
 def problem_of(done: subprocess.CompletedProcess[str], ranks: int, on_oom: str) -> str:
