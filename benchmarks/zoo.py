@@ -239,7 +239,8 @@ well; it takes five times as long. A sample of 20 classes runs in the tests (`te
   Blocks with batch norm are not recomputed, because their statistics would be updated twice.
 - **I-BERT** keeps ranges of activations in buffers, of which each rank has its own, as in FSDP2: losses and gradient norms are equal, only
   these buffers are not.
-- **Mixture of experts**: every expert is in its block's unit. In float64 the experts run one by one (`experts_implementation="eager"`);
+- **Mixture of experts**: every expert is in its block's unit. With fewer experts than ranks their stacked tensors are sharded along another
+  dimension, which divides evenly ([figures](ways_to_fit.md#fewer-experts-than-ranks)). In float64 the experts run one by one (`experts_implementation="eager"`);
   `grouped_mm`, the default, does not support float64.
 - Norms and losses that compute in float32 whatever the dtype of the parameters compute in float64 in this comparison, or their sums would
   depend on their order in the 8th digit.

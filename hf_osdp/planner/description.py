@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar
@@ -182,8 +182,11 @@ class ParameterSpec:
         return self.sharded_numel(shard_size) * self.dtype.itemsize
 
     def sharded_numel(self, shard_size: int) -> int:
-        """Return the elements of rank 0's shard: ceil(d0 / g) rows of dimension 0, padding included."""
-        return -(-self.shape[0] // shard_size) * math.prod(self.shape[1:]) if self.shape else 1
+        """Return the elements of rank 0's shard: ceil(d / g) of the sharded dimension, padding included."""
+        if not self.numel:
+            return 0
+        size = self.shape[shard_dim(self.shape, shard_size)] if self.shape else 1
+        return -(-size // shard_size) * (self.numel // size)
 
     def shard_numels(self, shard_size: int) -> tuple[int, ...]:
         """Return the distinct numbers of elements on the ranks, rank 0's first: full chunks of rows, and a last
@@ -191,6 +194,18 @@ class ParameterSpec:
         """
         full = self.sharded_numel(shard_size)
         return (full, rest) if full and (rest := math.prod(self.shape) % full) else (full,)
+
+
+def shard_dim(shape: Sequence[int], shard_size: int) -> int:
+    """Return the dimension along which FSDP2 shards a parameter of this shape.
+
+    This is dimension 0, unless padding would add at least half to a stack of matrices, such as 8 experts on 16 ranks.
+    Then it is the first other dimension that divides evenly, if there is one. Its further copy (`UnitBytes.copy_out`)
+    takes as much memory as such padding does in the gathered parameters and their buffer, and states are smaller.
+    """
+    if len(shape) < 3 or 2 * shard_size * -(-shape[0] // shard_size) < 3 * shape[0]:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if dim and size % shard_size == 0), 0)
 
 
 def shown_name(fqn: str) -> str:

@@ -28,6 +28,7 @@ _ESTIMATES = {
     "peak_bytes": None,
     "step_s": None,
     "proven_optimal": False,
+    "gap": None,
     "simplified": "",
 }
 _NAMES = {"model_name": "", "hardware": "", "devices_per_node": None}
@@ -65,6 +66,8 @@ class Plan:
     """Whether the search proved that no plan of its space is faster under the limit. The space has every layout of
     every unit in rows of up to 8 equal units, and in longer rows the layouts that follow the rule of
     `planner/search/options.py`."""
+    gap: float | None = None
+    """Share of the step by which a faster plan of the space may be shorter at most, as the search proved."""
     simplified: str = ""
     """What the fastest plan would have gained, if a simpler one was taken (`OSDPConfig.simplicity`)."""
     hardware: str = ""
@@ -76,7 +79,7 @@ class Plan:
         for name, most in _MOST.items():
             if not 1 <= (count := getattr(self, name)) <= most:
                 raise PlanError(f"The plan has {name}={count}; it must be at least 1 and at most {most}.")
-        for name in ("memory_limit_bytes", "peak_bytes", "step_s"):
+        for name in ("memory_limit_bytes", "peak_bytes", "step_s", "gap"):
             if not 0 <= (value := getattr(self, name) or 0) < float("inf"):
                 raise PlanError(f"The plan has {name}={value}; it must be finite and not negative.")
         texts = [(name, getattr(self, name)) for name in ("strategy", "model_fingerprint", "model_name", "hardware")]

@@ -74,7 +74,7 @@ def unit_bytes_table(explanation: Explanation) -> Table:
             sum(unit.gradients_held + unit.gradients_after + unit.gradients_settled for unit in units),
             sum(saved[i] for i in row.units),
             sum(unit.kept for unit in units),
-            max(unit.gathered - unit.kept + unit.gather_buffer for unit in units),
+            max(unit.gathered - unit.kept + unit.gather_buffer + unit.copy_out for unit in units),
         )
         return [row.label, *map(format_bytes, figures)]
 

@@ -215,7 +215,9 @@ def plan_caption(plan: Plan, estimate: PlanEstimate, hardware: Hardware | None =
     if plan.simplified:
         lines.append(f"Simpler than the fastest plan: {plan.simplified}.")
         proof = "no plan near the fastest is simpler, and none as simple is faster"
-    if plan.strategy == "osdp" and plan.proven_optimal:
+    if plan.strategy == "osdp" and not plan.proven_optimal and plan.gap is not None:
+        proof = f"{proof} by more than {100 * plan.gap:.2g} %"
+    if plan.strategy == "osdp" and (plan.proven_optimal or plan.gap is not None):
         lines.append(f"Proven: {proof}, by the cost model (docs/planner.md has its equations).")
     return tuple(lines)
 

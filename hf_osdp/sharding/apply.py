@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 from graphlib import TopologicalSorter
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import Shard
 
 from ..distributed.collectives import Stages, plain_transport, unit_collectives
 from ..distributed.consensus import require_same
@@ -27,7 +29,7 @@ from ..modeling.split_candidates import apply_split
 from ..modeling.units import modules_by_name, named_parameters
 from ..modeling.wrapping import compile_forward, has_running_statistics, is_compiled, recomputation_of, recompute
 from ..planner.decision import UnitDecision
-from ..planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription
+from ..planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription, shard_dim
 from ..planner.plan import Plan
 from .environment import form_process_group, parameter_groups, uses_host
 from .gradients import clip_across_meshes
@@ -144,9 +146,13 @@ def _fully_shard(
     policy: MixedPrecisionPolicy,
     pin_memory: bool,
 ) -> None:
+    def placement(shard_size: int, parameter: nn.Parameter) -> Shard:
+        return Shard(shard_dim(parameter.shape, shard_size))
+
     for unit in units:
         fully_shard(
             unit.modules if len(unit.modules) > 1 else unit.modules[0],
+            shard_placement_fn=partial(placement, unit.decision.shard_size),
             mesh=meshes.mesh(unit.decision.shard_size),
             reshard_after_forward=unit.decision.reshard_after_forward,
             offload_policy=CPUOffloadPolicy(pin_memory=pin_memory) if unit.decision.on_host else OffloadPolicy(),

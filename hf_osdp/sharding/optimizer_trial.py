@@ -20,10 +20,10 @@ _LEARNING_RATE = 0.1
 
 
 def difference_on_shards(optimizer: torch.optim.Optimizer) -> float | None:
-    """Take two steps on a matrix for each group, whole and in three shards of rows, without changing the optimizer
-    itself.
+    """Take two steps on a matrix for each group, whole, in three shards of rows, and in three of columns, without
+    changing the optimizer itself.
 
-    Return the largest difference between the two results as a fraction of the largest update; None if repeated steps
+    Return the largest difference from the whole as a fraction of the largest update; None if repeated steps
     on the whole matrix, in the parameters' own dtype, give different results. An element-wise optimizer differs only
     by rounding; one that uses norms, factors or products of a whole parameter differs by more. Raise ValueError if
     nothing was updated, as by an optimizer that steps others inside.
@@ -42,9 +42,12 @@ def difference_on_shards(optimizer: torch.optim.Optimizer) -> float | None:
         torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True) for one, other in zip(once, again, strict=True)
     ):
         return None
-    whole, parts = (_after_steps(optimizer, before, gradients, shards) for shards in (1, _SHARDS))
+    whole = _after_steps(optimizer, before, gradients, 1)
+    in_parts = [_after_steps(optimizer, before, gradients, _SHARDS, dim=dim) for dim in (0, 1)]
     update = max(float((after - start).abs().max()) for after, start in zip(whole, before, strict=True))
-    difference = max(float((one - other).abs().max()) for one, other in zip(whole, parts, strict=True))
+    difference = max(
+        float((one - other).abs().max()) for parts in in_parts for one, other in zip(whole, parts, strict=True)
+    )
     if not update:
         raise ValueError("it updates nothing")
     return difference / update
@@ -59,19 +62,21 @@ def _after_steps(
     before: Sequence[torch.Tensor],
     gradients: Sequence[Sequence[torch.Tensor]],
     shards: int,
+    *,
+    dim: int = 0,
 ) -> list[torch.Tensor]:
     device = _first_parameter(optimizer).device
     device = torch.device("cpu") if device.type == "meta" else device
     parameters = [
-        [torch.nn.Parameter(shard.to(device, copy=True)) for shard in matrix.chunk(shards)] for matrix in before
+        [torch.nn.Parameter(shard.to(device, copy=True)) for shard in matrix.chunk(shards, dim)] for matrix in before
     ]
     trial = _trial(optimizer, parameters)
     for step_gradients in gradients:
         for pieces, gradient in zip(parameters, step_gradients, strict=True):
-            for piece, shard in zip(pieces, gradient.chunk(shards), strict=True):
+            for piece, shard in zip(pieces, gradient.chunk(shards, dim), strict=True):
                 piece.grad = shard.to(device, copy=True)
         type(trial).step(trial)
-    return [torch.cat([piece.detach().cpu() for piece in pieces]) for pieces in parameters]
+    return [torch.cat([piece.detach().cpu() for piece in pieces], dim) for pieces in parameters]
 
 
 def _trial(optimizer: torch.optim.Optimizer, parameters: Sequence[list[torch.nn.Parameter]]) -> torch.optim.Optimizer:

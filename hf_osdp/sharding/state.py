@@ -400,7 +400,7 @@ def _copy_on_rank_zero(value: torch.Tensor) -> torch.Tensor:
 
 
 def gathered(value: DTensor) -> torch.Tensor:
-    """Gather a tensor that is sharded by rows over one axis of its mesh, by one plain collective.
+    """Gather a tensor that is sharded over one axis of its mesh, by one plain collective.
 
     The group of a CUDA mesh may have only NCCL, which cannot send CPU tensors, so shards on the host are copied to the
     device first. `full_tensor` would issue a functional collective, whose `wait_tensor` once crashed a gloo rank with
@@ -411,9 +411,14 @@ def gathered(value: DTensor) -> torch.Tensor:
     axes = [axis for axis, placement in enumerate(value.placements) if not placement.is_replicate()]
     if not axes:
         return value.to_local()
-    if len(axes) > 1 or value.placements[axes[0]] != Shard(0):
+    place = value.placements[axes[0]]
+    if len(axes) > 1 or type(place) is not Shard:
         return value.full_tensor()
-    return gather_rows(value.to_local(), value.shape[0], value.device_mesh.get_group(axes[0]))
+    shard, group, dim = value.to_local(), value.device_mesh.get_group(axes[0]), place.dim
+    if dim == 0:
+        return gather_rows(shard, value.shape[0], group)
+    rows = gather_rows(shard, shard.shape[0] * group.size(), group)  # FSDP2 cuts other dimensions evenly
+    return torch.cat(rows.chunk(group.size()), dim)
 
 
 def broadcast_into(target: torch.Tensor, source: torch.Tensor | None) -> None:

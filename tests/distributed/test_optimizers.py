@@ -78,6 +78,16 @@ class TrustRatio(SignOfMomentum):
                 parameter.add_(parameter.grad * (parameter.norm() / parameter.grad.norm()), alpha=-group["lr"])
 
 
+class ScalesRows(SignOfMomentum):
+    """Is the same on shards of rows, and not on others."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(nn.functional.normalize(parameter.grad, dim=-1), alpha=-group["lr"])
+
+
 class Noisy(SignOfMomentum):
     @torch.no_grad()
     def step(self) -> None:
@@ -108,7 +118,7 @@ def test_check_finds_out_by_base_class_and_by_a_trial_what_no_name_tells():
     assert not needs_whole(schedule_at_0)
     assert not schedule_at_0.state and schedule_at_0.param_groups[0]["lr"] == 0.0 and torch.equal(weights[0], state[0])
     assert difference_on_shards(MyLamb(weights)) < 1e-6 and needs_whole(MyLamb(weights)), "by the name of its base"
-    for optimizer in (TrustRatio(weights), torch.optim.Adafactor(weights), MyMuon(weights)):
+    for optimizer in (TrustRatio(weights), ScalesRows(weights), torch.optim.Adafactor(weights), MyMuon(weights)):
         assert needs_whole(optimizer)
         check_optimizer(optimizer)
     assert not needs_whole(torch.optim.Rprop(weights)) and not needs_whole(torch.optim.Muon(weights))

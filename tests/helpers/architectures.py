@@ -116,11 +116,11 @@ def tiny_config(name: str, **changes: Any) -> Any:
     return getattr(transformers, name).config_class(**{**TINY[name], **changes})
 
 
-def tiny_architecture(name: str) -> nn.Module:
+def tiny_architecture(name: str, **changes: Any) -> nn.Module:
     """The same weights at each call, in float64."""
     torch.manual_seed(0)
     model = getattr(transformers, name)._from_config(
-        tiny_config(name), experts_implementation="eager"
+        tiny_config(name, **changes), experts_implementation="eager"
     )  # others have no float64
     return model.to(torch.float64).train()
 

@@ -82,13 +82,21 @@ def with_frozen(unit: UnitDescription) -> UnitDescription:
 
 
 def at_random(
-    seed: int, *, kinds: int, blocks: int, tied: bool = False, called: bool = False, recomputable: bool = False
+    seed: int,
+    *,
+    kinds: int,
+    blocks: int,
+    tied: bool = False,
+    called: bool = False,
+    recomputable: bool = False,
+    stacks: bool = False,
 ) -> ModelDescription:
     """A few blocks of `kinds` kinds in runs, with arbitrary bytes and times; the root may or may not come between.
 
     `tied` adds weights that are shared by an embedding, a head, and sometimes something between; `called` the same as
     a unit that is freed between its calls. `recomputable` blocks have costs for recomputation that have nothing to do
-    with their others, and can offload some of what they save, or more.
+    with their others, and can offload some of what they save, or more. `stacks` makes each parameter two matrices,
+    which more than two ranks shard along another dimension than 0.
     """
     dice = random.Random(seed)
     units = [_unit("", GatherSpan.STEP, {"root": (dice.randint(1, 40), dice.randint(1, 20))}, DType.FLOAT32)]
@@ -129,6 +137,9 @@ def at_random(
     if dice.random() < 0.8:
         segments.append(_random_segment(dice, 0))
     segments = _with_gradients(random.Random(seed), units, segments)
+    for index, unit in enumerate(units) if stacks else ():
+        two = tuple(replace(p, shape=(2, 12, -(-p.numel // 24))) for p in unit.parameters)
+        units[index] = replace(unit, parameters=two)
     if (
         recomputable and segments[-1].unit == 0 and dice.random() < 0.5
     ):  # blocks that are recomputed hold something that the model lets go of in the end

@@ -72,6 +72,10 @@ class Sums:
         return sum(self.units[i].kept for i in kept) + sum(self.units[i].gathered for i in whole)
 
     def forward(self) -> Iterator[tuple]:
+        for unit in (u for u in self.whole if self.units[u].copy_out):
+            buffer = max(self.units[u].gather_buffer for u in self.whole)
+            gather = self.gathered([], self.whole) + buffer + self.units[unit].copy_out
+            yield self.moment("forward: gather", unit, gathered=gather, activations=0, gradients=0, buffers=0)
         for i, unit in enumerate(self.where):
             terms = self.units[unit]
             there = self.gathered([u for u in self.passing if self.first[u] < i], self.whole)
@@ -83,7 +87,7 @@ class Sums:
             )
             own = buffer
             if unit not in self.whole:
-                gather = there + buffer + terms.gather_buffer + terms.gathered
+                gather = there + buffer + terms.gather_buffer + terms.gathered + terms.copy_out
                 yield self.moment(
                     "forward: gather", unit, gathered=gather, activations=self.saved(i), gradients=0, buffers=0
                 )
@@ -145,7 +149,7 @@ class Sums:
                 saved, gradients = self.saved(i) + self.bytes[i].gradient, self.gradients(i) - waiting
                 yield self.moment(
                     "backward: reduce", unit, activations=saved + terms.unsharded_gradients, gradients=gradients,
-                    buffers=buffers + terms.reduce_input, **left,
+                    buffers=buffers + terms.reduce_input + terms.reduce_copy, **left,
                 )  # fmt: skip
                 after = buffers + terms.reduced_after + terms.reduce_input + terms.reduce_work
                 yield self.moment(
@@ -165,7 +169,8 @@ class Sums:
 
             level = dict(activations=0, gathered=self.gathered([], waiting[1:]))
             buffers = sum(self.units[u].reduced_after for u in (*self.passing, *reduced)) + terms.reduce_input
-            yield self.moment("reduce", unit, gradients=gradients(reduced, waiting), buffers=buffers, **level)
+            filled = buffers + terms.reduce_copy
+            yield self.moment("reduce", unit, gradients=gradients(reduced, waiting), buffers=filled, **level)
             more = terms.reduced_after + terms.reduce_work
             yield self.moment(
                 "reduce", unit, gradients=gradients([*reduced, unit], waiting[1:]), buffers=buffers + more, **level
@@ -224,11 +229,14 @@ def without_root(description: ModelDescription) -> ModelDescription:
     jobs,
     batches,
     st.sampled_from(["", "tied", "called", "rootless"]),
+    st.booleans(),
     few=120,
     many=10_000,
 )
-def test_each_moment_is_the_sum_of_what_is_there(seed, world_size, job, batch, kind):
-    description = at_random(seed, kinds=2, blocks=4, recomputable=True, tied=kind == "tied", called=kind == "called")
+def test_each_moment_is_the_sum_of_what_is_there(seed, world_size, job, batch, kind, stacks):
+    description = at_random(
+        seed, kinds=2, blocks=4, recomputable=True, tied=kind == "tied", called=kind == "called", stacks=stacks
+    )
     description = without_root(description) if kind == "rootless" else description
     description = replace(
         description, buffer_bytes=13, input_bytes=Affine(per_sample=17), output_bytes=Affine(per_sample=19)

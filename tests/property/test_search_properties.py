@@ -46,6 +46,7 @@ models = st.builds(
     blocks=st.integers(3, 6),
     tied=st.booleans(),
     recomputable=st.booleans(),
+    stacks=st.booleans(),
 )
 parts = st.floats(0, 1)
 

@@ -1,6 +1,4 @@
-"""Experts with fewer rows than ranks, and large parameters in the root: what FSDP2 allocates for them is in the
-estimate.
-"""
+"""Fewer experts than ranks, and large parameters in the root: what FSDP2 allocates for them is in the estimate."""
 
 from __future__ import annotations
 
@@ -34,13 +32,21 @@ def check(model, layout: str, precision: str, **options) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "precision"),
-    slow_but([("hsdp", "bf16"), ("ddp", "no"), ("two_stage", "bf16"), ("mixed", "bf16")], daily=[("mixed", "bf16")]),
-)
-def test_reduce_buffers_of_experts_are_padded_to_their_shard_group(layout, precision):
+    ("layout", "precision", "count", "width"),
+    slow_but(
+        [
+            ("hsdp", "bf16", 4, 256), ("ddp", "no", 4, 256), ("two_stage", "bf16", 4, 256), ("mixed", "bf16", 4, 256),
+            ("zero3", "no", 4, 1024), ("zero2", "bf16", 4, 1024), ("zero3", "bf16", 5, 1024),
+            ("zero3", "bf16", 4, 250),
+        ],
+        daily=[("mixed", "bf16", 4, 256), ("zero2", "bf16", 4, 1024)],
+    ),
+)  # fmt: skip
+def test_copies_and_padding_of_fewer_experts_than_ranks_are_counted(layout, precision, count, width):
+    """Up to 5 experts on 8 ranks are sharded along their width; widths of 250 do not divide, so the hidden size is."""
     experts = MixtralConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        num_local_experts=4, vocab_size=500, max_position_embeddings=64,
+        hidden_size=128, intermediate_size=width, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=count, vocab_size=500, max_position_embeddings=64,
     )  # fmt: skip
     check(experts, layout, precision, auto_class=AutoModelForCausalLM)
 

@@ -298,6 +298,9 @@ class _Walk:
     def _forward(self) -> None:
         """Record the moments of forward, and add the bytes that it leaves to the level."""
         buffer = max((self.units[i].gather_buffer for i in self.whole_step), default=0)
+        for i in self.whole_step:
+            if copy_out := self.units[i].copy_out:
+                self._moment("forward: gather", i, gathered=buffer + copy_out)
         for index, (segment, terms) in enumerate(zip(self.description.segments, self.segments, strict=True)):
             number, unit = segment.unit, self.units[segment.unit]
             if number in self.whole_step:
@@ -305,7 +308,8 @@ class _Walk:
             else:
                 # FSDP2 frees the gather buffer of the preceding unit only after this unit has been copied out of its
                 # own
-                self._moment("forward: gather", number, gathered=buffer + unit.gather_buffer + unit.gathered)
+                own = unit.gather_buffer + unit.gathered + unit.copy_out
+                self._moment("forward: gather", number, gathered=buffer + own)
                 buffer = unit.gather_buffer
                 self._moment("forward", number, activations=terms.forward_peak, gathered=buffer + unit.gathered)
                 if index == self.first_use[number]:
@@ -354,9 +358,9 @@ class _Walk:
         not in the level.
         """
         unit = self.units[number]
-        self._moment(phase, number, activations=activations + whole, gathered=gathered, buffers=unit.reduce_input)
+        filled, buffers = unit.reduce_input + unit.reduce_copy, unit.reduce_input + unit.reduce_work
+        self._moment(phase, number, activations=activations + whole, gathered=gathered, buffers=filled)
         self._add(gradients=left, buffers=unit.reduced_after)
-        buffers = unit.reduce_input + unit.reduce_work
         self._moment(phase, number, activations=activations, gathered=gathered, buffers=buffers)
 
     def _finish(self) -> None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from ...errors import HardwareError
 from ..decision import Batch, UnitLayout
-from ..description import DType, GatherSpan, ModelDescription, ParameterSpec, UnitDescription
+from ..description import DType, GatherSpan, ModelDescription, ParameterSpec, UnitDescription, shard_dim
 from ..hardware import Collective, Hardware, HostSpec
 from ..job import OptimizerSpec, OptimizerStep, TrainingJob
 from .collectives import messages, sharded_seconds, unit_collective_seconds
@@ -44,20 +44,26 @@ class UnitBytes:
     gather_buffer: int
     """Output of the all-gather before it is copied out; 0 if nothing is sent."""
     cast_buffer: int
-    """Further bytes of a gather: parameters that are cast or copied to the device, and the buffer between two
-    stages.
+    """Further bytes of a gather in backward: parameters that are cast or copied to the device, the buffer between two
+    stages, and `copy_out`.
     """
+    copy_out: int = 0
+    """Temporaries of the copy out of the gather's buffer: parameters that are not sharded along dimension 0."""
     unsharded_gradients: int
     """Gradients from autograd, before they are reduced or added to held whole gradients."""
     reduce_input: int
     """Input buffer of the reduce-scatter."""
+    reduce_copy: int = 0
+    """The last gradient that was copied because it is not sharded along dimension 0; a loop variable keeps the
+    original while the input is filled.
+    """
     reduce_stage: int
     """Buffer between two stages of the reduce-scatter with codes of fewer bits; or the codes between replicas, if
     they are larger.
     """
     last_gradient: int
-    """The last parameter's gradient from autograd, which a loop variable of FSDP2's `foreach_reduce` keeps until
-    that function returns.
+    """Gradients from autograd that loop variables of FSDP2's `foreach_reduce` keep until that function returns: the
+    last parameter's, and that of `reduce_copy`.
     """
     reduce_tail: int
     """Input of the reduce-scatter while the backward of the next unit runs; it is freed when that backward ends."""
@@ -164,10 +170,13 @@ def unit_bytes(
     shards = [p.sharded_bytes(g) for p in trainable]
     gradients = 0 if layout.on_host else sum(shards)
     copies = runs_fsdp(unit, world_size, job) or layout.on_host
-    gathered, scatter_input = _gathered(unit, g, job) if copies else 0, reduce_input(unit, g, job)
+    gathered = _nbytes(unit.parameters, precision.gathered_dtype, g) if copies else 0
+    scatter_input = reduce_input(unit, g, job)
     reduced = scatter_input // g
     recast = any(precision.reduced_dtype(p) is not p.dtype for p in trainable)
-    whole, unsharded = (_whole(trainable, dtype) for dtype in (precision.reduced_dtype, precision.gathered_dtype))
+    whole, unsharded = (_nbytes(trainable, dtype) for dtype in (precision.reduced_dtype, precision.gathered_dtype))
+    copied = _copied(trainable, g)[-1:]
+    in_loops = dict.fromkeys([*trainable[-1:], *copied]) if g > 1 else {}
     holds = batch.holds_gradients(layout)
     accumulates = batch.accumulation_steps > 1 and not holds
     if not copies:  # a plain parameter accumulates its gradient in place
@@ -177,8 +186,8 @@ def unit_bytes(
     output = reduced if copies and (recast or accumulates or layout.on_host) else 0
     if layout.on_host and recast:  # cast on the device, then copied to the host
         output += sum(shards)
-    if holds:  # all whole gradients but the last are freed before the output is allocated
-        last = _whole(trainable[-1:], precision.reduced_dtype) if g > 1 else 0
+    if holds:  # all whole gradients but those in loop variables are freed before the output is allocated
+        last = _nbytes(in_loops, precision.reduced_dtype)
         output = max(0, reduced + (gradients if recast else 0) + last - whole)
     kept_back = reduced if g < world_size and (recast or layout.on_host) else 0
     states = sum(job.optimizer.state_bytes(p, g) for p in trainable)
@@ -197,11 +206,13 @@ def unit_bytes(
         gathered=gathered,
         gather_buffer=gathered if g > 1 else 0,
         cast_buffer=_cast_buffer(unit, layout, job) if copies else 0,
+        copy_out=_nbytes(_copied(unit.parameters, g), precision.gathered_dtype),
         unsharded_gradients=0 if joins_whole else unsharded,
         waiting_gradients=unsharded if unit.span is GatherSpan.CALLS else 0,
         reduce_input=scatter_input if copies else 0,
+        reduce_copy=_nbytes(copied, precision.reduced_dtype if joins_whole else precision.gathered_dtype),
         reduce_stage=_reduce_stage(unit, layout, world_size, job, reduced),
-        last_gradient=0 if g == 1 or joins_whole else _whole(trainable[-1:], precision.gathered_dtype),
+        last_gradient=0 if joins_whole else _nbytes(in_loops, precision.gathered_dtype),
         reduce_tail=scatter_input if copies or beside_host else 0,
         reduce_output=output,
         kept=0 if layout.reshard_after_forward else gathered,
@@ -220,14 +231,11 @@ def runs_fsdp(unit: UnitDescription, world_size: int, job: TrainingJob) -> bool:
 
 
 def reduce_input(unit: UnitDescription, shard_size: int, job: TrainingJob) -> int:
-    """Return the bytes of the input of a reduce-scatter: each gradient's rows, padded to a multiple of the shard
-    group.
+    """Return the bytes of the input of a reduce-scatter: each gradient, padded to a multiple of the shard group.
 
     See `_get_dim0_padded_size` in torch/distributed/fsdp/_fully_shard/_fsdp_common.py.
     """
-    return sum(
-        shard_size * p.sharded_numel(shard_size) * job.precision.reduced_dtype(p).itemsize for p in unit.trainable
-    )
+    return _nbytes(unit.trainable, job.precision.reduced_dtype, shard_size)
 
 
 def gradients_arriving(description: ModelDescription, job: TrainingJob) -> tuple[int, ...]:
@@ -244,7 +252,7 @@ def gradients_arriving(description: ModelDescription, job: TrainingJob) -> tuple
     for unit, at_latest in last.items():
         for p in description.units[unit].trainable:
             comes = traced.get(p.name, at_latest)
-            arriving[next((index for index in whole_step if index >= comes), whole_step[-1])] += _whole(
+            arriving[next((index for index in whole_step if index >= comes), whole_step[-1])] += _nbytes(
                 [p], job.precision.gathered_dtype
             )
     return tuple(arriving)
@@ -257,21 +265,19 @@ def merged_gradients(unit: UnitDescription, job: TrainingJob) -> int:
     """
     shared = {names[0] for names in unit.shared}
     several = [p for p in unit.trainable if unit.span is GatherSpan.CALLS or p.name in shared]
-    return _whole(several, job.precision.gathered_dtype)
+    return _nbytes(several, job.precision.gathered_dtype)
 
 
 def unit_seconds(unit: UnitDescription, layout: UnitLayout, hardware: Hardware, job: TrainingJob) -> UnitSeconds:
     """Return the time terms of `unit` under `layout`."""
     g = layout.shard_size
-    gathered, reduced, shards = (
-        _gathered(unit, g, job),
-        reduce_input(unit, g, job),
-        [p.sharded_bytes(g) for p in unit.trainable],
-    )
+    gathered, reduced = _nbytes(unit.parameters, job.precision.gathered_dtype, g), reduce_input(unit, g, job)
+    shards = [p.sharded_bytes(g) for p in unit.trainable]
     gather, scatter, replicas = unit_collective_seconds(unit, layout, hardware, gathered, reduced)
     copy_out, copy_in = 0.0, 0.0
     if runs_fsdp(unit, hardware.world_size, job) or layout.on_host:
-        copy_out, copy_in = _copy_seconds(unit, g, gathered, reduced, hardware)
+        again = (_nbytes(_copied(ps, g), job.precision.gathered_dtype) for ps in (unit.parameters, unit.trainable))
+        copy_out, copy_in = _copy_seconds(unit, g, gathered + next(again), reduced + next(again), hardware)
     if layout.on_host:
         host = host_of(hardware)
         brought = sum(p.sharded_bytes(g) for p in unit.parameters) / host.to_device_bytes_per_s
@@ -356,24 +362,27 @@ def _update_seconds(shards: Sequence[int], hardware: Hardware, job: TrainingJob,
     return update + (3 * nbytes / device.memory_bytes_per_s + dispatch if job.clips_gradients else 0.0)
 
 
-def _gathered(unit: UnitDescription, g: int, job: TrainingJob) -> int:
-    return sum(g * p.sharded_numel(g) * job.precision.gathered_dtype(p).itemsize for p in unit.parameters)
+def _nbytes(parameters: Iterable[ParameterSpec], dtype_of: Callable[[ParameterSpec], DType], g: int = 1) -> int:
+    """Return the bytes of whole parameters in a dtype, padded for a group of `g` ranks."""
+    return sum(g * p.sharded_numel(g) * dtype_of(p).itemsize for p in parameters)
 
 
-def _whole(parameters: Iterable[ParameterSpec], dtype_of: Callable[[ParameterSpec], DType]) -> int:
-    return sum(p.numel * dtype_of(p).itemsize for p in parameters)
+def _copied(parameters: Iterable[ParameterSpec], g: int) -> list[ParameterSpec]:
+    """Return the parameters that FSDP2 copies once more in a gather and in a reduction, into the order of ranks."""
+    return [p for p in parameters if g > 1 and shard_dim(p.shape, g)]
 
 
 def _cast_buffer(unit: UnitDescription, layout: UnitLayout, job: TrainingJob) -> int:
     """Return the bytes of a gather beyond gathered parameters and gather buffer: codes, buffer between stages, casts,
-    copies.
+    copies. Those that the copy out of the buffer needs are allocated after codes and the other buffer are freed.
 
     Casts and copies of shards never exceed the later gather buffer, because FSDP2 makes them before the gather.
     Replicas are copied to the device, cast and copied into place, one after the other.
     """
     if (g := layout.shard_size) > 1:
-        codes = messages(unit, layout, g)[0].gather_buffers()
-        return codes + (_gathered(unit, g, job) // layout.stage_size if layout.two_stage else 0)
+        codes, gathered = messages(unit, layout, g)[0].gather_buffers(), job.precision.gathered_dtype
+        stage = _nbytes(unit.parameters, gathered, g) // layout.stage_size if layout.two_stage else 0
+        return max(codes + stage, _nbytes(_copied(unit.parameters, g), gathered))
     highest = done = 0
     for p in unit.parameters:
         whole, cast = (

@@ -28,7 +28,7 @@ ADVICE_WORK = 0.5
 """Most work to answer whether any plan fits, where the answer is advice, in CP-SAT's deterministic seconds; nearly
 all take hundredths.
 """
-_ROUNDED = 1e-6
+ROUNDED = 1e-6
 """Relative rounding error of a bound of the linear solver."""
 
 
@@ -89,7 +89,9 @@ class Candidate:
         if most_parts is not None and len(self.timeline.plan_parts(layouts)) > most_parts:
             return None
         return (
-            Solution(layouts=layouts, objective=self.least_s, proven=True) if self._fit(layouts, limit_bytes) else None
+            Solution(layouts=layouts, objective=self.least_s, bound=self.least_s)
+            if self._fit(layouts, limit_bytes)
+            else None
         )
 
     def frugal(self) -> dict[int, UnitLayout]:
@@ -123,7 +125,7 @@ class Candidate:
         program = Program(self.timeline, job, None, linear=True)
         program.minimize_limit()
         relaxed = program.relax()
-        bound = 0 if relaxed is None else math.floor(relaxed.bound * (1 - _ROUNDED))
+        bound = 0 if relaxed is None else math.floor(relaxed.bound * (1 - ROUNDED))
         highest, impossible, just_below = self.needed_bytes(best), max(self.floor_bytes, bound) - 1, True
         while highest - impossible > 1:
             limit = highest - 1 if just_below else (highest + impossible) // 2

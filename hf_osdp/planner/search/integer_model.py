@@ -43,6 +43,8 @@ class Relaxation:
     """
     values: Sequence[float]
     """Values of the variables."""
+    optimal: bool = True
+    """Whether the values reach the bound, but for the gap; if not, they are the best known."""
 
     def value(self, variable: Count | int) -> float:
         """Return the value of a variable, or of a number."""
@@ -91,12 +93,8 @@ class IntegerModel:
         named = 8 * sum(len(group.options) for group in timeline.groups if len(group.units) > 1)
         most = 2**61 // max(2**8, named)  # of each variable in bytes: their sum must not overflow in CP-SAT
         self._most_bytes = most if limit_bytes is None else min(most, max(0, limit_bytes))
-        self.gave_up = False
-        """Whether the last `solve` found no solution and did not prove that none exists."""
         self.infeasible = False
-        """Whether the last `relax` proved that no solution exists."""
-        self.nodes = 0
-        """SCIP's nodes in the last `relax`."""
+        """Whether the last `solve` or `relax` proved that no solution exists."""
         self.work = 0.0
         """CP-SAT's deterministic seconds in the last `solve`."""
 
@@ -128,8 +126,8 @@ class IntegerModel:
         parameters.max_deterministic_time = most_work
         status = solver.solve(self._model)
         self.work = solver.response_proto.deterministic_time
-        if status in (cp_model.INFEASIBLE, cp_model.UNKNOWN):
-            self.gave_up = status == cp_model.UNKNOWN
+        self.infeasible = status == cp_model.INFEASIBLE
+        if self.infeasible or status == cp_model.UNKNOWN:
             return None
         assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), solver.status_name(status)
         layouts: dict[int, UnitLayout] = {}
@@ -137,19 +135,22 @@ class IntegerModel:
             layouts |= group.assign([solver.value(x) for x in variables.counts])
         return layouts, solver.objective_value, status == cp_model.OPTIMAL
 
-    def relax(self, *, gap: float | None = None, most_nodes: int = 0) -> Relaxation | None:
+    def relax(self, *, gap: float | None = None, most_work: int = 0, presolve: bool = True) -> Relaxation | None:
         """Return the minimum of a `linear` model over real numbers (GLOP), or over whole numbers with a relative `gap`
-        (SCIP).
+        (SCIP, with at most `most_work` variables times nodes).
 
-        None if no optimum is found: no solution exists (`infeasible`), rounding errors are too large, or SCIP reached
-        `most_nodes`.
+        None if no solution is found: none exists (`infeasible`), rounding errors are too large, or SCIP did
+        `most_work` before. If it did so later, the solution is not optimal.
         """
         from ortools.linear_solver import pywraplp
 
         program, whole = self._model.proto, gap is not None
         solver = pywraplp.Solver.CreateSolver("SCIP" if whole else "GLOP")
         if whole:
-            parameters = {"limits/nodes": most_nodes, "limits/gap": gap, "numerics/feastol": 1e-9}
+            parameters = {
+                "limits/nodes": max(1, most_work // len(program.variables)), "limits/gap": gap,
+                "numerics/feastol": 1e-9, "presolving/maxrounds": -1 if presolve else 0,
+            }  # fmt: skip
             solver.SetSolverSpecificParametersAsString(
                 "\n".join(f"{name} = {value}" for name, value in parameters.items())
             )
@@ -176,8 +177,9 @@ class IntegerModel:
             objective.SetCoefficient(variables[index], coefficient * units[index] / scale)
         objective.SetMinimization()
         status = solver.Solve()
-        self.infeasible, self.nodes = status == pywraplp.Solver.INFEASIBLE, solver.nodes() if whole else 0
-        if status != pywraplp.Solver.OPTIMAL:
+        self.infeasible = status == pywraplp.Solver.INFEASIBLE
+        optimal = status == pywraplp.Solver.OPTIMAL
+        if not optimal and not (whole and status == pywraplp.Solver.FEASIBLE):
             return None
         added = {
             group: {
@@ -188,7 +190,7 @@ class IntegerModel:
         }
         values = [v.solution_value() * unit for v, unit in zip(variables, units, strict=True)]
         bound = objective.BestBound() if whole else objective.Value()
-        return Relaxation(bound=bound * scale + program.objective.offset, added=added, values=values)
+        return Relaxation(bound=bound * scale + program.objective.offset, added=added, values=values, optimal=optimal)
 
     def counts(self, relaxed: Relaxation) -> dict[UnitGroup, list[int]]:
         """Return the counts of each group's options in a solution over whole numbers."""

@@ -128,6 +128,9 @@ class Program(IntegerModel):
         )
         level = self._shortened(level + self._sum(self._whole_step, lambda o: o.bytes.gathered))
         buffers: list[Bytes] = [own.of_last(lambda o: o.bytes.gather_buffer) for own in self._whole_step] or [0]
+        copying = [own for own in self._whole_step if any(option.bytes.copy_out for option in own.group.options)]
+        for own, buffer in itertools.product(copying, buffers):
+            self._fits(level + buffer + own.of_last(lambda o: o.bytes.copy_out))
         for part in self._parts:
             if isinstance(part, RootSegment):
                 for buffer in buffers:
@@ -305,7 +308,7 @@ class Program(IntegerModel):
         level = level + self._sum(running, lambda o: o.bytes.gradients_settled)
         for own in self._whole_step:
             level = level - own.total(lambda o: o.bytes.gathered)
-            self._fits(level + own.total(lambda o: o.bytes.reduce_input))
+            self._fits(level + own.total(lambda o: o.bytes.reduce_input + o.bytes.reduce_copy))
             level = level + own.total(_reduced_at_the_end)
             self._fits(level + own.total(lambda o: o.bytes.reduce_input + o.bytes.reduce_work))
         level = level - reduced

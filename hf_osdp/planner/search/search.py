@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import math
 from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass, replace
@@ -12,10 +13,10 @@ from ..cost.timing import TimeEstimate, estimate_time
 from ..decision import UnitLayout
 from ..plan import Plan
 from ..problem import PlanningProblem
-from .candidates import Candidate, possible_candidates
+from .candidates import ROUNDED, Candidate, possible_candidates
 from .options import HOST
 from .remedies import infeasible_error
-from .solver import Solution, fastest
+from .solver import Root, Solution, fastest, root_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +105,16 @@ class _Search:
     def __init__(self, problem: PlanningProblem) -> None:
         self.candidates = possible_candidates(problem)
         self._problem = problem
+        self._limit = limit = problem.hardware.tensor_bytes(problem.memory_limit_bytes)
+        self._bounds_s = {
+            candidate: math.inf if candidate.floor_bytes > limit else candidate.least_s
+            for candidate in self.candidates
+        }
+        """Best known lower bound on the step time of each candidate's plans under the limit, in seconds."""
+        self._roots: dict[Candidate, Root] = {}
         self._found: SearchResult | None = None
         self._parts: frozenset[Hashable] = frozenset()
         """Parts of the fastest plan."""
-        self._bounds_s = {candidate: candidate.least_s for candidate in self.candidates}
-        """Best known lower bound on the step time of each candidate's plans under the limit, in seconds."""
 
     def best(self, cutoff_s: float = math.inf) -> SearchResult | None:
         """Return the fastest plan under the limit; None if no plan fits and takes less than `cutoff_s`."""
@@ -132,6 +138,12 @@ class _Search:
                 return replace(found, plan=plan, fastest=best)
         return best
 
+    def _relax(self, candidate: Candidate) -> None:
+        """Bound a candidate by its relaxation."""
+        root = root_of(candidate.timeline, self._problem.job, self._limit)
+        self._roots[candidate] = root
+        self._bounds_s[candidate] = max(root.bound_s * (1 - ROUNDED), self._bounds_s[candidate])
+
     def least(self) -> SearchResult:
         """Return the plan that needs the least memory, communicators included."""
         best: tuple[Candidate, dict[int, UnitLayout], int] | None = None
@@ -139,36 +151,39 @@ class _Search:
             if best is None or (candidate.floor_bytes < best[2] and candidate.any_within(best[2] - 1) is not None):
                 best = candidate, *candidate.least()
         assert best is not None
-        return _decoded(best[0], best[1], None, proven=False)
+        return _decoded(best[0], best[1], None, None)
 
     def _solve(
         self, cutoff_s: float, most_parts: int | None = None
     ) -> tuple[SearchResult, frozenset[Hashable]] | None:
         """Return the fastest plan of at most so many parts, and its parts; None if none is faster than the cutoff."""
-        problem, bounds_s = self._problem, self._bounds_s
-        limit = problem.hardware.tensor_bytes(problem.memory_limit_bytes)
         best: tuple[Candidate, Solution] | None = None
-        best_s, proven = cutoff_s, True
-        for candidate in sorted(self.candidates, key=bounds_s.__getitem__):
-            if bounds_s[candidate] >= best_s:
-                break  # bounds only rise from here
-            if candidate.floor_bytes > limit:
-                continue
-            solution = candidate.quickest(limit, most_parts) or fastest(
-                candidate.timeline, problem.job, limit, cutoff_s=best_s, most_parts=most_parts
-            )
+        best_s = bound_s = cutoff_s
+        waiting = [(bound, number) for number, bound in enumerate(self._bounds_s.values())]
+        heapq.heapify(waiting)
+        while waiting and waiting[0][0] < best_s:
+            _, number = heapq.heappop(waiting)
+            candidate = self.candidates[number]
+            solution = candidate.quickest(self._limit, most_parts)
             if solution is None:
-                if most_parts is None:
-                    bounds_s[candidate] = best_s
-                continue
-            proven = proven and solution.proven
-            if solution.objective < best_s:
-                best, best_s = (candidate, solution), solution.objective
+                if candidate not in self._roots:
+                    self._relax(candidate)
+                    heapq.heappush(waiting, (self._bounds_s[candidate], number))  # another may now come first
+                    continue
+                solution = fastest(
+                    candidate.timeline, self._problem.job, self._limit, cutoff_s=best_s, most_parts=most_parts,
+                    root=self._roots[candidate],
+                )  # fmt: skip
+            if solution is not None:
+                bound_s = min(bound_s, solution.bound)
+                if solution.objective < best_s:
+                    best, best_s = (candidate, solution), solution.objective
         if best is None:
             return None
         candidate, solution = best
-        found = _decoded(candidate, solution.layouts, problem.memory_limit_bytes, proven=proven)
-        assert found.peak_bytes <= problem.room_bytes, "the solver's moments are those of the walk"
+        gap = max(0.0, 1 - bound_s / best_s)
+        found = _decoded(candidate, solution.layouts, self._problem.memory_limit_bytes, gap)
+        assert found.peak_bytes <= self._problem.room_bytes, "the solver's moments are those of the walk"
         return found, candidate.timeline.plan_parts(solution.layouts)
 
 
@@ -200,7 +215,7 @@ def _gained(fastest: SearchResult, found: SearchResult, its: Set[Hashable], part
 
 
 def _decoded(
-    candidate: Candidate, layouts: Mapping[int, UnitLayout], memory_limit_bytes: int | None, *, proven: bool
+    candidate: Candidate, layouts: Mapping[int, UnitLayout], memory_limit_bytes: int | None, gap: float | None
 ) -> SearchResult:
     """Return a candidate's layouts as a plan."""
     problem, ordered = candidate.problem, [layouts[index] for index in range(len(layouts))]
@@ -215,7 +230,8 @@ def _decoded(
         memory_limit_bytes=memory_limit_bytes,
         peak_bytes=memory.on(problem.hardware),
         step_s=time.step_s,
-        proven_optimal=proven,
+        proven_optimal=gap == 0,
+        gap=gap,
         hardware=problem.hardware.summary,
         devices_per_node=problem.hardware.devices_per_node,
     )

@@ -29,10 +29,12 @@ _FEW, _MORE = 12, 4
 """Options of each group in the search for a first plan, and the factor by which they grow while none is found."""
 _FIRST_GAP = 1e-3
 """Relative gap of the search for a first plan, which only bounds the search after it."""
-_MOST_NODES, _MOST_SCIP_NODES, _MOST_WORK = 1000, 150_000, 8.0
-"""Limits of one search: nodes of branch and bound, nodes of SCIP, and CP-SAT's deterministic seconds. Beyond them the
-search returns its best plan without a proof. No limit depends on a clock, so that equal problems always give equal
-plans."""
+_SCIP_WORK, _MANY_NODES, _MOST_NODES, _MOST_WORK = 500_000, 100, 1000, 8.0
+"""Limits of one search: SCIP's variables times nodes at one node; nodes of branch and bound before the gap grows to
+`_ENOUGH`, and in all; CP-SAT's deterministic seconds. Beyond them the search returns its best plan, with the gap that
+it proved. No limit depends on a clock, so that equal problems always give equal plans."""
+_ENOUGH = 1e-3
+"""Relative gap that is enough where a smaller one takes long: no rate is known better."""
 _ROUNDING = 2**22
 """Rounding error of a bound of the linear solver, in steps of the objective."""
 Kept: TypeAlias = dict[UnitGroup, set[Option]]
@@ -49,8 +51,27 @@ class Solution:
     """Layout of each unit, by index."""
     objective: float
     """Sum of the options' seconds in a step."""
-    proven: bool
-    """Whether no other plan is faster."""
+    bound: float
+    """Proven lower bound on the objective of every plan."""
+
+    @property
+    def proven(self) -> bool:
+        """Whether no other plan is faster."""
+        return self.bound >= self.objective
+
+
+class Root(NamedTuple):
+    """The relaxation with every option, which bounds every plan."""
+
+    relaxed: Relaxation | None
+    """None if no plan fits, or rounding errors are too large."""
+    bound_s: float
+    """Lower bound on the seconds of a step; infinite if no plan fits."""
+
+
+def root_of(timeline: Timeline, job: TrainingJob, limit_bytes: int) -> Root:
+    """Return the relaxation with every option."""
+    return _BranchAndBound(timeline, job, limit_bytes).root()
 
 
 def fastest(
@@ -60,18 +81,16 @@ def fastest(
     *,
     cutoff_s: float = math.inf,
     most_parts: int | None = None,
+    root: Root | None = None,
 ) -> Solution | None:
     """Return the fastest layouts with every moment within the limit; None if no plan both fits and is faster than the
     cutoff. With `most_parts`, only plans of at most so many parts (`Option.parts`) count; a cutoff is then needed.
 
-    If the solver gave up, the result is the best plan so far, not proven; without a plan it has no layouts and an
-    infinite objective.
+    If the solver gave up, the result is the best plan so far; without a plan it has no layouts and an infinite
+    objective. `root` is the relaxation, if it is known.
     """
-    search = _BranchAndBound(timeline, job, limit_bytes, cutoff_s, most_parts)
-    search.run()
-    if search.proven:
-        return search.found
-    return replace(search.found or Solution(layouts={}, objective=math.inf, proven=False), proven=False)
+    search = _BranchAndBound(timeline, job, limit_bytes)
+    return search.run(root or search.root(), cutoff_s, most_parts)
 
 
 def any_within(
@@ -100,43 +119,54 @@ class _Node(NamedTuple):
 class _BranchAndBound:
     """A search by branch and bound; costs are in steps of the objective."""
 
-    def __init__(
-        self, timeline: Timeline, job: TrainingJob, limit_bytes: int, cutoff_s: float, most_parts: int | None
-    ) -> None:
-        self.found: Solution | None = None
-        self.proven = True
-        self._timeline, self._job, self._limit, self._most_parts = timeline, job, limit_bytes, most_parts
+    def __init__(self, timeline: Timeline, job: TrainingJob, limit_bytes: int) -> None:
+        self._timeline, self._job, self._limit = timeline, job, limit_bytes
+        self._most_parts: int | None = None
         self._groups = {group.units: group for group in timeline.groups}
         largest = (
             sum(len(group.units) * max(option.seconds for option in group.options) for group in timeline.groups) or 1.0
         )
         self._scale = _RESOLUTION / largest
-        self._best = cutoff_s * self._scale
-        self._gap = 0.0
+        self._best, self._left, self._gap = math.inf, math.inf, 0.0
+        """Cost of the best plan or the cutoff, least bound of the nodes left out, relative gap of the search."""
+        self._found: Solution | None = None
         self._open: list[_Node] = []
         self._numbers = itertools.count()
-        self._scip_nodes, self._work = _MOST_SCIP_NODES, _MOST_WORK
+        self._work = _MOST_WORK
 
-    def run(self) -> None:
-        """Search until no remaining node can be faster than the best plan."""
+    def root(self) -> Root:
+        """Return the relaxation with every option."""
         every = {group: set(group.options) for group in self._timeline.groups}
         program = self._program(every, {}, linear=True)
-        if (relaxed := program.relax()) is None:
-            if not program.infeasible:
-                self._solve(every, {})
-            return
-        few = _FEW
-        while self._best == math.inf and few < max(map(len, every.values())):
-            first = {
-                self._groups[group.units]: set(sorted(group.options, key=added.__getitem__)[:few])
-                for group, added in relaxed.added.items()
-            }
-            self._explore(relaxed.bound, first, _FIRST_GAP)
-            few *= _MORE
-        self.proven = True  # this search includes the options that the first one left out
-        self._explore(relaxed.bound, self._worthwhile(relaxed), 0.0)
-        if self.found is None and not self.proven and self._best == math.inf:
-            self._take_any()
+        relaxed = program.relax()
+        bound = math.inf if program.infeasible else 0.0 if relaxed is None else relaxed.bound / self._scale
+        return Root(relaxed=relaxed, bound_s=bound)
+
+    def run(self, root: Root, cutoff_s: float, most_parts: int | None) -> Solution | None:
+        """Search until no remaining node can be faster than the best plan, or too much work is done."""
+        self._best, self._most_parts = cutoff_s * self._scale, most_parts
+        every, relaxed = {group: set(group.options) for group in self._timeline.groups}, root.relaxed
+        if relaxed is None:
+            if root.bound_s < math.inf:
+                self._solve(every, {}, 0.0)
+        else:
+            few = _FEW
+            while self._best == math.inf and few < max(map(len, every.values())):
+                first = {
+                    self._groups[group.units]: set(sorted(group.options, key=added.__getitem__)[:few])
+                    for group, added in relaxed.added.items()
+                }
+                self._explore(relaxed.bound, first, _FIRST_GAP)
+                few *= _MORE
+            self._left = math.inf  # this search includes what the first one left out
+            self._explore(relaxed.bound, self._worthwhile(relaxed), 0.0)
+        if self._left < self._best:
+            if self._best == math.inf:
+                self._take_any()
+            return replace(
+                self._found or Solution(layouts={}, objective=math.inf, bound=0.0), bound=self._left / self._scale
+            )
+        return self._found
 
     def _explore(self, bound: float, kept: Kept, gap: float) -> None:
         """Search these options until no remaining node can be faster by more than the relative gap."""
@@ -147,10 +177,12 @@ class _BranchAndBound:
             {group.units: Pattern.undecided(group) for group in self._timeline.groups if len(group.units) > 1},
         )
         for visited in itertools.count():
-            if not self._open or self._is_slow(self._open[0].bound):
+            if visited == _MANY_NODES:
+                self._gap = _ENOUGH
+            if self._open and (visited == _MOST_NODES or self._work <= 0 or self._is_slow(self._open[0].bound)):
+                self._leave(self._open[0].bound)
                 return
-            if visited == _MOST_NODES or min(self._scip_nodes, self._work) <= 0:
-                self.proven = False
+            if not self._open:
                 return
             self._visit(heapq.heappop(self._open))
 
@@ -160,17 +192,16 @@ class _BranchAndBound:
         """
         kept = node.kept
         for whole in (False, True):
-            program = self._program(kept, node.patterns, linear=True)
-            relaxed = program.relax(
-                gap=max(self._gap, MIN_GAIN) if whole else None, most_nodes=max(1, self._scip_nodes)
-            )
-            self._scip_nodes -= program.nodes
+            program = self._program(kept, node.patterns, linear=True, cheaper=self._most_parts is not None)
+            relaxed = program.relax(gap=max(self._gap, MIN_GAIN) if whole else None, most_work=_SCIP_WORK)
             if relaxed is None:
                 if not program.infeasible:
-                    self._solve(kept, node.patterns)
+                    self._solve(kept, node.patterns, node.bound)
                 return
             if self._is_slow(relaxed.bound):
+                self._leave(relaxed.bound)
                 return
+            node = node._replace(bound=relaxed.bound)
             kept = kept if whole else self._worthwhile(relaxed)
             worst = [
                 (found, units)
@@ -179,18 +210,36 @@ class _BranchAndBound:
             ]
             if worst:
                 found, units = max(worst)
-                self._branch(node._replace(bound=relaxed.bound, kept=kept), units, found)
+                self._branch(node._replace(kept=kept), units, found)
                 return
         assert relaxed is not None
         if not self._accept(program.counts(relaxed)):
-            self._solve(kept, node.patterns)
+            self._solve(kept, node.patterns, node.bound)
+        elif self._gap:
+            self._leave(node.bound)
+        elif not relaxed.optimal:
+            self._solve_cheaper(node._replace(kept=kept))
+
+    def _solve_cheaper(self, node: _Node) -> None:
+        """Solve a node once more over whole numbers, in another way: only for plans faster than the best, and without
+        presolving. What takes SCIP long in one way is often quick in another.
+        """
+        program = self._program(node.kept, node.patterns, linear=True, cheaper=True)
+        relaxed = program.relax(gap=MIN_GAIN, most_work=_SCIP_WORK, presolve=False)
+        bound = node.bound if relaxed is None else max(node.bound, relaxed.bound)
+        if not (program.infeasible or (relaxed and self._accept(program.counts(relaxed)) and relaxed.optimal)):
+            self._leave(bound)
+
+    def _leave(self, bound: float) -> None:
+        """Leave out a node with this bound."""
+        self._left = min(self._left, bound)
 
     def _take_any(self) -> None:
         """Adopt any plan that fits, because the search gave up before it found one."""
         layouts = any_within(self._timeline, self._job, self._limit)
         if layouts is not None:
             seconds = sum(option.seconds for option in self._timeline.chosen(layouts))
-            self.found = Solution(layouts=layouts, objective=seconds, proven=False)
+            self._found = Solution(layouts=layouts, objective=seconds, bound=seconds)
 
     def _is_slow(self, bound: float) -> bool:
         """Return whether a node with this bound can be skipped."""
@@ -218,14 +267,14 @@ class _BranchAndBound:
             for group, added in relaxed.added.items()
         }
 
-    def _program(self, kept: Kept, patterns: Patterns, *, linear: bool = False, any_cost: bool = False) -> Program:
-        """Return the program of plans that are faster than the best so far; with `any_cost`, of all plans."""
+    def _program(self, kept: Kept, patterns: Patterns, *, linear: bool = False, cheaper: bool = False) -> Program:
+        """Return the program of all plans; with `cheaper`, of those that are faster than the best so far."""
         program = Program(self._timeline.keeping(kept), self._job, self._limit, linear=linear, patterns=patterns)
         if self._most_parts is not None:
             program.limit_parts(self._most_parts)
-        found = self._best != math.inf and not any_cost
+        below = cheaper and self._best < math.inf
         program.minimize_seconds(
-            self._scale, max(-1, int(self._best) - 1 - int(self._best * MIN_GAIN)) if found else None
+            self._scale, max(-1, int(self._best) - 1 - int(self._best * MIN_GAIN)) if below else None
         )
         return program
 
@@ -236,23 +285,27 @@ class _BranchAndBound:
             self._groups[units]: {option for option, number in numbers.items() if number}
             for units, numbers in chosen.items()
         }
-        program = self._program(taken, {}, any_cost=True)
+        program = self._program(taken, {})
         program.fix(chosen)
         return self._solved(program)
 
-    def _solve(self, kept: Kept, patterns: Patterns) -> None:
-        """Solve a node by CP-SAT alone."""
-        self._solved(self._program(kept, patterns))
+    def _solve(self, kept: Kept, patterns: Patterns, bound: float) -> None:
+        """Solve a node of this bound by CP-SAT alone, unless the bound is near the best plan."""
+        if bound > self._best * (1 - _ENOUGH):
+            self._leave(bound)
+            return
+        program = self._program(kept, patterns, cheaper=True)
+        if not (self._solved(program) or program.infeasible):
+            self._leave(bound)
 
     def _solved(self, program: Program) -> bool:
-        """Solve a program by CP-SAT and adopt its solution; return whether it has one."""
+        """Solve a program by CP-SAT and adopt its solution; return whether it is proven optimal."""
         solved = program.solve(max(0.01, self._work))
         self._work -= program.work
-        self.proven = self.proven and not program.gave_up
         if solved is None:
             return False
         layouts, cost, complete = solved
-        self.proven = self.proven and complete
         if cost < self._best:
-            self.found, self._best = Solution(layouts=layouts, objective=cost / self._scale, proven=complete), cost
-        return True
+            seconds = cost / self._scale
+            self._found, self._best = Solution(layouts=layouts, objective=seconds, bound=seconds), cost
+        return complete

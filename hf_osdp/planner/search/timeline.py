@@ -159,7 +159,7 @@ class BatchCosts:
         costs = self._segment_bytes(indices[0], layout.activations, others)
         after = terms.gradients_after + terms.reduced_after
         reduced = costs.gradient - costs.saved - terms.kept - waiting + terms.reduce_input
-        highest = reduced + max(terms.unsharded_gradients, after + terms.reduce_work)
+        highest = reduced + max(terms.unsharded_gradients + terms.reduce_copy, after + terms.reduce_work)
         return replace(first, left_by_backward=after - waiting, reduce_peak=highest, later=tuple(later))
 
     def _call(self, index: int, whole: Option, others: _Others) -> Option:
@@ -169,7 +169,7 @@ class BatchCosts:
         return replace(
             whole,
             left_by_forward=costs.saved + terms.kept,
-            copy_out_peak=terms.gather_buffer + terms.gathered,
+            copy_out_peak=terms.gather_buffer + terms.gathered + terms.copy_out,
             forward_peak=terms.gather_buffer + terms.gathered + costs.forward_peak,
             gather_peak=own + terms.prefetched + (0 if terms.kept else terms.cast_buffer),
             compute_peak=own + costs.backward_peak,

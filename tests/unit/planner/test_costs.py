@@ -5,6 +5,7 @@ The unit has w (8, 3) and b (8,) in float32, both trainable: 32 elements, 128 by
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from hf_osdp.planner.cost.collectives import collective_seconds, replicate_ring, shard_ring
 from hf_osdp.planner.cost.units import UnitBytes, UnitSeconds, merged_gradients, unit_bytes, unit_seconds
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
-from hf_osdp.planner.description import Activations, DType, GatherSpan, ParameterSpec, UnitDescription
+from hf_osdp.planner.description import Activations, DType, GatherSpan, ParameterSpec, UnitDescription, shard_dim
 from hf_osdp.planner.hardware import Backend, Collective, FsdpOverhead, Hardware, HostSpec, WorkTime
 from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from tests.helpers.hardware import toy_hardware
@@ -40,6 +41,7 @@ def layout(g: int, *, keep: bool = False, hold: bool = False, **more: Any) -> Un
 
 UNIT = unit_of(parameter("w", 8, 3), parameter("b", 8))
 TEN_ROWS = unit_of(parameter("w", 10, 3))
+STACK = unit_of(parameter("w", 2, 8, 3), parameter("b", 8))
 IN_BF16 = unit_of(parameter("w", 8, 4, dtype=DType.BFLOAT16))
 FROZEN = unit_of(parameter("w", 8, 3, requires_grad=False), parameter("b", 8))
 ROOT = unit_of(parameter("w", 8, 3), span=GatherSpan.STEP)
@@ -107,6 +109,16 @@ SOME_TERMS = {
     "reduce buffer padded to 2": (dict(g=2, unit=TEN_ROWS), dict(reduce_tail=120, reduce_input=120)),
     "reduce buffer padded to 4": (dict(g=4, unit=TEN_ROWS), dict(reduce_tail=144, reduce_input=144)),
     "fewer rows than ranks: one on rank 0": (dict(g=4, unit=unit_of(parameter("w", 2, 5))), dict(parameters=20)),
+    "two experts on four ranks: their other dimension": (
+        dict(g=4, unit=STACK),
+        dict(parameters=48 + 8, optimizer=112, gradients_after=56, gathered=224, gather_buffer=224, reduce_input=224,
+             copy_out=192, cast_buffer=192, reduce_copy=192, last_gradient=32 + 192),
+    ),
+    "two experts on two ranks": (dict(g=2, unit=STACK), dict(parameters=112, copy_out=0, reduce_copy=0)),
+    "experts alone: the last gradient is the one that is copied": (
+        dict(g=4, unit=unit_of(parameter("w", 2, 8, 3))),
+        dict(last_gradient=192, reduce_copy=192),
+    ),
     # the cast shard is less than what is gathered from it; the float32 output becomes the float32 gradient
     "bf16": (
         dict(g=4, job=job_of("bf16")),
@@ -205,6 +217,19 @@ def test_unit_bytes_on_host_leave_the_device_whole(g, pinned):
     assert terms(g, on_host=True, job=job_of(step=OptimizerStep.FOREACH)).step_scratch == 0, "the host takes the step"
 
 
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dim"),
+    [
+        ((8, 6, 4), 8, 0), ((8, 6, 4), 16, 0), ((8, 32, 4), 16, 1), ((8, 6, 32), 16, 2), ((8, 32, 4), 1, 0),
+        ((60, 64, 4), 64, 0), ((10, 8, 4), 8, 1), ((2, 32), 16, 0), ((1, 1, 32), 16, 2),
+    ],
+)  # fmt: skip
+def test_stacks_are_sharded_along_another_dimension_where_rows_would_be_padded_by_half(shape, ranks, dim):
+    assert shard_dim(shape, ranks) == dim
+    padded = -(-shape[dim] // ranks) * ranks
+    assert parameter("w", *shape).sharded_numel(ranks) * ranks == math.prod(shape) // shape[dim] * padded
+
+
 def test_scalars_are_never_cut_and_merged_gradients_are_those_of_shared_parameters():
     assert parameter("scale").sharded_numel(4) == 1
     shared = replace(UNIT, shared=(("w", "head.w"),))
@@ -245,9 +270,15 @@ def machine(devices_per_node: int = 4, **more: Any) -> Hardware:
 
 
 def seconds(
-    g: int, *, keep: bool = False, job: TrainingJob | None = None, hardware: Hardware | None = None, **more: Any
+    g: int,
+    unit: UnitDescription = UNIT,
+    *,
+    keep: bool = False,
+    job: TrainingJob | None = None,
+    hardware: Hardware | None = None,
+    **more: Any,
 ) -> UnitSeconds:
-    return unit_seconds(UNIT, layout(g, keep=keep, **more), hardware or machine(), job or job_of())
+    return unit_seconds(unit, layout(g, keep=keep, **more), hardware or machine(), job or job_of())
 
 
 COPY = 2 * 128 / 1e6
@@ -269,6 +300,9 @@ TIMES = {
     "replicated": (
         dict(g=1), dict(gather_forward=0, gather_backward=0, reduce_scatter=0, copy_backward=3 * COPY,
                         optimizer=7 * 128 / 1e6),
+    ),
+    "a stack along another dimension is copied once more": (
+        dict(g=4, unit=STACK), dict(copy_forward=2 * (224 + 192) / 1e6, copy_backward=4 * (224 + 192) / 1e6),
     ),
     "kept: no second gather, nor its copy": (dict(g=4, keep=True),
                                              dict(gather_backward=0, copy_forward=COPY, copy_backward=COPY)),

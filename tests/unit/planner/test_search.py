@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 import hf_osdp.planner.search.search as search_module
+import hf_osdp.planner.search.solver as solver_module
 from hf_osdp.errors import InfeasibleError, OSDPError
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.job import Precision, TrainingJob
@@ -199,19 +200,32 @@ def test_least_memory_is_that_of_a_plan_which_fits_the_host(seed):
         search(problem(model, hardware, job, least - 1))
 
 
-@pytest.mark.parametrize("proven", [(True, False), (False, True), (True, True)])
-def test_plan_is_proven_where_every_solution_was(proven, monkeypatch):
+@pytest.mark.parametrize("share", [1, 0.9])
+def test_gap_of_a_plan_is_that_of_its_solution(share, monkeypatch):
     hardware, job = machine(1, 4), TrainingJob(global_batch_size=64)
     least, ample = (
         least_memory(problem(MODEL, hardware, job)),
         search(problem(MODEL, hardware, job, AMPLE)).plan.peak_bytes,
     )
-    given = iter(proven)
 
     def told(*args, **options):
         found = fastest(*args, **options)
-        return found and replace(found, proven=next(given))
+        return found and replace(found, bound=found.objective * share)
 
     monkeypatch.setattr(search_module, "fastest", told)
-    found = search(problem(MODEL, hardware, job, least + (ample - least) // 5))  # where two batches are solved for
-    assert next(given, None) is None and found.plan.proven_optimal is all(proven)
+    plan = search(problem(MODEL, hardware, job, least + (ample - least) // 5)).plan
+    assert plan.proven_optimal is (share == 1) and plan.gap == pytest.approx(1 - share)
+
+
+def test_gap_bounds_what_a_longer_search_gains(monkeypatch):
+    """Without a node of branch and bound, any plan that fits is taken, and bounded by the relaxation."""
+    hardware, job = machine(1, 4), TrainingJob(global_batch_size=64)
+    wide = transformer(layers=12, hidden=256, vocabulary=500, sequence_length=64)
+    limit = int(1.2 * least_memory(problem(wide, hardware, job)))
+    best_s = search(problem(wide, hardware, job, limit)).time.step_s
+    monkeypatch.setattr(solver_module, "_MOST_NODES", 0)
+    _searched.cache_clear()
+    found = search(problem(wide, hardware, job, limit))
+    _searched.cache_clear()
+    assert not found.plan.proven_optimal and 0 < found.plan.gap < 1
+    assert (1 - found.plan.gap) * found.time.step_s <= best_s * (1 + 1e-6)

@@ -196,6 +196,8 @@ def test_plan_caption_says_where_the_peak_is_and_what_a_step_takes():
     )
     assert step.startswith("Step ") and "samples/s" in step
     assert "Gradients are reduced once per step" in reduced and proven.startswith("Proven")
+    near = plan_caption(replace(PLAN, proven_optimal=False, gap=1.7e-4), estimate)[-1]
+    assert near.startswith("Proven") and "is faster under this limit by more than 0.017 %" in near
     single = replace(PLAN, strategy="ddp", accumulation_steps=1)
     assert len(plan_caption(single, estimated(SMALL, single))) == 2
     for held, said in {
