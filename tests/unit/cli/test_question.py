@@ -101,12 +101,12 @@ def test_what_if_plans_for_other_devices_and_raises_the_batch(planner):
     before, after = planner.what_if(QUESTION, "20GiB", 5)
     assert (
         before.plan is planner.plan(QUESTION).plan
-        and after.change == "5 devices, 20GiB each, global batch raised from 32 to 35"
+        and after.change == "5 devices, global batch raised from 32 to 35, 20GiB each"
     )
     asked = replace(QUESTION, memory_limit="20GiB", devices_per_node=5, global_batch_size=35)
-    assert after.plan is planner.plan(asked).plan and after.plan.world_size == 5
+    assert after.plan == planner.plan(asked).plan and after.plan.world_size == 5
     two = replace(QUESTION, num_nodes=2)
-    assert planner.what_if(two, "30GiB", 2)[1].change == "2 x 2 devices, 30GiB each"
+    assert planner.what_if(two, "30GiB", 2)[1].change == "2 nodes x 2 devices, 30GiB each"
 
 
 def test_what_if_says_what_it_would_need(planner):
