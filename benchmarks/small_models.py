@@ -280,7 +280,8 @@ def _usual_inputs(model: Any, made: torch.Generator, count: int, most: int) -> d
             values = vars(model.config).items()
             placeholders = [v for n, v in values if "image" in n and "token" in n and isinstance(v, int)]
             random = torch.randint(3, most, value.shape, generator=made)
-            batch[name] = torch.where(torch.isin(value, torch.tensor(placeholders or [-1])), value, random)
+            kept = torch.isin(torch.stack((value, random)), torch.tensor(placeholders or [-1])).any(0)
+            batch[name] = torch.where(kept, value, random)
             if isinstance(end := getattr(model.config, "eos_token_id", None), int):
                 batch[name][..., -1] = end  # some classifiers look for it
     return batch

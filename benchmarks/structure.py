@@ -217,6 +217,7 @@ def measure() -> dict[str, object]:
         "statements_of_tests": statements_of((ROOT / "tests").rglob("*.py")),
         "upward_imports": upward_imports(graph),
         "import_cycles": import_cycles(graph),
+        "files_naming_fsdp2s_insides": sum("_fully_shard" in path.read_text("utf-8") for path in known.values()),
         "files_executed": len(before),
         "files_before_fully_shard": before,
     }

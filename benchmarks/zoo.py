@@ -10,7 +10,8 @@ a type that the rule cannot shrink is listed so. Each model goes through four st
 1. stock: two AdamW steps with clipping in one process in float64, finite and the same when repeated;
 2. described: from the configuration alone, with the batch that hf_osdp makes of it, in bf16 as on CUDA;
 3. planned: for two H100 under a limit half-way between the least possible and data parallelism's;
-4. trained: the same two steps on two ranks under a plan that gives neighbouring units different layouts, compared with stage 1.
+4. trained: the same two steps on two ranks under a plan that gives neighbouring units different layouts, compared with stage 1. Blocks are
+   recomputed and on the host in turn, but for those whose forward changes buffers.
 
 Rank 1 does the first stage while rank 0 does the second and third. Results are appended to a file as they come, and a further run with the
 same file goes on, in the order of a hash of the names, so that a part is a fair sample. The exit code is 1 if a model trains unequal.
@@ -198,7 +199,7 @@ and the largest difference.
 
 | outcome | what it means |
 | --- | --- |
-| trained equal | two AdamW steps with clipping on two processes, in float64, under a plan that gives neighbouring units different layouts, recomputes some blocks and keeps others on the host: losses, gradient norms, parameters and buffers differ from one process by at most {tolerance} (the largest: {worst}) |
+| trained equal | two AdamW steps with clipping on two processes, in float64, under a plan that gives neighbouring units different layouts, recomputes some blocks and keeps others on the host: losses, gradient norms, parameters and buffers differ from one process by at most {tolerance}, in new rows as a share of values above 1 (the largest: {worst}) |
 | trained unequal | they differ by more |
 | planned, not trained | described and planned, but the comparison failed; listed below |
 | refused | the stock steps run, and hf_osdp refuses the model; listed below |
@@ -208,7 +209,7 @@ and the largest difference.
 {table}
 
 Written by `python -m benchmarks.zoo --csv docs/data/zoo.csv --markdown docs/models.md FILE` from the results of
-`python -m benchmarks.zoo --out FILE` (two CPU cores, {versions}, 26 November 2026). Descriptions are made in bf16 as on
+`python -m benchmarks.zoo --out FILE` (two CPU cores, {versions}, 26 and 27 November 2026). Descriptions are made in bf16 as on
 CUDA, with the batch that hf_osdp makes of the configuration, pictures included; plans are for two H100 under a limit half-way between the
 least possible memory and data parallelism's. Where a row's plan says that blocks can be recomputed, that was traced as
 well; it takes five times as long. A sample of 20 classes runs in the tests (`tests/distributed/test_zoo.py`).
@@ -235,17 +236,17 @@ well; it takes five times as long. A sample of 20 classes runs in the tests (`te
   outside of blocks belong to the root, except for modules with 2 % of the model's parameters, which are units. Buffers are replicated, and
   come from rank 0 at the start.
 - **Batch norm** (ResNet) stays in float32 under bf16 and fp16: batch norms are then units of their own, and frozen ones return their input's
-  dtype. Each rank normalises by its own samples, as in plain data parallelism, and keeps its own running statistics; rank 0's are saved.
-  Blocks with batch norm are not recomputed, because their statistics would be updated twice.
-- **I-BERT** keeps ranges of activations in buffers, of which each rank has its own, as in FSDP2: losses and gradient norms are equal, only
-  these buffers are not.
+  dtype. Each rank normalises by its own samples, as in plain data parallelism. In the small D-FINE and DEIMv2, norms over the 4 values that 4
+  pictures leave multiply the weights' last bit by 10¹² before the loss, so that no two orders of a sum agree.
+- **Buffers that forward changes** (batch norm, I-BERT's ranges of activations): each rank has its own, as in FSDP2, and rank 0's are saved,
+  with which the comparison is made. Blocks with such buffers are not recomputed, because a second forward would change them twice.
 - **Mixture of experts**: every expert is in its block's unit. With fewer experts than ranks their stacked tensors are sharded along another
   dimension, which divides evenly ([figures](ways_to_fit.md#fewer-experts-than-ranks)). In float64 the experts run one by one (`experts_implementation="eager"`);
   `grouped_mm`, the default, does not support float64.
 - Norms and losses that compute in float32 whatever the dtype of the parameters compute in float64 in this comparison, or their sums would
   depend on their order in the 8th digit.
-- **Detection** is described without its labels, because losses match boxes by their values: the estimate has the mean of the outputs in
-  place of the loss, none of its parts, and a warning says so.
+- **Detection**: losses match boxes by their values. In the trace the boxes of a picture are matched in their order, which costs the same. Where
+  a loss cannot be traced so (D-FINE, DEIMv2), the mean of the outputs stands in its place, and a warning says so.
 """  # noqa: E501
 
 if __name__ == "__main__":

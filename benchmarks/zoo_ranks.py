@@ -29,9 +29,9 @@ from hf_osdp.errors import DescriptionError
 from hf_osdp.modeling.batch import loss_of
 from hf_osdp.modeling.build import disable_cache
 from hf_osdp.modeling.units import find_units
-from hf_osdp.modeling.wrapping import has_running_statistics
 from hf_osdp.planner.description import DType, GatherSpan, ModelDescription
 from hf_osdp.planner.job import Precision, TrainingJob
+from hf_osdp.planner.plan import UnitDecision
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import least_memory, search
@@ -65,7 +65,7 @@ class Row:
     planned: str = ""
     """Layouts of the plan, or why there is none."""
     difference: float | None = None
-    """Largest absolute difference of a loss, gradient norm, parameter or buffer."""
+    """Largest difference of a loss, gradient norm, parameter or buffer, as a share of values above 1."""
     reason: str = ""
     """Why the model was not made or not trained."""
 
@@ -114,10 +114,11 @@ def _tried(row: Row, meshes: Meshes, out: Path) -> Row:
         append(out, replace(row, reason=line_of(error)))
         raise
     if dist.get_rank() == 0:
-        row = replace(row, difference=max(trained.worst_error(reference).values()))
+        row = replace(row, difference=_difference(trained, reference))
     if any(_exchanged((row.difference or 0.0) > TOLERANCE)):  # the stock steps may depend on rounding, too
-        again = _exchanged(_reference(_rounded(_made(row.name)[0]), batches) if dist.get_rank() == 1 else None)[1]
-        by_rounding = max(again.worst_error(reference).values())
+        again = [_reference(_rounded(_made(row.name)[0], seed), batches) for seed in range(4 * dist.get_rank())]
+        others = [each for each in _exchanged(again)[1] if isinstance(each, Trained)]
+        by_rounding = max((_difference(each, reference) for each in others), default=0.0)
         if dist.get_rank() == 0 and (row.difference or 0.0) <= 10 * by_rounding:
             row = replace(
                 row, stock=f"results differ by {by_rounding:.0e} with the weights' last bit", difference=None
@@ -137,13 +138,20 @@ def _made(name: str) -> tuple[nn.Module, Any, str]:
         return model, None, line_of(error)
 
 
-def _rounded(model: nn.Module) -> nn.Module:
+def _rounded(model: nn.Module, seed: int) -> nn.Module:
     """Change each weight's last bit at random, as another order of a sum may."""
-    made = torch.Generator().manual_seed(3)
+    made = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
         last = torch.randint(-1, 2, weight.shape, generator=made, dtype=weight.dtype)
         weight.data *= 1 + torch.finfo(weight.dtype).eps * last
     return model
+
+
+def _difference(one: Trained, other: Trained) -> float:
+    pairs = [(one.losses, other.losses), (one.norms, other.norms)]
+    pairs += [(one.parameters[name], value) for name, value in other.parameters.items() if value.numel()]
+    tensors = ((torch.as_tensor(a).double(), torch.as_tensor(b).double()) for a, b in pairs)
+    return torch.stack([((a - b).abs() / b.abs().clamp(min=1)).max() for a, b in tensors]).max().item()
 
 
 def _exchanged(value: Any) -> list[Any]:
@@ -154,13 +162,12 @@ def _exchanged(value: Any) -> list[Any]:
 
 def _reference(model: nn.Module, batches: Mapping[str, Any]) -> Trained | str:
     """Train in one process with the two ranks' parts in turn; return why that shows nothing."""
-    loss = _with_statistics_of_the_first(2) if has_running_statistics(model) else _loss
     try:
         # some losses average the number of boxes over ranks
         with limited(SECONDS), mock.patch.object(dist, "is_initialized", return_value=False), InDouble():
             trained = train_whole(
-                copy.deepcopy(model), accumulation_steps=2, loss_of=loss, batch_of=partial(_batch_of, batches),
-                steps=STEPS,
+                copy.deepcopy(model), accumulation_steps=2, loss_of=_with_buffers_of_the_first(2),
+                batch_of=partial(_batch_of, batches), steps=STEPS,
             )  # fmt: skip
     except Exception as error:  # a model can raise any exception
         return line_of(error)
@@ -178,18 +185,32 @@ def _loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
     return loss_of(model(**batch))
 
 
-def _with_statistics_of_the_first(parts: int) -> Any:
-    """Return a loss under which only the first of `parts` batches moves running statistics: rank 0's are saved."""
+def _with_buffers_of_the_first(parts: int) -> Any:
+    """Return a loss under which only the first of `parts` batches changes buffers, such as running statistics: those
+    of rank 0 are saved.
+    """
     calls = iter(range(10**6))
 
     def loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-        is_first = next(calls) % parts == 0
-        for module in model.modules():
-            if hasattr(module, "track_running_stats"):
-                module.track_running_stats = is_first
-        return _loss(model, batch)
+        before = [(module._buffers, copy.deepcopy(module._buffers)) for module in model.modules()]
+        found = _loss(model, batch)
+        if next(calls) % parts:
+            for now, earlier in before:
+                now.update(earlier)
+        return found
 
     return loss
+
+
+def _changing(model: nn.Module, batch: Mapping[str, Any]) -> list[nn.Module]:
+    """Return the modules whose forward changes buffers: a second one in backward would change them twice."""
+    tried = copy.deepcopy(model)
+    tried(**batch)
+    pairs = zip(model.modules(), tried.modules(), strict=True)
+    return [
+        module for module, other in pairs
+        if not all(map(torch.equal, module.buffers(recurse=False), other.buffers(recurse=False)))
+    ]  # fmt: skip
 
 
 def _by_plan(model: nn.Module, row: Row, batches: Mapping[str, Any], meshes: Meshes) -> Trained:
@@ -198,7 +219,10 @@ def _by_plan(model: nn.Module, row: Row, batches: Mapping[str, Any], meshes: Mes
         set(re.findall(r"whole step: (.*?)(?:;|$)", row.planned)[0].split()) if "whole step" in row.planned else set()
     )
     units = tuple(replace(unit, span=GatherSpan.STEP) if unit.fqn in in_step else unit for unit in find_units(model))
-    plan = plan_of(units, dist.get_world_size(), "mixed" if has_running_statistics(model) else "everything")
+    with InDouble():
+        changing = set(_changing(model, _batch_of(batches, 0, dist.get_rank(), dist.get_world_size())))
+    plan = plan_of(units, dist.get_world_size(), "everything")
+    plan = replace(plan, units=tuple(_recomputed(decision, model, changing) for decision in plan.units))
     apply_plan(model, plan, units, meshes=meshes)
     verify_applied(model, plan, units)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -207,6 +231,14 @@ def _by_plan(model: nn.Module, row: Row, batches: Mapping[str, Any], meshes: Mes
         return train_sharded(
             model, plan, loss_of=_loss, batch_of=partial(_batch_of, batches), steps=STEPS, optimizer=optimizer
         )
+
+
+def _recomputed(decision: UnitDecision, model: nn.Module, changing: set[nn.Module]) -> UnitDecision:
+    """Leave out the recomputation of a unit that cannot be recomputed."""
+    parts = (part for name in decision.fqn.split("+") for part in model.get_submodule(name).modules())
+    if changing.isdisjoint(parts):
+        return decision
+    return replace(decision, activations=replace(decision.activations, recomputation=None))
 
 
 def _on_paper(row: Row) -> Row:

@@ -22,6 +22,10 @@ class DescriptionTimeoutError(DescriptionError):
     """Describing the model takes too long."""
 
 
+class ManyOperatorsError(DescriptionTimeoutError):
+    """A unit runs more operators than asked for."""
+
+
 class CheckpointingError(DescriptionError):
     """The model's activations cannot be checkpointed."""
 

@@ -20,14 +20,14 @@ from ..planner.presets import preset_names
 from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
 from ..report.plots import NARROW, plan_chart
-from ..report.tables import batch_cells, comparison_table, plan_caption, plan_table, what_if_table
+from ..report.tables import batch_cells, comparison_table, plan_caption, plan_table, rates_line, what_if_table
 from .options import flag_of
 from .output import error_line
 from .question import Planned, Planner, Question
 
 _NAMES = [field.name for field in fields(Question)]
 _LABELS = {
-    "device": "Devices", "num_nodes": "Machines", "devices_per_node": "Devices in each",
+    "model": "Model: a hub id", "device": "Devices", "num_nodes": "Machines", "devices_per_node": "Devices in each",
     "memory_limit": "Limit per device", "precision": "Precision", "sequence_length": "Tokens a sample",
     "global_batch_size": "Samples a step", "compile": "Compile blocks with torch.compile",
 }  # fmt: skip
@@ -76,9 +76,7 @@ def _form() -> tuple[list[Any], gr.Accordion]:
     """Return one input for each field of a question, in the same order, and what folds the config.json away."""
     start = Question()
     with gr.Group(elem_id="form"):
-        model = gr.Dropdown(
-            list(catalogue()), value=start.model, label="Model: a hub id", allow_custom_value=True, elem_id="model"
-        )
+        model = _choice("model", list(catalogue()))
         with gr.Accordion("Or its config.json", open=False, elem_id="or_config") as opened:
             config = gr.Textbox(label="Text of the file", lines=2, max_lines=4, elem_id="config")
             file = gr.File(show_label=False, file_types=[".json"], height=130, elem_id="file")
@@ -151,8 +149,11 @@ def _shown(planned: Planned) -> list[Any]:
     batch, peak, step, rate = batch_cells(plan)
     tiles = {"per step": step, "samples/s": rate, "peak": peak, "samples x micro-steps": batch}
     figures = "".join(f"<div><b>{escape(text)}</b>{name}</div>" for name, text in tiles.items())
-    lines = (*plan_caption(plan, planned.estimate, hardware), planned.case.precision_line, *planned.warnings)
-    caption = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    lines = (
+        *plan_caption(plan, planned.estimate, hardware),
+        rates_line(plan, planned.problem.description, hardware), planned.case.precision_line, *planned.warnings,
+    )  # fmt: skip
+    caption = "".join(f"<p>{escape(_with_fields(line))}</p>" for line in lines)
     table = _table(plan_table(plan, planned.problem.description, planned.estimate))
     most = hardware.device.memory_bytes // GIB
     return [
@@ -236,10 +237,14 @@ def _error(error: Exception, question: Question) -> str:
     """
     if (line := error_line(error, ["plan", *question.options])) is None:
         raise error
-    line = re.sub("--[a-z-]+", lambda flag: _FIELD_OF_FLAG.get(flag[0], flag[0]), line.partition("; see hf-osdp ")[0])
+    line = _with_fields(line.partition("; see hf-osdp ")[0])
     if " --" in line or "(--" in line:
         line = f"{line.rstrip('.')}. Flags with -- are those of hf-osdp plan."
     return _html(f'<div class="error">{escape(line)}</div>')
+
+
+def _with_fields(line: str) -> str:
+    return re.sub("--[a-z-]+", lambda flag: _FIELD_OF_FLAG.get(flag[0], flag[0]), line)
 
 
 def _link(question: Question) -> str:

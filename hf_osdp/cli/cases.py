@@ -238,15 +238,13 @@ class Case:
     def _remedies(self, problem: PlanningProblem) -> Iterator[Remedy]:
         """Yield flags of the command line alone with which some plan fits."""
         from ..planner.search.remedies import fits_by_estimate
-        from ..planner.search.search import search
 
         request = self.request
         if request.device and problem.hardware.host is None and self.device_type == "cuda":
             job = replace(problem.job, host_offload=None, offload_optimizer=None, offload_activations=None)
             for memory in _HOST_MEMORIES:
                 host = Case(replace(request, host_memory=memory)).hardware
-                with suppress(OSDPError, ValueError):
-                    search(replace(problem, hardware=host, job=job))
+                if fits_by_estimate(replace(problem, hardware=host, job=job)):
                     yield Remedy(f"a host with {memory} (--host-memory {memory})", price=Price.DEVICES)
                     break
         if request.lora_rank is None:

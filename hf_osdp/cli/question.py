@@ -19,17 +19,17 @@ from urllib.parse import urlencode
 
 import typer
 
-from ..errors import InfeasibleError
 from ..planner.cost.evaluate import PlanEstimate
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
 from ..planner.search.compare import StrategyResult
-from ..quantities import format_bytes
+from ..quantities import parse_limit
 from ..report.plan_file import PlanInputs
 from ..report.tables import Answer
 from .cases import Case
 from .machine_commands import FILE, launch_file
 from .options import Request, flag_of, with_flags
+from .what_if import answered, on_devices
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _LONGEST_LINK = 30_000
@@ -172,19 +172,10 @@ class Planner:
         until it fills them.
         """
         now = self.plan(question)
-        nodes, batch = now.problem.hardware.nodes, now.problem.job.global_batch_size
-        raised = -(-batch // (nodes * devices_per_node)) * nodes * devices_per_node
-        change = f"{f'{nodes} x ' if nodes > 1 else ''}{devices_per_node} devices, {memory_limit} each"
-        change += f", global batch raised from {batch} to {raised}" if raised != batch else ""
-        changed = replace(
-            question, memory_limit=memory_limit, devices_per_node=devices_per_node, global_batch_size=raised
-        )
-        try:
-            then = self.plan(changed)
-            answer = Answer(question="what if", change=change, problem=then.problem, plan=then.plan)
-        except InfeasibleError as error:
-            answer = Answer(question="what if", change=change, reason=f"needs {format_bytes(error.least_peak_bytes)}")
-        return [Answer(question="as asked", change="", problem=now.problem, plan=now.plan), answer]
+        changed, change = on_devices(now.problem, now.problem.hardware.scaled(devices_per_node=devices_per_node))
+        changed = replace(changed, memory_limit_bytes=parse_limit(memory_limit, name="--memory-limit"))
+        asked = Answer(question="what if", change=f"{change}, {memory_limit} each", problem=changed)
+        return [Answer(question="as asked", change="", problem=now.problem, plan=now.plan), answered(asked)]
 
     def _request(self, question: Question) -> Request:
         if question.config and question.model:

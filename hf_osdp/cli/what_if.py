@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from ..errors import InfeasibleError, OSDPError, ProfileError
+from ..planner.hardware import Hardware
 from ..planner.problem import PlanningProblem
 from ..planner.search.search import frugal_memory, search
 from ..quantities import format_bytes
@@ -84,29 +85,34 @@ def needed_bytes(problem: PlanningProblem) -> float:
 
 
 def twice_the_memory(problem: PlanningProblem) -> Answer:
-    twice = replace(problem, memory_limit_bytes=2 * problem.memory_limit_bytes)
-    change = f"limit {format_bytes(twice.memory_limit_bytes)}"
-    return Answer(question="twice the memory", change=change, problem=twice)
+    twice = 2 * problem.memory_limit_bytes
+    changed = replace(problem, memory_limit_bytes=twice)
+    return Answer(question="twice the memory", change=f"limit {format_bytes(twice)}", problem=changed)
 
 
 def one_more_device(problem: PlanningProblem) -> Answer:
-    """Ask for one more device per node, and one more node if there are several.
+    """Ask for one more device per node, and one more node if there are several."""
+    before = problem.hardware
+    after = before.scaled(nodes=before.nodes + (before.nodes > 1), devices_per_node=before.devices_per_node + 1)
+    changed, change = on_devices(problem, after)
+    return Answer(question="one more device", change=change, problem=changed)
+
+
+def on_devices(problem: PlanningProblem, hardware: Hardware) -> tuple[PlanningProblem, str]:
+    """Return the problem on another number of devices, and the change as text.
 
     The global batch stays if it fills whole micro-steps of the new world size; else it is raised to the next one that
     does.
     """
-    before, job = problem.hardware, problem.job
-    after = before.scaled(nodes=before.nodes + (before.nodes > 1), devices_per_node=before.devices_per_node + 1)
-    unit = after.world_size * (job.micro_batch_size or 1)
+    job, nodes = problem.job, f"{hardware.nodes} nodes x " if hardware.nodes > 1 else ""
+    unit = hardware.world_size * (job.micro_batch_size or 1)
     batch = -(-job.global_batch_size // unit) * unit
-    nodes = f"{after.nodes} nodes x " if after.nodes > 1 else ""
-    change = f"{nodes}{after.devices_per_node} devices"
+    change = f"{nodes}{hardware.devices_per_node} devices"
     if batch != job.global_batch_size:
         change += f", global batch raised from {job.global_batch_size} to {batch}"
-    if before.timings:
+    if problem.hardware.timings:
         change += ", links' rates in place of measured collectives"
-    changed = replace(problem, hardware=after, job=replace(job, global_batch_size=batch))
-    return Answer(question="one more device", change=change, problem=changed)
+    return replace(problem, hardware=hardware, job=replace(job, global_batch_size=batch)), change
 
 
 def largest(

@@ -11,14 +11,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
-    DefaultAllGather,
-    DefaultAllocMixin,
-    DefaultReduceScatter,
-)
 
 from ..planner.hardware import Collective
+from .fsdp_internals import AllGather, DefaultAllGather, DefaultReduceScatter, ReduceScatter
 
 # torch 2.13 deprecates the names that 2.11 has.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -173,13 +168,15 @@ class Stages:
     """Ranks of this node."""
 
 
-class TransportAllGather(DefaultAllocMixin, AllGather):
+class TransportAllGather(AllGather):
     """Gather by a transport. In two stages, gather between nodes first, so that each byte crosses the slow link once
     per node.
 
     With `async_op` it returns the work of the last stage; the first of two has been issued to the current stream, or
     has ended.
     """
+
+    allocate = DefaultAllGather.allocate
 
     def __init__(self, transport: Transport, stages: Stages | None = None, between: Transport | None = None) -> None:
         """Use a transport; in two `stages` also their groups, and the transport `between` nodes if it differs."""
@@ -199,11 +196,13 @@ class TransportAllGather(DefaultAllocMixin, AllGather):
             return self.transport.all_gather(*parts, self.stages.within, async_op=async_op)
 
 
-class TransportReduceScatter(DefaultAllocMixin, ReduceScatter):
+class TransportReduceScatter(ReduceScatter):
     """Reduce by a transport, which may overwrite the input.
 
     In two stages, reduce inside the node first, then between nodes.
     """
+
+    allocate = DefaultReduceScatter.allocate
 
     def __init__(self, transport: Transport, stages: Stages | None = None, between: Transport | None = None) -> None:
         self.transport, self.stages, self.between = transport, stages, between or transport

@@ -41,15 +41,8 @@ def say_once(error: BaseException, name: str = "error") -> None:
 @contextmanager
 def say_while_planning() -> Iterator[None]:
     """Log once, on rank 0 of several, if planning takes more than `_LONG_S`."""
-    said = threading.Timer(
-        _LONG_S,
-        _log.warning,
-        (
-            "Rank 0 has been planning for %.0f s: it describes the model, measures and searches. The others wait for"
-            " its plan; no timeout ends them.",
-            _LONG_S,
-        ),
-    )
+    line = "Rank 0 has been planning for %.0f s: it describes the model, measures and searches. The others wait for its plan; no timeout ends them."  # noqa: E501
+    said = threading.Timer(_LONG_S, _log.warning, (line, _LONG_S))
     said.daemon = True
     if launched_world_size() > 1 and launched_rank() == 0:
         said.start()

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from ..distributed.process_group import all_gather_objects
-from ..modeling.batch import random_states_kept
+from ..modeling.batch import random_states_kept, with_row_length
 
 _MAX_STREAM_SAMPLES = 256
 """Most samples to read from a stream."""
@@ -49,15 +49,9 @@ class Batches:
     def __call__(self, samples: int) -> Any:  # noqa: ANN401  what the collator returns
         """Return the batch that the collator makes from this number of equal samples."""
         batch = _collate(self.collate, [self.sample] * samples)
-        if None in (self.tokens, self.row_tokens) or self.tokens == self.row_tokens:
+        if self.tokens is None or self.row_tokens is None:
             return batch
-        return tree_map_only(torch.Tensor, self._stretch, batch)
-
-    def _stretch(self, tensor: torch.Tensor) -> torch.Tensor:
-        for dim in range(1, tensor.dim()):
-            if tensor.shape[dim] == self.tokens:
-                tensor = tensor.index_select(dim, torch.arange(self.row_tokens or 0) % self.tokens)
-        return tensor
+        return with_row_length(batch, self.tokens, self.row_tokens)
 
     def with_rows(self, length: int | None) -> Batches:
         """Return batches with rows of `length` tokens, if rows have tokens."""

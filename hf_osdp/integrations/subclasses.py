@@ -20,9 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import Trainer as StockTrainer
 
+from ..distributed.fsdp_internals import parameter_groups, stays_gathered
 from ..modeling.batch import Loss
 from ..modeling.units import canonical_name
-from ..sharding.environment import parameter_groups
 from ..tracing.fake_model import rebound
 from ..tracing.tensors import DEVICE, fake_like
 
@@ -219,11 +219,7 @@ def _bytes_on_device(module: nn.Module, seen: set[int]) -> int:
     seen.update(id(tensor) for tensor in new)
     local = [getattr(tensor, "_local_tensor", tensor) for tensor in new]
     nbytes = sum(tensor.numel() * tensor.element_size() for tensor in local)
-    if (
-        new
-        and isinstance(module, FSDPModule)
-        and getattr(module._get_fsdp_state(), "_auto_reshard_after_forward", None) is not False
-    ):
+    if new and stays_gathered(module):
         for parameter in (parameter for group in parameter_groups(module) for parameter in group.fsdp_params):
             dtype = getattr(parameter, "param_dtype", None) or parameter.sharded_param.dtype
             nbytes += parameter.sharded_param.shape.numel() * dtype.itemsize

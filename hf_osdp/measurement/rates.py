@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..distributed.fsdp_internals import DefaultAllGather, DefaultReduceScatter
 from ..distributed.mesh import world_size
 from ..distributed.wire import decode, encode
 from ..planner.description import DType

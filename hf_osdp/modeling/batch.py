@@ -1,4 +1,4 @@
-"""Training batches of Hugging Face models, their loss, and control of packing and random numbers in a forward."""
+"""Training batches of Hugging Face models, their loss, and control of caches and random numbers in a forward."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import DescriptionError
 
@@ -33,6 +33,7 @@ _TOKEN_LABELS = (
     "ConditionalGeneration",
     "TokenClassification",
     "ForPreTraining",
+    "VisionText2Text",
 )
 _SAMPLE_LABELS = (
     "SequenceClassification", "ImageClassification", "AudioClassification", "VideoClassification", "MultipleChoice",
@@ -140,6 +141,18 @@ def plain_batch(batch: Any) -> Any:  # noqa: ANN401
     return {name: plain_batch(value) for name, value in batch.items()} if isinstance(batch, Mapping) else batch
 
 
+def with_row_length(batch: Any, length: int, changed: int) -> Any:  # noqa: ANN401
+    """Return a batch whose dimensions of `length` tokens have another length: they are cut, or repeated."""
+
+    def changed_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        for dim in range(1, tensor.dim()):
+            if tensor.shape[dim] == length:
+                tensor = tensor.index_select(dim, torch.arange(changed) % length)
+        return tensor
+
+    return batch if changed == length else tree_map_only(torch.Tensor, changed_tensor, batch)
+
+
 def output_of(model: nn.Module, batch: Mapping[str, Any], loss: Loss | None = None) -> object:
     """Return the output of a training step: the model's output, or the result of `loss`."""
     plain: dict[str, Any] = plain_batch(batch)
@@ -191,21 +204,24 @@ def check_inputs(inputs: Inputs, model: nn.Module) -> None:
         )
 
 
+_REPLACED: dict[str, tuple[str, Callable[..., object]]] = {
+    # it would build T x T masks for packed sequences, as it cannot read the positions
+    "transformers.masking_utils": ("find_packed_sequence_indices", lambda *args, **kwargs: None),
+    # it would keep fake tensors, such as positions of pictures, for later steps
+    "transformers.pytorch_utils": ("is_torchdynamo_compiling", lambda: True),
+}
+"""Functions of transformers that are replaced in a trace."""
+
+
 @contextmanager
-def without_packing() -> Iterator[None]:
-    """Prevent transformers from building T x T masks for packed sequences, which it does if it cannot read the
-    positions.
-    """
-    masking: Any = sys.modules.get("transformers.masking_utils")
-    original = getattr(masking, "find_packed_sequence_indices", None)
-    if original is None:
+def traceable() -> Iterator[None]:
+    """Replace functions of transformers that depend on values, or keep tensors in caches."""
+    with ExitStack() as stack:
+        for module, (name, function) in _REPLACED.items():
+            if hasattr(found := sys.modules.get(module), name):
+                stack.callback(setattr, found, name, getattr(found, name))
+                setattr(found, name, function)
         yield
-        return
-    masking.find_packed_sequence_indices = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        masking.find_packed_sequence_indices = original
 
 
 @contextmanager

@@ -14,25 +14,24 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 Hook = Callable[[torch.optim.Optimizer], None]
 
 
-class StepHooks(dict[object, Hook]):
-    """Hooks that torch runs as one global hook, which `register` adds with the first of them and which is never
-    removed.
+class StepHooks(dict[Hook, None]):
+    """Hooks that torch runs in order as one global hook, which `register` adds with the first of them and which is
+    never removed.
     """
 
     def __init__(self, register: Callable[[Any], object]) -> None:
         self._register: Callable[[Any], object] | None = register
 
     def add(self, hook: Hook) -> Callable[[], object]:
-        """Run a hook at each step from now on; return a function that removes it."""
+        """Run a hook once at each step from now on; return a function that removes it."""
         if self._register is not None:
             self._register(self._run)
             self._register = None
-        key = object()
-        self[key] = hook
-        return partial(self.pop, key, None)
+        self[hook] = None
+        return partial(self.pop, hook, None)
 
     def _run(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        for hook in tuple(self.values()):
+        for hook in tuple(self):
             hook(optimizer)
 
 

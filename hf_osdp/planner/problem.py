@@ -77,10 +77,10 @@ class PlanningProblem:
         )
 
 
-def check_simplicity(value: object, *, name: str = "simplicity") -> None:
-    """Raise a ValueError, with its `name`, unless the value is a number of at least 0 and below 1."""
+def check_simplicity(value: object) -> None:
+    """Raise a ValueError unless the value is a number of at least 0 and below 1."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
         raise ValueError(
-            f"{name}={value!r} must be the share of a step's time that a simpler plan may cost, at least 0 and below"
-            " 1, such as 0.01."
+            f"simplicity={value!r} must be the share of a step's time that a simpler plan may cost, at least 0 and"
+            " below 1, such as 0.01."
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -269,13 +270,14 @@ def _problem(name: str, value: object, hint: Any) -> str | None:  # noqa: ANN401
 def option_texts() -> dict[str, str]:
     """Return the first paragraph of each option's docstring, which is its help text on command lines."""
     texts = {}
-    for cls in (Decisions, OSDPConfig):
-        (tree,) = ast.parse(inspect.getsource(cls)).body
-        assert isinstance(tree, ast.ClassDef)
-        for option, text in pairwise(tree.body):
-            if isinstance(option, ast.AnnAssign) and isinstance(text, ast.Expr):
-                first = ast.literal_eval(text.value).partition("\n\n")[0]
-                texts[ast.unparse(option.target)] = " ".join(first.replace("`", "").split())
+    with suppress(OSError):  # without source files, options have no texts
+        for cls in (Decisions, OSDPConfig):
+            (tree,) = ast.parse(inspect.getsource(cls)).body
+            assert isinstance(tree, ast.ClassDef)
+            for option, text in pairwise(tree.body):
+                if isinstance(option, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    first = ast.literal_eval(text.value).partition("\n\n")[0]
+                    texts[ast.unparse(option.target)] = " ".join(first.replace("`", "").split())
     return texts
 
 

@@ -1,6 +1,4 @@
-"""`Job`: the options and the known facts of one run, made once by its caller and passed down whole; checks of a given
-plan.
-"""
+"""`Job`: the options and the known facts of one run, made once by its caller and passed down whole."""
 
 from __future__ import annotations
 
@@ -11,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ..errors import PlanError, refuse_first
-from ..planner.description import DType, ModelDescription
+from ..errors import refuse_first
+from ..planner.description import DType
 from ..planner.job import Decisions, OptimizerSpec, Precision, TrainingJob
-from ..planner.plan import Plan
-from ..planner.wire import EXACT, WireFormat, formats_up_to
 from .config import OSDPConfig
 
 if TYPE_CHECKING:
@@ -144,31 +140,3 @@ class Job:
         )  # fmt: skip
         training.micro_batch_sizes(self.world_size)
         return training
-
-
-def check_whole(plan: Plan, description: ModelDescription, optimizer: OptimizerSpec) -> None:
-    """Refuse a given plan that shards, slices or offloads parameters or operators that the optimizer needs whole."""
-    decisions = [
-        plan.decision(unit.fqn) for unit in description.units if unit.trainable_numel and optimizer.looks_at_whole
-    ]
-    sharded = (d.label for d in decisions if d.on_host or (d.shard_size > 1 and optimizer.needs_whole))
-    problem = next((f"has {label} sharded or on the host" for label in sharded), None)
-    if problem or (plan.split.sliced and not optimizer.takes_slices):
-        problem = problem or "cuts operators in slices"
-        needed = "parameters" if optimizer.looks_at_whole else "operators"
-        raise PlanError(
-            f"{optimizer.name} needs whole {needed}, and the plan {problem}; plan again for it, or use AdamW."
-        )
-
-
-def check_communication(plan: Plan, allowed: WireFormat | None) -> None:
-    """Refuse a given plan that sends a coarser format than the user allows, since that changes the rounding of
-    training.
-    """
-    sent = plan.communication
-    if sent not in (EXACT, *formats_up_to(allowed)):
-        option = EXACT if allowed is None else allowed.value
-        raise PlanError(
-            f"The plan sends parameters or gradients in {sent}, but communication={option!r}; set"
-            f" communication={sent!r} if you want that, or plan again."
-        )

@@ -15,17 +15,16 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from ..distributed import restart
+from ..distributed.fsdp_internals import TrainingState, UnitGroup, parameter_groups
 from ..errors import InfeasibleError
-from ..modeling.units import canonical_name, modules_by_name
+from ..modeling.units import modules_by_name
 from ..planner.description import GatherSpan, UnitDescription
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
 from ..planner.search.search import search
 from ..quantities import format_bytes, format_seconds
-from ..sharding.environment import parameter_groups
 from .recalibrate import estimated
 
 _MIN_REDUCTION = 0.05
@@ -54,8 +53,8 @@ _CUDNN_ON_FULL_DEVICE = "cudnn_status_internal_error"
 _FULL_BYTES = 64 * 2**20
 """With less free memory, a device is full for a library that needs workspaces of some MiB."""
 _CUDA_ERROR_MEMORY_ALLOCATION = 2  # in `torch.AcceleratorError.error_code`
-_GATHERS = ("unshard", "wait_for_unshard", "pre_forward", "pre_backward", "_prefetch_unshard")
-_FSDP_FILE, _AUTOGRAD_FILE, _OPTIMIZER_FILE = "_fsdp_param_group.py", "torch/autograd/graph.py", "torch/optim/"
+_GATHERS = ("unshard", "wait_for_unshard", "pre_forward", "pre_backward")
+_AUTOGRAD_FILE, _OPTIMIZER_FILE = "torch/autograd/graph.py", "torch/optim/"
 _AMOUNT = r"(\d+(?:\.\d+)?) ([KMGT]iB|bytes)"
 _REQUESTED = re.compile(f"[Tt]ried to allocate {_AMOUNT}")
 _ALLOCATED = re.compile(f"Of the allocated memory {_AMOUNT} is allocated by PyTorch")
@@ -85,7 +84,6 @@ def is_of_host(error: BaseException) -> bool:
 def place_of(error: BaseException, model: nn.Module, units: Sequence[UnitDescription]) -> str:
     """Return the moment of a training step in which an error was raised, with its unit if that is known."""
     by_name = modules_by_name(model)
-    by_fqn = {name: unit.label for unit in units for name in (unit.fqn, *unit.module_names)}
     labels = {id(by_name[name]): unit.label for unit in units for name in unit.module_names}
     frames = [
         (frame, frame.f_code.co_filename.replace("\\", "/")) for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -93,19 +91,16 @@ def place_of(error: BaseException, model: nn.Module, units: Sequence[UnitDescrip
     in_backward = any(_AUTOGRAD_FILE in file for _, file in frames)
     for frame, file in reversed(frames):
         owner = frame.f_locals.get("self")
-        if file.endswith(_FSDP_FILE):
-            name = canonical_name((getattr(owner, "_module_fqn", None) or "").split(",")[0])
+        if isinstance(owner, UnitGroup):
             moment = "gathering" if frame.f_code.co_name in _GATHERS else "reducing the gradients"
-            return f"{moment} of {by_fqn[name]}" if name in by_fqn else moment
+            return f"{moment} of {owner.label}"
         if isinstance(owner, nn.Module) and id(owner) in labels:
             return f"{'recomputation' if in_backward else 'forward'} of {labels[id(owner)]}"
         if _OPTIMIZER_FILE in file:
             return "the optimizer's step"
     if not in_backward:
         return "code between model and optimizer"
-    begun = [
-        m for m in model.modules() if any(g._training_state is TrainingState.PRE_BACKWARD for g in parameter_groups(m))
-    ]
+    begun = [m for m in model.modules() if any(g.state is TrainingState.PRE_BACKWARD for g in parameter_groups(m))]
     blocks = {id(by_name[name]) for unit in units if unit.span is GatherSpan.USE for name in unit.module_names}
     running = [labels[id(m)] for m in begun if id(m) in blocks]  # other units are in backward until the step ends
     return f"backward of {running[-1]}" if running else "backward"

@@ -20,19 +20,21 @@ from ..modeling.batch import check_inputs
 from ..modeling.build import without_checkpointing
 from ..modeling.quantized import pack
 from ..modeling.split_candidates import split_units
-from ..planner.description import Activations, UnitDescription
+from ..planner.description import Activations, ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
+from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
 from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult, search
+from ..planner.wire import EXACT, WireFormat, formats_up_to
 from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
 from ..sharding.environment import uses_host
 from ..tracing.pictures import UsualBatch
 from .compilation import Compilation, weigh
 from .config import OSDPConfig
-from .job import Job, check_communication, check_whole
+from .job import Job
 from .preflight import Finding, check_model, findings_of, looked_up, memory_now, merged_findings, slow_link
 from .probe import Trial, probe
 from .problem import Describer, FoundPlan, find_plan, plan_from_rank_zero
@@ -218,6 +220,34 @@ def _given(model: nn.Module, job: Job) -> PlannedRun:
     return PlannedRun(
         plan=plan, units=split_units(model, plan.split, config.block_classes, low_precision=low_precision)
     )
+
+
+def check_whole(plan: Plan, description: ModelDescription, optimizer: OptimizerSpec) -> None:
+    """Refuse a given plan that shards, slices or offloads parameters or operators that the optimizer needs whole."""
+    decisions = [
+        plan.decision(unit.fqn) for unit in description.units if unit.trainable_numel and optimizer.looks_at_whole
+    ]
+    sharded = (d.label for d in decisions if d.on_host or (d.shard_size > 1 and optimizer.needs_whole))
+    problem = next((f"has {label} sharded or on the host" for label in sharded), None)
+    if problem or (plan.split.sliced and not optimizer.takes_slices):
+        problem = problem or "cuts operators in slices"
+        needed = "parameters" if optimizer.looks_at_whole else "operators"
+        raise PlanError(
+            f"{optimizer.name} needs whole {needed}, and the plan {problem}; plan again for it, or use AdamW."
+        )
+
+
+def check_communication(plan: Plan, allowed: WireFormat | None) -> None:
+    """Refuse a given plan that sends a coarser format than the user allows, since that changes the rounding of
+    training.
+    """
+    sent = plan.communication
+    if sent not in (EXACT, *formats_up_to(allowed)):
+        option = EXACT if allowed is None else allowed.value
+        raise PlanError(
+            f"The plan sends parameters or gradients in {sent}, but communication={option!r}; set"
+            f" communication={sent!r} if you want that, or plan again."
+        )
 
 
 def check_given_plan(plan: Plan, config: OSDPConfig, peak_bytes: int | None = None) -> None:

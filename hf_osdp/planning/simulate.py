@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..distributed.mesh import Meshes
 from ..errors import OSDPError
-from ..modeling.batch import Loss, same_random_numbers, without_packing
+from ..modeling.batch import Loss, same_random_numbers, traceable
 from ..modeling.build import build_on_meta, checkpoint_blocks
 from ..modeling.wrapping import compiled_by, forward_replaced, under_autocast
 from ..planner.cost.correction import Correction
@@ -101,7 +101,7 @@ def simulate(
     with fake_process_group(plan.world_size), ExitStack() as stack:
         meshes = Meshes("cpu")
         meshes.prepare(plan)  # ranks cannot be read from fake tensors
-        stack.enter_context(without_packing())
+        stack.enter_context(traceable())
         stack.enter_context(same_random_numbers())
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         known = stack.enter_context(KnownValues(alone=False))

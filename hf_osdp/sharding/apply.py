@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
 
 from ..distributed.collectives import Stages, plain_transport, unit_collectives
 from ..distributed.consensus import require_same
+from ..distributed.fsdp_internals import AllGather, ReduceScatter, UnitGroup, owners, parameter_groups
 from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, world_size
 from ..distributed.wire import Replicas, WireTransport
 from ..errors import OSDPError, PlanError, PlanMismatchError
@@ -31,7 +30,7 @@ from ..modeling.wrapping import compile_forward, has_running_statistics, is_comp
 from ..planner.decision import UnitDecision
 from ..planner.description import Activations, DType, GatherSpan, ModelDescription, UnitDescription, shard_dim
 from ..planner.plan import Plan
-from .environment import form_process_group, parameter_groups, uses_host
+from .environment import form_process_group, uses_host
 from .gradients import clip_across_meshes
 from .sharded_class import keep_class, mark_managed, save_whole
 from .state import broadcast_parameters
@@ -110,7 +109,7 @@ def apply_plan(
     refuse_hooks(model)
     view_in(model, None if mp_policy is None else mp_policy.param_dtype)
     replaced = [parameter for parameter in model.parameters() if parameter not in ignored]
-    _fully_shard(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pin_memory)
+    _shard_units(model, managed, ignored, meshes, mp_policy or MixedPrecisionPolicy(), pin_memory)
     clip_across_meshes()
     WeightReads(model, units, scalars, replaced, is_alone=meshes.is_silent)
     return model
@@ -138,7 +137,7 @@ def _change_forwards(units: list[_Unit], compiled_classes: Collection[str]) -> N
             offload(unit.modules[0])
 
 
-def _fully_shard(
+def _shard_units(
     model: nn.Module,
     units: list[_Unit],
     ignored: set[nn.Parameter],
@@ -300,17 +299,17 @@ def read_back(model: nn.Module, units: tuple[UnitDescription, ...]) -> tuple[Uni
     """
     modules = modules_by_name(model)
     names: dict[int, str] = {}
-    owners: dict[tuple[int, str], str] = {}
+    named: dict[tuple[int, str], str] = {}
     """(`id` of the owning module, attribute) → the parameter's first name."""
     for name, module in modules.items():
         module = getattr(module, "_checkpoint_wrapped_module", module)
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
-                owners[id(module), leaf] = names.setdefault(id(parameter), f"{name}.{leaf}".lstrip("."))
-    return tuple(_read_unit(unit, modules[unit.module_names[0]], owners) for unit in units)
+                named[id(module), leaf] = names.setdefault(id(parameter), f"{name}.{leaf}".lstrip("."))
+    return tuple(_read_unit(unit, modules[unit.module_names[0]], named) for unit in units)
 
 
-def _read_unit(unit: UnitDescription, module: nn.Module, owners: dict[tuple[int, str], str]) -> UnitDecision:
+def _read_unit(unit: UnitDescription, module: nn.Module, named: dict[tuple[int, str], str]) -> UnitDecision:
     world, expected, groups = world_size(), _managed_names(unit), parameter_groups(module)
     if not expected:
         return UnitDecision(fqn=unit.fqn, shard_size=world, reshard_after_forward=False)
@@ -322,7 +321,7 @@ def _read_unit(unit: UnitDescription, module: nn.Module, owners: dict[tuple[int,
             f"Unit {unit.label!r} has {len(groups)} FSDP2 parameter groups instead of one; apply the plan to it."
         )
     group, mesh = groups[0], groups[0].mesh_info.mesh
-    held = {owners.get((id(p._module_info.module), p._module_info.param_name), "") for p in group.fsdp_params}
+    held = {named.get((id(module), leaf), "") for module, leaf in (owners(p)[0] for p in group.fsdp_params)}
     if odd := sorted(held ^ expected):
         raise PlanMismatchError(
             f"Unit {unit.label!r} should hold {len(expected)} parameters but holds {len(held)}; the first difference"
@@ -332,7 +331,7 @@ def _read_unit(unit: UnitDescription, module: nn.Module, owners: dict[tuple[int,
         raise PlanMismatchError(f"Unit {unit.label!r} uses a mesh of {mesh.size()} ranks, but {world} are running.")
     return UnitDecision(
         fqn=unit.fqn,
-        shard_size=mesh.size(mesh.ndim - 1),
+        shard_size=group.ranks,
         reshard_after_forward=group.post_forward_mesh_info is not None,
         **_read_collectives(group),
         activations=activations,
@@ -356,14 +355,13 @@ def _managed_names(unit: UnitDescription) -> set[str]:
     return {parameter.name for parameter in unit.parameters if parameter.shape and parameter.numel}
 
 
-def _read_collectives(group: FSDPParamGroup) -> dict[str, Any]:
+def _read_collectives(group: UnitGroup) -> dict[str, Any]:
     """Return the ranks per node of a parameter group's two-stage collectives (1 if in one stage), and its wire
     formats.
     """
     mesh = group.mesh_info.mesh
     shards, replicas = mesh.get_group(mesh.ndim - 1), getattr(group.mesh_info, "replicate_process_group", None)
-    gather: Any = group._all_gather_comm
-    scatter: Any = group._reduce_scatter_comm
+    gather, scatter = group.collectives
     sent = (getattr(collective, "between", None) for collective in (gather, scatter))
     wires = [transport if isinstance(transport, WireTransport) else None for transport in sent]
     stages = getattr(gather, "stages", None)

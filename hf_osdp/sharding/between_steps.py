@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -16,8 +15,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..distributed.process_group import require_all
 from ..errors import OSDPError
 from .gradient_checks import REMEDY
-from .state import broadcast_into, gathered
-from .weight_reads import watched_units
+from .state import broadcast_into, free_gathered, gathered
+from .weight_reads import units_of
 
 _MIXED = ("got mixed torch.Tensor and DTensor", "inputs with different meshes", "must have the same mesh")
 """Parts of torch's messages about operators on shards and whole tensors, or on shards of several layouts."""
@@ -46,7 +45,7 @@ def full_parameters(model: nn.Module, *, write_back: bool = True) -> Iterator[nn
     Raises:
         OSDPError: not every rank enters, or the model is called inside.
     """
-    _free(model)
+    free_gathered(model)
     named = ((module, leaf, p) for module in model.modules() for leaf, p in module._parameters.items())
     held: list[tuple[nn.Module, str, Any]] = [found for found in named if isinstance(found[2], DTensor)]
     if not held:
@@ -70,32 +69,22 @@ def full_parameters(model: nn.Module, *, write_back: bool = True) -> Iterator[nn
             broadcast_into(shard, changed[key])
 
 
-def _free(model: nn.Module) -> None:
-    """Free what was gathered for reads, or by an evaluation."""
-    for _, reads in watched_units(model):
-        reads.end_step()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 @contextmanager
 def _units_at_rest(model: nn.Module) -> Iterator[None]:
     """Refuse calls of the units in this context, and keep FSDP2 from taking a loaded whole parameter for a shard."""
-    groups = {group for group, _ in watched_units(model)}
-    parameters = [parameter for group in groups for parameter in group.fsdp_params]
+    groups = units_of(model)
     handles = [
         module.register_forward_pre_hook(_refuse_call, prepend=True) for group in groups for module in group.modules
     ]
-    for parameter in parameters:
-        parameter.reset_sharded_param = _nothing  # type: ignore[method-assign]  # FSDP2's hook after load_state_dict
+    for group in groups:
+        group.ignore_loads(True)
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-        for parameter in parameters:
-            del parameter.reset_sharded_param
+        for group in groups:
+            group.ignore_loads(False)
 
 
 def _refuse_call(module: nn.Module, args: object) -> NoReturn:
@@ -103,10 +92,6 @@ def _refuse_call(module: nn.Module, args: object) -> NoReturn:
         f"{type(module).__name__} was called within hf_osdp.full_parameters, where its units cannot gather; call the"
         " model after it."
     )
-
-
-def _nothing() -> None:
-    """Replace FSDP2's work after `load_state_dict`."""
 
 
 class AcrossLayouts(TorchDispatchMode):

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from ..distributed.device import own_gpu
+from ..distributed.fsdp_internals import parameter_groups
 from ..distributed.launcher import variable
 from ..distributed.mesh import collective_device
 from ..distributed.process_group import check_ranks
@@ -87,15 +87,6 @@ def mp_policy(precision: Precision) -> MixedPrecisionPolicy | None:
 
 def uses_host(plan: Plan) -> bool:
     return any(unit.on_host for unit in plan.units)
-
-
-def parameter_groups(module: nn.Module | FSDPModule) -> list[FSDPParamGroup]:
-    """Return FSDP2's parameter groups of a module; torch up to 2.11 stores one, later versions a list."""
-    if not isinstance(module, FSDPModule):
-        return []
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return list(groups) if groups is not None else [group for group in [state._fsdp_param_group] if group is not None]
 
 
 def host_parameters(model: nn.Module) -> list[nn.Parameter]:

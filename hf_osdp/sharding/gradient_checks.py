@@ -6,7 +6,7 @@ The checks run when forward begins (shards), in backward (gradients), and before
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -14,11 +14,10 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..distributed.fsdp_internals import FSDPParam, UnitGroup, owners
 from ..distributed.mesh import collective_device, world_size
 from ..errors import OSDPError, UnreducedGradientError
 from .gradients import local
@@ -30,7 +29,7 @@ REMEDY = (
 )
 _MARK_ELEMENTS = 2**8
 """Shards up to this size, or that of the smallest, get zeros; see `_mark`."""
-_Parameters = tuple[list[FSDPParamGroup], list[nn.Parameter]]
+_Parameters = tuple[list[UnitGroup], list[nn.Parameter]]
 """An optimizer's units, and its parameters that the plan does not have, if there are units and several ranks share
 the model.
 """
@@ -53,25 +52,25 @@ class GradientChecks:
 
     def __init__(
         self,
-        labels: dict[FSDPParamGroup, str],
+        groups: Sequence[UnitGroup],
         scalars: Iterable[nn.Parameter],
         replaced: Iterable[nn.Parameter],
         order: UnitOrder | None,
         *,
         is_alone: bool,
     ) -> None:
-        """Take the units' labels, the parameters without dimensions or elements, and the parameters that
-        `fully_shard` replaced by shards.
+        """Take the units, the parameters without dimensions or elements, and the parameters that `fully_shard`
+        replaced by shards.
         """
-        self._labels, self._scalars, self._order, self._is_alone = labels, tuple(scalars), order, is_alone
+        self._groups, self._scalars, self._order, self._is_alone = groups, tuple(scalars), order, is_alone
         self._replaced = WeakIdKeyDictionary(dict.fromkeys(replaced))
         self._shards: dict[FSDPParam, _Shard] = {}
         self._optimizers: WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], _Parameters]] = WeakKeyDictionary()
         self._may_hold = False
         """Gradients of micro-steps wait for the last one, or backward has begun and not ended: perhaps it raised."""
-        self._marks: dict[FSDPParamGroup, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._marks: dict[UnitGroup, tuple[torch.Tensor, torch.Tensor, int]] = {}
         """By unit whose gradients wait: a shard, zeros as its gradient, and their version."""
-        self._unmarked: list[FSDPParamGroup] = []
+        self._unmarked: list[UnitGroup] = []
         """Further units whose gradients wait."""
 
     def forget_shards(self) -> None:
@@ -80,7 +79,7 @@ class GradientChecks:
 
     def forward_begins(self) -> None:
         """Refuse gradients of shards, and changes of shards that FSDP2 would ignore."""
-        for group, label in self._labels.items():
+        for group in self._groups:
             for parameter in group.fsdp_params:
                 shard, seen = parameter.sharded_param, self._shards.get(parameter)
                 if (
@@ -89,7 +88,7 @@ class GradientChecks:
                     or shard.untyped_storage() is not seen.storage
                     or (shard.requires_grad if seen.hooks is None else len(seen.hooks) > 1)
                 ):
-                    self._shards[parameter] = _check_shard(label, parameter, seen)
+                    self._shards[parameter] = _check_shard(group.label, parameter, seen)
 
     def backward_begins(self) -> None:
         """Drop gradients that FSDP2 holds from earlier micro-steps if `zero_grad` was called since."""
@@ -102,20 +101,16 @@ class GradientChecks:
         for group in zeroed:
             if self._order is not None:
                 self._order.forget_gradients()
-            group._partial_reduce_output = None
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+            group.drop_gradients()
         for shard, _, _ in self._marks.values():
             shard.grad = None
         self._marks.clear()
 
     def backward_ends(self) -> None:
         """Check all units after FSDP2's end of backward, and average scalars. Collective."""
-        if all(group.all_reduce_grads for group in self._labels):  # in the last micro-step: ranks may skip others
+        if all(group.all_reduce_grads for group in self._groups):  # in the last micro-step: ranks may skip others
             self._average_scalars()
-        holding = list(filter(_holds, self._labels))
+        holding = list(filter(_holds, self._groups))
         for group in holding:
             waits = (
                 self._order is not None and not group.all_reduce_grads
@@ -126,14 +121,13 @@ class GradientChecks:
                 and (late := next(filter(has_whole_gradient, group.fsdp_params), None)) is not None
             ):
                 raise UnreducedGradientError(
-                    f"Unit {self._labels[group]!r} got a gradient for its {late._module_info.param_name} that was not"
-                    " reduced over the"
+                    f"Unit {group.label!r} got a gradient for its {_name(late)} that was not reduced over the"
                     f" ranks, because it came after the unit's own backward; {REMEDY}."
                 )
         self._mark(holding)
         self._may_hold = bool(holding)
 
-    def _mark(self, holding: list[FSDPParamGroup]) -> None:
+    def _mark(self, holding: list[UnitGroup]) -> None:
         """Give a small shard of each unit whose gradients wait zeros as its gradient, which show later whether
         `zero_grad` was called.
 
@@ -167,7 +161,7 @@ class GradientChecks:
                 group.reshard()
             if self._may_hold and _holds(group):
                 raise OSDPError(
-                    f"optimizer.step() came while gradients of unit {self._labels[group]!r} wait for the last"
+                    f"optimizer.step() came while gradients of unit {group.label!r} wait for the last"
                     " micro-step; pass is_last=True"
                     " in it (under Accelerate, step by sync_gradients), or plan with reduce_every_micro_step=False"
                     " where it has none."
@@ -189,7 +183,7 @@ class GradientChecks:
         ids, scalars = set(map(id, parameters)), set(map(id, self._scalars))
         units = [
             group
-            for group in self._labels
+            for group in self._groups
             if any(id(parameter.sharded_param) in ids for parameter in group.fsdp_params)
         ]
         strange = [p for p in parameters if not isinstance(p, DTensor) and id(p) not in scalars]
@@ -213,7 +207,7 @@ def _check_shard(label: str, parameter: FSDPParam, before: _Shard | None) -> _Sh
     """Return the shard as it is now, with `_refuse` as its only hook; raise if `.data` was assigned or the user has
     hooked it.
     """
-    shard, name = parameter.sharded_param, parameter._module_info.param_name
+    shard, name = parameter.sharded_param, _name(parameter)
     memory, storage = local(shard), shard.untyped_storage()
     if before is not None and memory is before.memory and storage is not before.storage:
         raise OSDPError(
@@ -232,15 +226,19 @@ def _check_shard(label: str, parameter: FSDPParam, before: _Shard | None) -> _Sh
 
 
 def _refuse(label: str, parameter: FSDPParam, gradient: torch.Tensor) -> None:
-    name = parameter._module_info.param_name
     raise UnreducedGradientError(
-        f"Unit {label!r} got a gradient for a shard of its {name}, which is not reduced over the ranks; {REMEDY}."
+        f"Unit {label!r} got a gradient for a shard of its {_name(parameter)}, which is not reduced over the ranks;"
+        f" {REMEDY}."
     )
 
 
-def _holds(group: FSDPParamGroup) -> bool:
+def _name(parameter: FSDPParam) -> str:
+    return owners(parameter)[0][1]
+
+
+def _holds(group: UnitGroup) -> bool:
     """Return whether gradients of a micro-step wait for those of the next."""
-    return group._partial_reduce_output is not None or any(map(has_whole_gradient, group.fsdp_params))
+    return group.holds_sums or any(map(has_whole_gradient, group.fsdp_params))
 
 
 def _was_zeroed(shard: torch.Tensor, zeros: torch.Tensor, version: int) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad
+from torch.nn.utils import clip_grad, clip_grads_with_norm_
 
 from ..distributed.mesh import collective_device, world_size
 
@@ -49,14 +49,14 @@ def _local_power(grads: Sequence[torch.Tensor], norm_type: float) -> torch.Tenso
     device = collective_device() if world_size() > 1 else _main_device(grads)
     groups: dict[tuple[int, torch.device], list[torch.Tensor]] = {}
     for grad in grads:
-        groups.setdefault((_shard_size(grad), local(grad).device), []).append(local(grad))
+        groups.setdefault((shard_size(grad), local(grad).device), []).append(local(grad))
     value = torch.zeros((), dtype=torch.float64, device=device)
-    for (shard_size, _), locals_ in groups.items():
+    for (shards, _), locals_ in groups.items():
         norms = torch.stack([_norm(tensor, norm_type).double() for tensor in locals_]).to(device)
         if math.isinf(norm_type):
             value = torch.maximum(value, norms.max())
         else:
-            value = value + norms.pow(norm_type).sum() * (shard_size / world_size())
+            value = value + norms.pow(norm_type).sum() * (shards / world_size())
     return value
 
 
@@ -67,16 +67,9 @@ def clip_grad_norm_(
     """Scale gradients in place to a norm of at most `max_norm`, as `torch.nn.utils.clip_grad_norm_`; return the
     norm before. Collective.
     """
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = total_norm(grads, norm_type)
-    # 1e-6 as in torch, so that results agree with one process to the last bit.
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for grad in grads:
-        by_device.setdefault(local(grad).device, []).append(local(grad))
-    for device, tensors in by_device.items():
-        torch._foreach_mul_(tensors, factor.to(device))
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    norm = total_norm((parameter.grad for parameter in parameters if parameter.grad is not None), norm_type)
+    clip_grads_with_norm_(_with_local_gradients(parameters), max_norm, norm)
     return norm
 
 
@@ -111,10 +104,15 @@ def clip_across_meshes() -> None:
     ) -> None:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not isinstance(total_norm, DTensor):
-            parameters = [SimpleNamespace(grad=local(p.grad)) for p in parameters if p.grad is not None]  # type: ignore[misc]
+            parameters = _with_local_gradients(parameters)
         stock_scale(parameters, max_norm, total_norm, foreach)
 
     clip_grad._get_total_norm, clip_grad._clip_grads_with_norm_ = norm_of, scale
+
+
+def _with_local_gradients(parameters: Iterable[torch.Tensor]) -> Any:  # noqa: ANN401
+    """Return what torch's functions take for parameters; their gradients are those parts of a rank."""
+    return [SimpleNamespace(grad=local(parameter.grad)) for parameter in parameters if parameter.grad is not None]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,7 +125,8 @@ def _main_device(grads: Sequence[torch.Tensor]) -> torch.device:
     return next((local(grad).device for grad in grads if local(grad).device.type != "cpu"), torch.device("cpu"))
 
 
-def _shard_size(tensor: torch.Tensor) -> int:
+def shard_size(tensor: torch.Tensor) -> int:
+    """Return over how many ranks a tensor is sharded; the other ranks have replicas."""
     if not isinstance(tensor, DTensor):
         return 1
     return math.prod(

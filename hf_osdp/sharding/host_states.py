@@ -6,7 +6,8 @@ They are copied to the device for the step, parameter by parameter, and back; th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -16,12 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import OSDPError
 from ..modeling.activation_offload import copy_stream, host_tensor
-from ..modeling.units import canonical_name
+from ..modeling.units import named_parameters
 from ..planner.description import UnitDescription
 from ..planner.plan import Plan
 from .gradients import local
 from .optimizer import low_bit_spec, unwrapped
-from .optimizer_steps import refuse_closure, step_parts
+from .optimizer_steps import interceptor_of, refuse_closure, step_parts
 
 
 def reason_against_unit_steps(optimizer: torch.optim.Optimizer) -> str | None:
@@ -51,31 +52,28 @@ def bind_optimizer(
     problem = "there are several optimizers" if len(optimizers) > 1 else reason_against_unit_steps(optimizers[0])
     if problem is not None:
         raise OSDPError(f"The plan steps units one by one, but {problem}; set offload_optimizer=False.")
-    optimizer = unwrapped(optimizers[0])
-    bound = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_post_hooks.values()]
-    named = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
-    if not any(isinstance(owner, _HostStates) for owner in bound):
-        _HostStates(optimizer, [[named[p.name] for p in unit.trainable] for unit in offloaded])
+    stages = interceptor_of(unwrapped(optimizers[0])).stages
+    named = named_parameters(model)
+    if not stages:
+        stages.append(_HostStates([[named[p.name] for p in unit.trainable] for unit in offloaded]))
 
 
 class _HostStates:
-    """Step units whose states are on the host, in a hook before the optimizer's own step, and restore their gradients
-    after it.
+    """Step units whose states are on the host before the optimizer's own step, and restore their gradients after it.
 
     While one parameter steps, states of the next ones come to the device and earlier ones leave; the device holds one
     unit's at most.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, units: list[list[nn.Parameter]]) -> None:
+    def __init__(self, units: list[list[nn.Parameter]]) -> None:
         self._units = units
         self._host: dict[tuple[nn.Parameter, str], torch.Tensor] = {}
-        self._gradients: list[tuple[nn.Parameter, torch.Tensor | None]] = []
-        optimizer.register_step_pre_hook(self._before)  # before groups are split by device
-        optimizer.register_step_post_hook(self._after)
 
-    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @contextmanager
+    def __call__(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[None]:
         refuse_closure(optimizer, args, kwargs)
-        self._after(optimizer, args, kwargs)  # an earlier step may have raised before its end
         units = [[parameter for parameter in unit if parameter.grad is not None] for unit in self._units]
         sizes = {parameter: _size_of_states(optimizer, parameter) for parameter in chain(*units)}
         max_bytes = max((sum(map(sizes.__getitem__, unit)) for unit in units), default=0)
@@ -93,14 +91,14 @@ class _HostStates:
                 on_device -= sizes[moved]
                 if not queue:
                     copies.synchronize()
-        self._gradients = [(parameter, parameter.grad) for parameter in sizes]
+        gradients = [(parameter, parameter.grad) for parameter in sizes]
         for parameter in sizes:
             parameter.grad = None
-
-    def _after(self, optimizer: object, args: object, kwargs: object) -> None:
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        self._gradients = []
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
     def _move(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter, *, out: bool) -> _Copies:
         """Copy a parameter's states to the host (`out`), or to its device."""

@@ -65,11 +65,6 @@ def step_sharded(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
         )
 
 
-def is_shared(parameter: torch.Tensor) -> bool:
-    """Return whether a matrix is sharded over several ranks."""
-    return _shard_group(parameter) is not None
-
-
 def _shard_group(parameter: torch.Tensor) -> dist.ProcessGroup | None:
     """Return the group over which a matrix is sharded by rows; None if this rank has all rows."""
     if not isinstance(parameter, DTensor):

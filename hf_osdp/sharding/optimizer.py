@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..distributed.mesh import world_size
 from ..errors import OSDPError
@@ -23,6 +21,7 @@ from ..planner.optimizers import (
     step_of,
 )
 from .bitsandbytes import spec_of_bitsandbytes
+from .gradients import shard_size
 from .muon import is_muon, spec_of_muon
 from .optimizer_trial import COLUMNS, ROWS, after_step, difference_on_shards
 
@@ -94,7 +93,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, apart: Iterable[nn.Paramet
         if isinstance(p, torch.Tensor) and p.requires_grad
     ]
     if getattr(optimizer, "bf16_stochastic_round", False) and any(
-        p.dtype is torch.bfloat16 and _spread(p)[1] > 1 for p in trained
+        p.dtype is torch.bfloat16 and shard_size(p) < world_size() for p in trained
     ):
         raise OSDPError(
             f"{type(optimizer).__name__} rounds parameters in bf16 at random (bf16_stochastic_round=True), so replicas"
@@ -111,7 +110,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, apart: Iterable[nn.Paramet
         )
     gathers = is_muon(optimizer)
     if (whole or gathers) and (
-        split := sum((_spread(p)[0] > 1 and not gathers) or id(p) in apart_ids for p in trained)
+        split := sum((shard_size(p) > 1 and not gathers) or id(p) in apart_ids for p in trained)
     ):
         raise OSDPError(
             f"{type(optimizer).__name__} is not element-wise: it needs whole parameters, and {split} of {len(trained)}"
@@ -146,17 +145,6 @@ def needs_whole(optimizer: torch.optim.Optimizer) -> bool:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0].rstrip('.')}"
-
-
-def _spread(parameter: torch.Tensor) -> tuple[int, int]:
-    """Return over how many ranks a parameter is sharded, and how many hold each shard."""
-    if not isinstance(parameter, DTensor):
-        return 1, world_size()
-    mesh = parameter.device_mesh
-    replicas = math.prod(
-        mesh.size(axis) for axis, placement in enumerate(parameter.placements) if placement.is_replicate()
-    )
-    return mesh.size() // replicas, replicas
 
 
 def spec_of_optimizer(optimizer: torch.optim.Optimizer | None, *, device_type: str) -> OptimizerSpec:

@@ -5,25 +5,24 @@ tensors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.hooks import RemovableHandle
 
 from ..distributed.mesh import world_size
 from ..errors import OSDPError
 from ..modeling.split.names import keep_positions, split_names
 from ..modeling.step_hooks import before_step
-from ..modeling.units import canonical_name
+from ..modeling.units import canonical_name, named_parameters
 from .bitsandbytes import in_float32, is_bitsandbytes, quantize_as_whole, spec_of_bitsandbytes
 from .environment import host_parameters
-from .gradients import local
-from .muon import is_muon, is_shared, step_sharded
+from .gradients import local, shard_size
+from .muon import is_muon, step_sharded
 from .optimizer import ELEMENT_WISE, check_optimizer, unwrapped
 
 _FUSED_ON_HOST = (torch.optim.Adam, torch.optim.AdamW)
@@ -31,6 +30,8 @@ _FUSED_ON_HOST = (torch.optim.Adam, torch.optim.AdamW)
 tensors.
 """
 _KERNELS = {"foreach", "fused"}
+Stage = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]]
+"""Begins before an optimizer's own step, with the step's arguments, and ends after it."""
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -74,8 +75,9 @@ def rebind_parameters(
     A sliced parameter is replaced by all its slices. Refuse the same optimizers as `release_parameters`.
     """
     release_parameters(optimizer, old_names)
-    new = {canonical_name(name): [parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
-    new |= {name: [new[part][0] for part in whole.parts] for name, whole in split_names(model).items()}
+    named = named_parameters(model)
+    new = {name: [parameter] for name, parameter in named.items()}
+    new |= {name: [named[part] for part in whole.parts] for name, whole in split_names(model).items()}
     if missing := [name for group in optimizer.param_groups for name in group["params"] if name not in new]:
         raise OSDPError(
             f"The sharded model has no parameter {missing[0]!r} ({len(missing)} missing), which the optimizer updates."
@@ -101,7 +103,7 @@ def step_on_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 def _apart(model: nn.Module) -> list[nn.Parameter]:
     """Return parameters that are on the host, or slices of a whole parameter."""
-    named = {canonical_name(name): parameter for name, parameter in model.named_parameters(remove_duplicate=False)}
+    named = named_parameters(model)
     return host_parameters(model) + [named[part] for whole in split_names(model).values() for part in whole.parts]
 
 
@@ -119,9 +121,7 @@ def step_by_device(optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter
     another's if rows are uneven). Shards of torch's Muon are stepped after the others (`muon.py`). Hooks that are
     registered later run before ours.
     """
-    if (before := _stepper(optimizer)) is not None:
-        before.remove()
-    _StepByDevice(optimizer, host)
+    interceptor_of(optimizer).host = {id(parameter) for parameter in host}
 
 
 def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.optim.Optimizer], object]) -> None:
@@ -141,7 +141,7 @@ def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.op
             check_optimizer(optimizer, apart)
         elif is_bitsandbytes(optimizer):
             spec_of_bitsandbytes(optimizer)  # refuses options that our step does not support
-        if _stepper(optimizer) is None:
+        if not interceptor_of(optimizer).host:
             step_by_device(optimizer, host)
         if (owner := of()) is not None:
             bind(owner, optimizer)
@@ -150,96 +150,78 @@ def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.op
     weakref.finalize(model, before_step.add(prepare))
 
 
-class _StepByDevice:
-    def __init__(self, optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter]) -> None:
-        self._host = {id(parameter) for parameter in host}
-        self._whole: list[dict[str, Any]] | None = None
-        self._parts: list[list[dict[str, Any]]] = []
-        self._on_shards, self._in_float32 = steps_shards(optimizer), in_float32(optimizer)
-        self._stand_ins: list[tuple[nn.Parameter, nn.Parameter]] = []
-        self._gathered: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
-        """Groups and their parameters that are gathered and stepped after the optimizer's own step."""
-        self._without_modes = ExitStack()
-        self._of = weakref.ref(optimizer)  # a weak reference, because the optimizer holds this object
-        self._handles = [optimizer.register_step_pre_hook(self.begin), optimizer.register_step_post_hook(self.end)]
-        optimizer.register_step_pre_hook = self._register_before  # type: ignore[method-assign]
+class _Interceptor:
+    """What runs around each step of an optimizer: its stages, in order, inside of the hooks of users."""
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        vars(self._of()).pop("register_step_pre_hook", None)
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.stages: list[Stage] = []
+        """They run around `by_device`."""
+        self.host: set[int] = set()
+        """`id`s of parameters on the host."""
+        self._entered = ExitStack()
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
 
-    def _register_before(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Register a hook to run before ours, so that it sees the optimizer's own groups, and may change gradients."""
-        optimizer = self._of()
-        assert optimizer is not None, "it is called on the optimizer"
-        handle = torch.optim.Optimizer.register_step_pre_hook(optimizer, hook)
-        hooks: Any = optimizer._optimizer_step_pre_hooks
-        for key in [key for key in hooks if key != handle.id and is_ours(hooks[key])]:
-            hooks.move_to_end(key)
-        hooks.move_to_end(self._handles[0].id)
-        return handle
+    def _before(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._entered.__exit__(OSDPError, OSDPError(), None)  # restore, if an earlier step raised before its end
+        for stage in (*self.stages, self.by_device):
+            self._entered.enter_context(stage(optimizer, args, kwargs))
 
-    def begin(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.restore(optimizer)  # an earlier step may have raised before its end
-        whole = optimizer.param_groups
-        self._parts = [self._split(optimizer, group) for group in whole]
-        if self._stand_ins or self._gathered:
+    def _after(self, *unused: object) -> None:
+        self._entered.close()
+
+    @contextmanager
+    def by_device(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[None]:
+        """Step groups of one kind of parameters; then restore the optimizer's own groups and states."""
+        whole, plain = optimizer.param_groups, in_float32(optimizer)
+        stand_ins: list[tuple[Any, nn.Parameter]] = []
+        gathered: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
+        parts = [self._split(optimizer, group, stand_ins, gathered) for group in whole]
+        if stand_ins or gathered:
             refuse_closure(optimizer, args, kwargs)
-        self._whole = whole
-        optimizer.param_groups = [part for parts in self._parts for part in parts]
-        for parameter, shard in self._stand_ins:
-            if parameter in optimizer.state:
-                optimizer.state[shard] = optimizer.state.pop(parameter)
-        if is_bitsandbytes(optimizer):
-            quantize_as_whole(optimizer, self._in_float32)
         # other packages step with torch.compile, which refuses to run under a dispatch mode such as a FLOP counter
-        if self._on_shards and not type(optimizer).__module__.startswith(("torch.", "hf_osdp.")):
-            self._without_modes.enter_context(_disable_current_modes())
+        compiles = steps_shards(optimizer) and not type(optimizer).__module__.startswith(("torch.", "hf_osdp."))
+        try:
+            optimizer.param_groups = [part for split in parts for part in split]
+            with _states_of(optimizer, stand_ins), _disable_current_modes() if compiles else nullcontext():
+                if is_bitsandbytes(optimizer):
+                    quantize_as_whole(optimizer, plain)
+                yield
+            for group, parameters in gathered:
+                step_sharded(optimizer, group, parameters)
+        finally:
+            for group, split in zip(whole, parts, strict=True):
+                if split[0] is not group:  # some optimizers keep counters in their groups
+                    group.update({key: value for key, value in split[0].items() if key not in {"params", *_KERNELS}})
+            optimizer.param_groups = whole
 
-    def end(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        for group, parameters in self._gathered:
-            step_sharded(optimizer, group, parameters)
-        for parameter, shard in self._stand_ins:
-            if shard.grad is None:
-                parameter.grad = None
-        self.restore(optimizer)
+    def _split(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: dict[str, Any],
+        stand_ins: list[tuple[Any, nn.Parameter]],
+        gathered: list[tuple[dict[str, Any], list[nn.Parameter]]],
+    ) -> list[dict[str, Any]]:
+        """Return the group itself if all its parameters are of one kind on the device, else one group for each kind.
 
-    def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """Restore the optimizer's own groups and states."""
-        self._without_modes.close()
-        self._gathered = []
-        if self._whole is None:
-            self._stand_ins = []
-            return
-        for group, parts in zip(self._whole, self._parts, strict=True):
-            if parts[0] is not group:  # some optimizers keep counters in their groups
-                group.update({key: value for key, value in parts[0].items() if key not in {"params", *_KERNELS}})
-        for parameter, shard in self._stand_ins:
-            if shard in optimizer.state:
-                optimizer.state[parameter] = optimizer.state.pop(shard)
-            if (
-                shard.data_ptr() != (memory := local(parameter).detach()).data_ptr()
-            ):  # the step has assigned `shard.data`
-                memory.copy_(shard.detach())
-        optimizer.param_groups, self._whole, self._parts, self._stand_ins = self._whole, None, [], []
-
-    def _split(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the group itself if all its parameters are of one kind on the device, else one group for each
-        kind.
+        Append parameters that are stepped as plain tensors to `stand_ins`, with these, and those that are gathered and
+        stepped after the optimizer's own step to `gathered`, with their group.
         """
         kinds: dict[tuple[torch.device, bool, bool], list[nn.Parameter]] = {}
-        given = group["params"]
-        if is_muon(optimizer) and (shared := [p for p in given if is_shared(p)]):
-            self._gathered.append((group, shared))
-            given = [p for p in given if not is_shared(p)]
+        given, on_shards = group["params"], steps_shards(optimizer)
+        if is_muon(optimizer) and (shared := [p for p in given if shard_size(p) > 1]):
+            gathered.append((group, shared))
+            given = [p for p in given if shard_size(p) == 1]
         for parameter in given:
-            on_host = id(parameter) in self._host
-            if self._on_shards and isinstance(parameter, DTensor):
-                parameter = self._stand_in(parameter)
+            on_host = id(parameter) in self.host
+            if on_shards and isinstance(parameter, DTensor):
+                stand_ins.append((parameter, _stand_in(parameter)))
+                parameter = stand_ins[-1][1]
             kinds.setdefault((local(parameter).device, isinstance(parameter, DTensor), on_host), []).append(parameter)
         fuses = type(optimizer) in _FUSED_ON_HOST and not group["differentiable"]
-        unchanged = len(given) == len(group["params"]) and not self._stand_ins
+        unchanged = len(given) == len(group["params"]) and not stand_ins
         if len(kinds) < 2 and unchanged and not (fuses and any(on_host for _, _, on_host in kinds)):
             return [group]
         parts = []
@@ -255,30 +237,43 @@ class _StepByDevice:
             parts.append({**group, **kernels, "params": parameters})
         return parts or [{**group, "params": []}]
 
-    def _stand_in(self, parameter: Any) -> nn.Parameter:  # noqa: ANN401  (a parameter that is a DTensor)
-        """Return a plain parameter with the memory of this rank's shard and its gradient."""
-        shard = nn.Parameter(local(parameter).detach())
-        shard.whole = parameter  # type: ignore[attr-defined]  # for optimizers that decide by the whole size
-        shard.grad = None if parameter.grad is None else local(parameter.grad)
-        self._stand_ins.append((parameter, shard))
-        return shard
+
+def _stand_in(parameter: Any) -> nn.Parameter:  # noqa: ANN401  (a parameter that is a DTensor)
+    """Return a plain parameter with the memory of this rank's shard and its gradient."""
+    shard = nn.Parameter(local(parameter).detach())
+    shard.whole = parameter  # type: ignore[attr-defined]  # for optimizers that decide by the whole size
+    shard.grad = None if parameter.grad is None else local(parameter.grad)
+    return shard
+
+
+@contextmanager
+def _states_of(optimizer: torch.optim.Optimizer, stand_ins: Sequence[tuple[Any, nn.Parameter]]) -> Iterator[None]:
+    """Give the states of sharded parameters to their stand-ins, and take them and the results back."""
+    for parameter, shard in stand_ins:
+        if parameter in optimizer.state:
+            optimizer.state[shard] = optimizer.state.pop(parameter)
+    try:
+        yield
+        for parameter, shard in stand_ins:
+            parameter.grad = None if shard.grad is None else parameter.grad
+    finally:
+        for parameter, shard in stand_ins:
+            if shard in optimizer.state:
+                optimizer.state[parameter] = optimizer.state.pop(shard)
+            memory = local(parameter).detach()
+            if shard.data_ptr() != memory.data_ptr():  # the step has assigned `shard.data`
+                memory.copy_(shard.detach())
 
 
 def step_parts(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Step some of an optimizer's parameters, with the groups' current options, without the optimizer's hooks."""
+    """Step some of an intercepted optimizer's parameters, with the groups' current options, without hooks."""
     whole, chosen = optimizer.param_groups, {id(parameter) for parameter in parameters}
-    stepper = _stepper(optimizer)
     parts = [{**group, "params": [p for p in group["params"] if id(p) in chosen]} for group in whole]
     optimizer.param_groups = [part for part in parts if part["params"]]
     try:
-        if stepper is not None:
-            stepper.begin(optimizer, (), {})
-        type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # the step without torch's hooks
-        if stepper is not None:
-            stepper.end(optimizer, (), {})
+        with interceptor_of(optimizer).by_device(optimizer, (), {}):
+            type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]  # the step without torch's hooks
     finally:
-        if stepper is not None:
-            stepper.restore(optimizer)
         optimizer.param_groups = whole
 
 
@@ -299,11 +294,19 @@ def refuse_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwar
         )
 
 
-def is_ours(hook: object) -> bool:
-    """Return whether a hook of an optimizer is one of this package's."""
-    return getattr(hook, "__module__", "").startswith("hf_osdp.")
+def interceptor_of(optimizer: torch.optim.Optimizer) -> _Interceptor:
+    """Return what runs around an optimizer's steps; make it if there is none."""
+    before_step.add(_intercept_last)
+    return next((owner for _, owner in _interceptors(optimizer)), None) or _Interceptor(optimizer)
 
 
-def _stepper(optimizer: torch.optim.Optimizer) -> _StepByDevice | None:
-    owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_pre_hooks.values())
-    return next((owner for owner in owners if isinstance(owner, _StepByDevice)), None)
+def _intercept_last(optimizer: torch.optim.Optimizer) -> None:
+    """Let users' hooks run first, so that they see the optimizer's own groups, and may change gradients."""
+    hooks: Any = optimizer._optimizer_step_pre_hooks
+    for key, _ in _interceptors(optimizer):
+        hooks.move_to_end(key)
+
+
+def _interceptors(optimizer: torch.optim.Optimizer) -> list[tuple[int, _Interceptor]]:
+    owners = ((key, getattr(hook, "__self__", None)) for key, hook in optimizer._optimizer_step_pre_hooks.items())
+    return [(key, owner) for key, owner in owners if isinstance(owner, _Interceptor)]

@@ -36,20 +36,18 @@ def micro_step(model: nn.Module, *, is_last: bool, plan: Plan | None) -> Iterato
     if not isinstance(model, FSDPModule):
         yield
         return
-    model.set_requires_gradient_sync(is_last)
-    model.set_requires_all_reduce(is_last)
+    model.set_requires_gradient_sync(is_last)  # and with it the all-reduce
     if not is_last and plan is not None:
         modules = modules_by_name(model)
         for unit in plan.units:
             # The modules of a unit share one FSDP2 state.
             if unit.reduce_every_micro_step and isinstance(module := modules[unit.module_names[0]], FSDPModule):
                 module.set_requires_gradient_sync(True, recurse=False)
-                module.set_requires_all_reduce(False, recurse=False)  # the line above enables it as well
+                module.set_requires_all_reduce(False, recurse=False)
     try:
         yield
     finally:
         model.set_requires_gradient_sync(True)
-        model.set_requires_all_reduce(True)
 
 
 def make_optimizer(

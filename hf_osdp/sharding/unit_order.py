@@ -14,21 +14,17 @@ then, by all ranks, and expected next time.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from .environment import parameter_groups
+from ..distributed.fsdp_internals import FSDPParam, TrainingState, UnitGroup, parameter_groups, whole_parameter
 from .unit_agreement import Agreement, Kind
 from .unit_sequences import GATHER, REDUCE, REDUCE_REST, Expected, merged, operation, unit_of
 
@@ -62,36 +58,35 @@ class _Phase:
     issued: set[int] = field(default_factory=set)
     is_longer: bool = False
     """Ranks needed collectives that were not expected."""
-    unready: set[FSDPParamGroup] = field(default_factory=set)
+    unready: set[UnitGroup] = field(default_factory=set)
     """Units whose turn to be reduced was not when this rank had their gradients."""
 
 
 class UnitOrder:
     """Issue the collectives of a model's units in one order on all ranks; `WeightReads` passes it FSDP2's calls."""
 
-    def __init__(self, root: nn.Module, labels: Mapping[FSDPParamGroup, str], host: dist.ProcessGroup) -> None:
+    def __init__(self, root: nn.Module, groups: Sequence[UnitGroup], host: dist.ProcessGroup) -> None:
         """Watch the calls of a sharded model; ranks agree over `host`, a gloo group of all of them."""
-        self._agreement = Agreement(host, list(labels.values()))
-        self._groups = list(labels)
-        self._numbers = {group: number for number, group in enumerate(self._groups)}
-        self._gathers = any(_ranks(group) > 1 for group in self._groups)
+        self._agreement = Agreement(host, [group.label for group in groups])
+        self._groups = groups
+        self._numbers = {group: number for number, group in enumerate(groups)}
+        self._gathers = any(group.ranks > 1 for group in groups)
         self._expected: dict[Kind, Expected] = {}
         self._phase: _Phase | None = None
         self._outermost: nn.Module | None = None
         self._error_before: BaseException | None = None
         self._calls = 0
         """Calls of the model since the last backward."""
-        self._entered: tuple[FSDPParamGroup, ...] = ()
+        self._entered: tuple[UnitGroup, ...] = ()
         """Groups of the unit whose backward begins; gathers of others are FSDP2's prefetches."""
-        self._trained: dict[FSDPParamGroup, set[FSDPParam]] = {}
+        self._trained: dict[UnitGroup, set[FSDPParam]] = {}
         """Parameters that got a gradient on some rank, of units that were reduced; of others, all are reduced."""
         self._touched: set[FSDPParam] = set()
         """Parameters that got a gradient on this rank since the last step."""
         self._zeros: set[FSDPParam] = set()
         """Parameters whose gradients are zeros of this rank, unless another has touched them."""
-        for group in self._groups if self._gathers else ():
-            if _ranks(group) > 1:
-                group.unshard = partial(self._gather, group)  # type: ignore[method-assign]
+        for group in groups:
+            group.gathers = self._gather if group.ranks > 1 else None
         for module in _modules_with_units(root) if self._gathers else ():
             module.register_forward_pre_hook(self._call_begins, prepend=True)
             module.register_forward_hook(self._call_ends, always_call=True)
@@ -105,7 +100,7 @@ class UnitOrder:
             self._begin(Kind(is_backward=True, trains=last, calls=self._calls))
 
     @contextmanager
-    def entering(self, groups: Iterable[FSDPParamGroup]) -> Iterator[None]:
+    def entering(self, groups: Iterable[UnitGroup]) -> Iterator[None]:
         """Mark the beginning of a unit's backward."""
         self.backward_begins()
         self._entered = tuple(groups)
@@ -114,7 +109,7 @@ class UnitOrder:
         finally:
             self._entered = ()
 
-    def reduce(self, group: FSDPParamGroup) -> None:
+    def reduce(self, group: UnitGroup) -> None:
         """Reduce a unit's gradients, if it has any, when its turn comes; else end its backward."""
         ready = group.reduce_grads and any(map(has_whole_gradient, self._reduced_parameters(group)))
         if ready and self._phase is not None:
@@ -134,16 +129,12 @@ class UnitOrder:
         if self._phase is None or not self._phase.kind.is_backward:
             return
         for group in self._groups:
-            if group._training_state != TrainingState.POST_BACKWARD and any(
-                map(has_whole_gradient, group.fsdp_params)
-            ):
+            if group.state != TrainingState.POST_BACKWARD and any(map(has_whole_gradient, group.fsdp_params)):
                 group.post_backward()
         self._take_part_in_rest()
         is_last = all(group.reduce_grads and group.all_reduce_grads for group in self._groups)
         for group in self._groups if is_last else ():
-            if (
-                group._partial_reduce_output is not None
-            ):  # sums of earlier micro-steps of a unit that no rank has used in this one
+            if group.holds_sums:  # of a unit that no rank has used in this micro-step
                 self._agree(REDUCE + 3 * self._numbers[group])
                 self._reduce(group, self._reduced_parameters(group))
         for group in self._groups if is_last else ():
@@ -196,19 +187,19 @@ class UnitOrder:
             phase.expected.keep(seen.tolist())
         return has_zeros
 
-    def _gather(self, group: FSDPParamGroup, async_op: bool = False) -> None:
+    def _gather(self, group: UnitGroup, async_op: bool) -> None:
         """Gather a unit as FSDP2 does, when its turn comes; leave out a prefetch whose turn it is not."""
         need = GATHER + 3 * self._numbers[group]
-        stays = not getattr(group, "unshard_in_backward", True) and group._training_state == TrainingState.PRE_BACKWARD
-        if group._all_gather_result is None and not group.is_unsharded and not stays:
+        stays = not group.unshard_in_backward and group.state == TrainingState.PRE_BACKWARD
+        if not group.is_gathering and not group.is_unsharded and not stays:
             phase = self._phase
             is_early = self._entered and group not in self._entered
             if is_early and phase is not None and phase.position < len(phase.expected.sequence):
                 if phase.expected.sequence[phase.position] != need:
                     return
             self._need(need)
-        type(group).unshard(group, async_op)
-        if self._phase is None and group._all_gather_result is not None:
+        group.gather(async_op)
+        if self._phase is None and group.is_gathering:
             self._agree(None)
 
     def _need(self, need: int) -> None:
@@ -269,70 +260,47 @@ class UnitOrder:
             self._phase.issued.add(need)
             self._phase.unready.update([group] if operation(need) == REDUCE else ())
         if operation(need) == GATHER:
-            self._lend_shard(group)
+            is_backward = self._phase is not None and self._phase.kind.is_backward
+            group.lend_shard(may_need=is_backward and group not in self._entered)
         else:
             parameters = self._reduced_parameters(group) if operation(need) == REDUCE else group.fsdp_params
             self._reduce(group, parameters, lends=True)
 
-    def _lend_shard(self, group: FSDPParamGroup) -> None:
-        """Gather a unit for other ranks; keep it only if this rank holds it already, or needs it in this backward."""
-        pending, is_held = group._all_gather_result, group.is_unsharded
-        is_backward = self._phase is not None and self._phase.kind.is_backward
-        group._all_gather_result = None
-        with group.use_training_state(TrainingState.IDLE):  # on the current stream
-            group._to_sharded()
-            type(group).unshard(group)
-            if pending is not None:
-                group._all_gather_result = pending
-            elif is_held or not was_gathered(group):  # its reduction needs the whole parameters' shapes
-                group.wait_for_unshard()
-                if not is_held:
-                    group._to_sharded()
-            elif not is_backward or not group._post_forward_indices or group in self._entered:
-                group._all_gather_result = None
-
-    def _reduced_parameters(self, group: FSDPParamGroup) -> Iterable[FSDPParam]:
+    def _reduced_parameters(self, group: UnitGroup) -> Iterable[FSDPParam]:
         if getattr(group, "reduce_scatter_unused_params", False):
             return group.fsdp_params
         return self._trained.get(group, group.fsdp_params)
 
-    def _reduce(self, group: FSDPParamGroup, parameters: Iterable[FSDPParam], *, lends: bool = False) -> None:
+    def _reduce(self, group: UnitGroup, parameters: Iterable[FSDPParam], *, lends: bool = False) -> None:
         """Let FSDP2 end a unit's backward and reduce the gradients of these parameters, with zeros where there are
         none.
 
         If this rank only `lends` zeros, or what it has so far, its own backward may come later.
         """
         wanted = {parameter for parameter in parameters if parameter.sharded_param.requires_grad}
-        if wanted and not was_gathered(
-            group
-        ):  # only a replicated unit, which is not sent; `_lend_shard` has gathered others
+        if wanted and not group.was_gathered:  # a replicated unit, which is not sent; `lend_shard` has gathered others
             group.unshard()
             group.wait_for_unshard()
-            group._to_sharded()
+            group.reshard()
         others = []
         for parameter in group.fsdp_params:
+            whole: Any = whole_parameter(parameter)
             if has_whole_gradient(parameter):
                 if parameter in wanted:
                     self._touched.add(parameter)
                 else:
-                    others.append((parameter, parameter._unsharded_param.grad, parameter.unsharded_accumulated_grad))
-                    parameter._unsharded_param.grad = parameter.unsharded_accumulated_grad = None
+                    others.append((parameter, whole, whole.grad, parameter.unsharded_accumulated_grad))
+                    whole.grad = parameter.unsharded_accumulated_grad = None
             elif parameter in wanted:
-                parameter._unsharded_param.grad = torch.zeros_like(parameter._unsharded_param)
+                whole.grad = torch.zeros_like(whole)
                 if parameter.sharded_param.grad is None:
                     self._zeros.add(parameter)
         _use_one_dtype(group)
-        if lends and not group.is_sharded:  # this rank's own backward needs the weights
-            reshards, group.reshard_after_backward = group.reshard_after_backward, False
-            with group.use_training_state(group._training_state):
-                type(group).post_backward(group)
-            group.reshard_after_backward = reshards
-        else:
-            type(group).post_backward(group)
-        for parameter, gradient, accumulated in others:
-            parameter._unsharded_param.grad, parameter.unsharded_accumulated_grad = gradient, accumulated
+        group.end_backward(lends=lends)
+        for parameter, whole, gradient, accumulated in others:
+            whole.grad, parameter.unsharded_accumulated_grad = gradient, accumulated
 
-    def _may_be_late(self, parameter: FSDPParam, group: FSDPParamGroup) -> bool:
+    def _may_be_late(self, parameter: FSDPParam, group: UnitGroup) -> bool:
         """Return whether a gradient may be left at the end of backward; others came after their unit's own, which
         is an error.
         """
@@ -363,40 +331,21 @@ class UnitOrder:
 
 def has_whole_gradient(parameter: FSDPParam) -> bool:
     """Return whether a parameter has a gradient that was not reduced."""
-    whole = getattr(parameter, "_unsharded_param", None)
+    whole = whole_parameter(parameter)
     return (whole is not None and whole.grad is not None) or parameter.unsharded_accumulated_grad is not None
 
 
-def was_gathered(group: FSDPParamGroup) -> bool:
-    """Return whether a unit's whole parameters have been made, without which it has no gradients."""
-    return all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params)
-
-
-def _use_one_dtype(group: FSDPParamGroup) -> None:
+def _use_one_dtype(group: UnitGroup) -> None:
     """Give gradients of the last micro-step the dtype of sums of earlier ones, since FSDP2 reduces gradients of one
     dtype.
     """
     sums = [p.unsharded_accumulated_grad for p in group.fsdp_params if p.unsharded_accumulated_grad is not None]
     for parameter in group.fsdp_params if sums else ():
-        whole = getattr(parameter, "_unsharded_param", None)
+        whole = whole_parameter(parameter)
         if parameter.unsharded_accumulated_grad is None and whole is not None and whole.grad is not None:
             parameter.unsharded_accumulated_grad, whole.grad = whole.grad.to(sums[0].dtype), None
 
 
-def _ranks(group: FSDPParamGroup) -> int:
-    """Return over how many ranks a unit is sharded."""
-    return group.mesh_info.mesh.size(group.mesh_info.mesh.ndim - 1)
-
-
 def _modules_with_units(root: nn.Module) -> list[nn.Module]:
     """Return the units' modules and those around them, whose calls gather."""
-    units = {
-        name for name, module in root.named_modules() if isinstance(module, FSDPModule) and parameter_groups(module)
-    }
-    around = {
-        ".".join(name.split(".")[:depth])
-        for name in units
-        for depth in range(name.count(".") + 2)
-        if name or not depth
-    }
-    return [module for name, module in root.named_modules() if name in around]
+    return [module for module in root.modules() if any(map(parameter_groups, module.modules()))]

@@ -9,25 +9,30 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ..distributed.fsdp_internals import (
+    TrainingState,
+    UnitGroup,
+    owners,
+    parameter_groups,
+    unit_state,
+    whole_parameter,
+)
 from ..distributed.process_group import require_all, step_group
 from ..errors import OSDPError
 from ..modeling.step_hooks import before_step
 from ..modeling.units import modules_by_name
 from ..planner.description import UnitDescription
-from .environment import parameter_groups
 from .gradient_checks import GradientChecks
-from .unit_order import UnitOrder, was_gathered
+from .unit_order import UnitOrder
 
 _Parameters = Iterable[nn.Parameter]
 _IN_CALL = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
@@ -35,10 +40,7 @@ _IN_CALL = (TrainingState.FORWARD, TrainingState.PRE_BACKWARD)
 
 
 class WeightReads:
-    """Gather units whose weights are read outside of a call.
-
-    Hooks of the root module hold it, and it wraps FSDP2's own backward.
-    """
+    """Gather units whose weights are read outside of a call; hooks of the root module and of FSDP2's units hold it."""
 
     def __init__(
         self,
@@ -58,28 +60,27 @@ class WeightReads:
         self.after_evaluation = False
         """True after the root's forward without gradients; a loss may follow."""
         modules = modules_by_name(root)
-        self._labels = {
-            group: unit.label for unit in units for group in parameter_groups(modules[unit.module_names[0]])
-        }
+        groups = []
+        for unit in units:
+            for group in parameter_groups(modules[unit.module_names[0]]):
+                group.label, group.reduces = unit.label, self._reduce
+                groups.append(group)
         host = None if is_alone else step_group()
-        self._order = None if host is None else UnitOrder(root, self._labels, host)
-        self._checks = checks = GradientChecks(self._labels, scalars, replaced, self._order, is_alone=is_alone)
+        self._order = None if host is None else UnitOrder(root, groups, host)
+        self._checks = checks = GradientChecks(groups, scalars, replaced, self._order, is_alone=is_alone)
         weakref.finalize(checks, before_step.add(partial(_step_begins, weakref.ref(checks))))
-        self._pinned: list[FSDPParamGroup] = []
-        self._gathered: list[FSDPParamGroup] = []
+        self._pinned: list[UnitGroup] = []
+        self._gathered: list[UnitGroup] = []
         self._hooked: dict[int, torch.Tensor] = {}
-        for group in self._labels:
-            group.post_backward = partial(self._reduce, group)  # type: ignore[method-assign]
-            for info in (parameter._module_info for parameter in group.fsdp_params):
-                for owner in (info.module, *info.shared_modules):
-                    if not isinstance(owner._parameters, _WatchedParameters):
-                        owner.__dict__["_parameters"] = _WatchedParameters(owner._parameters, group, self)
-                        owner.register_load_state_dict_pre_hook(_load_as_shards)
+        for group in groups:
+            for owner in (owner for parameter in group.fsdp_params for owner, _ in owners(parameter)):
+                if not isinstance(owner._parameters, _WatchedParameters):
+                    owner.__dict__["_parameters"] = _WatchedParameters(owner._parameters, group, self)
+                    owner.register_load_state_dict_pre_hook(_load_as_shards)
         for module in root.modules():
             if isinstance(module, FSDPModule):
-                state = module._get_fsdp_state()
-                state._root_post_backward_final_callback = partial(self._backward_ends, state)  # type: ignore[method-assign]
-                state._pre_backward = partial(self._backward_begins, state, state._pre_backward)  # type: ignore[method-assign]
+                state = unit_state(module)
+                state.begins, state.ends = self._backward_begins, self._backward_ends
                 if module is not root:
                     module.register_forward_pre_hook(self._unit_begins, prepend=True)
                 else:
@@ -93,24 +94,24 @@ class WeightReads:
         )  # FSDP2 would read whole weights after an evaluation
         root._apply = partial(self._apply, root._apply)  # type: ignore[method-assign]  # as `model.to(...)` does
 
-    def read(self, group: FSDPParamGroup) -> None:
+    def read(self, group: UnitGroup) -> None:
         """Prepare a unit for a read of one of its parameters. Collective if the unit is sharded at the time."""
-        if not self.active or group._training_state in _IN_CALL:
+        if not self.active or group.state in _IN_CALL:
             return
         if not group.is_unsharded:
             if self.after_evaluation:  # one rank alone may read a weight then
-                require_all(f"Reading a weight of {self._labels[group]} after forward")
+                require_all(f"Reading a weight of {group.label} after forward")
             group.unshard()
             group.wait_for_unshard()
             self._gathered.append(group)
-        if torch.is_grad_enabled() and group not in self._pinned:
+        if torch.is_grad_enabled() and not group.is_pinned:
             # Reduce once all gradients exist: a reduction after a call in the same step would miss the gradient of the
             # read.
-            group.reshard = _postpone  # type: ignore[method-assign]
+            group.is_pinned = True
             self._pinned.append(group)
             for parameter in group.fsdp_params:
-                whole = parameter._unsharded_param
-                if whole.requires_grad and self._hooked.get(id(parameter)) is not whole:
+                whole = whole_parameter(parameter)
+                if whole is not None and whole.requires_grad and self._hooked.get(id(parameter)) is not whole:
                     whole.register_hook(self._register_end_of_backward)
                     self._hooked[id(parameter)] = whole
 
@@ -119,7 +120,7 @@ class WeightReads:
         self.active = False
         self._unpin()
         for group in self._gathered:
-            if group.is_unsharded and group._training_state not in _IN_CALL:
+            if group.is_unsharded and group.state not in _IN_CALL:
                 group.reshard()
         self._gathered.clear()
 
@@ -128,7 +129,7 @@ class WeightReads:
         `model.get_input_embeddings()(ids)`.
         """
         if not self.active or self.after_evaluation:
-            self._root_state._lazy_init()
+            self._root_state.begin()
             self._forward_begins(module, args)
 
     def _forward_begins(self, module: nn.Module, args: object) -> None:
@@ -157,21 +158,21 @@ class WeightReads:
         self._checks.backward_begins()
         if self._order is not None:
             self._order.backward_begins()
-        self._root_state._register_root_post_backward_final_callback()
+        self._root_state.end_later()
 
-    def _backward_ends(self, state: FSDPState) -> None:
+    @contextmanager
+    def _backward_ends(self) -> Iterator[None]:
         """Run FSDP2's end of backward once all gradients exist; then check the units."""
         self._unpin()
         if self._order is not None:
             self._order.backward_ends()
-        type(state)._root_post_backward_final_callback(state)
+        yield
         self._gathered.clear()
         self.active = False
         self._checks.backward_ends()
 
-    def _backward_begins(
-        self, state: FSDPState, pre_backward: Callable[[torch.Tensor], torch.Tensor], gradient: torch.Tensor
-    ) -> torch.Tensor:
+    @contextmanager
+    def _backward_begins(self, groups: list[UnitGroup]) -> Iterator[None]:
         if torch.is_grad_enabled():
             raise OSDPError(
                 "create_graph=True asks for gradients of gradients, which need weights that are freed by then; leave"
@@ -179,16 +180,14 @@ class WeightReads:
                 " penalty, or train this loss with osdp=False."
             )
         self._checks.backward_begins()
-        if self._order is None:
-            return pre_backward(gradient)
-        with self._order.entering(parameter_groups(state._modules[0])):
-            return pre_backward(gradient)
+        with nullcontext() if self._order is None else self._order.entering(groups):
+            yield
 
-    def _reduce(self, group: FSDPParamGroup, *unused: object) -> None:
-        if group in self._pinned or not was_gathered(group):  # FSDP2 raises for units that no rank has used yet
+    def _reduce(self, group: UnitGroup) -> None:
+        if group.is_pinned or not group.was_gathered:  # FSDP2 raises for units that no rank has used yet
             return
         if self._order is None:
-            type(group).post_backward(group)
+            group.end_backward()
         else:
             self._order.reduce(group)
 
@@ -202,7 +201,7 @@ class WeightReads:
 
     def _unpin(self) -> None:
         for group in self._pinned:
-            del group.reshard
+            group.is_pinned = False
         self._pinned.clear()
 
 
@@ -213,7 +212,7 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
 
     __slots__ = ("group", "reads")
 
-    def __init__(self, parameters: dict[str, nn.Parameter | None], group: FSDPParamGroup, reads: WeightReads) -> None:
+    def __init__(self, parameters: dict[str, nn.Parameter | None], group: UnitGroup, reads: WeightReads) -> None:
         super().__init__(parameters)
         self.group, self.reads = group, reads
 
@@ -257,18 +256,15 @@ def _step_begins(checks: weakref.ref[GradientChecks], optimizer: torch.optim.Opt
 
 
 def end_step(model: nn.Module) -> None:
-    """Free weights that were gathered for reads, if no backward follows. Do nothing for an unsharded model."""
-    for hook in model._forward_pre_hooks.values():
-        if isinstance(reads := getattr(hook, "__self__", None), WeightReads):
-            reads.end_step()
+    """Free weights that were gathered for reads, if no backward follows, of a model or a part of one."""
+    for reads in {watched.reads for watched in _watched(model)}:
+        reads.end_step()
 
 
-def watched_units(model: nn.Module) -> Iterator[tuple[FSDPParamGroup, WeightReads]]:
-    """Yield the unit of each module that has parameters under a plan, with its watcher."""
-    for module in model.modules():
-        if isinstance(watched := module._parameters, _WatchedParameters):
-            yield watched.group, watched.reads
+def units_of(model: nn.Module) -> set[UnitGroup]:
+    """Return the units of a model under a plan, or of a part of one."""
+    return {watched.group for watched in _watched(model)}
 
 
-def _postpone(*unused: object) -> None:
-    """Do nothing; replaces FSDP2's reduction and release of a unit until backward has ended."""
+def _watched(model: nn.Module) -> Iterator[_WatchedParameters]:
+    return (module._parameters for module in model.modules() if isinstance(module._parameters, _WatchedParameters))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from traceback import walk_tb
 from typing import Any
 
@@ -14,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..errors import CheckpointingError, DescriptionError, DescriptionTimeoutError
-from ..modeling.batch import check_sequence_length, plain_batch
+from ..errors import CheckpointingError, DescriptionError, DescriptionTimeoutError, ManyOperatorsError
+from ..modeling.batch import check_sequence_length, plain_batch, with_row_length
 from ..modeling.build import build_on_meta, is_checkpointed
 from ..modeling.quantized import packed_copy, restored_elements
 from ..modeling.split_candidates import split_copy
@@ -25,18 +28,23 @@ from ..planner.affine import Affine
 from ..planner.description import DType, GatherSpan, ModelDescription, Segment, UnitDescription, shown_name
 from .attention import ASSUMED_CAPABILITY, AttentionCall, Kernel, capability_here, math_kernel_warning
 from .compiled import NotCompiledError
+from .lengths import SHORTEST, extended
 from .options import DescribeOptions
 from .pictures import UsualBatch
+from .tensors import silenced
 from .trace import Trace, TraceOptions, trace_segments
 
 _log = logging.getLogger(__name__)
+_USUAL_OPERATORS = 1500
+"""Operators of a block in forward or backward above which it may loop over tokens."""
 
 
 def describe(model_or_config: object, **options: Any) -> ModelDescription:
     """Describe a model for the planner: its units, and the memory and computation of each.
 
     No memory is allocated and no weight is changed: a fake copy of the model runs forward and backward. Only the loss
-    is assumed to outlive forward; a loop that keeps the logits through backward also needs their bytes.
+    is assumed to outlive forward; a loop that keeps the logits through backward also needs their bytes. If blocks loop
+    over tokens in Python, costs are extended from short samples (`lengths.extended`), without partial recomputation.
 
     Args:
         model_or_config: a module, real or on the meta device, or a transformers configuration.
@@ -60,14 +68,37 @@ def describe(model_or_config: object, **options: Any) -> ModelDescription:
     check_sequence_length(model, chosen.sequence_length)
     if chosen.split.changes_modules:
         model = split_copy(model, chosen.split)
-    return _Describer(model, chosen).describe()
+    if chosen.sequence_length < SHORTEST or chosen.compile:
+        return _Describer(model, chosen).describe()
+    try:
+        return _Describer(model, chosen, most_operators=_USUAL_OPERATORS).describe()
+    except ManyOperatorsError:
+        short = extended(partial(_describe_short, model, chosen), chosen.sequence_length)
+        return short or _Describer(model, chosen).describe()
+
+
+def _describe_short(
+    model: nn.Module, options: DescribeOptions, tokens: int, *, plain: bool = False, warns: bool = False
+) -> ModelDescription:
+    """Describe a model with shorter samples, to be extended; with `plain` not its recomputation."""
+    usual, length = options.inputs, options.sequence_length
+    inputs = None if usual is None else lambda samples: with_row_length(usual(samples), length, tokens)
+    changed = replace(
+        options, sequence_length=tokens, inputs=inputs, partial_recomputation=False,
+        recomputation=options.recomputation and not plain,
+    )  # fmt: skip
+    with nullcontext() if warns else silenced(__name__):
+        return _Describer(model, changed, is_short=True).describe()
 
 
 class _Describer:
     """Describe one model, which is split already."""
 
-    def __init__(self, model: nn.Module, options: DescribeOptions) -> None:
+    def __init__(
+        self, model: nn.Module, options: DescribeOptions, *, most_operators: float = math.inf, is_short: bool = False
+    ) -> None:
         self._model, self._options = model, options
+        self._most_operators, self._is_short = most_operators, is_short
         self._name = class_of(model).__name__
         self._modules = modules_by_name(model)
         self._units = find_units(
@@ -152,7 +183,7 @@ class _Describer:
         split = self._options.split
         try:
             trace = self._trace()
-        except CheckpointingError:
+        except (CheckpointingError, ManyOperatorsError):
             raise
         except DescriptionTimeoutError as error:
             raise DescriptionTimeoutError(
@@ -222,7 +253,10 @@ class _Describer:
     def _trace(self) -> Trace:
         """Trace the model with every option of its blocks; if it does not run so, trace it with fewer options."""
         checkpointed = self._blocks if self._options.activation_checkpointing else None
-        basic = TraceOptions(run=self._options, checkpointed_blocks=checkpointed, samples=self._options.samples)
+        basic = TraceOptions(
+            run=self._options, checkpointed_blocks=checkpointed, samples=self._options.samples,
+            most_operators=self._most_operators, is_short=self._is_short,
+        )  # fmt: skip
         while True:
             try:
                 return self._trace_choices(basic)
@@ -290,19 +324,15 @@ class _Describer:
         none = frozenset[int]()
         if not self._options.recomputation or self._checkpointed:
             return [(none, none)]
-        main = {
-            index: self._modules[unit.module_names[0]]
-            for index, unit in enumerate(self._units)
-            if unit.span is GatherSpan.USE
-        }
         blocks = frozenset(
             index
-            for index, module in main.items()
-            if self._units[index].class_name in self._blocks and module._modules
+            for index, unit in enumerate(self._units)
+            if unit.span is GatherSpan.USE
+            and unit.class_name in self._blocks
+            and self._modules[unit.module_names[0]]._modules
         )
-        recomputable = frozenset(index for index in blocks if not has_running_statistics(main[index]))
         offloads = self._options.device_type == "cuda" and not self._options.split.operators
-        return list(dict.fromkeys([(recomputable, blocks if offloads else none), (recomputable, none), (none, none)]))
+        return list(dict.fromkeys([(blocks, blocks if offloads else none), (blocks, none), (none, none)]))
 
     def _units_with_spans(self, trace: Trace) -> tuple[UnitDescription, ...]:
         """Gather units for the whole step if they run several times, like ALBERT's layer, or are read while they do

@@ -1,7 +1,8 @@
 """Keep real values of small tensors for fake ones, so that a model can read them: masks, counts, branches.
 
 The integers and masks of a batch are known, and so is everything computed only from them. A mask whose values are not
-known counts as all true. Real tensors that a loss uses, such as those of a reference model, become fake ones.
+known counts as all true, a number as finite. Real tensors that a loss uses, such as those of a reference model, become
+fake ones.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..modeling.batch import plain_batch
 from .python_values import python_values
-from .tensors import DEVICE, call_operator, fake_like, is_dtensor, tensors_in, without_stacks
+from .tensors import DEVICE, call_operator, fake_like, is_dtensor, silenced, tensors_in
 
 aten = torch.ops.aten
 
@@ -41,6 +42,8 @@ _UNINITIALISED = frozenset(
 """Operators that allocate uninitialised memory; integers in it count as zeros, which a model overwrites before it
 reads them.
 """
+ASSUMED = {aten.all.default: True, aten.isnan.default: False, aten.isinf.default: False}
+"""Results of operators on values that are not known: what code checks before it goes on."""
 _INDEXING = frozenset(
     {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten._unsafe_index_put}
 )
@@ -70,7 +73,8 @@ class KnownValues(TorchDispatchMode):
 
     def __enter__(self) -> KnownValues:
         self._python.enter_context(python_values(self.value))
-        self._python.enter_context(without_stacks())
+        # for each operator that fails on fake tensors torch logs a stack, which the exception has too
+        self._python.enter_context(silenced("torch._subclasses.fake_tensor"))
         super().__enter__()
         return self
 
@@ -188,6 +192,9 @@ class KnownValues(TorchDispatchMode):
             return
         made = list(tensors_in(result))
         real = self._computed(func, args, kwargs) if made and all(map(self._is_small, made)) else _UNKNOWN
+        if real is _UNKNOWN and func in ASSUMED and self._is_small(made[0]):
+            with _disable_current_modes():
+                real = torch.full(made[0].shape, ASSUMED[func])
         if real is _UNKNOWN:
             for tensor in _written(func, args, kwargs) if func._schema.is_mutable else ():
                 self._values.pop(tensor.untyped_storage()._cdata, None)

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map, tree_map_only
 
-from ..modeling.batch import Inputs, loss_of, plain_batch, same_random_numbers, without_packing
+from ..modeling.batch import Inputs, loss_of, plain_batch, same_random_numbers, traceable
 from ..modeling.wrapping import forward_replaced
 from .equal_blocks import RecordedCall, block_key, call_key
 from .fake_model import fake_copy, stored_tensors_releaser
@@ -115,7 +115,7 @@ class _Examination:
             for context in (
                 torch.inference_mode(False),
                 torch.no_grad(),
-                without_packing(),
+                traceable(),
                 same_random_numbers(),
                 self._mode,
                 values,

@@ -41,7 +41,7 @@ class Kind(str, Enum):
     HOST = "host"
 
 
-_KIND_BY_FUNCTION = {
+FSDP2_ALLOCATIONS = {
     ("_fsdp_collectives.py", "foreach_all_gather"): Kind.GATHERED,
     ("_fsdp_collectives.py", "foreach_all_gather_copy_out"): Kind.GATHERED,
     ("_fsdp_collectives.py", "foreach_reduce"): Kind.BUFFERS,
@@ -51,7 +51,7 @@ _KIND_BY_FUNCTION = {
     ("_fsdp_param.py", "to_accumulated_grad_if_needed"): Kind.GRADIENTS,
     ("_fsdp_param.py", "accumulate_unsharded_grad_if_needed"): Kind.GRADIENTS,
 }
-"""Functions of torch/distributed/fsdp/_fully_shard, with the kind of their allocations."""
+"""Functions of FSDP2, which is not imported here, with the kind of their allocations."""
 
 
 class _Target(NamedTuple):
@@ -261,7 +261,7 @@ class MemoryTracker(TorchDispatchMode):
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             code = frame.f_code
-            kind = _KIND_BY_FUNCTION.get((code.co_filename.rpartition("/")[2], code.co_name))
+            kind = FSDP2_ALLOCATIONS.get((code.co_filename.rpartition("/")[2], code.co_name))
             if kind is Kind.BUFFERS and frame.f_locals.get("reduce_scatter_input") is not None:
                 return (
                     Kind.GRADIENTS

@@ -90,7 +90,7 @@ class DescribeOptions(ModelRun):
     """Batch size around which a model with compiled blocks is traced. What Inductor saves and when it frees it depends
     on sizes, so costs are linear only near this one. Costs of other models are linear everywhere."""
     seconds: float = 600.0
-    """Most CPU time of a trace; a model that loops over tokens in Python takes it in proportion to their number."""
+    """Most CPU time of a trace."""
     split: ModelSplit = WHOLE_BLOCKS
     """Split the model this way before describing it."""
 

@@ -8,6 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import DescriptionError
-from ..modeling.batch import inner_configs, training_batch, without_adapters, without_packing
+from ..modeling.batch import inner_configs, traceable, training_batch, without_adapters
 from .fake_model import fake_copy
 from .known_values import KnownValues
 
@@ -25,6 +26,8 @@ Pixels = Callable[[int], dict[str, Any]]
 _ANY_SIZE = 448
 """Largest height and width of a picture for a model that takes every size."""
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "image_patch_id")
+_SEEN = ("cross_attention_mask", "image_attention_mask")
+"""Masks of pictures to which the text attends."""
 _STARTS = ("vision_start_token_id", "image_start_token_id", "boi_token_id", "boi_token_index")
 
 
@@ -102,19 +105,22 @@ class UsualBatch:
                 marks[:, first : first + max(1, self.pictures.tokens)] = 1
                 if start is not None:
                     batch["input_ids"][:, first - 1] = start
-            batch["input_ids"][marks == 1] = _first_of(config, _PLACEHOLDERS)
+            if (placeholder := _first_of(config, _PLACEHOLDERS)) is not None:
+                batch["input_ids"][marks == 1] = placeholder
         arguments = inspect.signature(self._model.forward).parameters
-        for name in ("token_type_ids", "mm_token_type_ids"):  # which tokens are of pictures
+        for name in ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"):  # which tokens are of pictures
             if name in arguments:
                 batch[name] = marks.clone()
         return batch
 
 
 def takes_pictures(model: nn.Module) -> bool:
-    """Return whether the forward of a transformers model takes tokens with placeholders for pictures."""
-    arguments = inspect.signature(model.forward).parameters
+    """Return whether the forward of a transformers model takes pictures with tokens: in the place of some, or seen by
+    all.
+    """
+    arguments = inspect.signature(model.forward).parameters.keys()
     placeholder = _first_of(getattr(model, "config", None), _PLACEHOLDERS)
-    return placeholder is not None and {"input_ids", "pixel_values"} <= arguments.keys()
+    return {"input_ids", "pixel_values"} <= arguments and (placeholder is not None or not arguments.isdisjoint(_SEEN))
 
 
 def _first_of(config: object, names: tuple[str, ...]) -> int | None:
@@ -131,7 +137,7 @@ def _found(model: Any, images: int, sequence_length: int) -> tuple[Pixels, Pictu
     vision = _Vision.of(model.config, _ANY_SIZE if takes_any else None)
     if vision is None:
         return None
-    if "cross_attention_mask" in arguments:
+    if not arguments.keys().isdisjoint(_SEEN):
         pixels = _attended(model, vision, images, sequence_length)
         return pixels, Pictures(number=images, size=vision.size, tokens=0)
     for pixels in _forms(model, vision, images):
@@ -156,11 +162,12 @@ class _Vision:
         found, patch = next(((inner, size) for inner in inner_configs(config) if (size := _patch(inner))), (None, 0))
         if found is None:
             return None
-        merge = getattr(found, "spatial_merge_size", None) or 1
+        merged = next((name for name in ("spatial_merge_size", "pooling_kernel_size") if name in vars(found)), "")
+        merge = getattr(found, merged, None) or 1
         side = getattr(found, "image_size", None) or _ANY_SIZE
         height, width = side if isinstance(side, (list, tuple)) else (side, side)
         height, width = (min(height, most), min(width, most)) if most else (height, width)
-        whole = patch * merge if "spatial_merge_size" in vars(found) else 1
+        whole = patch * merge if merged else 1
         rounded = (max(height // whole, 1) * whole, max(width // whole, 1) * whole)
         channels = getattr(found, "num_channels", None) or getattr(found, "in_channels", None) or 3
         return cls(config=found, size=rounded, channels=channels, patch=patch)
@@ -174,20 +181,28 @@ def _patch(config: Any) -> int | None:  # noqa: ANN401
 
 def _attended(model: Any, vision: _Vision, images: int, sequence_length: int) -> Pixels:  # noqa: ANN401
     """Return the pictures of a model whose text attends to them: all tiles of each, with masks."""
-    tiles = getattr(vision.config, "max_num_tiles", 1)
+    tiles = getattr(vision.config, "max_num_tiles", None)
+    seen = (images,) if tiles is None else (images, tiles)
     dtype = torch.float64 if model.dtype is torch.float64 else torch.float32
-    return lambda samples: {
-        "pixel_values": torch.full((samples, images, tiles, vision.channels, *vision.size), 0.5, dtype=dtype),
-        "aspect_ratio_ids": torch.ones(samples, images, dtype=torch.long),
-        "aspect_ratio_mask": torch.ones(samples, images, tiles, dtype=torch.long),
-        "cross_attention_mask": torch.ones(samples, sequence_length, images, tiles, dtype=torch.long),
-    }
+    taken = inspect.signature(model.forward).parameters
+
+    def pixels(samples: int) -> dict[str, Any]:
+        ones = partial(torch.ones, dtype=torch.long)
+        made = {
+            "pixel_values": torch.full((samples, *seen, vision.channels, *vision.size), 0.5, dtype=dtype),
+            "aspect_ratio_ids": ones(samples, images), "aspect_ratio_mask": ones(samples, *seen),
+            **dict.fromkeys(_SEEN, ones(samples, sequence_length, *seen)),
+        }  # fmt: skip
+        return {name: value for name, value in made.items() if name in taken}
+
+    return pixels
 
 
 def _forms(model: Any, vision: _Vision, images: int) -> Iterator[Pixels]:  # noqa: ANN401
     """Yield the forms of pictures to try: patches with their grids, patches of each picture, tiles, pictures."""
     (height, width), channels, patch = vision.size, vision.channels, vision.patch
     rows, columns, values = height // patch, width // patch, channels * patch**2
+    pooled = (-(-rows // 2), -(-columns // 2))
     taken = inspect.signature(model.forward).parameters
     dtype = torch.float64 if model.dtype is torch.float64 else torch.float32
 
@@ -196,18 +211,21 @@ def _forms(model: Any, vision: _Vision, images: int) -> Iterator[Pixels]:  # noq
 
         def pixels(samples: int) -> dict[str, Any]:
             number = samples * images
-            first = (samples, images) if by_sample else (number * patches,) if patches else (number,)
+            first = (samples, images) if by_sample else (number * (patches or 1),)
             others = {
                 "image_grid_thw": torch.tensor([[1, rows, columns]] * number),
                 "image_merge_sizes": torch.ones(number, dtype=torch.long),
                 "image_sizes": torch.tensor([vision.size] * number),
                 "spatial_shapes": torch.tensor([[rows, columns]] * number),
                 "pixel_attention_mask": torch.ones(number, rows * columns, dtype=torch.long),
+                "image_position_ids": torch.cartesian_prod(*map(torch.arange, (rows, columns))).repeat(number, 1, 1),
+                "image_grids": torch.tensor([[*pooled, *pooled]] * number),
+                "image_token_pooling": torch.arange(number * 8 * pooled[0] * pooled[1]).view(-1, 4) % (rows * columns),
             }
             names = (
                 () if by_sample
-                else ("image_grid_thw", "image_merge_sizes") if patches
-                else ("image_sizes", "spatial_shapes", "pixel_attention_mask")
+                else ("image_grid_thw", "image_merge_sizes", "image_grids", "image_token_pooling") if patches
+                else ("image_sizes", "spatial_shapes", "pixel_attention_mask", "image_position_ids")
             )  # fmt: skip
             # some models leave out pictures that are all zero
             made = {"pixel_values": torch.full((*first, *shape), 0.5, dtype=dtype)}
@@ -219,8 +237,10 @@ def _forms(model: Any, vision: _Vision, images: int) -> Iterator[Pixels]:  # noq
         times = getattr(vision.config, "temporal_patch_size", None) or 1
         for shape in ((times * values,), (values,), (2 * values,), (channels, patch, patch)):
             yield form(*shape, patches=rows * columns)
-    if "spatial_shapes" in taken:
+    if "spatial_shapes" in taken or "image_position_ids" in taken:
         yield form(rows * columns, values)
+    if "image_token_pooling" in taken:  # of a whole picture and one crop of it, four patches become a token
+        yield form(rows * columns, values, patches=2)
     pinpoints = getattr(model.config, "image_grid_pinpoints", None)
     count_tiles = getattr(sys.modules[type(model).__module__], "image_size_to_num_patches", None)
     if pinpoints and count_tiles is not None:
@@ -242,7 +262,7 @@ def _rows_of_features(model: nn.Module, pixels: Mapping[str, Any]) -> int:
         taken = inspect.signature(owner.get_image_features).parameters
         given = {name: value for name, value in known.fakes_of(pixels, mode).items() if name in taken}
         try:
-            with without_packing():
+            with traceable():
                 features = owner.get_image_features(**given)
         except Exception:  # a model can raise any exception for pictures of another form
             return 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -17,7 +18,7 @@ Value = Callable[[torch.Tensor], torch.Tensor | None]
 
 @contextmanager
 def python_values(value: Value) -> Iterator[None]:
-    """Let `tolist`, `format`, `torch.tensor` and `torch.as_tensor` use known values inside the context.
+    """Let `tolist`, `format`, NumPy, `torch.tensor` and `torch.as_tensor` use known values inside the context.
 
     Torch reads the memory of tensors in a list, which fake ones do not have. It makes a list of a fake tensor by one
     operator for each element, which takes seconds for the tokens of a batch.
@@ -27,6 +28,7 @@ def python_values(value: Value) -> Iterator[None]:
         (torch, "as_tensor", _of_lists(torch.as_tensor)),
         (FakeTensor, "tolist", _list_maker(value)),
         (FakeTensor, "__format__", _format),
+        (FakeTensor, "__array__", _array_maker(value)),
     ]
     originals = [(owner, name, vars(owner).get(name)) for owner, name, _ in replaced]
     for owner, name, function in replaced:
@@ -78,6 +80,16 @@ def _list_maker(value: Value) -> Callable[[FakeTensor], Any]:
             return values.tolist()
 
     return tolist
+
+
+def _array_maker(value: Value) -> Callable[..., Any]:
+    def array(self: FakeTensor, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        """Return the values, or zeros, with which SciPy matches the boxes of a picture in their order."""
+        values = value(self)
+        with _disable_current_modes():
+            return np.asarray(torch.zeros(self.shape, dtype=self.dtype) if values is None else values, *args, **kwargs)
+
+    return array
 
 
 def _format(self: torch.Tensor, spec: str) -> str:

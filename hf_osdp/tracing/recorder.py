@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import _get_sequence_nr
 
-from ..errors import DescriptionTimeoutError
+from ..errors import DescriptionTimeoutError, ManyOperatorsError
 from .known_values import KnownValues, is_known
 from .memory_tracker import MemoryTracker
 from .repeated import Call, Repeatable, seen_operators
@@ -66,16 +66,24 @@ class Recorder(MemoryTracker):
     """
 
     def __init__(
-        self, mode: FakeTensorMode, known: KnownValues, *, deadline_s: float = math.inf, **options: Any
+        self,
+        mode: FakeTensorMode,
+        known: KnownValues,
+        *,
+        deadline_s: float = math.inf,
+        most_operators: float = math.inf,
+        **options: Any,
     ) -> None:
-        """Record operators on a mode's tensors, whose values are in `known`; `options` are the tracker's. After
-        `deadline_s` of the process's time, operators raise DescriptionTimeoutError.
+        """Record operators on a mode's tensors, whose values are in `known`; `options` are the tracker's.
+
+        Operators raise DescriptionTimeoutError after `deadline_s` of the process's time, and ManyOperatorsError after
+        `most_operators` in a phase of a unit.
         """
         super().__init__(**options)
         self._mode, self._known, self._seen = mode, known, seen_operators()
         self.records: list[SegmentRecord] = []
         self.inside = False
-        self._deadline_s, self._operators = deadline_s, 0
+        self._deadline_s, self._operators, self._most_operators = deadline_s, 0, most_operators
         self._current = self._pending = SegmentRecord(unit=0, first_node=_get_sequence_nr())
         self._in_backward = False
         self._with_gradients: list[nn.Parameter] = []
@@ -140,6 +148,8 @@ class Recorder(MemoryTracker):
                 if call.key is not None and call.key not in self._seen:
                     work = {name: getattr(phase, name) - getattr(before, name) for name in WORK}
                     self._seen[call.key] = Repeatable.of(call, result, is_known(func, result), PhaseRecord(**work))
+            if self._current.unit and phase.operators > self._most_operators:
+                raise ManyOperatorsError
             phase.levels.append(self.current_bytes)
             if (scratch := self._scratch(func, args)) is not None:
                 phase.scratch.append((self.current_bytes, scratch))

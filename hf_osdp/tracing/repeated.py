@@ -13,6 +13,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from .known_values import ASSUMED
 from .tensors import DEVICE
 from .work import PhaseRecord
 
@@ -33,7 +34,7 @@ class Call:
         self.tensors: list[torch.Tensor] = []
         self.storages: list[torch.UntypedStorage] = []
         self.key: object = None
-        if func.namespace in _NAMESPACES and not func._schema.is_mutable:
+        if func.namespace in _NAMESPACES and not func._schema.is_mutable and func not in ASSUMED:
             try:
                 self.key = (func, self._key(args), self._key(tuple(kwargs.items())) if kwargs else None)
             except _UnknownTypeError:

@@ -18,8 +18,13 @@ line.
 """
 
 
-def segments_of(traces: Sequence[Sequence[SegmentRecord]], samples: Samples) -> list[Segment]:
-    """Fit segments to one trace per batch size; raise DescriptionError if the traces do not run the same units."""
+def segments_of(
+    traces: Sequence[Sequence[SegmentRecord]], samples: Samples, *, every_moment: bool = False
+) -> list[Segment]:
+    """Fit segments to one trace per batch size; raise DescriptionError if the traces do not run the same units.
+
+    Peaks have only the moments that are highest for some batch size, or with `every_moment` one for each operator.
+    """
     if len({tuple(record.unit for record in trace) for trace in traces}) > 1:
         raise DescriptionError(
             f"The model runs other units with {samples[0]} samples than with {samples[-1]}; its costs are not linear."
@@ -28,7 +33,16 @@ def segments_of(traces: Sequence[Sequence[SegmentRecord]], samples: Samples) -> 
     kept = [
         linear_bytes([(record.copy_of or record).kept_bytes for record in records], samples) for records in by_segment
     ]
-    return _with_kept([_segment(records, samples) for records in by_segment], kept)
+    found = _with_kept([_segment(records, samples) for records in by_segment], kept)
+    return found if every_moment else list(map(_with_highest, found))
+
+
+def _with_highest(segment: Segment) -> Segment:
+    forward, backward = (
+        replace(phase, peak_bytes=replace(peak, pieces=Envelope.above(peak.pieces).pieces))
+        for phase in (segment.forward, segment.backward) for peak in (phase.peak_bytes,)
+    )  # fmt: skip
+    return replace(segment, forward=forward, backward=backward)
 
 
 def _without_unused(trace: Sequence[SegmentRecord]) -> list[SegmentRecord]:
@@ -171,5 +185,5 @@ def _peak(levels: Sequence[Sequence[int]], samples: Samples) -> Envelope:
     moments = (
         list(zip(*levels[-2:], strict=True)) if len(levels[-2]) == len(levels[-1]) else [(highest[-2], highest[-1])]
     )
-    peak = Envelope.above(_linear(values, samples[-2:]) for values in {*moments, (0, 0)})
+    peak = Envelope(pieces=(Affine(), *(_linear(values, samples[-2:]) for values in moments)))
     return peak if samples[0] != 1 or peak.bytes(1) == highest[0] else replace(peak, single=float(highest[0]))

@@ -28,11 +28,11 @@ def fake_like(tensor: torch.Tensor, mode: FakeTensorMode, floating_dtype: torch.
 
 
 @contextmanager
-def without_stacks() -> Iterator[None]:
-    """Prevent torch from logging a stack for each operator that fails on fake tensors; the exception has it too."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+def silenced(name: str) -> Iterator[None]:
+    """Prevent a logger's messages inside the context."""
+    logger = logging.getLogger(name)
     level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    logger.setLevel(logging.CRITICAL + 1)
     try:
         yield
     finally:

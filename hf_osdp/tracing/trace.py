@@ -5,6 +5,7 @@ computes, its peaks.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ..errors import DescriptionError
 from ..modeling.activation_offload import host_memory, offload, tensors_of
-from ..modeling.batch import Inputs, loss_of, output_of, same_random_numbers, without_packing
+from ..modeling.batch import Inputs, loss_of, output_of, same_random_numbers, traceable
 from ..modeling.build import checkpoint_blocks
 from ..modeling.loss_pieces import heads_in_pieces
 from ..modeling.split.apply_split import SplitHead
@@ -72,6 +73,12 @@ class TraceOptions:
     """Indices of units, of one module each, that are also traced as offloaded (`Segment.own_saved_bytes`),
     recomputed or not.
     """
+    most_operators: float = math.inf
+    """Operators that a unit may run in forward or backward, see `Recorder`."""
+    is_short: bool = False
+    """The trace is one of those that are extended to longer samples: sizes are not rounded, and peaks keep a moment
+    for each operator.
+    """
     samples: Samples = (1, 2, 3)
     """Batch sizes. Costs are lines through the last two, which are consecutive, raised if the first of three is above
     the line.
@@ -118,11 +125,14 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
             raise
         samples = samples[-2:]  # batch norm of pooled features cannot train on a single sample
         records = tracer.run(samples)
-    first, plain = segments_of(records, samples), segments_of(records[-2:], samples[-2:])
+    # a second forward would change such buffers twice
+    options = replace(options, recomputable=frozenset(options.recomputable) - tracer.changing)
+    fitted = functools.partial(segments_of, every_moment=options.is_short)
+    first, plain = fitted(records, samples), fitted(records[-2:], samples[-2:])
     output_bytes = linear_bytes(tracer.output_bytes, samples)
 
     def traced(recomputed: Mapping[int, Recomputation] = {}, offloaded: Collection[int] = ()) -> list[Segment]:
-        again = segments_of(tracer.run(samples[-2:], recomputed, offloaded), samples[-2:])
+        again = fitted(tracer.run(samples[-2:], recomputed, offloaded), samples[-2:])
         if [segment.unit for segment in again] != [segment.unit for segment in plain]:
             raise DescriptionError("The model runs other units when its blocks are recomputed or offloaded.")
         return again
@@ -236,6 +246,8 @@ class _Tracer:
         """
         self._equal_to: dict[int, int] = {}
         """For each unit that was not traced in the last run, the equal unit that was."""
+        self.changing: set[int] = set()
+        """Units whose forward changes buffers that are saved with the model, such as running statistics."""
         self.output_bytes: list[int] = []
         """Bytes of outputs for each batch of the last run."""
         self._recorder: Recorder
@@ -318,18 +330,18 @@ class _Tracer:
             for context in (
                 torch.inference_mode(False),
                 torch.enable_grad(),
-                without_packing(),
+                traceable(),
                 same_random_numbers(),
                 self._mode,
             ):
                 stack.enter_context(context)
             known = stack.enter_context(KnownValues(alone=True))
             fakes = known.fakes_of(batch, self._mode, self._options.run.cast_dtype)
-            block_bytes = 1 if self._cuda is None else CUDA_BLOCK_BYTES
-            processors = None if self._cuda is None else self._cuda.processors
             recorder = self._recorder = Recorder(
-                self._mode, known, block_bytes=block_bytes, processors=processors, deadline_s=self._deadline_s
-            )
+                self._mode, known, deadline_s=self._deadline_s, most_operators=self._options.most_operators,
+                block_bytes=CUDA_BLOCK_BYTES if self._cuda is not None and not self._options.is_short else 1,
+                processors=None if self._cuda is None else self._cuda.processors,
+            )  # fmt: skip
             self._calls.clear()
             stack.enter_context(recorder)
             stack.enter_context(self._compiler.recording(recorder))
@@ -380,20 +392,33 @@ class _Tracer:
                 record, call = calls[key][-1]
                 recorder.enter(unit, copy_of=record)
                 self._equal_to[unit] = record.unit
+                self.changing |= {unit} if record.unit in self.changing else set()
                 output = call.replay(args, kwargs, anchor)
                 recorder.leave()
                 return output
-            record = recorder.enter(unit)
+            record, buffers = recorder.enter(unit), _stored_buffers(module)
             record.release = stored_tensors_releaser(module)
             args, kwargs = cast_floating((args, kwargs), self._options.run.cast_dtype)
             output = original(*args, **kwargs)
             recorder.leave()
+            if any(a is not b or v != w for (a, v), (b, w) in zip(buffers, _stored_buffers(module), strict=True)):
+                self.changing.add(unit)
             record.sent_bytes = getattr(original, "sent_bytes", 0)
             if key is not None and (recorded := RecordedCall.of(args, kwargs, output)) is not None:
                 calls.setdefault(key, []).append((record, recorded))
             return output
 
         return forward
+
+
+def _stored_buffers(module: nn.Module) -> list[tuple[torch.Tensor, int]]:
+    """Return the buffers that are saved with the model, each with the number of changes in place."""
+    return [
+        (buffer, buffer._version)
+        for inner in module.modules()
+        for name, buffer in inner._buffers.items()
+        if buffer is not None and name not in inner._non_persistent_buffers_set
+    ]
 
 
 def _step_names(units: Sequence[UnitDescription]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from tests.helpers.sampling import slow_but
 
 DOCS = Path(__file__).parents[2] / "docs"
 TRAINED_ELSEWHERE = {
+    "Losses, and weights read without a call: all weights read",
     "Accelerate loops: the loss reads the head's weight", "Models: a plain nn.Module with blocks", "PEFT: LoRA",
     "Models: ViTForImageClassification", "Plain PyTorch loops: a module that is not from transformers",
     "Ranks that run different modules: a block for each task; ranks train and evaluate different ones",

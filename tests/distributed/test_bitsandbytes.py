@@ -152,6 +152,7 @@ def stock(tmp_path_factory) -> dict[str, list[float]]:
     return history(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.on_ranks(2, init=False)
 def test_trainer_with_adamw_bnb_8bit_equals_the_stock_one_which_keeps_embeddings(tmp_path, stock):
     args = trainer_arguments(tmp_path, 4, save_strategy="steps", save_steps=2)

@@ -75,7 +75,7 @@ def train(
     if kind == "AdamW" and plan is not None:
         waiting = {id(p) for unit in units if plan.decision(unit.fqn).states_on_host for p in named(model, unit)}
         owners = (getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_post_hooks.values())
-        owners = (owner for owner in owners if type(owner).__name__ == "_HostStates")
+        owners = [stage for owner in owners if owner is not None for stage in owner.stages]
         buffers = {id(value) for owner in owners for value in owner._host.values()}
         held = {id(local(state)): id(p) for p, states in optimizer.state.items() for state in states.values()}
         assert {held[buffer] for buffer in buffers} == waiting, "their states are the buffers that go to the host"

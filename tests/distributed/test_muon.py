@@ -33,7 +33,7 @@ from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import search
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.job import check_whole
+from hf_osdp.planning.plan_run import check_whole
 from hf_osdp.quantities import format_seconds
 from hf_osdp.report.tables import plan_caption
 from hf_osdp.sharding.apply import apply_plan

@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
+from hf_osdp.distributed.fsdp_internals import parameter_groups
 from hf_osdp.modeling.units import find_units
-from hf_osdp.sharding.environment import parameter_groups
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_model
 

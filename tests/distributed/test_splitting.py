@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from hf_osdp.checkpoint.states import load_model, load_optimizer, save_model, save_optimizer
+from hf_osdp.distributed.fsdp_internals import parameter_groups
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.split.apply_split import split_operators
 from hf_osdp.modeling.split.deferred_logits import DeferredLogits
@@ -24,7 +25,6 @@ from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.sharding.apply import apply_plan, verify_applied
-from hf_osdp.sharding.environment import parameter_groups
 from hf_osdp.sharding.optimizer_steps import parameter_names, rebind_parameters
 from hf_osdp.sharding.state import (
     full_optimizer_state_dict,

@@ -48,6 +48,38 @@ VISION: dict[str, dict[str, Any]] = {
             "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
         },
     },
+    "IdeficsForVisionText2Text": {
+        **_TEXT, "cross_layer_interval": 1, "alpha_initializer": "ones", "use_resampler": False,
+        "vision_config": {**_SIGHT, "embed_dim": 32, "image_size": 32, "patch_size": 8},
+    },
+    "Ernie4_5_VLMoeForConditionalGeneration": {
+        "text_config": {
+            **_TEXT, "head_dim": 8, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": [16, 8],
+            "mlp_layer_types": ["dense", "sparse"], "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]},
+        },
+        "image_token_id": 107, "video_token_id": 108, "image_start_token_id": 104, "image_end_token_id": 105,
+        "vision_config": {**_PATCHES, "intermediate_size": 64},
+    },
+    "Molmo2ForConditionalGeneration": {
+        "text_config": {**_TEXT, "head_dim": 8, "additional_vocab_size": 8}, "image_patch_id": 107,
+        "image_start_token_id": 104,
+        "vision_config": {**_SIGHT, "num_key_value_heads": 4, "head_dim": 8, "image_size": [32, 32], "patch_size": 8},
+        "adapter_config": {
+            "vision_feature_layer": [1, 0], "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4,
+            "head_dim": 8, "intermediate_size": 64, "text_hidden_size": 32,
+        },
+    },
+    "Gemma4ForConditionalGeneration": {
+        "text_config": {
+            **_TEXT, "head_dim": 8, "global_head_dim": 8, "vocab_size_per_layer_input": 120,
+            "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0,
+        },
+        "vision_config": {
+            **_SIGHT, "num_key_value_heads": 4, "head_dim": 8, "patch_size": 8, "pooling_kernel_size": 2,
+            "position_embedding_size": 64, "image_size": 32,
+        },
+        "audio_config": None, "image_token_id": 107, "video_token_id": 108, "audio_token_id": 109, "boi_token_id": 104,
+    },
 }  # fmt: skip
 """Class of the model → sizes that make it tiny."""
 
@@ -56,7 +88,9 @@ def tiny_vision(name: str) -> nn.Module:
     """The same weights at each call, in float64."""
     torch.manual_seed(0)
     cls = getattr(transformers, name)
-    model: nn.Module = cls._from_config(cls.config_class(**VISION[name])).double().train()
+    config = cls.config_class(**VISION[name])
+    config._experts_implementation = "eager"  # the usual one has no float64
+    model: nn.Module = cls._from_config(config).double().train().requires_grad_()
     for parameter in model.parameters():  # some gates and projections start as zeros
         parameter.data += 0.02 * torch.randn(parameter.shape, dtype=torch.float64)
     return model

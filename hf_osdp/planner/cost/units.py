@@ -1,6 +1,4 @@
-"""Costs of one layout for one unit, with FSDP2's allocations (torch/distributed/fsdp/_fully_shard): bytes on the
-fullest rank, seconds.
-"""
+"""Costs of one layout for one unit, with FSDP2's allocations: bytes on the fullest rank, seconds."""
 
 from __future__ import annotations
 
@@ -233,7 +231,7 @@ def runs_fsdp(unit: UnitDescription, world_size: int, job: TrainingJob) -> bool:
 def reduce_input(unit: UnitDescription, shard_size: int, job: TrainingJob) -> int:
     """Return the bytes of the input of a reduce-scatter: each gradient, padded to a multiple of the shard group.
 
-    See `_get_dim0_padded_size` in torch/distributed/fsdp/_fully_shard/_fsdp_common.py.
+    See FSDP2's `_get_dim0_padded_size`.
     """
     return _nbytes(unit.trainable, job.precision.reduced_dtype, shard_size)
 

@@ -133,7 +133,7 @@ def test_page_answers_three_questions(address, browser, tmp_path):
     count.fill("5")
     count.press("Tab")
     changed = planner.what_if(sent.question, "20GiB", 5)[1]
-    expect(text("what-if")).to_contain_text("5 devices, 20GiB each, global batch raised from 32 to 35")
+    expect(text("what-if")).to_contain_text("5 devices, global batch raised from 32 to 35, 20GiB each")
     expect(text("what-if")).to_contain_text(batch_cells(changed.plan)[2])
     assert asked_of == {address.split("/")[2]}, "the page needs no network"
 

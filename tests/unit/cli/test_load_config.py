@@ -5,9 +5,6 @@ built-in shapes.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -16,17 +13,6 @@ from huggingface_hub import constants
 
 from hf_osdp.cli.cases import load_config
 
-LOOKS = """
-import json, sys
-from hf_osdp.cli.cases import load_config
-said = {}
-for name in sys.argv[1:]:
-    try:
-        said[name] = load_config(name).to_dict()
-    except ValueError as error:
-        said[name] = str(error)
-print(json.dumps(said))
-"""
 CONFIG = json.dumps({"model_type": "gpt2", "n_layer": 7}).encode()
 
 
@@ -64,21 +50,25 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-def looked_up(*names: str, folder, **environment: str):
-    """What `load_config` gives or says for each name in a fresh process, and what stood on its stderr."""
-    variables = {**os.environ, "HF_HUB_OFFLINE": "0", "HF_HOME": str(folder), "NO_PROXY": "127.0.0.1", **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", LOOKS, *names], env=variables, capture_output=True, text=True, timeout=120, check=True
-    )
-    return json.loads(done.stdout), done.stderr
+def looked_up(name: str) -> dict | str:
+    """What `load_config` gives or says."""
+    try:
+        return load_config(name).to_dict()
+    except ValueError as error:
+        return str(error)
 
 
-def test_load_config_tells_what_the_hub_says(tmp_path):
+def test_load_config_tells_what_the_hub_says(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         endpoint = f"http://127.0.0.1:{server.server_port}"
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, endpoint)
+        settings = {"HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(tmp_path), "HUGGINGFACE_CO_URL_TEMPLATE": template}
+        for name, value in {**settings, "ENDPOINT": endpoint}.items():
+            monkeypatch.setattr(constants, name, value)
         names = ("real/model", "unknown/gpt2-xl", "closed/model", "empty/model", "meta-llama/Llama-3.1-8B", "no id")
-        said, stderr = looked_up(*names, folder=tmp_path, HF_ENDPOINT=endpoint)
+        said = {name: looked_up(name) for name in names}
         server.shutdown()
     assert said["real/model"]["n_layer"] == 7
     assert (
@@ -88,11 +78,11 @@ def test_load_config_tells_what_the_hub_says(tmp_path):
     assert "has no config.json on the hub" in said["empty/model"]
     assert "not a hub id" in said["no id"]
     assert said["meta-llama/Llama-3.1-8B"]["num_hidden_layers"] == 32
-    assert "using the built-in shape of meta-llama/Llama-3.1-8B" in stderr
-    said, stderr = looked_up(
-        "real/model", "gpt2-xl", folder=tmp_path, HF_ENDPOINT=endpoint
-    )  # the server is gone, the cache is not
-    assert said["real/model"]["n_layer"] == 7 and said["gpt2-xl"]["n_layer"] == 48
+    assert "using the built-in shape of meta-llama/Llama-3.1-8B" in capsys.readouterr().err
+    assert looked_up("real/model")["n_layer"] == 7 and looked_up("gpt2-xl")["n_layer"] == 48, (
+        "of the cache, of a shape"
+    )
+    stderr = capsys.readouterr().err
     assert f"the hub ({endpoint}) cannot be reached; using the built-in shape of openai-community/gpt2-xl" in stderr
     assert stderr.count("\n") == 1
 

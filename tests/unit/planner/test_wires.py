@@ -21,7 +21,7 @@ from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import fastest_wires
 from hf_osdp.planner.wire import WireFormat, formats_up_to
 from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.job import check_communication
+from hf_osdp.planning.plan_run import check_communication
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset, toy_hardware
 from tests.helpers.problems import problem

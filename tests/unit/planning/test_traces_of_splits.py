@@ -14,6 +14,7 @@ from hf_osdp.planning.problem import Describer, find_plan
 from hf_osdp.tracing import trace
 from hf_osdp.tracing.describe import describe
 from tests.helpers.problems import run_job
+from tests.helpers.sampling import slow_but
 
 SIZES = {"n_layer": 3, "n_head": 2, "n_embd": 32, "vocab_size": 512, "n_positions": 32}
 MODELS = {
@@ -42,7 +43,7 @@ def job(config: OSDPConfig) -> Job:
     return run_job(config, world_size=2, reads_loss_alone=True)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(MODELS, daily=("tied head",)))
 def test_split_of_the_head_is_described_as_by_traces_of_its_own(name, runs):
     model = MODELS[name]()
     describer = Describer(model, job(OSDPConfig(sequence_length=16, global_batch_size=8)))

@@ -68,13 +68,9 @@ def test_scaler_steps_or_skips_on_both_devices(unscales, overflows):
 def stepped(optimizer: torch.optim.Optimizer) -> list[tuple]:
     """What the groups are while the optimizer steps."""
     seen: list[list[tuple]] = []
-    torch.optim.Optimizer.register_step_pre_hook(
-        optimizer,
-        lambda o, args, kwargs: seen.append(
-            [(len(g["params"]), g["lr"], g["foreach"], g["fused"]) for g in o.param_groups]
-        ),
+    optimizer.step(
+        lambda: seen.append([(len(g["params"]), g["lr"], g["foreach"], g["fused"]) for g in optimizer.param_groups])
     )
-    optimizer.step()
     return seen[0]
 
 

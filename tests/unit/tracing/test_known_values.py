@@ -8,6 +8,7 @@ import torch.distributed as dist
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.small_models import PICTURE, built
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planning.simulate import fake_process_group
@@ -140,3 +141,22 @@ def test_made_up_batch_runs_for_real(name):
     sizes, length = ASKING[name]
     model = getattr(transformers, name)(getattr(transformers, name).config_class(**sizes)).train()
     assert model(**training_batch(model, length)(2)).loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(["YolosForObjectDetection", "RTDetrForObjectDetection"], daily=["YolosForObjectDetection"])
+)
+def test_loss_of_detection_is_traced_with_its_boxes(name, caplog):
+    model = built(name).float()
+    boxes = {"class_labels": torch.tensor([1, 0]), "boxes": torch.tensor([[0.5, 0.5, 0.4, 0.3], [0.3, 0.6, 0.2, 0.2]])}
+
+    def inputs(samples: int) -> dict[str, object]:
+        return {"pixel_values": torch.rand(samples, 3, PICTURE, PICTURE), "labels": [boxes] * samples}
+
+    segments = describe(model, sequence_length=1, inputs=inputs, recomputation=False).segments
+    assert not caplog.text
+    batch = inputs(2)
+    with MemoryTracker(block_bytes=1) as real:
+        loss = model.train()(**batch).loss
+    assert loss.requires_grad and loss.isfinite()
+    assert sum(segment.saved_bytes(2) for segment in segments) == pytest.approx(real.current_bytes, rel=1e-4)

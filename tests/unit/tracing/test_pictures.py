@@ -15,7 +15,10 @@ from hf_osdp.tracing.pictures import UsualBatch
 from tests.helpers.models import tiny_model
 from tests.helpers.vision import VISION, tiny_vision
 
-TOKENS = {"LlavaForConditionalGeneration": 16, "MllamaForConditionalGeneration": 0}
+TOKENS = {
+    "LlavaForConditionalGeneration": 16, "MllamaForConditionalGeneration": 0, "IdeficsForVisionText2Text": 0,
+    "Molmo2ForConditionalGeneration": 8,
+}  # fmt: skip
 """Placeholders of a picture of 32 x 32; the others merge 4 patches."""
 
 

@@ -1,0 +1,148 @@
+"""FSDP2's insides: no other module imports what `torch.distributed.fsdp` does not export, or names its private parts.
+
+No public call gathers or reduces a unit at another time than FSDP2 does, or says whether it is gathered, so its groups
+and states get subclasses. Read in torch 2.11 to 2.13; `test_fsdp_internals.py` names what another version has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+__all__ = ["AllGather", "DefaultAllGather", "DefaultReduceScatter", "FSDPParam", "ReduceScatter", "TrainingState"]
+
+
+class UnitGroup(FSDPParamGroup):
+    """A unit's parameters, which FSDP2 gathers and reduces at once."""
+
+    label = ""
+    gathers: Callable[[UnitGroup, bool], None] | None = None
+    """Called instead of each gather; `gather` issues it."""
+    reduces: Callable[[UnitGroup], None] | None = None
+    """Called instead of each end of backward, which `end_backward` brings about."""
+    is_pinned = False
+
+    def unshard(self, async_op: bool = False) -> None:
+        self.gather(async_op) if self.gathers is None else self.gathers(self, async_op)
+
+    def reshard(self) -> None:
+        if not self.is_pinned:
+            super().reshard()
+
+    def post_backward(self, *unused: object) -> None:
+        self.end_backward() if self.reduces is None else self.reduces(self)
+
+    def gather(self, async_op: bool = False) -> None:
+        super().unshard(async_op)
+
+    def end_backward(self, *, lends: bool = False) -> None:
+        """Reduce and free as FSDP2 does; a rank that only `lends` keeps the weights for its own backward."""
+        if not lends or self.is_sharded:
+            super().post_backward()
+            return
+        frees, self.reshard_after_backward = self.reshard_after_backward, False
+        with self.use_training_state(self._training_state):
+            super().post_backward()
+        self.reshard_after_backward = frees
+
+    def lend_shard(self, *, may_need: bool) -> None:
+        """Gather for other ranks, on the current stream; keep what this rank holds or, if it `may_need`, will use."""
+        pending, is_held = self._all_gather_result, self.is_unsharded
+        self._all_gather_result = None
+        with self.use_training_state(TrainingState.IDLE):
+            self._to_sharded()
+            self.gather()
+            if pending is not None:
+                self._all_gather_result = pending
+            elif is_held or not self.was_gathered:  # its reduction needs the whole parameters' shapes
+                self.wait_for_unshard()
+                if not is_held:
+                    self._to_sharded()
+            elif not may_need or not self._post_forward_indices:
+                self._all_gather_result = None
+
+    def drop_gradients(self) -> None:
+        """Drop what earlier micro-steps left."""
+        self._partial_reduce_output = None
+        for parameter in self.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if (whole := whole_parameter(parameter)) is not None:
+                whole.grad = None
+
+    def ignore_loads(self, ignores: bool) -> None:
+        """Choose whether what `load_state_dict` writes becomes a shard."""
+        for parameter in self.fsdp_params:
+            vars(parameter).pop("reset_sharded_param", None)
+            if ignores:
+                parameter.reset_sharded_param = lambda: None  # type: ignore[method-assign]
+
+    state = property(lambda self: self._training_state)
+    is_gathering = property(lambda self: self._all_gather_result is not None)
+    was_gathered = property(lambda self: all(whole_parameter(p) is not None for p in self.fsdp_params))
+    """Whether whole parameters have been made, without which there are no gradients."""
+    holds_sums = property(lambda self: self._partial_reduce_output is not None)
+    """Whether sums of earlier micro-steps wait to be all-reduced."""
+    ranks = property(lambda self: self.mesh_info.mesh.size(self.mesh_info.mesh.ndim - 1))
+    """Over how many ranks it is sharded."""
+    collectives = property(lambda self: (self._all_gather_comm, self._reduce_scatter_comm))
+
+
+class UnitState(FSDPState):
+    """What FSDP2 knows of a unit's modules."""
+
+    begins: Callable[[list[UnitGroup]], AbstractContextManager[None]]
+    ends: Callable[[], AbstractContextManager[None]]
+    """Contexts for the beginning of the unit's backward, and for the end of the whole backward."""
+    begin = FSDPState._lazy_init
+    """Sets up FSDP2, which does so only when the root is called first."""
+    end_later = FSDPState._register_root_post_backward_final_callback
+    """Lets FSDP2 end this backward, which it does only for units that were called."""
+
+    def _pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
+        with self.begins(parameter_groups(self._modules[0])):
+            return super()._pre_backward(grad)
+
+    def _root_post_backward_final_callback(self) -> None:
+        with self.ends():
+            super()._root_post_backward_final_callback()
+
+
+def unit_state(module: FSDPModule) -> UnitState:
+    state = module._get_fsdp_state()
+    state.__class__ = UnitState
+    return state  # type: ignore[return-value]
+
+
+def parameter_groups(module: nn.Module) -> list[UnitGroup]:
+    """Return FSDP2's parameter groups of a module; torch up to 2.11 stores one, later versions a list."""
+    state = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    for group in filter(None, groups):
+        group.__class__ = UnitGroup
+    return [group for group in groups if isinstance(group, UnitGroup)]
+
+
+def stays_gathered(root: nn.Module) -> bool:
+    """Return whether a root stays gathered after forward because FSDP2 has the choice."""
+    return isinstance(root, FSDPModule) and root._get_fsdp_state()._auto_reshard_after_forward is not False
+
+
+def whole_parameter(parameter: FSDPParam) -> nn.Parameter | None:
+    """Return a whole parameter, which exists once it was gathered."""
+    return getattr(parameter, "_unsharded_param", None)
+
+
+def owners(parameter: FSDPParam) -> list[tuple[nn.Module, str]]:
+    """Return the modules that have a parameter, each with its name there."""
+    info = parameter._module_info
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
