@@ -29,7 +29,7 @@ _FEW, _MORE = 12, 4
 """Options of each group in the search for a first plan, and the factor by which they grow while none is found."""
 _FIRST_GAP = 1e-3
 """Relative gap of the search for a first plan, which only bounds the search after it."""
-_SCIP_WORK, _MOST_NODES, _MOST_WORK = 500_000, 100, 8.0
+_SCIP_WORK, _MOST_NODES, _MOST_WORK = 1_000_000, 100, 8.0
 """Limits of one search: SCIP's variables times nodes at one node; nodes of branch and bound; CP-SAT's deterministic
 seconds. Beyond them the search returns its best plan, with the gap that
 it proved. No limit depends on a clock, so that equal problems always give equal plans."""
