@@ -225,7 +225,6 @@ def test_margin_is_an_option_of_all_planning_commands(model, description):
         assert_refused(call(command, model, *OPTIONS, "--margin", "1.5"), said)
 
 
-@pytest.mark.slow  # its blocks are compiled
 def test_compare_holds_all_strategies_and_the_front(model, description, tmp_path):
     rows = list(compare_strategies(problem(description, HARDWARE, replace(JOB, micro_batch_size=2), LIMIT)))
     fixed = ("--micro-batch-size", 2)

@@ -17,7 +17,6 @@ from hf_osdp.cli.app import app
 from hf_osdp.cli.output import error_line
 from hf_osdp.cli.question import Planner, Question
 from hf_osdp.planning import cache
-from hf_osdp.planning.problem import FoundPlan
 
 SHAPE = {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 4, "vocab_size": 500, "n_positions": 64}
 SIZES = {"devices_per_node": 4, "sequence_length": 32, "global_batch_size": 32}
@@ -63,10 +62,7 @@ def test_plan_is_that_of_the_command_which_is_shown(planner, folder):
     assert replace(QUESTION, compile=True, memory_limit="").options[-1] == "--compile"
 
 
-def test_compared_has_the_rows_of_compare(planner, folder, monkeypatch):
-    monkeypatch.setattr(
-        FoundPlan, "_compiled", lambda self: None
-    )  # which take long; tests/unit/cli/test_cli.py has them
+def test_compared_has_the_rows_of_compare(planner, folder):
     content = json.loads(command_line(QUESTION, folder, "compare", "--points", "2", "--json", "-").stdout)
     rows = [(row.label, row.result.plan.step_s) for row in planner.plan(QUESTION).compared]
     assert rows == [(row["strategy"], row["step_s"]) for row in content["strategies"]] and len(rows) >= 6
