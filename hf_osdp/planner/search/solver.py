@@ -141,7 +141,8 @@ class BranchAndBound:
 
     def _explore(self, bound: float, kept: Kept, gap: float) -> None:
         """Search these options until no remaining node can be faster by more than the relative gap."""
-        self._open, self._gap = [], gap
+        self._open: list[_Node] = []
+        self._gap = gap
         self._push(
             bound,
             kept,
