@@ -36,7 +36,7 @@ class Row:
     fastest: SearchResult
     simplest: SearchResult
     seconds: tuple[float, float]
-    """CPU time of the search for the fastest plan, and of the search for a simpler one after it."""
+    """CPU time of the search for the fastest plan, and of that for both."""
 
 
 def problems(kinds: list[str]) -> Iterator[tuple[str, PlanningProblem]]:
@@ -63,7 +63,7 @@ def measure(problem: PlanningProblem, simplicity: float) -> Row:
     times, found = [time.process_time()], []
     for share in (0.0, simplicity):
         found.append(search(replace(problem, simplicity=share)))
-        times.append(time.process_time())
+        times.append(time.process_time())  # different searches, which share nothing
     return Row(
         model=problem.description, fastest=found[0], simplest=found[1],
         seconds=(times[1] - times[0], times[2] - times[1]),
@@ -87,8 +87,8 @@ def show(rows: dict[str, list[Row]], simplicity: float) -> None:
         "groups",
         "slower, mean",
         "proven",
-        "search",
-        "more",
+        "fastest",
+        "both",
     ):
         table.add_column(name, justify="left" if name == "case" else "right", no_wrap=True)
     for name, own in [*rows.items(), ("all", list(itertools.chain(*rows.values())))]:

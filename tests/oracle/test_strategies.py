@@ -155,7 +155,7 @@ def test_single_strategy_is_found_again_where_it_is_best(strategy):
     assert found.plan.peak_bytes == single.plan.peak_bytes
     others = [
         row
-        for row in compare_strategies(problem(description, hardware, job, single.plan.peak_bytes))[1:]
+        for row in list(compare_strategies(problem(description, hardware, job, single.plan.peak_bytes)))[1:]
         if row.strategy is not strategy
     ]
     assert all(row.result is None or row.result.plan.step_s > single.plan.step_s for row in others)

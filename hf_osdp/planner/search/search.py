@@ -12,11 +12,11 @@ from ..cost.memory import MemoryEstimate
 from ..cost.timing import TimeEstimate, estimate_time
 from ..decision import UnitLayout
 from ..plan import Plan
-from ..problem import PlanningProblem
+from ..problem import PlanningProblem, Strategy
 from .candidates import ROUNDED, Candidate, possible_candidates
 from .options import HOST
 from .remedies import infeasible_error
-from .solver import Root, Solution, fastest, root_of
+from .solver import BranchAndBound, Solution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +60,12 @@ def search(problem: PlanningProblem) -> SearchResult:
 
 
 def search_or_floor(problem: PlanningProblem, *, cutoff_s: float = math.inf) -> SearchResult | int:
-    """Return the plan of `search` if its step is below `cutoff_s`, else a lower bound on the limit that any plan
+    """Return the fastest plan if its step is below `cutoff_s`, else a lower bound on the limit that any plan
     needs, in bytes.
 
     The bound takes less time than the `InfeasibleError` of `search`.
     """
-    searched, hardware = _searched(replace(problem, simplicity=0.0)), problem.hardware
+    searched, hardware = _searched(problem), problem.hardware
     if (found := searched.best(cutoff_s)) is not None:
         return found
     return hardware.limit_for(
@@ -111,7 +111,9 @@ class _Search:
             for candidate in self.candidates
         }
         """Best known lower bound on the step time of each candidate's plans under the limit, in seconds."""
-        self._roots: dict[Candidate, Root] = {}
+        self._left_s = math.inf
+        """Least step time that the last search did not exclude; its cutoff if it excluded all plans."""
+        self._solvers: dict[Candidate, BranchAndBound] = {}
         self._found: SearchResult | None = None
         self._parts: frozenset[Hashable] = frozenset()
         """Parts of the fastest plan."""
@@ -128,21 +130,19 @@ class _Search:
         For each number of parts, from the least possible one, the fastest plan of so many parts is searched.
         """
         best = self.best()
-        if best is None or not simplicity:
+        if best is None or not simplicity or self._problem.strategy is not Strategy.OSDP:
             return best
+        cutoff_s, proven = best.time.step_s * (1 + simplicity), True
         for most in range(min(candidate.timeline.least_parts for candidate in self.candidates), len(self._parts)):
-            solved = self._solve(best.time.step_s * (1 + simplicity), most)
+            solved = self._solve(cutoff_s, most)
             if solved is not None:
                 found, parts = solved
                 plan = replace(found.plan, simplified=_gained(best, found, self._parts, parts))
+                if not proven:
+                    plan = replace(plan, proven_optimal=False, gap=None)
                 return replace(found, plan=plan, fastest=best)
+            proven = proven and self._left_s >= cutoff_s
         return best
-
-    def _relax(self, candidate: Candidate) -> None:
-        """Bound a candidate by its relaxation."""
-        root = root_of(candidate.timeline, self._problem.job, self._limit)
-        self._roots[candidate] = root
-        self._bounds_s[candidate] = max(root.bound_s * (1 - ROUNDED), self._bounds_s[candidate])
 
     def least(self) -> SearchResult:
         """Return the plan that needs the least memory, communicators included."""
@@ -166,18 +166,19 @@ class _Search:
             candidate = self.candidates[number]
             solution = candidate.quickest(self._limit, most_parts)
             if solution is None:
-                if candidate not in self._roots:
-                    self._relax(candidate)
+                if candidate not in self._solvers:
+                    self._solvers[candidate] = solver = BranchAndBound(
+                        candidate.timeline, self._problem.job, self._limit
+                    )
+                    self._bounds_s[candidate] = max(solver.bound_s * (1 - ROUNDED), self._bounds_s[candidate])
                     heapq.heappush(waiting, (self._bounds_s[candidate], number))  # another may now come first
                     continue
-                solution = fastest(
-                    candidate.timeline, self._problem.job, self._limit, cutoff_s=best_s, most_parts=most_parts,
-                    root=self._roots[candidate],
-                )  # fmt: skip
+                solution = self._solvers[candidate].run(best_s, most_parts)
             if solution is not None:
                 bound_s = min(bound_s, solution.bound)
                 if solution.objective < best_s:
                     best, best_s = (candidate, solution), solution.objective
+        self._left_s = bound_s
         if best is None:
             return None
         candidate, solution = best

@@ -29,12 +29,10 @@ _FEW, _MORE = 12, 4
 """Options of each group in the search for a first plan, and the factor by which they grow while none is found."""
 _FIRST_GAP = 1e-3
 """Relative gap of the search for a first plan, which only bounds the search after it."""
-_SCIP_WORK, _MANY_NODES, _MOST_NODES, _MOST_WORK = 500_000, 100, 1000, 8.0
-"""Limits of one search: SCIP's variables times nodes at one node; nodes of branch and bound before the gap grows to
-`_ENOUGH`, and in all; CP-SAT's deterministic seconds. Beyond them the search returns its best plan, with the gap that
+_SCIP_WORK, _MOST_NODES, _MOST_WORK = 1_000_000, 100, 8.0
+"""Limits of one search: SCIP's variables times nodes at one node; nodes of branch and bound; CP-SAT's deterministic
+seconds. Beyond them the search returns its best plan, with the gap that
 it proved. No limit depends on a clock, so that equal problems always give equal plans."""
-_ENOUGH = 1e-3
-"""Relative gap that is enough where a smaller one takes long: no rate is known better."""
 _ROUNDING = 2**22
 """Rounding error of a bound of the linear solver, in steps of the objective."""
 Kept: TypeAlias = dict[UnitGroup, set[Option]]
@@ -60,37 +58,9 @@ class Solution:
         return self.bound >= self.objective
 
 
-class Root(NamedTuple):
-    """The relaxation with every option, which bounds every plan."""
-
-    relaxed: Relaxation | None
-    """None if no plan fits, or rounding errors are too large."""
-    bound_s: float
-    """Lower bound on the seconds of a step; infinite if no plan fits."""
-
-
-def root_of(timeline: Timeline, job: TrainingJob, limit_bytes: int) -> Root:
-    """Return the relaxation with every option."""
-    return _BranchAndBound(timeline, job, limit_bytes).root()
-
-
-def fastest(
-    timeline: Timeline,
-    job: TrainingJob,
-    limit_bytes: int,
-    *,
-    cutoff_s: float = math.inf,
-    most_parts: int | None = None,
-    root: Root | None = None,
-) -> Solution | None:
-    """Return the fastest layouts with every moment within the limit; None if no plan both fits and is faster than the
-    cutoff. With `most_parts`, only plans of at most so many parts (`Option.parts`) count; a cutoff is then needed.
-
-    If the solver gave up, the result is the best plan so far; without a plan it has no layouts and an infinite
-    objective. `root` is the relaxation, if it is known.
-    """
-    search = _BranchAndBound(timeline, job, limit_bytes)
-    return search.run(root or search.root(), cutoff_s, most_parts)
+def fastest(timeline: Timeline, job: TrainingJob, limit_bytes: int, *, cutoff_s: float = math.inf) -> Solution | None:
+    """Return the fastest layouts with every moment within the limit; see `BranchAndBound.run`."""
+    return BranchAndBound(timeline, job, limit_bytes).run(cutoff_s)
 
 
 def any_within(
@@ -116,38 +86,39 @@ class _Node(NamedTuple):
     patterns: Patterns
 
 
-class _BranchAndBound:
-    """A search by branch and bound; costs are in steps of the objective."""
+class BranchAndBound:
+    """Searches of one timeline by branch and bound; costs are in steps of the objective."""
 
     def __init__(self, timeline: Timeline, job: TrainingJob, limit_bytes: int) -> None:
         self._timeline, self._job, self._limit = timeline, job, limit_bytes
-        self._most_parts: int | None = None
         self._groups = {group.units: group for group in timeline.groups}
         largest = (
             sum(len(group.units) * max(option.seconds for option in group.options) for group in timeline.groups) or 1.0
         )
-        self._scale = _RESOLUTION / largest
-        self._best, self._left, self._gap = math.inf, math.inf, 0.0
+        self._scale, self._numbers = _RESOLUTION / largest, itertools.count()
+        self._most_parts: int | None = None
+        self._every = {group: set(group.options) for group in timeline.groups}
+        program = self._program(self._every, {}, linear=True)
+        self._root = program.relax()
+        bound = math.inf if program.infeasible else 0.0 if self._root is None else self._root.bound
+        self.bound_s = bound / self._scale
+        """Lower bound on the seconds of every plan, by the relaxation with every option; infinite if no plan fits."""
+
+    def run(self, cutoff_s: float = math.inf, most_parts: int | None = None) -> Solution | None:
+        """Return the fastest layouts with every moment within the limit; None if no plan both fits and is faster than
+        the cutoff. With `most_parts`, only plans of at most so many parts (`Option.parts`) count; a cutoff is then
+        needed.
+
+        If too much work would be left, the result is the best plan so far; without a plan it has no layouts and an
+        infinite objective.
+        """
+        self._best, self._left, self._gap = cutoff_s * self._scale, math.inf, 0.0
         """Cost of the best plan or the cutoff, least bound of the nodes left out, relative gap of the search."""
+        self._most_parts, self._work = most_parts, _MOST_WORK
         self._found: Solution | None = None
-        self._open: list[_Node] = []
-        self._numbers = itertools.count()
-        self._work = _MOST_WORK
-
-    def root(self) -> Root:
-        """Return the relaxation with every option."""
-        every = {group: set(group.options) for group in self._timeline.groups}
-        program = self._program(every, {}, linear=True)
-        relaxed = program.relax()
-        bound = math.inf if program.infeasible else 0.0 if relaxed is None else relaxed.bound / self._scale
-        return Root(relaxed=relaxed, bound_s=bound)
-
-    def run(self, root: Root, cutoff_s: float, most_parts: int | None) -> Solution | None:
-        """Search until no remaining node can be faster than the best plan, or too much work is done."""
-        self._best, self._most_parts = cutoff_s * self._scale, most_parts
-        every, relaxed = {group: set(group.options) for group in self._timeline.groups}, root.relaxed
+        every, relaxed = self._every, self._root
         if relaxed is None:
-            if root.bound_s < math.inf:
+            if self.bound_s < math.inf:
                 self._solve(every, {}, 0.0)
         else:
             few = _FEW
@@ -170,21 +141,21 @@ class _BranchAndBound:
 
     def _explore(self, bound: float, kept: Kept, gap: float) -> None:
         """Search these options until no remaining node can be faster by more than the relative gap."""
-        self._open, self._gap = [], gap
+        self._open: list[_Node] = []
+        self._gap = gap
         self._push(
             bound,
             kept,
             {group.units: Pattern.undecided(group) for group in self._timeline.groups if len(group.units) > 1},
         )
         for visited in itertools.count():
-            if visited == _MANY_NODES:
-                self._gap = _ENOUGH
-            if self._open and (visited == _MOST_NODES or self._work <= 0 or self._is_slow(self._open[0].bound)):
-                self._leave(self._open[0].bound)
-                return
             if not self._open:
                 return
-            self._visit(heapq.heappop(self._open))
+            node = heapq.heappop(self._open)
+            if visited == _MOST_NODES or self._work <= 0 or self._is_slow(node.bound):
+                self._left = min(self._left, node.bound)
+                return
+            self._visit(node)
 
     def _visit(self, node: _Node) -> None:
         """Bound a node over real, then over whole numbers; branch if an unconstrained moment exceeds the limit,
@@ -290,10 +261,7 @@ class _BranchAndBound:
         return self._solved(program)
 
     def _solve(self, kept: Kept, patterns: Patterns, bound: float) -> None:
-        """Solve a node of this bound by CP-SAT alone, unless the bound is near the best plan."""
-        if bound > self._best * (1 - _ENOUGH):
-            self._leave(bound)
-            return
+        """Solve a node of this bound by CP-SAT alone."""
         program = self._program(kept, patterns, cheaper=True)
         if not (self._solved(program) or program.infeasible):
             self._leave(bound)

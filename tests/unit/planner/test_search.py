@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-import hf_osdp.planner.search.search as search_module
 import hf_osdp.planner.search.solver as solver_module
 from hf_osdp.errors import InfeasibleError, OSDPError
 from hf_osdp.planner.hardware import Hardware
@@ -15,7 +14,6 @@ from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import StrategyResult, as_scripts_run, compare_strategies
 from hf_osdp.planner.search.search import _searched, fastest_without_limit, least_memory, search, search_or_floor
-from hf_osdp.planner.search.solver import fastest
 from hf_osdp.quantities import format_bytes
 from tests.helpers.descriptions import at_random, transformer, ways
 from tests.helpers.hardware import bare_preset
@@ -208,11 +206,13 @@ def test_gap_of_a_plan_is_that_of_its_solution(share, monkeypatch):
         search(problem(MODEL, hardware, job, AMPLE)).plan.peak_bytes,
     )
 
-    def told(*args, **options):
-        found = fastest(*args, **options)
+    run = solver_module.BranchAndBound.run
+
+    def told(*args):
+        found = run(*args)
         return found and replace(found, bound=found.objective * share)
 
-    monkeypatch.setattr(search_module, "fastest", told)
+    monkeypatch.setattr(solver_module.BranchAndBound, "run", told)
     plan = search(problem(MODEL, hardware, job, least + (ample - least) // 5)).plan
     assert plan.proven_optimal is (share == 1) and plan.gap == pytest.approx(1 - share)
 
