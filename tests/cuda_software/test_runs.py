@@ -134,9 +134,12 @@ def test_profile_measures_the_device_and_blocks_of_a_model(model, tmp_path, proc
 
 
 def test_memory_that_runs_out_is_explained_and_training_goes_on_by_a_safer_plan(monkeypatch):
-    """The allocator refuses memory in the first start, and the launcher starts the program again."""
+    """The allocator refuses memory in the first start, and the launcher starts the program again.
+
+    Without torch's sanitizer: its hook loses the exception with which torch's checkpoint ends a recomputation early.
+    """
     late = {"FAKE_CUDA_LATENCY_MS": str(LATE_MS), "FAKE_CUDA_LATE": WATCHED["late"]}
-    for name, value in (FEW_VALUES | late | {"TORCH_CUDA_SANITIZER": "1"}).items():
+    for name, value in (FEW_VALUES | late).items():
         monkeypatch.setenv(name, value)
     done = runs_out(1, "replan", "cuda", timeout_s=220)
     assert not problem_of(done, 1, "replan"), ends_of(done.stderr)
