@@ -323,8 +323,9 @@ class Describer:
         return with_ways_of(base, self._describe(split, recomputation=False, **sizes)) if base.recomputable else None
 
     def timed_model(self, micro_batch_sizes: tuple[int, ...]) -> TimedModel:
-        """Return the model with its batches and loss, as they were described, to be timed."""
-        return TimedModel(model_or_config=self._model, micro_batch_sizes=micro_batch_sizes, **self._run.keywords)
+        """Return the model with its batches and loss, as they were described, to be timed; its blocks run eager."""
+        run = replace(self._run, compile=False)
+        return TimedModel(model_or_config=self._model, micro_batch_sizes=micro_batch_sizes, **run.keywords)
 
     def _traced(self, split: ModelSplit, **options: Any) -> ModelDescription:
         description = self._trace(self._model, **self._run.keywords, split=split, **options)

@@ -76,6 +76,12 @@ def test_blocks_are_estimated_if_the_option_is_off_or_the_hardware_given(model, 
     assert all(segment.forward.seconds is None for segment in description.segments)
 
 
+def test_compiled_blocks_are_timed_eager(model, timings):
+    """To compile them takes longer than planning may; their own times follow from eager ones."""
+    assert planned(model, compile=True).inputs.description.compiled_classes == ("GPT2Block",)
+    assert [timed.compile for timed in timings] == [False]
+
+
 def test_blocks_are_estimated_under_a_limit_that_a_few_of_them_exceed(model, timings, monkeypatch):
     description = describe(model, sequence_length=16)
     with pytest.raises(ProfileError, match=r"3 blocks need .* of 90\.0 KiB with one sample"):
