@@ -14,7 +14,7 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
-from ..planning.config import option_texts
+from ..planning.config import OSDPConfig, option_texts
 from .launch import launch_request
 
 
@@ -42,9 +42,11 @@ def parse_arguments(types: Sequence[type], argv: Sequence[str]) -> tuple[Any, ..
             parser.add_argument(
                 "--osdp", type=string_to_bool, help="False: the stock Trainer. Default: set by the accelerate file."
             )
-        for name, text in option_texts().items():
-            if name not in script_options:
-                parser.add_argument(f"--{name}", type=yaml.safe_load, help=text.replace("%", "%%"))
+        texts = option_texts()
+        for option in fields(OSDPConfig):
+            if option.name not in script_options:
+                text = texts.get(option.name, "").replace("%", "%%")
+                parser.add_argument(f"--{option.name}", type=yaml.safe_load, help=text)
         if argv and argv[0].endswith((".yaml", ".yml", ".json")):
             argv = [*_flags_of_file(argv[0]), *argv[1:]]
         *arguments, options = parser.parse_args_into_dataclasses(list(argv))

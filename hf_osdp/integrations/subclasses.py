@@ -46,7 +46,7 @@ class PlansWhenMade(ABCMeta):
     """Make a Trainer of any subclass, with `osdp=` if its `__init__` does not take it; then plan, if there is data."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401  our Trainer
-        trainer: Any = cls.__new__(cls)  # type: ignore[arg-type, call-arg]
+        trainer: Any = cls.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
         if "osdp" in kwargs and "osdp" not in inspect.signature(cls.__init__).parameters:  # type: ignore[misc]
             trainer._osdp_argument = kwargs.pop("osdp")
         trainer.__init__(*args, **kwargs)
