@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -125,9 +125,17 @@ class Request:
         try:
             config = OSDPConfig(**options)
         except ValueError as error:
-            text = re.sub(r"\w+(?==)", lambda name: flag_of(name[0]) if name[0] in options else name[0], str(error))
-            raise ValueError(text) from None
+            raise ValueError(re.sub(r"(\w+)=(True|False|)", partial(_as_flag, options), str(error))) from None
         return cls(config=config, **{name: value for name, value in flags.items() if name in own})
+
+
+def _as_flag(options: Mapping[str, object], option: re.Match[str]) -> str:
+    """Return `name=value` of one of the options as a flag, such as `--no-name` for False."""
+    name, value = option.groups()
+    if name not in options:
+        return option[0]
+    flag = flag_of(name)
+    return {"True": flag, "False": flag.replace("--", "--no-", 1)}.get(value, f"{flag}=")
 
 
 @cache

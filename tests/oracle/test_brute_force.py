@@ -98,7 +98,7 @@ def instance(seed: int):
     return description, hardware, job, dice
 
 
-@pytest.mark.parametrize("seed", slow_but(range(INSTANCES), daily=range(SAMPLE)))
+@pytest.mark.parametrize("seed", slow_but(range(INSTANCES), daily=[*range(SAMPLE), 114]))  # 114: at exactly the least peak
 def test_search_equals_brute_force(seed):
     description, hardware, job, dice = instance(seed)
     plans = list(every_plan(description, hardware, job))

@@ -25,9 +25,9 @@ MIN_GAIN = 1e-7
 """Relative difference of step time below which plans count as equal: no rate is known better, and a finer search
 takes long.
 """
-_SLACK, _WHOLE_SLACK = 1e-7, 1e-9
+_SLACK, _WHOLE_SLACK = 1e-7, 1e-8
 """Relative loosening of each bound in relaxations over real and over whole numbers, so that rounding excludes no
-feasible plan.
+feasible plan; SCIP's presolving needs more than its own tolerance of 1e-9.
 """
 
 
