@@ -72,19 +72,19 @@ def check(description, hardware, job, dice) -> tuple[int, int]:
 
 @pytest.mark.parametrize("first", slow_but(range(0, 120, 10), daily=(0,)))
 def test_plan_under_simplicity_is_the_simplest_of_all_near_the_fastest(first):
-    assert checked(first) == (True, False)
+    assert checked(range(first, first + 10)) == (True, False)
 
 
-@pytest.mark.parametrize("most_work", [0.0, 0.02, 0.1])
+@pytest.mark.parametrize("most_work", [0.0, 0.02])
 def test_plan_under_simplicity_is_near_the_fastest_where_the_work_ends(monkeypatch, most_work):
     monkeypatch.setattr(module, "SimplestSearch", lambda *arguments: SimplestSearch(*arguments[:-1], most_work))
-    assert checked(0)[1]
+    assert checked(range(4))[1]
 
 
-def checked(first: int) -> tuple[bool, bool]:
-    """Check ten instances; return whether some plan was simplified, and whether some is not proven."""
+def checked(seeds: range) -> tuple[bool, bool]:
+    """Check some instances; return whether some plan was simplified, and whether some is not proven."""
     counts = []
-    for seed in range(first, first + 10):
+    for seed in seeds:
         description, hardware, job, dice = instance(seed)
         if next(every_layouts(description, hardware, job), None) is not None:
             counts.append(check(description, hardware, job, dice))

@@ -147,7 +147,9 @@ class IntegerModel:
             layouts |= group.assign([solver.value(x) for x in variables.counts])
         return layouts, solver.objective_value, status == cp_model.OPTIMAL
 
-    def relax(self, *, gap: float | None = None, most_work: float = math.inf, presolve: bool = True) -> Relaxation | None:
+    def relax(
+        self, *, gap: float | None = None, most_work: float = math.inf, presolve: bool = True
+    ) -> Relaxation | None:
         """Return the minimum of a `linear` model over real numbers (GLOP), or over whole numbers with a relative `gap`
         (SCIP, which needs a limit), with about `most_work` seconds of work.
 
