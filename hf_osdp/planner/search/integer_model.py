@@ -25,10 +25,9 @@ MIN_GAIN = 1e-7
 """Relative difference of step time below which plans count as equal: no rate is known better, and a finer search
 takes long.
 """
-_SLACK, _WHOLE_SLACK = 1e-7, 1e-8
-"""Relative loosening of each bound in relaxations over real and over whole numbers, so that rounding excludes no
-feasible plan; SCIP's presolving needs more than its own tolerance of 1e-9.
-"""
+_SLACK = 1e-7
+"""Relative loosening of each bound in relaxations, so that rounding excludes no feasible plan. SCIP's presolving needs
+more than its own tolerance of 1e-9: with 1e-8 it lost plans at exactly the limit."""
 
 _SCIP_RATE = 40_000
 """SCIP's variables times nodes in a second."""
@@ -184,7 +183,7 @@ class IntegerModel:
                 linear = constraint.linear
                 coefficients = [c * units[v] for v, c in zip(linear.vars, linear.coeffs, strict=True)]
                 low, high = linear.domain
-                _add_row(solver, variables, linear.vars, coefficients, (low, high), _WHOLE_SLACK if whole else _SLACK)
+                _add_row(solver, variables, linear.vars, coefficients, (low, high))
             else:
                 one = constraint.exactly_one.literals
                 _add_row(solver, variables, one, [1.0] * len(one), (1, 1))
@@ -303,14 +302,13 @@ def _add_row(
     indices: Sequence[int],
     coefficients: Sequence[float],
     bounds: tuple[int, int],
-    slack: float = 0.0,
 ) -> None:
     """Add one row, scaled to a largest coefficient of 1, because rows mix bytes and counts."""
     scale = max((abs(c) for c in coefficients), default=1) or 1
     low, high = bounds
     infinity, far = solver.infinity(), 2**62
     # loosening of each bound, scaled as well
-    below, above = (0.0 if low == high else slack * max(abs(bound) / scale, 1.0) for bound in bounds)
+    below, above = (0.0 if low == high else _SLACK * max(abs(bound) / scale, 1.0) for bound in bounds)
     row = solver.Constraint(
         -infinity if low <= -far else low / scale - below,
         infinity if high >= far else high / scale + above,
