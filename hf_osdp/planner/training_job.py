@@ -135,7 +135,7 @@ class OptimizerSpec:
     needs_whole: bool = False
     """Whether the update needs whole parameters; units with trained parameters are then replicated."""
     matrices: tuple[tuple[int, ...], ...] = ()
-    """Shapes of matrices whose update is gathered whole in bf16 if they are sharded (Muon)."""
+    """Shapes of matrices whose update each rank computes whole, gathered in bf16 if they are sharded."""
     least_quantized: int = 0
     """Parameters with fewer elements (unsharded) have their states in float32."""
     keeps_embeddings: bool = False
@@ -203,8 +203,8 @@ class OptimizerSpec:
         )
 
     def matrix_scratch(self, parameter: ParameterSpec, shard_size: int) -> int:
-        """Return the temporaries of Newton-Schulz in bytes: the update, and in bf16 two r x c and two r x r
-        matrices, r ≤ c.
+        """Return the temporaries of a whole update (Newton-Schulz) in bytes: the update, and in bf16 two r x c and
+        two r x r matrices, r ≤ c.
         """
         if parameter.shape not in self.matrices:
             return 0

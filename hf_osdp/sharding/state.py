@@ -39,10 +39,8 @@ from ..modeling.split.names import (
     split_optimizer_state,
 )
 from ..modeling.units import canonical_name, named_parameters
-from .bitsandbytes import is_bitsandbytes, load_states, saved_states
 from .gradients import local
-from .optimizer import low_bit_spec, unwrapped
-from .optimizer_steps import steps_shards
+from .optimizers import kind_of, unwrapped
 from .weight_reads import end_step
 
 _SET_BY_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
@@ -116,10 +114,6 @@ class SlicedTensor(torch.Tensor):
 def _for_checkpoint(value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401  # numbers too
     """Return an optimizer's state as it is saved: a plain tensor of the shard's shape becomes a DTensor, sharded as
     its parameter.
-
-    Quantized states of torchao's optimizers are saved and loaded in float32, on the host, so that any plan, any number
-    of ranks, and AdamW can load them. Quantized again in the same blocks, Fp8 states are restored exactly; 8-bit and
-    4-bit states too, except blocks whose largest element is negative, which their tables round.
     """
     if (
         not torch.is_tensor(value)
@@ -128,22 +122,7 @@ def _for_checkpoint(value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401
         or value.shape != local(parameter).shape
     ):
         return value
-    part = value.dequantize().cpu() if _is_quantized(value) else value
-    return DTensor(part, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else part
-
-
-def _as_held(value: Any, before: Any) -> Any:  # noqa: ANN401  # numbers too
-    """Return a loaded state as the optimizer holds it, quantized if the previous state `before` is."""
-    if not torch.is_tensor(value):
-        return value
-    if not _is_quantized(before):
-        return local(value)
-    before.copy_(local(value).to(before.device))
-    return before
-
-
-def _is_quantized(value: object) -> bool:
-    return type(value).__module__.startswith("torchao.")
+    return DTensor(value, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else value
 
 
 def free_gathered(model: nn.Module) -> None:
@@ -251,7 +230,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_ta
 
     With `as_target`, create missing states, to load into them.
     """
-    optimizer = unwrapped(optimizer)
+    optimizer, kind = unwrapped(optimizer), kind_of(optimizer)
     fresh = not optimizer.state
     with own_positions():
         _make_states(optimizer)
@@ -259,38 +238,25 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_ta
     if fresh and not as_target:
         optimizer.state.clear()
         state["state"] = {}
-    if steps_shards(optimizer):
+    if kind.steps_shards:
         named = named_parameters(model)
-        if is_bitsandbytes(optimizer):  # its own state dict does not show them
-            of_names = {
-                name: (optimizer.state.get(named[name], {}), local(named[name]).shape) for name in state["state"]
-            }
-            state["state"] = {name: saved_states(*of_name) for name, of_name in of_names.items()}
+        saved = {name: kind.saved_states(named[name], own) for name, own in state["state"].items()}
         state["state"] = {
-            name: {k: _for_checkpoint(v, named[name]) for k, v in own.items()} for name, own in state["state"].items()
+            name: {k: _for_checkpoint(v, named[name]) for k, v in own.items()} for name, own in saved.items()
         }
-    if low_bit_spec(optimizer):
+    if kind.lr_is_tensor:
         for group in state["param_groups"]:
-            group["lr"] = float(group["lr"])  # a number, as in AdamW
+            group["lr"] = float(group["lr"])
     return merge_optimizer_state(state, model, join=SlicedTensor) if is_split(model) else state
 
 
 def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
     """Set an optimizer's state, in the form that `optimizer_state` returns; parameters without a state are allowed."""
-    optimizer = unwrapped(optimizer)
+    optimizer, kind = unwrapped(optimizer), kind_of(optimizer)
     state = split_optimizer_state(state, model) if is_split(model) else state
-    if steps_shards(optimizer):
+    if kind.steps_shards:
         named = named_parameters(model)
-        held = {name: optimizer.state.get(parameter, {}) for name, parameter in named.items()}
-        if is_bitsandbytes(optimizer):
-            for name, own in state["state"].items():
-                load_states(held[name], own, local(named[name]).shape)
-            states = {name: held[name] for name in state["state"]}
-        else:
-            states = {
-                name: {k: _as_held(v, held[name].get(k)) for k, v in own.items()}
-                for name, own in state["state"].items()
-            }
+        states = {name: kind.load_states(named[name], own) for name, own in state["state"].items()}
         state = {**state, "state": states}
     with own_positions():
         if state["state"]:
@@ -300,9 +266,9 @@ def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, stat
                 model, optimizer, {**state, "state": get_optimizer_state_dict(model, optimizer)["state"]}
             )
             optimizer.state.clear()
-    if low_bit_spec(optimizer):
+    if kind.lr_is_tensor:
         for group in optimizer.param_groups:
-            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)  # its kernels accept only a tensor
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32)
 
 
 def check_states(

@@ -41,7 +41,7 @@ from hf_osdp.sharding.gradients import local
 from hf_osdp.sharding.host_states import bind_optimizer
 from hf_osdp.sharding.optimizer import spec_of_optimizer, spec_of_optimizers
 from hf_osdp.sharding.optimizer_steps import step_by_device, step_on_shards
-from hf_osdp.sharding.optimizer_trial import after_step
+from hf_osdp.sharding.optimizers.trial import after_step
 from hf_osdp.sharding.state import full_state_dict
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.memory_tracker import MemoryTracker

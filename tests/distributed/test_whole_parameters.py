@@ -27,8 +27,9 @@ from hf_osdp.planner.split import OperatorSplit
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import local
-from hf_osdp.sharding.optimizer import check_optimizer, needs_whole, spec_of_optimizer
+from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer
 from hf_osdp.sharding.optimizer_steps import prepare_new_optimizers, step_on_shards
+from hf_osdp.sharding.optimizers import kind_of
 from hf_osdp.sharding.state import full_state_dict
 from tests.helpers.checkpointed import trained_by_plan, worst
 from tests.helpers.distributed import run_ranks
@@ -252,6 +253,6 @@ class RoundsAtRandom(GlobalNorm):
 
 
 def test_randomness_is_looked_for_in_the_parameters_own_dtype():
-    assert not needs_whole(RoundsAtRandom([nn.Parameter(torch.ones(2, 2))]))
+    assert not kind_of(RoundsAtRandom([nn.Parameter(torch.ones(2, 2))])).needs_whole()
     with pytest.raises(OSDPError, match="updates at random"):
-        needs_whole(RoundsAtRandom([nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))]))
+        kind_of(RoundsAtRandom([nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))])).needs_whole()

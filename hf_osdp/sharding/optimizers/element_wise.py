@@ -1,0 +1,34 @@
+"""torch's element-wise optimizers, which step DTensors."""
+
+from __future__ import annotations
+
+import torch
+
+from ...planner.optimizers import TORCH_STATES, step_of
+from ...planner.training_job import OptimizerSpec
+from .kind import Kind
+
+ELEMENT_WISE = tuple(
+    getattr(torch.optim, name)
+    for name in ("AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD")
+)
+"""They train on shards as on whole parameters; a subclass may do something else."""
+
+
+class ElementWise(Kind):
+    steps_shards = False
+
+    @classmethod
+    def includes(cls, optimizer: torch.optim.Optimizer) -> bool:
+        return type(optimizer) in ELEMENT_WISE
+
+    def needs_whole(self) -> bool:
+        return False
+
+    def spec(self, device_type: str) -> OptimizerSpec:
+        name, options = type(self.optimizer).__name__.lower(), self.optimizer.defaults
+        if name not in TORCH_STATES:
+            return super().spec(device_type)
+        more = sum(bool(options.get(option)) for option in ("amsgrad", "momentum", "centered"))
+        step = step_of(options.get("fused"), options.get("foreach"), device_type)
+        return OptimizerSpec(name=name, states=TORCH_STATES[name] + more, step=step)
