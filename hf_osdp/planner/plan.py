@@ -17,7 +17,7 @@ from .description import GatherSpan, ModelDescription
 from .files import validated, write_whole
 from .hardware import MOST_RANKS
 from .split import WHOLE_BLOCKS, ModelSplit
-from .wire import EXACT, WireFormat
+from .wire import coarsest_of
 
 PLAN_VERSION = 9
 _MOST = {"world_size": MOST_RANKS, "micro_batch_size": 2**20, "accumulation_steps": 2**20, "sequence_length": 2**30}
@@ -186,9 +186,8 @@ class Plan:
 
     @property
     def communication(self) -> str:
-        """Coarsest wire format of any unit, or `exact`."""
-        sent = {wire for unit in self.units for wire in unit.wires.values()}
-        return next((wire.value for wire in reversed(WireFormat) if wire in sent), EXACT)
+        """Coarsest format in which any unit sends, or `exact`."""
+        return coarsest_of(self.units)
 
     @property
     def communicators(self) -> int:

@@ -16,7 +16,7 @@ from ..decision import Batch, UnitLayout, meshes_of
 from ..description import Activations, GatherSpan, Recomputation
 from ..problem import PlanningProblem
 from .options import LaterCall, Option, Part, RootSegment, Timeline, UnitGroup, undominated
-from .strategies import Space
+from .wires import Space
 
 SHORT_ROW = 8
 """Longest row of equal units that is searched unit by unit; in a longer row only the first and the last unit are."""
