@@ -72,12 +72,15 @@ class UnitLayout(Wires):
             *self.activations.describe(),
             "on host" if self.on_host else "",
             "optimizer on host" if self.states_on_host else "",
-            *(f"{name} in {wire.value}" for name, wire in self.wires.items()),
+            *(f"{name} in {form.value}" for name, form in self.formats.items()),
         ]
         return ", ".join(filter(None, parts))
 
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(UnitLayout))
+
+Space = tuple[tuple[UnitLayout, ...], ...]
+"""The layouts that each unit may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

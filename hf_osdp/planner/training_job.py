@@ -9,6 +9,8 @@ from enum import Enum
 from .description import DType, ParameterSpec
 from .wire import WireFormat
 
+EXACT = "exact"
+"""Name of communication in the original dtype."""
 _MOST_SAMPLES = 2**40
 
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 PIECE_ELEMENTS = 2**20
 """Elements encoded or decoded at once, which bounds the temporaries."""
-EXACT = "exact"
-"""Name of communication in the original dtype."""
 HADAMARD_SIZE = 32
 """Values that `int4` rotates together."""
 
@@ -179,10 +177,16 @@ class Wires:
             raise ValueError(f"gather_wire={self.gather_wire.value} is only for gradients; use int8 or bf16.")
 
     @property
-    def wires(self) -> dict[str, WireFormat]:
+    def formats(self) -> dict[str, WireFormat]:
         """Formats of fewer bits, by `gather`, `reduce` and `replicas`; exact messages are left out."""
         wires = {"gather": self.gather_wire, "reduce": self.reduce_wire, "replicas": self.replica_wire}
         return {name: wire for name, wire in wires.items() if wire is not None}
+
+    @staticmethod
+    def coarsest(layouts: Iterable[Wires]) -> str | None:
+        """Return the name of the coarsest format of any unit; None if all values are exact."""
+        sent = {wire for layout in layouts for wire in layout.formats.values()}
+        return next((wire.value for wire in reversed(WireFormat) if wire in sent), None)
 
     def messages(self, *sizes: tuple[int, int]) -> tuple[Message, ...]:
         """Return the messages of an all-gather, a reduce-scatter and an all-reduce of these elements and ranks."""
@@ -191,9 +195,3 @@ class Wires:
             Message(elements=elements, ranks=ranks, wire=wire)
             for (elements, ranks), wire in zip(sizes, wires, strict=True)
         )
-
-
-def coarsest_of(layouts: Iterable[Wires]) -> str:
-    """Return the name of the coarsest format of any unit, or `exact`."""
-    sent = {wire for layout in layouts for wire in layout.wires.values()}
-    return next((wire.value for wire in reversed(WireFormat) if wire in sent), EXACT)

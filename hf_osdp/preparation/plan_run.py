@@ -27,7 +27,6 @@ from ..planner.problem import PlanningProblem
 from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult, search
 from ..planner.training_job import OptimizerSpec
-from ..planner.wire import EXACT, WireFormat, formats_up_to
 from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
 from ..sharding.environment import uses_host
@@ -196,7 +195,7 @@ def _given(model: nn.Module, job: Job) -> PlannedRun:
             "The plan recomputes or offloads blocks, and activation checkpointing would recompute them too; switch it"
             " off, or plan again."
         )
-    check_communication(plan, config.wire)
+    check_communication(plan, config)
     inputs = peak_bytes = None
     if job.estimates_given_plan:
         if uses_host(plan):
@@ -237,15 +236,14 @@ def check_whole(plan: Plan, description: ModelDescription, optimizer: OptimizerS
         )
 
 
-def check_communication(plan: Plan, allowed: WireFormat | None) -> None:
+def check_communication(plan: Plan, config: OSDPConfig) -> None:
     """Refuse a given plan that sends a coarser format than the user allows, since that changes the rounding of
     training.
     """
     sent = plan.communication
-    if sent not in (EXACT, *formats_up_to(allowed)):
-        option = EXACT if allowed is None else allowed.value
+    if not config.allows_communication(sent):
         raise PlanError(
-            f"The plan sends parameters or gradients in {sent}, but communication={option!r}; set"
+            f"The plan sends parameters or gradients in {sent}, but communication={config.communication!r}; set"
             f" communication={sent!r} if you want that, or plan again."
         )
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from ...errors import HardwareError
 from ..affine import Affine
 from ..cost.units import shape_ids
-from ..decision import Batch, UnitLayout, layouts_for
+from ..decision import Batch, Space, UnitLayout, layouts_for
 from ..description import Activations, GatherSpan, ModelDescription, Recomputation, UnitDescription
 from ..hardware import Hardware
 from ..problem import PlanningProblem, Strategy
 from ..training_job import TrainingJob, divisors
-from .wires import Space, with_wires
+from .wires import with_wires
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,15 +9,12 @@ from typing import Any
 
 from ..cost.collectives import Ring, between_ring, replicate_ring, shard_ring
 from ..cost.units import unit_seconds
-from ..decision import UnitLayout
+from ..decision import Space, UnitLayout
 from ..description import DType, UnitDescription
 from ..hardware import Hardware
 from ..problem import PlanningProblem
 from ..training_job import TrainingJob
 from ..wire import WireFormat, formats_up_to
-
-Space = tuple[tuple[UnitLayout, ...], ...]
-"""The layouts that each unit may take."""
 
 
 def with_wires(problem: PlanningProblem, shapes: Sequence[int], spaces: Iterable[Space]) -> list[Space]:
