@@ -28,7 +28,7 @@ from ..distributed.mesh import rank
 from ..distributed.process_group import gloo_group
 from ..errors import CheckpointError
 from ..modeling.identity import optimizer_texts
-from ..modeling.split.names import split_names
+from ..modeling.split.names import whole_parameters
 from ..modeling.units import canonical_name
 from ..sharding.gradients import local
 from ..sharding.optimizers import kind_of
@@ -81,7 +81,7 @@ def save_model(
     names = set(weights)
     if trainable_only:
         names = {canonical_name(name) for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
-        names |= {whole.name for whole in split_names(model).values() if whole.parts[0] in names}
+        names |= {whole.name for whole in whole_parameters(model).values() if whole.parts[0] in names}
     state = {
         name: value.detach() if torch.is_tensor(value) else value for name, value in weights.items() if name in names
     }

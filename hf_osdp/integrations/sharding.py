@@ -64,7 +64,7 @@ def apply_plan_unsharded(model: nn.Module, run: PlannedRun, optimizers: Sequence
     apply_plan(model, run.plan, run.units)
     verify_applied(model, run.plan, run.units)
     for optimizer in optimizers:
-        if run.plan.split.sliced:
+        if run.plan.split.cuts_parameters:
             rebind_parameters(optimizer, names, model)
         elif kind_of(optimizer).steps_shards:
             step_by_device(unwrapped(optimizer))

@@ -158,8 +158,8 @@ class OptimizerSpec:
         return self.needs_whole or bool(self.matrices)
 
     @property
-    def takes_slices(self) -> bool:
-        """Whether the update of an operator is the same in slices."""
+    def steps_parts(self) -> bool:
+        """Whether the update of an operator is the same if it is cut in parts."""
         return not self.looks_at_whole and not any(form.short_blocks for form in self.formats)
 
     def formats_of(self, parameter: ParameterSpec) -> tuple[StateFormat, ...]:

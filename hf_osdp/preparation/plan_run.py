@@ -19,7 +19,7 @@ from ..errors import InfeasibleError, OSDPError, PlanError, refuse_first
 from ..modeling.batch import check_inputs
 from ..modeling.build import without_checkpointing
 from ..modeling.quantized import pack
-from ..modeling.split_candidates import split_units
+from ..modeling.split.candidates import split_units
 from ..planner.description import Activations, ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
 from ..planner.plan import Plan
@@ -228,7 +228,7 @@ def check_whole(plan: Plan, description: ModelDescription, optimizer: OptimizerS
     ]
     sharded = (d.label for d in decisions if d.on_host or (d.shard_size > 1 and optimizer.needs_whole))
     problem = next((f"has {label} sharded or on the host" for label in sharded), None)
-    if problem or (plan.split.sliced and not optimizer.takes_slices):
+    if problem or (plan.split.cuts_parameters and not optimizer.steps_parts):
         problem = problem or "cuts operators in slices"
         needed = "parameters" if optimizer.looks_at_whole else "operators"
         raise PlanError(

@@ -22,9 +22,9 @@ from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, world_size
 from ..distributed.wire import encode_replicas, transports, wires_of
 from ..errors import OSDPError, PlanError, PlanMismatchError
 from ..modeling.activation_offload import is_offloaded, offload
-from ..modeling.loss_chunks import chunked_heads
 from ..modeling.quantized import pack, view_in
-from ..modeling.split_candidates import apply_split
+from ..modeling.split.candidates import apply_split
+from ..modeling.split.loss_chunks import losses_of
 from ..modeling.units import modules_by_name, named_parameters
 from ..modeling.wrapping import compile_forward, has_running_statistics, is_compiled, recomputation_of, recompute
 from ..planner.decision import UnitDecision
@@ -85,8 +85,8 @@ def apply_plan(
     plan.check(_as_description(model, units), world_size())
     found = _find_units(model, plan, units)
     _change_forwards(found, plan.compiled_classes)
-    for head in chunked_heads(model) if plan.compiled_classes else ():
-        compile_forward(head.loss)
+    for loss in losses_of(model) if plan.compiled_classes else ():
+        compile_forward(loss)
     if not needs_process_group(plan, mp_policy):
         return model
     if uses_host(plan) and not dist.is_initialized():

@@ -38,7 +38,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, partial: Iterable[nn.Param
             " use strategy='fsdp', which has no replicas, or hold parameters in float32 (mixed_precision='bf16')."
         )
     whole, partial_ids = kind.needs_whole(), {id(parameter) for parameter in partial}
-    reason = NOT_ELEMENT_WISE if whole else kind.against_slices()
+    reason = NOT_ELEMENT_WISE if whole else kind.against_parts()
     split = sum(id(p) in partial_ids or (whole and shard_size(p) > 1) for p in trained)
     if reason and split:
         raise OSDPError(

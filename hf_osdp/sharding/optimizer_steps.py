@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..distributed.mesh import world_size
 from ..errors import OSDPError
-from ..modeling.split.names import keep_positions, split_names
+from ..modeling.split.names import keep_positions, whole_parameters
 from ..modeling.step_hooks import before_step
 from ..modeling.units import canonical_name, named_parameters
 from .environment import host_parameters
@@ -77,7 +77,7 @@ def rebind_parameters(
     release_parameters(optimizer, old_names)
     named = named_parameters(model)
     new = {name: [parameter] for name, parameter in named.items()}
-    new |= {name: [named[part] for part in whole.parts] for name, whole in split_names(model).items()}
+    new |= {name: [named[part] for part in whole.parts] for name, whole in whole_parameters(model).items()}
     if missing := [name for group in optimizer.param_groups for name in group["params"] if name not in new]:
         raise OSDPError(
             f"The sharded model has no parameter {missing[0]!r} ({len(missing)} missing), which the optimizer updates."
@@ -97,14 +97,14 @@ def step_on_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     inner = unwrapped(optimizer)
     check_optimizer(inner, _split_or_on_host(model))
     step_by_device(inner, host_parameters(model))
-    if split_names(model):
+    if whole_parameters(model):
         keep_positions(inner, model)
 
 
 def _split_or_on_host(model: nn.Module) -> list[nn.Parameter]:
     """Return parameters that are on the host, or slices of a whole parameter."""
     named = named_parameters(model)
-    return host_parameters(model) + [named[part] for whole in split_names(model).values() for part in whole.parts]
+    return host_parameters(model) + [named[part] for whole in whole_parameters(model).values() for part in whole.parts]
 
 
 def step_by_device(optimizer: torch.optim.Optimizer, host: Iterable[nn.Parameter] = ()) -> None:

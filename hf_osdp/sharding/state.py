@@ -8,15 +8,13 @@ shard.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     _init_optim_state,
@@ -31,13 +29,13 @@ from ..distributed.consensus import on_rank_zero, require_same
 from ..distributed.mesh import collective_device, rank, world_size
 from ..distributed.process_group import all_gather_objects
 from ..modeling.split.names import (
-    SlicedName,
     is_split,
     merge_optimizer_state,
     merge_state_dict,
     own_positions,
     split_optimizer_state,
 )
+from ..modeling.split.whole_tensor import WholeTensor
 from ..modeling.units import canonical_name, named_parameters
 from .gradients import local
 from .optimizers import kind_of, unwrapped
@@ -47,68 +45,6 @@ _SET_BY_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_mo
 """Keys of an optimizer's groups that schedulers add."""
 OptimizerState = dict[str, Any]
 """`{"state": {name: {key: value}}, "param_groups": [{"params": [names], ...}]}`"""
-
-
-class SlicedTensor(torch.Tensor):
-    """A wrapper without data of its own, whose slices (`parts`, at their offsets in `whole`) are DTensors or plain
-    tensors.
-
-    It can only be saved and loaded, by DTensor's protocol (`__create_write_items__`, `__create_chunk_list__`,
-    `__get_tensor_shard__`), without communication.
-    """
-
-    parts: tuple[torch.Tensor, ...]
-    whole: SlicedName
-
-    @staticmethod
-    def __new__(cls: type[SlicedTensor], parts: Sequence[torch.Tensor], whole: SlicedName) -> SlicedTensor:
-        first = parts[0]
-        tensor: SlicedTensor = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(whole.shape), dtype=first.dtype, device=first.device
-        )
-        tensor.parts, tensor.whole = tuple(part.detach() for part in parts), whole
-        return tensor
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: object, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
-    ) -> object:
-        if func is torch.ops.aten.detach.default:
-            return args[0]
-        raise NotImplementedError(f"{func} on a {cls.__name__}, which can only be saved and loaded; use its parts.")
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}(shape={tuple(self.shape)})"
-
-    def _chunks(self) -> Iterator[tuple[ChunkStorageMetadata, torch.Tensor]]:
-        """Yield this rank's chunks of the whole tensor, each with the part that holds it."""
-        for part, start in zip(self.parts, self.whole.starts, strict=True):
-            if isinstance(part, DTensor):
-                chunks = part.__create_chunk_list__() if local(part).numel() else []
-            else:
-                chunks = [ChunkStorageMetadata(offsets=torch.Size([0] * part.ndim), sizes=part.size())]
-            for chunk in chunks:
-                offsets = list(chunk.offsets)
-                offsets[self.whole.dim] += start
-                yield ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=chunk.sizes), part
-
-    def __create_write_items__(self, fqn: str, tensor: torch.Tensor) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=self.size()
-                ),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [chunk for chunk, _ in self._chunks()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        return next(local(part) for chunk, part in self._chunks() if chunk.offsets == index.offset)
 
 
 def _for_checkpoint(value: Any, parameter: torch.Tensor) -> Any:  # noqa: ANN401  # numbers too
@@ -163,10 +99,10 @@ def broadcast_parameters(model: nn.Module) -> None:
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and buffers by Hugging Face names; tied names share one object, sliced parameters are
-    `SlicedTensor`s.
+    `WholeTensor`s.
     """
     state = {canonical_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
-    return merge_state_dict(state, model, join=SlicedTensor)
+    return merge_state_dict(state, model, join=WholeTensor)
 
 
 @torch.no_grad()
@@ -226,7 +162,7 @@ def _make_states(optimizer: torch.optim.Optimizer) -> None:
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_target: bool = False) -> OptimizerState:
     """Return an optimizer's own tensors by its parameters' Hugging Face names; states of sliced parameters are
-    `SlicedTensor`s.
+    `WholeTensor`s.
 
     With `as_target`, create missing states, to load into them.
     """
@@ -247,7 +183,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, as_ta
     if kind.lr_is_tensor:
         for group in state["param_groups"]:
             group["lr"] = float(group["lr"])
-    return merge_optimizer_state(state, model, join=SlicedTensor) if is_split(model) else state
+    return merge_optimizer_state(state, model, join=WholeTensor) if is_split(model) else state
 
 
 def set_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: OptimizerState) -> None:
@@ -358,7 +294,7 @@ def load_full_optimizer_state_dict(
 
 def _copy_on_rank_zero(value: torch.Tensor) -> torch.Tensor:
     """Gather a tensor, and return a copy on the CPU on rank 0, an empty tensor elsewhere. Collective."""
-    if isinstance(value, SlicedTensor):
+    if isinstance(value, WholeTensor):
         parts = [_copy_on_rank_zero(part) for part in value.parts]
         return torch.cat(parts, dim=value.whole.dim) if rank() == 0 else parts[0]
     whole = gathered(value) if isinstance(value, DTensor) else value
@@ -389,7 +325,7 @@ def gathered(value: DTensor) -> torch.Tensor:
 
 def broadcast_into(target: torch.Tensor, source: torch.Tensor | None) -> None:
     """Broadcast rank 0's whole tensor, and copy each rank's part into its parameter, buffer or state. Collective."""
-    if isinstance(target, SlicedTensor):
+    if isinstance(target, WholeTensor):
         for part, start, size in zip(target.parts, target.whole.starts, target.whole.sizes, strict=True):
             broadcast_into(part, None if source is None else source.narrow(target.whole.dim, start, size))
         return

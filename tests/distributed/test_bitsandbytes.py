@@ -204,7 +204,7 @@ def test_what_shards_cannot_hold_is_refused_in_one_line(make, said):
 def test_slices_and_the_host_are_refused_where_states_have_blocks():
     for bits, allowed in ((8, False), (32, True)):
         optimizer = optimizer_of(optim_bits=bits)
-        assert spec_of_optimizer(optimizer, device_type="cuda").takes_slices is allowed
+        assert spec_of_optimizer(optimizer, device_type="cuda").steps_parts is allowed
         with (
             nullcontext()
             if allowed

@@ -340,7 +340,7 @@ def test_what_muon_cannot_have_is_refused_in_one_line():
     job = run_job(OSDPConfig(global_batch_size=2), world_size=2, optimizer=optimizer)
     with pytest.raises(ValueError, match=r"^muon needs whole parameters at once, which host and device do not have"):
         job.asking(host_offload=True).training()
-    assert job.training().host_offload is False and not optimizer.takes_slices
+    assert job.training().host_offload is False and not optimizer.steps_parts
 
 
 @pytest.mark.parametrize(

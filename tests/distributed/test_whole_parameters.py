@@ -18,7 +18,7 @@ from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import OSDPError, PlanError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
-from hf_osdp.modeling.split.apply_split import split_operators
+from hf_osdp.modeling.split.operators import split_operators
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.optimizers import spec_of_trainer_name
 from hf_osdp.planner.plan import Plan

@@ -46,7 +46,7 @@ class Bitsandbytes(Kind):
     def needs_whole(self) -> bool:
         return self._known_spec() is None and super().needs_whole()
 
-    def against_slices(self) -> str | None:
+    def against_parts(self) -> str | None:
         spec = self._known_spec()
         return "quantizes blocks of whole parameters" if spec and spec.is_quantized else None
 

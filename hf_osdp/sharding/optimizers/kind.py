@@ -62,10 +62,8 @@ class Kind:
         named = any(part in cls.lower() for cls in self._class_names() for part in NEEDS_WHOLE)
         return named or not difference <= _MAX_DIFFERENCE
 
-    def against_slices(self) -> str | None:
-        """Return why it cannot step slices or parameters on the host; None if it can, as far as `needs_whole` allows
-        it.
-        """
+    def against_parts(self) -> str | None:
+        """Return why it cannot step parameters in slices or on the host; None if it can, unless it `needs_whole`."""
         return None
 
     def spec(self, device_type: str) -> OptimizerSpec:

@@ -40,7 +40,7 @@ class Muon(Kind):
     def needs_whole(self) -> bool:
         return False
 
-    def against_slices(self) -> str | None:
+    def against_parts(self) -> str | None:
         return NOT_ELEMENT_WISE
 
     def spec(self, device_type: str) -> OptimizerSpec:

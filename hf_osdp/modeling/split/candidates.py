@@ -10,14 +10,14 @@ from typing import cast
 
 from torch import nn
 
-from ..errors import OSDPError
-from ..planner.description import DType, GatherSpan, ModelDescription, UnitDescription
-from ..planner.split import ModelSplit, OperatorSplit
+from ...errors import OSDPError
+from ...planner.description import DType, GatherSpan, ModelDescription, UnitDescription
+from ...planner.split import ModelSplit, OperatorSplit
+from ..units import embedding_and_head, find_units, modules_by_name
 from .loss_chunks import chunk_loss
-from .split.apply_split import split_operators
-from .split.modules import is_conv1d
-from .split.names import is_split
-from .units import embedding_and_head, find_units, modules_by_name
+from .modules import is_conv1d
+from .names import is_split
+from .operators import split_operators
 
 SHALLOW = 8
 """Most blocks of a model that is split into operators; in deeper models, blocks are small enough as units."""
@@ -55,7 +55,7 @@ def split_units(
 ) -> tuple[UnitDescription, ...]:
     """Return the units of the model after a split (see `find_units`); the model is unchanged."""
     return find_units(
-        split_copy(model, split) if split.sliced else model,
+        split_copy(model, split) if split.cuts_parameters else model,
         block_classes,
         operators=split.operators,
         low_precision=low_precision,
@@ -68,7 +68,7 @@ def possible_splits(
     *,
     vocabulary: bool = True,
     operators: bool = True,
-    slices: bool = True,
+    parts: bool = True,
 ) -> tuple[ModelSplit, ...]:
     """Return the splits that may be faster, with the smallest changes first; the unsplit model is left out.
 
@@ -76,7 +76,7 @@ def possible_splits(
     shallow models also operator units, alone or with one of these, and operators in slices.
 
     The description is of the unsplit model. `vocabulary` requires that training passes labels to forward and reads no
-    logits. Without `operators`, only the loss in chunks is possible; without `slices`, no operator is sliced.
+    logits. Without `operators`, only the loss in chunks is possible; without `parts`, no operator is sliced.
     """
     heads = _heads(model) if vocabulary else []
     if description.compute_dtype is DType.FLOAT16:  # gradients that forward computes are without loss scale
@@ -89,7 +89,7 @@ def possible_splits(
         for kind in kinds
         for head in (ModelSplit(), *([] if kind.sliced else heads))
     )
-    return tuple(split for split in made if not split.is_none and (slices or not split.sliced))
+    return tuple(split for split in made if not split.is_none and (parts or not split.sliced))
 
 
 def _operator_splits(model: nn.Module, description: ModelDescription) -> list[ModelSplit]:
