@@ -229,7 +229,7 @@ def check_whole(plan: Plan, description: ModelDescription, optimizer: OptimizerS
     sharded = (d.label for d in decisions if d.on_host or (d.shard_size > 1 and optimizer.needs_whole))
     problem = next((f"has {label} sharded or on the host" for label in sharded), None)
     if problem or (plan.split.cuts_parameters and not optimizer.steps_parts):
-        problem = problem or "cuts operators in slices"
+        problem = problem or f"splits the model into {plan.split.describe()}"
         needed = "parameters" if optimizer.looks_at_whole else "operators"
         raise PlanError(
             f"{optimizer.name} needs whole {needed}, and the plan {problem}; plan again for it, or use AdamW."

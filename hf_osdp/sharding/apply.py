@@ -23,8 +23,7 @@ from ..distributed.wire import encode_replicas, transports, wires_of
 from ..errors import OSDPError, PlanError, PlanMismatchError
 from ..modeling.activation_offload import is_offloaded, offload
 from ..modeling.quantized import pack, view_in
-from ..modeling.split.candidates import apply_split
-from ..modeling.split.loss_chunks import losses_of
+from ..modeling.split.apply import apply_split, losses_of
 from ..modeling.units import modules_by_name, named_parameters
 from ..modeling.wrapping import compile_forward, has_running_statistics, is_compiled, recomputation_of, recompute
 from ..planner.decision import UnitDecision

@@ -13,7 +13,8 @@ from transformers import TrainingArguments
 
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.integrations.trainer import Trainer
-from hf_osdp.modeling.split.loss_chunks import chunk_loss, losses_of
+from hf_osdp.modeling.split.apply import losses_of
+from hf_osdp.modeling.split.loss_chunks import chunk_loss
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.split import ModelSplit
 from hf_osdp.preparation.config import OSDPConfig

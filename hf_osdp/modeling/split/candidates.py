@@ -1,8 +1,7 @@
-"""Find splits of a model that may be faster, split the model or a copy of it, and find its units."""
+"""Find splits of a model that may be faster, and the units of a split model."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,10 +13,8 @@ from ...errors import OSDPError
 from ...planner.description import DType, GatherSpan, ModelDescription, UnitDescription
 from ...planner.split import ModelSplit, OperatorSplit
 from ..units import embedding_and_head, find_units, modules_by_name
-from .loss_chunks import chunk_loss
+from .apply import split_copy
 from .modules import is_conv1d
-from .names import is_split
-from .operators import split_operators
 
 SHALLOW = 8
 """Most blocks of a model that is split into operators; in deeper models, blocks are small enough as units."""
@@ -27,27 +24,6 @@ _FRACTIONS = (2, 4)
 """Operators are split into slices no larger than the largest operator divided by these numbers."""
 MOST_SLICES = 64
 """Most slices of all blocks together; a search over more units takes minutes."""
-
-
-def apply_split(model: nn.Module, split: ModelSplit) -> None:
-    """Split a model in place, before it is sharded, unless it is split already; raise as `split_operators` and
-    `chunk_loss`.
-    """
-    if split.sliced and not is_split(model):
-        split_operators(model, split.sliced)
-    if split.loss_chunks > 1:
-        chunk_loss(model, split.loss_chunks)
-
-
-def split_copy(model: nn.Module, split: ModelSplit) -> nn.Module:
-    """Return a split copy on the meta device; the model is unchanged. Raise as `apply_split`."""
-    memo: dict[int, object] = {
-        id(p): nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad) for p in model.parameters()
-    }
-    memo |= {id(b): b.detach().to("meta") for b in model.buffers()}
-    copied = copy.deepcopy(model, memo)
-    apply_split(copied, split)
-    return copied
 
 
 def split_units(

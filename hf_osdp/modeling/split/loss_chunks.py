@@ -4,7 +4,6 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -179,8 +178,3 @@ def chunk_loss(model: nn.Module, chunks: int) -> None:
     chunked = cast(ChunkedHead, head)
     chunked.chunks, chunked.loss = chunks, SumOfLosses().train(head.training)
     defer_logits(owner, chunked)
-
-
-def losses_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that compute losses of a split model, which are compiled beside its blocks."""
-    return (module.loss for module in model.modules() if isinstance(module, ChunkedHead))

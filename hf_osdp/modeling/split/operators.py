@@ -110,11 +110,6 @@ def split_operators(model: nn.Module, splits: Sequence[OperatorSplit]) -> None:
         keep_names(model)
 
 
-def untied_parts(model: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Give heads parts of their own; return each with the embedding's part that it replaces."""
-    return [part for head in model.modules() if isinstance(head, SplitHead) for part in head.untie().items()]
-
-
 def _stay_tied(*args: object, **kwargs: object) -> None:
     """Do nothing, in place of `tie_weights`: head and embedding always share their slices."""
 
