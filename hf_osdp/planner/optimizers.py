@@ -104,6 +104,7 @@ TORCH_STATES = {
     "adagrad": 1,
     "rmsprop": 1,
     "adadelta": 2,
+    "asgd": 1,
 }
 """State tensors for each parameter, as `torch.optim` keeps them by default."""
 _TORCH_IN_TRAINER = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")

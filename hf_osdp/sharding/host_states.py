@@ -29,7 +29,7 @@ def reason_against_unit_steps(optimizer: torch.optim.Optimizer) -> str | None:
     """Return why an optimizer cannot step unit by unit; None if it can, which needs all its state to be kept for
     each parameter.
     """
-    if kind_of(optimizer).state_is_per_parameter:
+    if f"{type(unwrapped(optimizer)).__module__}.".startswith(kind_of(optimizer).packages):
         return None
     return f"{type(unwrapped(optimizer)).__name__} may keep state that all its parameters share"
 

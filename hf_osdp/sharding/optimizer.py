@@ -13,7 +13,6 @@ from ..planner.optimizers import ADVICE, spec_of_trainer_name, upper_bound
 from ..planner.training_job import OptimizerSpec
 from .gradients import shard_size
 from .optimizers import kind_of, unwrapped
-from .optimizers.kind import NOT_ELEMENT_WISE
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, partial: Iterable[nn.Parameter] = ()) -> None:
@@ -37,10 +36,14 @@ def check_optimizer(optimizer: torch.optim.Optimizer, partial: Iterable[nn.Param
             " would drift apart;"
             " use strategy='fsdp', which has no replicas, or hold parameters in float32 (mixed_precision='bf16')."
         )
-    whole, partial_ids = kind.needs_whole(), {id(parameter) for parameter in partial}
-    reason = NOT_ELEMENT_WISE if whole else kind.against_parts()
+    whole, known, partial_ids = kind.needs_whole(), kind.known(), {id(parameter) for parameter in partial}
     split = sum(id(p) in partial_ids or (whole and shard_size(p) > 1) for p in trained)
-    if reason and split:
+    if split and (whole or (known and not known.steps_parts)):
+        reason = (
+            "quantizes blocks of whole parameters"
+            if known and not known.looks_at_whole
+            else "is not element-wise: it needs whole parameters"
+        )
         raise OSDPError(
             f"{type(optimizer).__name__} {reason}, and {split} of {len(trained)} are {'sharded, ' if whole else ''}in"
             f" slices or on the host; plan for this optimizer, which keeps them whole, or {ADVICE}."

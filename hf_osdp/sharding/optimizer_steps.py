@@ -20,7 +20,7 @@ from ..modeling.split.names import keep_positions, whole_parameters
 from ..modeling.step_hooks import before_step
 from ..modeling.units import canonical_name, named_parameters
 from .environment import host_parameters
-from .gradients import local
+from .gradients import local, shard_size
 from .optimizer import check_optimizer
 from .optimizers import kind_of, unwrapped
 from .optimizers.kind import Kind
@@ -140,7 +140,7 @@ def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.op
         if world_size() > 1 or partial:
             check_optimizer(optimizer, partial)
         else:
-            kind_of(optimizer).check_options()
+            kind_of(optimizer).known()  # refuses options that no step supports
         if not interceptor_of(optimizer).host:
             step_by_device(optimizer, host)
         if (owner := of()) is not None:
@@ -210,8 +210,8 @@ class _Interceptor:
         """
         kinds: dict[tuple[torch.device, bool, bool], list[nn.Parameter]] = {}
         optimizer = kind.optimizer
-        shared = [p for p in group["params"] if kind.steps_gathered(p)]
-        given = [p for p in group["params"] if not kind.steps_gathered(p)]
+        shared = [p for p in group["params"] if kind.gathers and shard_size(p) > 1]
+        given = [p for p in group["params"] if not (kind.gathers and shard_size(p) > 1)]
         if shared:
             gathered.append((group, shared))
         for parameter in given:

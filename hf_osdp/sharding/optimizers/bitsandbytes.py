@@ -26,32 +26,35 @@ _FLOAT32_OPTIONS = {"optim_bits": 32}
 class Bitsandbytes(Kind):
     """Paged ones, LAMB and LARS are tried as others."""
 
-    @classmethod
-    def includes(cls, optimizer: torch.optim.Optimizer) -> bool:
-        return any(cls.__module__.startswith("bitsandbytes.") for cls in type(optimizer).__mro__)
+    packages = ("bitsandbytes.",)
 
     @property
     def name(self) -> str:
         """With its bits, because the Trainer uses one class for both."""
-        spec = self._known_spec()
-        return super().name if spec is None else spec.name
+        return known.name if (known := self.known()) else super().name
 
-    @property
-    def state_is_per_parameter(self) -> bool:
-        return type(self.optimizer).__module__.startswith("bitsandbytes.")
+    def known(self, device_type: str = "cuda") -> OptimizerSpec | None:
+        """Return what it holds; None for paged ones, LAMB and LARS.
 
-    def check_options(self) -> None:
-        self._known_spec()
-
-    def needs_whole(self) -> bool:
-        return self._known_spec() is None and super().needs_whole()
-
-    def against_parts(self) -> str | None:
-        spec = self._known_spec()
-        return "quantizes blocks of whole parameters" if spec and spec.is_quantized else None
-
-    def spec(self, device_type: str) -> OptimizerSpec:
-        return self._known_spec(device_type) or super().spec(device_type)
+        Raises:
+            OSDPError: it would train on shards differently than in one process.
+        """
+        optimizer, args = self.optimizer, self.optimizer.args
+        if optimizer.is_paged or args.max_unorm:
+            return None
+        named, registered = self._overrides(optimizer.param_groups)
+        reason = (
+            "comes from bitsandbytes before 0.50, whose states may have no blocks; update it" if hasattr(args, "block_wise")  # noqa: E501
+            else "has parameters with options of their own in GlobalOptimManager, which shards do not have; give them a group of their own"  # noqa: E501
+            if named - registered.keys() or any(config != _FLOAT32_OPTIONS for config in registered.values())
+            else None
+        )  # fmt: skip
+        if reason:
+            raise OSDPError(f"{type(optimizer).__name__} {reason}.")
+        spec = bitsandbytes_spec(
+            optimizer.optimizer_name, args.optim_bits, device_type=device_type, least_quantized=args.min_8bit_size
+        )
+        return replace(spec, keeps_embeddings=bool(registered) and spec.is_quantized)
 
     @torch.no_grad()
     def before_step(self, groups: list[dict[str, Any]]) -> None:
@@ -105,29 +108,6 @@ class Bitsandbytes(Kind):
                     scales.copy_(found.absmax)
                 here.copy_(value)
         return held
-
-    def _known_spec(self, device_type: str = "cuda") -> OptimizerSpec | None:
-        """Return what the optimizer holds; None for paged ones, LAMB and LARS.
-
-        Raises:
-            OSDPError: it would train on shards differently than in one process.
-        """
-        optimizer, args = self.optimizer, self.optimizer.args
-        if optimizer.is_paged or args.max_unorm:
-            return None
-        named, registered = self._overrides(optimizer.param_groups)
-        reason = (
-            "comes from bitsandbytes before 0.50, whose states may have no blocks; update it" if hasattr(args, "block_wise")  # noqa: E501
-            else "has parameters with options of their own in GlobalOptimManager, which shards do not have; give them a group of their own"  # noqa: E501
-            if named - registered.keys() or any(config != _FLOAT32_OPTIONS for config in registered.values())
-            else None
-        )  # fmt: skip
-        if reason:
-            raise OSDPError(f"{type(optimizer).__name__} {reason}.")
-        spec = bitsandbytes_spec(
-            optimizer.optimizer_name, args.optim_bits, device_type=device_type, least_quantized=args.min_8bit_size
-        )
-        return replace(spec, keeps_embeddings=bool(registered) and spec.is_quantized)
 
     def _overrides(self, groups: list[dict[str, Any]]) -> tuple[set[int], dict[int, object]]:
         """Return the `id`s of parameters with options of their own, and registered options by `id` (None unless of an

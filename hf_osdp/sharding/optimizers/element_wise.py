@@ -22,13 +22,8 @@ class ElementWise(Kind):
     def includes(cls, optimizer: torch.optim.Optimizer) -> bool:
         return type(optimizer) in ELEMENT_WISE
 
-    def needs_whole(self) -> bool:
-        return False
-
-    def spec(self, device_type: str) -> OptimizerSpec:
-        name, options = type(self.optimizer).__name__.lower(), self.optimizer.defaults
-        if name not in TORCH_STATES:
-            return super().spec(device_type)
+    def known(self, device_type: str = "cuda") -> OptimizerSpec:
+        name, options = self.name.lower(), self.optimizer.defaults
         more = sum(bool(options.get(option)) for option in ("amsgrad", "momentum", "centered"))
         step = step_of(options.get("fused"), options.get("foreach"), device_type)
         return OptimizerSpec(name=name, states=TORCH_STATES[name] + more, step=step)

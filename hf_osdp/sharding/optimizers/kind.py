@@ -14,7 +14,6 @@ from ...planner.training_job import OptimizerSpec, OptimizerStep, StateFormat
 from ..gradients import local
 from .trial import COLUMNS, ROWS, after_step, difference_on_shards
 
-NOT_ELEMENT_WISE = "is not element-wise: it needs whole parameters"
 _MAX_DIFFERENCE = 1e-4
 """Fraction of an update: rounding in float32 causes less; a shard's norm instead of the whole parameter's causes
 some percent.
@@ -24,8 +23,12 @@ some percent.
 class Kind:
     """An optimizer of which nothing is known: trials on a matrix decide. Subclasses replace what differs."""
 
+    packages: ClassVar[tuple[str, ...]] = ("torch.optim.", "transformers.")
+    """Modules whose optimizers keep all state for each parameter, so that these can be stepped one by one."""
     steps_shards: ClassVar[bool] = True
     """Whether it steps, and keeps states for, local shards as plain tensors."""
+    gathers: ClassVar[bool] = False
+    """Whether sharded parameters are left out of the optimizer's own step, and stepped by `step_gathered`."""
     lr_is_tensor: ClassVar[bool] = False
     """Whether its step accepts only a tensor as learning rate; checkpoints have a number, as for AdamW."""
 
@@ -35,23 +38,25 @@ class Kind:
     @classmethod
     def includes(cls, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer is of this kind."""
-        return True
+        return any(f"{base.__module__}.".startswith(cls.packages) for base in type(optimizer).__mro__)
 
     @property
     def name(self) -> str:
         """Name in checkpoints."""
         return type(self.optimizer).__name__
 
-    @property
-    def state_is_per_parameter(self) -> bool:
-        """Whether it surely keeps no state that parameters share, so that it can step them one by one."""
-        return f"{type(self.optimizer).__module__}.".startswith(("torch.optim.", "transformers."))
+    def known(self, device_type: str = "cuda") -> OptimizerSpec | None:
+        """Return what it holds if that is known, and then shards train as whole parameters; None leaves it to trials.
 
-    def check_options(self) -> None:
-        """Raise OSDPError for options with which not even one process would train the same."""
+        Raises:
+            OSDPError: with its options it would not even train in one process as without a plan.
+        """
+        return None
 
     def needs_whole(self) -> bool:
         """Return whether it is correct only on whole parameters; raise OSDPError if it cannot run under a plan."""
+        if self.known():
+            return False
         self._refuse_by_name()
         try:
             difference = difference_on_shards(self.optimizer)
@@ -62,32 +67,25 @@ class Kind:
         named = any(part in cls.lower() for cls in self._class_names() for part in NEEDS_WHOLE)
         return named or not difference <= _MAX_DIFFERENCE
 
-    def against_parts(self) -> str | None:
-        """Return why it cannot step parameters in slices or on the host; None if it can, unless it `needs_whole`."""
-        return None
-
     def spec(self, device_type: str) -> OptimizerSpec:
-        """Return what it will hold; here take steps on a trial matrix, and count the states that are kept.
+        """Return what it holds: known, or counted after steps on a trial matrix.
 
         Raises:
             OSDPError: it cannot run under a plan, or its memory cannot be determined.
         """
+        if known := self.known(device_type):
+            return known
         self._refuse_by_name()
         try:
             return self._counted_spec(device_type)
         except OSDPError:
             raise
         except Exception as error:  # a user's optimizer may raise anything
-            raise OSDPError(
-                f"The memory of {self.name} cannot be determined ({_first_line(error)}); {ADVICE}."
-            ) from error
+            reason = _first_line(error)
+            raise OSDPError(f"The memory of {self.name} cannot be determined ({reason}); {ADVICE}.") from error
 
     def before_step(self, groups: list[dict[str, Any]]) -> None:
         """Prepare a step on plain shards, each with its parameter as `whole`; `groups` are the groups of the user."""
-
-    def steps_gathered(self, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter is left out of the optimizer's own step, and stepped by `step_gathered`."""
-        return False
 
     def step_gathered(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> None:
         """Step sharded parameters of a group. Collective."""

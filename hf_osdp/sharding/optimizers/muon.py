@@ -16,9 +16,9 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 from ...distributed.collectives import gather_rows
 from ...planner.optimizers import MUON, upper_bound
 from ...planner.training_job import OptimizerSpec, OptimizerStep
-from ..gradients import local, shard_size
+from ..gradients import local
 from .element_wise import ElementWise
-from .kind import NOT_ELEMENT_WISE, Kind
+from .kind import Kind
 
 
 class Muon(Kind):
@@ -27,6 +27,8 @@ class Muon(Kind):
     In bf16 without Nesterov a trial decides: there torch's overwrites the momentum with the update (`Tensor.bfloat16`
     makes no copy).
     """
+
+    gathers = True
 
     @classmethod
     def includes(cls, optimizer: torch.optim.Optimizer) -> bool:
@@ -37,21 +39,12 @@ class Muon(Kind):
             for parameter in group["params"]
         )
 
-    def needs_whole(self) -> bool:
-        return False
-
-    def against_parts(self) -> str | None:
-        return NOT_ELEMENT_WISE
-
-    def spec(self, device_type: str) -> OptimizerSpec:
+    def known(self, device_type: str = "cuda") -> OptimizerSpec:
         """Return the momentum, and temporaries for the matrices."""
         shapes = {tuple(parameter.shape) for group in self.optimizer.param_groups for parameter in group["params"]}
         return OptimizerSpec(
             name=MUON, states=1, step=OptimizerStep.FOR_LOOP, loop_scratch=0.0, matrices=tuple(sorted(shapes))
         )
-
-    def steps_gathered(self, parameter: nn.Parameter) -> bool:
-        return shard_size(parameter) > 1
 
     @torch.no_grad()
     def step_gathered(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> None:
@@ -91,7 +84,7 @@ def spec_beside_adamw(model: nn.Module, *, device_type: str) -> OptimizerSpec:
             f"Muon trains matrices, and {type(model).__name__} has none outside of its embeddings; use adamw."
         )
     kinds = Muon(torch.optim.Muon(matrices)), ElementWise(torch.optim.AdamW(trained))
-    return upper_bound([kind.spec(device_type) for kind in kinds])
+    return upper_bound([kind.known(device_type) for kind in kinds])
 
 
 def _shard_group(parameter: torch.Tensor) -> dist.ProcessGroup | None:

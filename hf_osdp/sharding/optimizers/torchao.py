@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from ...planner.optimizers import LOW_BIT
 from ...planner.training_job import OptimizerSpec
 from .kind import Kind
-
-_PACKAGE = "torchao."
 
 
 class Torchao(Kind):
@@ -21,21 +18,21 @@ class Torchao(Kind):
     whose largest element is negative, which their tables round.
     """
 
+    packages = ("torchao.",)
     lr_is_tensor = True
 
-    @classmethod
-    def includes(cls, optimizer: torch.optim.Optimizer) -> bool:
-        return any(cls.__module__.startswith(_PACKAGE) for cls in type(optimizer).__mro__)
-
-    @property
-    def state_is_per_parameter(self) -> bool:
-        return self._known_spec() is not None
-
-    def needs_whole(self) -> bool:
-        return self._known_spec() is None and super().needs_whole()
-
-    def spec(self, device_type: str) -> OptimizerSpec:
-        return self._known_spec() or super().spec(device_type)
+    def known(self, device_type: str = "cuda") -> OptimizerSpec | None:
+        """Return what it holds; None without quantized states, and for amsgrad, which has a third state."""
+        names = [
+            cls.__name__.lower() for cls in type(self.optimizer).__mro__ if cls.__module__.startswith(self.packages)
+        ]
+        known = (LOW_BIT.get(name.replace("adamw", "adam").replace("adam", "adamw")) for name in names)
+        spec = next(filter(None, known), None)
+        # transformers passes text from `optim_args`, with which torchao fails
+        block_size = getattr(self.optimizer, "block_size", None)
+        if spec is None or self.optimizer.defaults["amsgrad"] or not isinstance(block_size, int):
+            return None
+        return spec.with_block_size(block_size)
 
     def saved_states(self, parameter: nn.Parameter, shown: dict[str, Any]) -> dict[str, Any]:
         return {key: value.dequantize().cpu() if _is_quantized(value) else value for key, value in shown.items()}
@@ -47,17 +44,6 @@ class Torchao(Kind):
             loaded[key] = held[key].copy_(loaded[key].to(held[key].device))
         return loaded
 
-    def _known_spec(self) -> OptimizerSpec | None:
-        """Return what the optimizer holds; None without quantized states, and for amsgrad, which has a third state."""
-        names = [cls.__name__.lower() for cls in type(self.optimizer).__mro__ if cls.__module__.startswith(_PACKAGE)]
-        known = (LOW_BIT.get(name.replace("adamw", "adam").replace("adam", "adamw")) for name in names)
-        spec = next(filter(None, known), None)
-        # transformers passes text from `optim_args`, with which torchao fails
-        block_size = getattr(self.optimizer, "block_size", None)
-        if spec is None or self.optimizer.defaults["amsgrad"] or not isinstance(block_size, int):
-            return None
-        return spec.with_block_size(block_size)
-
 
 def _is_quantized(value: object) -> bool:
-    return type(value).__module__.startswith(_PACKAGE)
+    return type(value).__module__.startswith(Torchao.packages)
