@@ -44,7 +44,7 @@ LAYERS = (
 """Packages from the lowest to the highest, as in pyproject.toml's import contract."""
 
 FEATURES = {
-    "operators in slices": r"slices(?!_of_index)|sliced|slice_|operatorsplit|splitoperator",
+    "operators in slices": r"slices|sliced|slice_|operatorsplit|splitoperator",
     "loss in chunks": r"loss_?chunk|chunk(ed)?_?(loss|head)|sumofchunks|sumoflosses",
     "wire formats": r"wire|codec",
     "compiled blocks": r"compiled_classes|compile_forward|compiledforward|tracedcompiler|is_compiled|leaves_compiled|"

@@ -101,8 +101,8 @@ class Plan:
                 )
             if "replicas" in unit.formats and g == world:
                 raise PlanError(
-                    f"Unit {unit.label!r} has a replica_wire, but is sharded over all ranks, without replicas; plan"
-                    " again."
+                    f"Unit {unit.label!r} has a format for its replicas, but is sharded over all ranks, without any;"
+                    " plan again."
                 )
             if unit.fqn in seen:
                 raise PlanError(f"Unit {unit.label!r} is listed twice in the plan.")

@@ -46,7 +46,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, partial: Iterable[nn.Param
         )
         raise OSDPError(
             f"{type(optimizer).__name__} {reason}, and {split} of {len(trained)} are {'sharded, ' if whole else ''}in"
-            f" slices or on the host; plan for this optimizer, which keeps them whole, or {ADVICE}."
+            f" parts or on the host; plan for this optimizer, which keeps them whole, or {ADVICE}."
         )
 
 

@@ -208,7 +208,7 @@ def test_slices_and_the_host_are_refused_where_states_have_blocks():
         with (
             nullcontext()
             if allowed
-            else pytest.raises(OSDPError, match="quantizes blocks of whole parameters, and 1 of 1 are in slices")
+            else pytest.raises(OSDPError, match="quantizes blocks of whole parameters, and 1 of 1 are in parts")
         ):
             check_optimizer(optimizer, optimizer.param_groups[0]["params"])
 

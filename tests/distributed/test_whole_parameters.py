@@ -143,7 +143,7 @@ def test_parameters_that_are_sharded_or_in_slices_are_refused():
     model = partly_frozen()
     plan = plan_of(find_units(model), 2, "zero3")
     apply_plan(model, plan, find_units(model), meshes=Meshes("cpu"))
-    said = r"^Adafactor is not element-wise: it needs whole parameters, and \d+ of \d+ are sharded, in slices or on the host; plan for"  # noqa: E501
+    said = r"^Adafactor is not element-wise: it needs whole parameters, and \d+ of \d+ are sharded, in parts or on the host; plan for"  # noqa: E501
     with pytest.raises(OSDPError, match=said):
         check_optimizer(Adafactor(model.parameters()))
     check_optimizer(Adafactor([p for p in model.parameters() if not p.requires_grad]))

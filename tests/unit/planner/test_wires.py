@@ -156,7 +156,7 @@ def test_given_plan_of_coarser_formats_than_allowed_is_refused():
         OSDPConfig(recalibrate=True, communication="int8")
     with pytest.raises(ValueError, match="communication='fp8' is not known; use one of exact, bf16, int8, int4"):
         OSDPConfig(communication="fp8")
-    with pytest.raises(PlanError, match="has a replica_wire, but is sharded over all ranks"):
+    with pytest.raises(PlanError, match="has a format for its replicas, but is sharded over all ranks"):
         replace(plan, units=tuple(replace(unit, shard_size=4) for unit in plan.units))
     with pytest.raises(PlanError, match="is sent in fewer bits"):
         plan.to_fsdp_plan()
