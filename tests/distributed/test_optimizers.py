@@ -25,7 +25,7 @@ from hf_osdp.sharding.optimizer_steps import (
     step_by_device,
 )
 from hf_osdp.sharding.optimizers import kind_of
-from hf_osdp.sharding.optimizers.element_wise import ELEMENT_WISE
+from hf_osdp.sharding.optimizers.kind import ELEMENT_WISE
 from hf_osdp.sharding.optimizers.trial import difference_on_shards
 
 STEPS = 3

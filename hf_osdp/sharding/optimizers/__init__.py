@@ -9,8 +9,7 @@ import torch
 from ...planner import optimizers as names
 from ...planner.training_job import OptimizerSpec
 from .bitsandbytes import Bitsandbytes
-from .element_wise import ElementWise
-from .kind import Kind
+from .kind import ElementWise, Kind
 from .muon import Muon, spec_beside_adamw
 from .torchao import Torchao
 

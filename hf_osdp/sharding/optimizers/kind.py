@@ -9,11 +9,16 @@ import torch
 from torch import nn
 
 from ...errors import OSDPError
-from ...planner.optimizers import ADAFACTOR, ADVICE, NEEDS_WHOLE, reason_against, step_of
+from ...planner.optimizers import ADAFACTOR, ADVICE, NEEDS_WHOLE, TORCH_STATES, reason_against, step_of
 from ...planner.training_job import OptimizerSpec, OptimizerStep, StateFormat
 from ..gradients import local
 from .trial import COLUMNS, ROWS, after_step, difference_on_shards
 
+ELEMENT_WISE = tuple(
+    getattr(torch.optim, name)
+    for name in ("AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD")
+)
+"""torch's optimizers that train on shards as on whole parameters; a subclass may do something else."""
 _MAX_DIFFERENCE = 1e-4
 """Fraction of an update: rounding in float32 causes less; a shard's norm instead of the whole parameter's causes
 some percent.
@@ -46,7 +51,8 @@ class Kind:
         return type(self.optimizer).__name__
 
     def known(self, device_type: str = "cuda") -> OptimizerSpec | None:
-        """Return what it holds if that is known, and then shards train as whole parameters; None leaves it to trials.
+        """Return what it holds, if that is known, and its shards train as whole parameters do; None leaves both to
+        trials.
 
         Raises:
             OSDPError: with its options it would not even train in one process as without a plan.
@@ -138,6 +144,22 @@ class Kind:
             needs_whole=whole,
             loop_scratch=after_step(optimizer, ROWS, ROWS)[1] if whole else OptimizerSpec().loop_scratch,
         )
+
+
+class ElementWise(Kind):
+    """torch's element-wise optimizers, which step DTensors."""
+
+    steps_shards = False
+
+    @classmethod
+    def includes(cls, optimizer: torch.optim.Optimizer) -> bool:
+        return type(optimizer) in ELEMENT_WISE
+
+    def known(self, device_type: str = "cuda") -> OptimizerSpec:
+        name, options = self.name.lower(), self.optimizer.defaults
+        more = sum(bool(options.get(option)) for option in ("amsgrad", "momentum", "centered"))
+        step = step_of(options.get("fused"), options.get("foreach"), device_type)
+        return OptimizerSpec(name=name, states=TORCH_STATES[name] + more, step=step)
 
 
 def _first_line(error: Exception) -> str:

@@ -17,8 +17,7 @@ from ...distributed.collectives import gather_rows
 from ...planner.optimizers import MUON, upper_bound
 from ...planner.training_job import OptimizerSpec, OptimizerStep
 from ..gradients import local
-from .element_wise import ElementWise
-from .kind import Kind
+from .kind import ElementWise, Kind
 
 
 class Muon(Kind):
