@@ -12,8 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import DescriptionError
 from ..planner.description import DType, GatherSpan, ParameterSpec, UnitDescription
-from .split.names import CHECKPOINT_WRAPPER, part_names
-from .split.names import canonical_name as canonical_name
+from .parts import CHECKPOINT_WRAPPER, part_names
+from .parts import canonical_name as canonical_name
 
 LEAST_SHARE = 0.02
 """Least share of a block's parameters for a child to be a unit; smaller ones, such as norms, go to the root,

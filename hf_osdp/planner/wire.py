@@ -12,15 +12,11 @@ Rounding is to the nearest, without random numbers, so that a resumed run sends 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
 
 from ..quantities import check_numbers
-
-if TYPE_CHECKING:
-    from .hardware import Hardware
 
 PIECE_ELEMENTS = 2**20
 """Elements encoded or decoded at once, which bounds the temporaries."""
@@ -83,14 +79,6 @@ class WireFormat(str, Enum):
         scales, turns = 12 * blocks, 8 * HADAMARD_SIZE**2 if self is WireFormat.INT4 else 0
         return (8 if turns else 4) * blocks * self.block_size + scales + turns
 
-    def codec(self, hardware: Hardware) -> CodecTime:
-        """Return the time of an element: as measured, else estimated from bytes read and written."""
-        measured = next((codec for codec in hardware.codecs if codec.wire is self), None)
-        rate = hardware.device.memory_bytes_per_s
-        return measured or CodecTime(
-            wire=self, encode_s=self.encode_traffic / rate, decode_s=self.decode_traffic / rate
-        )
-
 
 def formats_up_to(coarsest: WireFormat | None) -> tuple[WireFormat, ...]:
     """Return the formats that are allowed if the user allows `coarsest`; none for None (exact)."""
@@ -141,18 +129,18 @@ class Message:
         sums = 4 * -(-self.elements // self.ranks) if separate_sums else 0
         return self.gather_buffers() + self.wire.gathered_bytes(self.elements, self.ranks) + sums
 
-    def gather_seconds(self, hardware: Hardware) -> float:
+    def gather_seconds(self, coding_time: Callable[[WireFormat], CodecTime]) -> float:
         """Return the seconds to encode a rank's part and to decode all parts."""
         if self.wire is None:
             return 0.0
-        codec = self.wire.codec(hardware)
+        codec = coding_time(self.wire)
         return self.elements * (codec.encode_s / self.ranks + codec.decode_s)
 
-    def reduce_seconds(self, hardware: Hardware) -> float:
+    def reduce_seconds(self, coding_time: Callable[[WireFormat], CodecTime]) -> float:
         """Return the seconds to encode the parts of other ranks, and to decode and sum the received ones."""
         if self.wire is None:
             return 0.0
-        codec = self.wire.codec(hardware)
+        codec = coding_time(self.wire)
         return self.elements * (codec.encode_s + codec.decode_s) * (self.ranks - 1) / self.ranks
 
 

@@ -18,8 +18,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from hf_osdp.checkpoint.states import load_model, load_optimizer, save_model, save_optimizer
 from hf_osdp.distributed.fsdp_internals import parameter_groups
 from hf_osdp.distributed.mesh import Meshes
+from hf_osdp.modeling.parts import part_names
 from hf_osdp.modeling.split.deferred_logits import DeferredLogits
-from hf_osdp.modeling.split.names import is_split, part_names
+from hf_osdp.modeling.split.names import is_split
 from hf_osdp.modeling.split.operators import split_operators
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.plan import Plan

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from ...errors import OSDPError
-from .modules import SplitEmbedding, SplitOperator
+from ..parts import canonical_name
+from .modules import SplitOperator
 
-CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module"
 Join = Callable[[Sequence[Any], "WholeParameter"], Any]
 _OWN_POSITIONS: ContextVar[bool] = ContextVar("own positions", default=False)
 
@@ -50,26 +50,9 @@ class WholeParameter:
         )
 
 
-def canonical_name(name: str) -> str:
-    """Return the name of a module or parameter without the parts that torch's `checkpoint_wrapper` inserts."""
-    return ".".join(part for part in name.split(".") if part != CHECKPOINT_WRAPPER)
-
-
 def is_split(model: nn.Module) -> bool:
     """Whether the model has operators in slices."""
     return any(isinstance(module, SplitOperator) for module in model.modules())
-
-
-def part_names(model: nn.Module) -> dict[str, bool]:
-    """Return the names of the modules that are parts, each once, in the model's order, and whether several calls use
-    them: a tied head's parts have its embedding's names.
-    """
-    split = [module for module in model.modules() if isinstance(module, SplitOperator)]
-    parts, embedding = (
-        {id(part) for module in modules for part in module.slices}
-        for modules in (split, [module for module in split if isinstance(module, SplitEmbedding)])
-    )
-    return {canonical_name(name): id(one) in embedding for name, one in model.named_modules() if id(one) in parts}
 
 
 def whole_parameters(model: nn.Module) -> dict[str, WholeParameter]:

@@ -139,7 +139,7 @@ def unit_collective_seconds(
     part = reduced_bytes // size if replicas.sent_bytes is None else replicas.sent_bytes
     replicas_s = collective_seconds(hardware, Collective.ALL_REDUCE, replicate_ring(hardware, size), part)
     return (
-        gather_s + gather.gather_seconds(hardware),
-        scatter_s + scatter.reduce_seconds(hardware),
-        replicas_s + replicas.reduce_seconds(hardware) + replicas.gather_seconds(hardware),
+        gather_s + gather.gather_seconds(hardware.coding_time),
+        scatter_s + scatter.reduce_seconds(hardware.coding_time),
+        replicas_s + replicas.reduce_seconds(hardware.coding_time) + replicas.gather_seconds(hardware.coding_time),
     )

@@ -32,9 +32,10 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.pytorch_utils import Conv1D
 
 from hf_osdp.errors import OSDPError
+from hf_osdp.modeling.parts import part_names
 from hf_osdp.modeling.split.deferred_logits import DeferredLogits
 from hf_osdp.modeling.split.modules import SplitLinear
-from hf_osdp.modeling.split.names import is_split, merge_state_dict, part_names, whole_parameters
+from hf_osdp.modeling.split.names import is_split, merge_state_dict, whole_parameters
 from hf_osdp.modeling.split.operators import SplitHead, split_operators
 from hf_osdp.planner.split import OperatorSplit
 from tests.helpers.models import tiny_batch, tiny_model

@@ -80,7 +80,7 @@ def test_a_format_that_is_measured_to_be_slow_is_not_taken():
         unit_seconds(unit, replace(LAYOUTS[1], replica_wire=INT4), machine, JOB).all_reduce
         for machine in (hardware, measured)
     ]
-    per_element = [INT4.codec(machine) for machine in (hardware, measured)]
+    per_element = [machine.coding_time(INT4) for machine in (hardware, measured)]
     coded = [elements * ((c.encode_s + c.decode_s) / 2 + c.encode_s / 2 + c.decode_s) for c in per_element]
     assert times[1] - times[0] == pytest.approx(coded[1] - coded[0])
 
