@@ -124,21 +124,13 @@ def test_check_finds_out_by_base_class_and_by_a_trial_what_no_name_tells():
     for optimizer in (TrustRatio(weights), ScalesRows(weights), torch.optim.Adafactor(weights), MyMuon(weights)):
         assert kind_of(optimizer).needs_whole()
         check_optimizer(optimizer)
-    assert (
-        not kind_of(torch.optim.Rprop(weights)).needs_whole() and not kind_of(torch.optim.Muon(weights)).needs_whole()
-    )
-    with pytest.raises(
-        OSDPError, match=r"^NeedsClosure cannot be tried on a matrix \(TypeError: .*closure.*\); use an element-wise"
-    ):
+    for optimizer in (torch.optim.Rprop(weights), torch.optim.Muon(weights)):
+        assert not kind_of(optimizer).needs_whole()
+    with pytest.raises(OSDPError, match=r"^NeedsClosure cannot be tried on a matrix \(TypeError: .*closure.*\)"):
         check_optimizer(NeedsClosure(weights))
-    with pytest.raises(
-        OSDPError,
-        match=r"^StepsOthers cannot be tried on a matrix \(ValueError: it updates nothing\); use an element-wise",
-    ):
+    with pytest.raises(OSDPError, match=r"^StepsOthers cannot be tried on a matrix"):
         check_optimizer(StepsOthers(weights))
-    with pytest.raises(
-        OSDPError, match=r"^Noisy updates at random, so that replicas would drift apart; use an element-wise"
-    ):
+    with pytest.raises(OSDPError, match=r"^Noisy updates at random, so that replicas would drift apart"):
         check_optimizer(Noisy(weights))
 
 
