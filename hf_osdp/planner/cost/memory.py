@@ -259,6 +259,7 @@ class _Walk:
         self.description, self.units, self.segments, self.job = description, units, segments, job
         self.first_use = first_uses(description)
         self.whole_step = [i for i, unit in enumerate(description.units) if unit.span is GatherSpan.STEP]
+        self.at_end = [i for i, unit in enumerate(description.units) if unit.reduced_at_end]
         self.merging, self.ahead = merging_segments(description, job), gathered_ahead(description)
         self.arriving = gradients_arriving(description, job)
         self.found: list[tuple[str, str, dict[str, int]]] = []
@@ -338,7 +339,11 @@ class _Walk:
                 self._add(gradients=0 if number in waiting else unit.waiting_gradients)
                 waiting.add(number)
                 continue
-            self._add(gathered=-unit.kept, gradients=-unit.waiting_gradients if number in waiting else 0)
+            self._add(gradients=-unit.waiting_gradients if number in waiting else 0)
+            if number in self.at_end:
+                self._add(gathered=own, gradients=unit.unsharded_gradients)
+                continue
+            self._add(gathered=-unit.kept)
             self._reduce(
                 "backward: reduce",
                 number,
@@ -365,9 +370,9 @@ class _Walk:
 
     def _finish(self) -> None:
         """Record the last reductions and the optimizer step."""
-        running = {segment.unit for segment in self.description.segments} - set(self.whole_step)
+        running = {segment.unit for segment in self.description.segments} - set(self.at_end)
         self._add(gradients=sum(self.units[i].gradients_settled for i in running))
-        for number in self.whole_step:
+        for number in self.at_end:
             unit = self.units[number]
             self._add(gathered=-unit.gathered)
             self._reduce("reduce", number, unit.gradients_after + unit.gradients_settled - unit.unsharded_gradients)

@@ -128,7 +128,7 @@ def shape_ids(units: Sequence[UnitDescription]) -> tuple[int, ...]:
     """
     known: dict[tuple[object, ...], int] = {}
     keys = (
-        (unit.span, tuple((p.shape, p.dtype, p.requires_grad, p.keeps_dtype, p.is_embedding) for p in unit.parameters))
+        (unit.span, unit.ends_late, tuple((p.shape, p.dtype, p.requires_grad, p.keeps_dtype, p.is_embedding) for p in unit.parameters))
         for unit in units
     )
     return tuple(known.setdefault(key, len(known)) for key in keys)
@@ -193,7 +193,7 @@ def unit_bytes(
     matrix = 0 if layout.on_host else max((job.optimizer.matrix_scratch(p, g) for p in trainable), default=0)
     # held gradients are freed when they are reduced: only the excess of `kept_back` over them counts
     beside = max(0, kept_back + gradients - whole) if holds else kept_back
-    joins_whole = holds and unit.span is not GatherSpan.STEP
+    joins_whole = holds and not unit.reduced_at_end
     return UnitBytes(
         parameters=0 if layout.on_host else sum(p.sharded_bytes(g) for p in unit.parameters),
         optimizer=0 if layout.on_host or layout.states_on_host else states,
