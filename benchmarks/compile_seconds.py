@@ -3,7 +3,7 @@ without a cache.
 
     python benchmarks/compile_seconds.py [--device cuda]
 
-`hf_osdp/planning/compilation.py` estimates the cost of compilation with these figures.
+`hf_osdp/preparation/compilation.py` estimates the cost of compilation with these figures.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from hf_osdp.distributed.device import prefer_expandable_segments
-from hf_osdp.planner.job import Precision
+from hf_osdp.planner.training_job import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

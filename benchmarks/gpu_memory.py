@@ -50,14 +50,14 @@ from hf_osdp.planner.cost.evaluate import estimate_plan  # noqa: E402
 from hf_osdp.planner.decision import Batch  # noqa: E402
 from hf_osdp.planner.description import ModelDescription  # noqa: E402
 from hf_osdp.planner.hardware import Hardware  # noqa: E402
-from hf_osdp.planner.job import Precision, TrainingJob  # noqa: E402
 from hf_osdp.planner.plan import Plan  # noqa: E402
 from hf_osdp.planner.presets import preset  # noqa: E402
 from hf_osdp.planner.problem import PlanningProblem, Strategy  # noqa: E402
 from hf_osdp.planner.search.search import least_memory, search  # noqa: E402
 from hf_osdp.planner.search.strategies import search_spaces  # noqa: E402
-from hf_osdp.planning.probe import Trial, sharded_copy  # noqa: E402
-from hf_osdp.planning.simulate import fake_process_group  # noqa: E402
+from hf_osdp.planner.training_job import Precision, TrainingJob  # noqa: E402
+from hf_osdp.preparation.probe import Trial, sharded_copy  # noqa: E402
+from hf_osdp.preparation.simulate import fake_process_group  # noqa: E402
 from hf_osdp.quantities import format_bytes  # noqa: E402
 from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step  # noqa: E402
 from hf_osdp.tracing.describe import describe  # noqa: E402

@@ -21,13 +21,13 @@ from benchmarks.limits import LLAMA_3_8B
 from hf_osdp import InfeasibleError, PlanningProblem, TrainingJob, describe, preset, search
 from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import Hardware, HostSpec
-from hf_osdp.planner.job import OptimizerSpec, Precision
 from hf_osdp.planner.optimizers import LOW_BIT
 from hf_osdp.planner.search.search import least_memory
 from hf_osdp.planner.split import ModelSplit
+from hf_osdp.planner.training_job import OptimizerSpec, Precision
 from hf_osdp.quantities import format_bytes
 
-LENGTH, SAMPLES, LIMIT_BYTES, PIECES = 4096, 64, 24 * 2**30, 8
+LENGTH, SAMPLES, LIMIT_BYTES, CHUNKS = 4096, 64, 24 * 2**30, 8
 OPTIMIZERS = {
     "AdamW": (OptimizerSpec(), False),
     "AdamW, states on host": (OptimizerSpec(), True),
@@ -43,10 +43,10 @@ HOST = HostSpec(
 )  # fmt: skip
 
 
-def described(hardware: Hardware, pieces: int) -> ModelDescription:
+def described(hardware: Hardware, chunks: int) -> ModelDescription:
     return describe(
         LLAMA_3_8B, sequence_length=LENGTH, device_type="cuda", compute_dtype=DType.BFLOAT16,
-        split=ModelSplit(loss_pieces=pieces),
+        split=ModelSplit(loss_chunks=chunks),
         capability=hardware.device.capability,
     )  # fmt: skip
 
@@ -78,15 +78,15 @@ def main() -> None:
     )
     for devices in (8, 2):
         hardware = replace(preset("rtx-4090", devices_per_node=devices), host=HOST)
-        for pieces in (1, PIECES):
-            description = described(hardware, pieces)
+        for chunks in (1, CHUNKS):
+            description = described(hardware, chunks)
             for name, (optimizer, away) in OPTIMIZERS.items():
                 job = TrainingJob(
                     global_batch_size=SAMPLES, precision=precision, optimizer=optimizer, offload_optimizer=away
                 )
                 plain.add_row(
                     str(devices),
-                    "whole" if pieces == 1 else f"{pieces} pieces",
+                    "whole" if chunks == 1 else f"{chunks} chunks",
                     name,
                     *row(description, hardware, job),
                 )

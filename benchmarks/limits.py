@@ -20,9 +20,9 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from hf_osdp import InfeasibleError, PlanningProblem, TrainingJob, describe, preset, search
 from hf_osdp.planner.description import DType
-from hf_osdp.planner.job import Precision
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import as_scripts_run
+from hf_osdp.planner.training_job import Precision
 from hf_osdp.report.plots import check_plot_path, save_chart
 
 GIB = 2**30

@@ -1,10 +1,10 @@
-"""Compare the loss in pieces and 8-bit optimizer states with plain full sharding, on two gloo ranks.
+"""Compare the loss in chunks and 8-bit optimizer states with plain full sharding, on two gloo ranks.
 
     python benchmarks/loss_optimizer.py [--quick] [--json FILE]
 
 The program starts the ranks itself. For small models of GPT-2 and Llama-3 with the full vocabularies, a plan of full
 sharding is trained in each of these ways at two or three batch sizes, one step of each in turn. The exit code is 1 if
-an aim is missed: at the same batch, a step with the loss in pieces takes at most 1.05 times as long, and peaks are
+an aim is missed: at the same batch, a step with the loss in chunks takes at most 1.05 times as long, and peaks are
 estimated to 1 % on average and 3 % at worst.
 """
 
@@ -34,19 +34,19 @@ from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.description import ModelDescription
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.optimizers import spec_of_name
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem, Strategy
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.split import ModelSplit
-from hf_osdp.planning.probe import Trial
+from hf_osdp.planner.training_job import TrainingJob
+from hf_osdp.preparation.probe import Trial
 from hf_osdp.quantities import format_bytes, format_seconds
 from hf_osdp.tracing.describe import describe
 
 SLOWER, MEAN_ERROR, WORST_ERROR = 1.05, 0.01, 0.03
-RANKS, LENGTH, PIECES = 2, 256, 8
+RANKS, LENGTH, CHUNKS = 2, 256, 8
 _IDS = {"bos_token_id": 0, "eos_token_id": 0}
 _COMMON = {"experiment": 1, "sequence_length": LENGTH, "limit_bytes": None, "devices": RANKS}
 CASES = (
@@ -69,14 +69,14 @@ class Way:
     """Options of a run in addition to full sharding."""
 
     name: str
-    pieces: int = 1
+    chunks: int = 1
     optimizer: str = "adamw"
 
 
 WAYS = (
     Way(name="whole logits"),
-    Way(name="8 pieces", pieces=PIECES),
-    Way(name="8 pieces, AdamW8bit", pieces=PIECES, optimizer="adamw8bit"),
+    Way(name="8 chunks", chunks=CHUNKS),
+    Way(name="8 chunks, AdamW8bit", chunks=CHUNKS, optimizer="adamw8bit"),
 )
 
 
@@ -109,7 +109,7 @@ def main() -> int:
     mean, worst = statistics.mean(errors), max(errors)
     print(f"peaks: mean error {mean:.2%}, worst {worst:.2%} (aims: {MEAN_ERROR:.0%}, {WORST_ERROR:.0%})")
     print(
-        f"step with the loss in {PIECES} pieces / whole logits: {min(ratios):.2f} to {max(ratios):.2f} (aim: at most"
+        f"step with the loss in {CHUNKS} chunks / whole logits: {min(ratios):.2f} to {max(ratios):.2f} (aim: at most"
         f" {SLOWER})"
     )
     return 0 if max(ratios) <= SLOWER and mean <= MEAN_ERROR and worst <= WORST_ERROR else 1
@@ -136,7 +136,7 @@ def measure(case: Case, samples: int, rounds: int) -> list[dict]:
     plans: dict[Way, Plan] = {}
     runs: dict[Way, Contestant] = {}
     for way in WAYS:
-        description = describe(config, sequence_length=LENGTH, split=ModelSplit(loss_pieces=way.pieces))
+        description = describe(config, sequence_length=LENGTH, split=ModelSplit(loss_chunks=way.chunks))
         job = TrainingJob(
             global_batch_size=RANKS * samples, micro_batch_size=samples, recompute=False,
             optimizer=spec_of_name(way.optimizer, device_type="cpu"),

@@ -37,7 +37,7 @@ import hf_osdp
 from benchmarks.small_models import SAMPLES, STEPS, InDouble, built, classes, collated, rows_of
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import SearchResult, least_memory
-from hf_osdp.planning import problem as planning_problem
+from hf_osdp.preparation import problem as planning_problem
 from hf_osdp.report.content import package_versions
 
 TOLERANCE = 1e-9

@@ -44,14 +44,14 @@ from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, ModelDescription
 from hf_osdp.planner.hardware import Hardware
-from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem, Strategy
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import search_spaces
 from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit
-from hf_osdp.planning.simulate import simulate
+from hf_osdp.planner.training_job import Precision, TrainingJob
+from hf_osdp.preparation.simulate import simulate
 from hf_osdp.quantities import format_bytes
 from hf_osdp.report.content import package_versions
 from hf_osdp.tracing.describe import describe

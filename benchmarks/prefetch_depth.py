@@ -35,10 +35,10 @@ from hf_osdp.planner.cost import timing
 from hf_osdp.planner.decision import UnitLayout
 from hf_osdp.planner.description import GatherSpan
 from hf_osdp.planner.hardware import GIB
-from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import _searched, search
+from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.quantities import format_seconds
 from hf_osdp.tracing.describe import describe
 

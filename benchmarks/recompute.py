@@ -37,11 +37,11 @@ from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Hardware
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import least_memory, search
-from hf_osdp.planning.probe import Trial
+from hf_osdp.planner.training_job import TrainingJob
+from hf_osdp.preparation.probe import Trial
 from hf_osdp.quantities import format_bytes, format_seconds
 
 AIM, NEAR = 0.95, 1.05

@@ -24,10 +24,10 @@ from transformers.utils import logging
 from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import Hardware
-from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import search
+from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.quantities import format_bytes, format_seconds
 from hf_osdp.tracing.describe import describe
 

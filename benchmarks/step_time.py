@@ -39,9 +39,9 @@ from hf_osdp.measurement.timing import median_seconds
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.description import GatherSpan, ModelDescription
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.profile import with_block_times
+from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, TrainingJob
 from hf_osdp.quantities import format_seconds
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import clip_grad_norm_

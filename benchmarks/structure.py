@@ -33,7 +33,7 @@ LAYERS = (
     ("measurement",),
     ("sharding",),
     ("checkpoint",),
-    ("planning",),
+    ("preparation",),
     ("integrations",),
     ("cli", "run"),
 )

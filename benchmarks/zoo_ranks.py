@@ -30,11 +30,11 @@ from hf_osdp.modeling.batch import loss_of
 from hf_osdp.modeling.build import disable_cache
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import DType, GatherSpan, ModelDescription
-from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import UnitDecision
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import least_memory, search
+from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.sharding.apply import apply_plan, verify_applied
 from hf_osdp.sharding.environment import host_parameters
 from hf_osdp.sharding.optimizer_steps import step_by_device

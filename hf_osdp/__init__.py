@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from .measurement.machine import measure_hardware, measure_profile
     from .planner.description import ModelDescription
     from .planner.hardware import Hardware
-    from .planner.job import TrainingJob
     from .planner.plan import Plan
     from .planner.presets import preset
     from .planner.problem import PlanningProblem
     from .planner.profile import Profile
     from .planner.search.search import search
-    from .planning.config import OSDPConfig
+    from .planner.training_job import TrainingJob
+    from .preparation.config import OSDPConfig
     from .sharding.between_steps import full_parameters
     from .sharding.gradients import OSDPGradScaler
     from .tracing.describe import describe
@@ -56,7 +56,7 @@ _MODULES = {
     "ModelDescription": "planner.description",
     "OptimalShardedDataParallel": "integrations.plain_loop",
     "OSDPAccelerator": "integrations.accelerator",
-    "OSDPConfig": "planning.config",
+    "OSDPConfig": "preparation.config",
     "OSDPGradScaler": "sharding.gradients",
     "OSDPPlugin": "integrations.plugin",
     "Plan": "planner.plan",
@@ -67,7 +67,7 @@ _MODULES = {
     "StopSignal": "distributed.stop",
     "TimedModel": "measurement.block_times",
     "Trainer": "integrations.trainer",
-    "TrainingJob": "planner.job",
+    "TrainingJob": "planner.training_job",
     "with_osdp": "integrations.trainer",
 }
 """The module of each name that is loaded on first use."""

@@ -22,7 +22,7 @@ import hf_osdp
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import SearchResult
-from hf_osdp.planning import problem as planning_problem
+from hf_osdp.preparation import problem as planning_problem
 
 from .row import Figures, Oracle
 

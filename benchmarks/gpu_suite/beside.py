@@ -24,9 +24,9 @@ from hf_osdp.measurement.timing import median_seconds
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planning.probe import Trial, sharded_copy
+from hf_osdp.planner.training_job import Precision, TrainingJob
+from hf_osdp.preparation.probe import Trial, sharded_copy
 from hf_osdp.sharding.environment import form_process_group
 from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
 from hf_osdp.tracing.describe import describe

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.supervision import run_case
-from hf_osdp.planning.out_of_memory import is_out_of_memory
+from hf_osdp.preparation.out_of_memory import is_out_of_memory
 from hf_osdp.sharding.environment import form_process_group
 
 from .processes import apart

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks import gpu_memory
 from benchmarks.gpu_memory import LAYOUTS, WORLD, LayoutRow, LimitRow, Model
-from hf_osdp.planning.simulate import fake_process_group
+from hf_osdp.preparation.simulate import fake_process_group
 from hf_osdp.quantities import format_bytes
 
 from .processes import apart

@@ -21,12 +21,12 @@ from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, ModelDescription, Recomputation
 from hf_osdp.planner.hardware import Hardware
-from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.profile import with_block_times
 from hf_osdp.planner.search.search import search
-from hf_osdp.planning.probe import Trial, sharded_copy
+from hf_osdp.planner.training_job import Precision, TrainingJob
+from hf_osdp.preparation.probe import Trial, sharded_copy
 from hf_osdp.quantities import format_bytes, format_seconds
 from hf_osdp.sharding.environment import form_process_group
 from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
@@ -258,7 +258,7 @@ def compiled(bench: Bench) -> None:
 
 
 def measure_recomputation(bench: Bench, name: str, timed: Timed, samples: int, way: Recomputation | None) -> float:
-    """Write a row for one way to recompute the blocks, and return the measured seconds of a step."""
+    """Write a row for one policy to recompute the blocks, and return the measured seconds of a step."""
     plan, on_cuda = timed.plan(samples, recomputation=way), bench.device.type == "cuda"
     estimate = estimate_plan(plan, timed.description, timed.trial.job, timed.hardware)
     if on_cuda:

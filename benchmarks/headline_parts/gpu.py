@@ -25,8 +25,8 @@ from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.profile import with_block_times
-from hf_osdp.planning.probe import Trial, sharded_copy
-from hf_osdp.planning.simulate import fake_process_group
+from hf_osdp.preparation.probe import Trial, sharded_copy
+from hf_osdp.preparation.simulate import fake_process_group
 from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
 from hf_osdp.tracing.describe import describe
 

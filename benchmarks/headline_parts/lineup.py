@@ -11,10 +11,10 @@ from benchmarks.headline_parts.cases import Case
 from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Hardware
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.problem import PlanningProblem, Strategy
 from hf_osdp.planner.search.search import SearchResult, least_memory, search
+from hf_osdp.planner.training_job import TrainingJob
 
 SAMPLES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Samples per device to try for the own best batch; the largest that fits is then searched between the last that

@@ -13,12 +13,12 @@ from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import GIB, Hardware
-from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import least_memory, search
-from hf_osdp.planning.cache import describe_once
+from hf_osdp.planner.training_job import Precision, TrainingJob
+from hf_osdp.preparation.cache import describe_once
 from hf_osdp.quantities import format_bytes, format_seconds
 
 MODELS: dict[str, Callable[[], Any]] = {

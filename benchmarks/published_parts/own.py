@@ -15,9 +15,9 @@ from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.cost.timing import estimate_time
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import DType, GatherSpan
-from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
-from hf_osdp.planning.cache import describe_once
+from hf_osdp.planner.training_job import Precision, TrainingJob
+from hf_osdp.preparation.cache import describe_once
 
 OPERATOR_S = 12.4e-6
 """As `measure_hardware` found it on that host (docs/gpu_results.md)."""

@@ -19,10 +19,10 @@ from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import DType, GatherSpan, ModelDescription
 from hf_osdp.planner.files import plain, validated, write_whole
 from hf_osdp.planner.hardware import GB, Hardware, Link
-from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
-from hf_osdp.planning.cache import cache_folder, code_hash
+from hf_osdp.planner.training_job import Precision, TrainingJob
+from hf_osdp.preparation.cache import cache_folder, code_hash
 from hf_osdp.reading import read_json
 from hf_osdp.tracing.describe import describe
 

@@ -21,7 +21,7 @@ from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.measurement.timing import CollectiveClock, of_last_rank
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.planner.description import ModelDescription
-from hf_osdp.planner.job import TrainingJob
+from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.steps import make_optimizer, train_step
 

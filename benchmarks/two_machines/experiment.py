@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_osdp.planning.config import EXACT
+from hf_osdp.preparation.config import EXACT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

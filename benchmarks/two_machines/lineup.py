@@ -9,10 +9,10 @@ from enum import Enum
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import Hardware
-from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import StrategyResult
+from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.quantities import format_bytes
 
 STOCK, STOCK_BF16, ALONE, EXACT_PLAN = "stock", "stock, bf16", "alone", "osdp, exact"

@@ -31,11 +31,11 @@ from hf_osdp.measurement.machine import measure_profile
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.files import plain
 from hf_osdp.planner.hardware import CollectiveTiming
-from hf_osdp.planner.job import TrainingJob, divisors
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.profile import Profile, with_block_times
 from hf_osdp.planner.search.compare import compare_strategies
-from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.planner.training_job import TrainingJob, divisors
+from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.tracing.describe import describe
 
 ROUNDS_A_PROFILE = 2

@@ -3,7 +3,7 @@
 from transformers import GPT2Config
 
 from hf_osdp import PlanningProblem, TrainingJob, describe, preset, search
-from hf_osdp.planning.simulate import simulate
+from hf_osdp.preparation.simulate import simulate
 
 config = GPT2Config(n_layer=4, n_embd=256, n_head=4)
 description = describe(config, sequence_length=256, device_type="cuda")

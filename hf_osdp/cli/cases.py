@@ -19,10 +19,10 @@ from ..errors import InfeasibleError, OSDPError, Price, Remedy, nearest
 from ..modeling.catalogue import find_shape, shape_names
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware
-from ..planner.job import OptimizerSpec, Precision, TrainingJob
 from ..planner.optimizers import MUON, spec_of_name
 from ..planner.presets import assumed_host, preset, preset_names
 from ..planner.profile import Profile, with_block_times
+from ..planner.training_job import OptimizerSpec, Precision, TrainingJob
 from ..quantities import format_bytes, parse_limit
 from .options import Request
 
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from ..planner.problem import PlanningProblem
-    from ..planning.config import OSDPConfig
-    from ..planning.job import Job
-    from ..planning.problem import Describer, FoundPlan
+    from ..preparation.config import OSDPConfig
+    from ..preparation.find_plan import Describer, FoundPlan
+    from ..preparation.job import Job
 
 _OTHER_KINDS = {
     "adapter_config.json": ("an adapter", "the model that it adapts, with --lora-rank"),
@@ -176,7 +176,7 @@ class Case:
     @cached_property
     def job(self) -> Job:
         """The run, which is one of the Trainer."""
-        from ..planning.job import Job
+        from ..preparation.job import Job
 
         world_size = self.hardware.world_size
         return Job(
@@ -227,7 +227,7 @@ class Case:
     @cached_property
     def found(self) -> FoundPlan:
         """The plan that a run would find, with its problem."""
-        from ..planning.problem import find_plan
+        from ..preparation.find_plan import find_plan
 
         _ = self.training, self.limit_bytes, self.model_config
         found = find_plan(self.model, self.job, hardware=self.hardware, trace=self._trace)
@@ -257,13 +257,13 @@ class Case:
 
     def describer(self, model_config: object = None, job: Job | None = None) -> Describer:
         """Return a describer of the model, or of another configuration's model, perhaps for another job."""
-        from ..planning.problem import Describer
+        from ..preparation.find_plan import Describer
 
         return Describer(self._build(model_config) if model_config else self.model, job or self.job, self._trace)
 
     @cached_property
     def _trace(self) -> Callable[..., ModelDescription]:
-        from ..planning.cache import describe_once
+        from ..preparation.cache import describe_once
 
         return cache(describe_once)
 

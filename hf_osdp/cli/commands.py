@@ -28,7 +28,7 @@ from .output import Output
 from .processes import AT_ONCE, searching_processes
 
 if TYPE_CHECKING:
-    from ..planning.simulate import SimulatedRound
+    from ..preparation.simulate import SimulatedRound
     from ..report.plots import AnyChart
 
 _RANKS = (
@@ -61,7 +61,7 @@ def plan(
         case = Case(request).check()
         found, problem = case.found.plan, case.found.problem
         if simulate:
-            from ..planning.simulate import search_and_simulate
+            from ..preparation.simulate import search_and_simulate
 
             rounds = search_and_simulate(case.model, problem, device_type=case.device_type, images=case.config.images)
             found, problem = rounds[-1].found.plan, replace(problem, job=rounds[-1].job)
@@ -182,7 +182,7 @@ def doctor(
             f"--save-total-limit {save_total_limit} has no effect without --output-dir; give both, or neither."
         )
     with screen.working("Checking model, devices, plan and folder"):
-        from ..planning.job import RunFolder
+        from ..preparation.job import RunFolder
         from .examination import examine, machine_line
 
         folder = (

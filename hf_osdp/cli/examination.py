@@ -16,12 +16,12 @@ from ..errors import OSDPError
 from ..measurement.memory_limits import memory_limits, tightest
 from ..planner.description import ModelDescription
 from ..planner.hardware import Backend, Hardware
-from ..planner.job import OptimizerSpec
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult, search
-from ..planning.job import Job, RunFolder
-from ..planning.preflight import (
+from ..planner.training_job import OptimizerSpec
+from ..preparation.job import Job, RunFolder
+from ..preparation.preflight import (
     Check,
     DeviceMemory,
     Here,
@@ -33,7 +33,7 @@ from ..planning.preflight import (
     slow_link,
     split_ties,
 )
-from ..planning.recalibrate import estimated
+from ..preparation.recalibrate import estimated
 from ..quantities import format_bytes, format_count, format_seconds
 from ..report.content import package_versions
 from .cases import Case

@@ -34,7 +34,7 @@ def of_this_machine(device: str | None, precision: str | None) -> tuple[str, str
     """Return the device type, `cpu` or `cuda`, and the mixed precision; this machine's defaults replace None."""
     import torch
 
-    from ..planning.preflight import bf16_on
+    from ..preparation.preflight import bf16_on
 
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return device, precision or ("bf16" if bf16_on(None, device) else "no")
@@ -199,7 +199,7 @@ def profile(
     from ..distributed.launcher import launched_rank
     from ..measurement.block_times import TimedModel
     from ..measurement.machine import measure_profile
-    from ..planner.job import Precision
+    from ..planner.training_job import Precision
     from ..report.run_tables import profile_tables
     from ..sharding.environment import form_process_group
 

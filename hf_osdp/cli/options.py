@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from ..planner.presets import preset_names
-from ..planning.config import LEAST, OSDPConfig, option_texts
+from ..preparation.config import LEAST, OSDPConfig, option_texts
 
 
 def option(metavar: str, text: str, **rules: Any) -> Any:  # noqa: ANN401  (like typer.Option)

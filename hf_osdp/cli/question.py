@@ -150,7 +150,7 @@ class Planner:
         self.plan = lru_cache(maxsize=_MOST_PLANS)(self._plan)
 
     def _plan(self, question: Question) -> Planned:
-        from ..planning.cache import warnings_of_package
+        from ..preparation.cache import warnings_of_package
 
         case = Case(self._request(question)).check()
         with redirect_stderr(io.StringIO()) as stderr:  # the line about a built-in shape

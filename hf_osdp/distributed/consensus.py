@@ -14,8 +14,8 @@ from torch import nn
 
 from ..errors import OSDPError, PlanMismatchError
 from ..modeling.identity import configuration_texts, modules_text
-from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
+from ..planner.training_job import OptimizerSpec, Precision
 from .device import own_gpu
 from .mesh import rank, world_size
 from .process_group import all_gather_objects, are_several_ranks, check_ranks, differences, gloo_group

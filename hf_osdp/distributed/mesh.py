@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..errors import HardwareError
-from ..planner.job import divisors
 from ..planner.plan import Plan
+from ..planner.training_job import divisors
 from .collectives import Stages
 from .device import own_gpu
 from .launcher import variables

@@ -36,12 +36,12 @@ from ..measurement.step_meter import LoopMeter, Observation
 from ..modeling.batch import Inputs
 from ..modeling.build import checkpoint_blocks
 from ..modeling.wrapping import without_wrappers
-from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
-from ..planning.config import OSDPConfig
-from ..planning.job import Job, RunFolder
-from ..planning.out_of_memory import OutOfMemoryHandler
-from ..planning.plan_run import PlannedRun
+from ..planner.training_job import OptimizerSpec
+from ..preparation.config import OSDPConfig
+from ..preparation.job import Job, RunFolder
+from ..preparation.out_of_memory import OutOfMemoryHandler
+from ..preparation.plan_run import PlannedRun
 from ..sharding.environment import form_process_group, prepare_model, uses_host
 from ..sharding.gradients import OSDPGradScaler, clip_grad_norm_
 from ..sharding.host_states import bind_optimizer, reason_against_unit_steps

@@ -15,9 +15,9 @@ from ..measurement.step_meter import Observation
 from ..planner.cost.evaluate import PlanEstimate
 from ..planner.files import plain
 from ..planner.hardware import Collective
-from ..planning.cache import MEASURED_EARLIER
-from ..planning.job import Job
-from ..planning.plan_run import PlannedRun, plan_run
+from ..preparation.cache import MEASURED_EARLIER
+from ..preparation.job import Job
+from ..preparation.plan_run import PlannedRun, plan_run
 from ..quantities import format_seconds
 from ..report.content import report_content, write_report
 from ..report.plan_file import PlanInputs

@@ -14,7 +14,7 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import string_to_bool
 
-from ..planning.config import OSDPConfig, option_texts
+from ..preparation.config import OSDPConfig, option_texts
 from .launch import launch_request
 
 

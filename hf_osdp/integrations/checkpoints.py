@@ -46,7 +46,7 @@ from ..distributed.consensus import on_rank_zero, require_same
 from ..errors import CheckpointError
 from ..modeling.identity import configuration_texts, dataset_text, optimizer_texts, schedule_text
 from ..modeling.split.names import is_split, keep_positions
-from ..planning.plan_run import PlannedRun
+from ..preparation.plan_run import PlannedRun
 from ..sharding.optimizer import optimizer_name
 from .plugin import writes_shards
 

@@ -22,16 +22,16 @@ from ..measurement.step_meter import LoopMeter, Observation
 from ..modeling.identity import configuration_texts, optimizer_texts
 from ..modeling.wrapping import without_wrappers
 from ..planner.description import DType
-from ..planner.job import OptimizerSpec, Precision
 from ..planner.optimizers import spec_of_trainer_name
 from ..planner.plan import Plan
 from ..planner.search.search import SearchResult
-from ..planning.config import OSDPConfig, merged_config
-from ..planning.job import Job
-from ..planning.out_of_memory import OutOfMemoryHandler
-from ..planning.plan_run import PlannedRun, plan_run
-from ..planning.preflight import Severity
-from ..planning.recalibrate import Round
+from ..planner.training_job import OptimizerSpec, Precision
+from ..preparation.config import OSDPConfig, merged_config
+from ..preparation.job import Job
+from ..preparation.out_of_memory import OutOfMemoryHandler
+from ..preparation.plan_run import PlannedRun, plan_run
+from ..preparation.preflight import Severity
+from ..preparation.recalibrate import Round
 from ..quantities import format_bytes, format_seconds
 from ..sharding.apply import apply_plan, verify_applied
 from ..sharding.environment import form_process_group, move_to_device, mp_policy, prepare_model, training_device

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from ..distributed.launcher import variable
 from ..modeling.units import dtype_of
-from ..planner.job import Precision
-from ..planning.config import OSDPConfig, merged_config, stated_options
+from ..planner.training_job import Precision
+from ..preparation.config import OSDPConfig, merged_config, stated_options
 from .launch import launch_request
 
 _COMPUTE_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..distributed.mesh import world_size
-from ..planning.plan_run import PlannedRun
+from ..preparation.plan_run import PlannedRun
 from ..sharding.apply import apply_plan, refuse_hooks, verify_applied
 from ..sharding.environment import apply_tied, move_to_device
 from ..sharding.optimizer import needs_whole, unwrapped

@@ -21,8 +21,8 @@ from ..distributed.said_once import say_uncaught_once
 from ..distributed.stop import StopSignal
 from ..measurement.step_meter import StepMeter
 from ..modeling.wrapping import without_wrappers
-from ..planning.config import OSDPConfig
-from ..planning.plan_run import PlannedRun
+from ..preparation.config import OSDPConfig
+from ..preparation.plan_run import PlannedRun
 from ..sharding.between_steps import AcrossLayouts, mixing_explained
 from ..sharding.environment import hold_master_weights
 from ..sharding.state import free_gathered

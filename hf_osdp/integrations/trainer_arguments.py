@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from ..planner.plan import Plan
-from ..planning.config import OSDPConfig, merged_config, stated_options
+from ..preparation.config import OSDPConfig, merged_config, stated_options
 from ..reading import read_json
 from .launch import launch_request
 from .plugin import refuse_decided, with_block_classes

@@ -24,8 +24,8 @@ from ..distributed.stop import StopSignal
 from ..errors import CheckpointError
 from ..modeling.identity import configuration_texts, dataset_text, optimizer_texts, schedule_text
 from ..planner.plan import Plan
-from ..planning.config import OSDPConfig
-from ..planning.plan_run import PlannedRun
+from ..preparation.config import OSDPConfig
+from ..preparation.plan_run import PlannedRun
 from ..sharding.optimizer import optimizer_name
 from .checkpoints import is_adapted, keep_whole_positions, our_state_functions, patched
 from .plugin import writes_shards

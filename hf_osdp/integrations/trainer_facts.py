@@ -22,11 +22,11 @@ from transformers.training_args import OptimizerNames
 
 from ..checkpoint.resume import recorded_manifest
 from ..modeling.batch import Inputs
-from ..planner.job import OptimizerSpec, Precision
 from ..planner.optimizers import knows_trainer_name, spec_of_trainer_name
-from ..planning.config import OSDPConfig
-from ..planning.job import Job, RunFolder
-from ..planning.plan_run import PlannedRun
+from ..planner.training_job import OptimizerSpec, Precision
+from ..preparation.config import OSDPConfig
+from ..preparation.job import Job, RunFolder
+from ..preparation.plan_run import PlannedRun
 from ..sharding.host_states import reason_against_unit_steps
 from ..sharding.optimizer import frozen_parameters, spec_of_optimizer
 from .plugin import offloads

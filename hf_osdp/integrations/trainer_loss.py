@@ -17,7 +17,7 @@ from ..errors import InfeasibleError
 from ..modeling.batch import Inputs, training_batch, without_adapters
 from ..modeling.wrapping import has_running_statistics
 from ..planner.plan import Plan
-from ..planning.config import OSDPConfig
+from ..preparation.config import OSDPConfig
 from ..tracing.loss_kind import LossKind, find_loss_kind
 from .samples import Batches
 from .subclasses import counts_items, loss_of_items

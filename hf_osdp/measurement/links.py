@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ..distributed.collectives import Stages, unit_collectives
 from ..planner.affine import linear_fit
 from ..planner.hardware import Collective, CollectiveTiming, DeviceSpec, Link
-from ..planner.job import divisors
+from ..planner.training_job import divisors
 from .timing import barrier, call_seconds, cores_are_shared, over_ranks, rounds, synchronize, trimmed_mean
 
 _SMALL_BYTES = (2**12, 2**14)

@@ -17,9 +17,9 @@ from ..distributed.process_group import all_gather_objects, own_versions
 from ..errors import HardwareError
 from ..planner.description import DType
 from ..planner.hardware import Backend, DeviceSpec, Hardware
-from ..planner.job import divisors
 from ..planner.presets import COMMUNICATOR_BYTES, preset
 from ..planner.profile import Profile, SegmentTimes
+from ..planner.training_job import divisors
 from .block_times import TimedModel, measure_block_times
 from .links import links_of, measure_collectives
 from .memory_limits import memory_of_rank

@@ -28,7 +28,7 @@ from ..distributed.mesh import world_size
 from ..distributed.wire import decode, encode
 from ..planner.description import DType
 from ..planner.hardware import CodecTime, FsdpOverhead, HostSpec, WorkTime
-from ..planner.job import OptimizerSpec, OptimizerStep
+from ..planner.training_job import OptimizerSpec, OptimizerStep
 from ..planner.wire import WireFormat
 from .memory_limits import memory_of_rank
 from .timing import barrier, call_seconds, median_seconds, over_ranks, rounds, trimmed_mean, work_clock

@@ -13,7 +13,7 @@ from torch import nn
 from ..errors import OSDPError
 from ..planner.description import DType, GatherSpan, ModelDescription, UnitDescription
 from ..planner.split import ModelSplit, OperatorSplit
-from .loss_pieces import loss_in_pieces
+from .loss_chunks import chunk_loss
 from .split.apply_split import split_operators
 from .split.modules import is_conv1d
 from .split.names import is_split
@@ -21,7 +21,7 @@ from .units import embedding_and_head, find_units, modules_by_name
 
 SHALLOW = 8
 """Most blocks of a model that is split into operators; in deeper models, blocks are small enough as units."""
-_LOSS_PIECES = 8
+_LOSS_CHUNKS = 8
 _HEAD_SLICES = 4
 _FRACTIONS = (2, 4)
 """Operators are split into slices no larger than the largest operator divided by these numbers."""
@@ -31,12 +31,12 @@ MOST_SLICES = 64
 
 def apply_split(model: nn.Module, split: ModelSplit) -> None:
     """Split a model in place, before it is sharded, unless it is split already; raise as `split_operators` and
-    `loss_in_pieces`.
+    `chunk_loss`.
     """
     if split.sliced and not is_split(model):
         split_operators(model, split.sliced)
-    if split.loss_pieces > 1:
-        loss_in_pieces(model, split.loss_pieces)
+    if split.loss_chunks > 1:
+        chunk_loss(model, split.loss_chunks)
 
 
 def split_copy(model: nn.Module, split: ModelSplit) -> nn.Module:
@@ -72,20 +72,20 @@ def possible_splits(
 ) -> tuple[ModelSplit, ...]:
     """Return the splits that may be faster, with the smallest changes first; the unsplit model is left out.
 
-    These are the loss in pieces, or the vocabulary projection and its loss in slices, if the model allows it; in
+    These are the loss in chunks, or the vocabulary projection and its loss in slices, if the model allows it; in
     shallow models also operator units, alone or with one of these, and operators in slices.
 
     The description is of the unsplit model. `vocabulary` requires that training passes labels to forward and reads no
-    logits. Without `operators`, only the loss in pieces is possible; without `slices`, no operator is sliced.
+    logits. Without `operators`, only the loss in chunks is possible; without `slices`, no operator is sliced.
     """
     heads = _heads(model) if vocabulary else []
     if description.compute_dtype is DType.FLOAT16:  # gradients that forward computes are without loss scale
-        heads = [head for head in heads if head.loss_pieces == 1]
+        heads = [head for head in heads if head.loss_chunks == 1]
     if not operators:
         heads = [head for head in heads if not head.sliced]
     kinds = [ModelSplit(), *(_operator_splits(model, description) if operators else ())]
     made = (
-        ModelSplit(operators=kind.operators, sliced=(*kind.sliced, *head.sliced), loss_pieces=head.loss_pieces)
+        ModelSplit(operators=kind.operators, sliced=(*kind.sliced, *head.sliced), loss_chunks=head.loss_chunks)
         for kind in kinds
         for head in (ModelSplit(), *([] if kind.sliced else heads))
     )
@@ -127,7 +127,7 @@ def _heads(model: nn.Module) -> list[ModelSplit]:
         return []
     found = []
     for split in (
-        ModelSplit(loss_pieces=_LOSS_PIECES),
+        ModelSplit(loss_chunks=_LOSS_CHUNKS),
         ModelSplit(sliced=(OperatorSplit(fqn=name, slices=_HEAD_SLICES),)),
     ):
         with suppress(OSDPError, ValueError):

@@ -69,7 +69,7 @@ class GatherSpan(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """A way to recompute a unit's forward in backward: only its input and the outputs of the named operators are
+    """A policy to recompute a unit's forward in backward: only its input and the outputs of the named operators are
     saved.
     """
 
@@ -144,7 +144,7 @@ class Activations:
 
 
 Activations.BASIC = tuple(
-    Activations(recomputation=way, offloads=away) for away in (False, True) for way in (None, Recomputation())
+    Activations(recomputation=policy, offloads=away) for away in (False, True) for policy in (None, Recomputation())
 )
 Activations.SAVE, Activations.RECOMPUTE, Activations.OFFLOAD, Activations.RECOMPUTE_OFFLOAD = Activations.BASIC
 
@@ -319,32 +319,32 @@ class Segment:
     forward: PhaseCost = PhaseCost()
     backward: PhaseCost = PhaseCost()
     recomputed: tuple[RecomputedSegment, ...] = ()
-    """The segment under each way to recompute it, from the way that saves only the input to the way that saves
+    """The segment under each policy to recompute it, from the one that saves only the input to the one that saves
     most.
     """
 
     def under(self, activations: Activations) -> Segment:
         """Return the costs under a choice of activations.
 
-        An unknown way to recompute has the costs of the first way, if there is one.
+        An unknown policy to recompute has the costs of the first policy, if there is one.
         """
         if activations.recomputation is None or not self.recomputed:
             return self
         return next(
-            (way.costs for way in self.recomputed if way.recomputation == activations.recomputation),
+            (policy.costs for policy in self.recomputed if policy.recomputation == activations.recomputation),
             self.recomputed[0].costs,
         )
 
     def each(self, change: Callable[[Segment], Segment]) -> Segment:
-        """Return the segment with `change` applied to its costs under every way to recompute."""
+        """Return the segment with `change` applied to its costs under every policy to recompute."""
         return replace(
-            change(self), recomputed=tuple(replace(way, costs=change(way.costs)) for way in self.recomputed)
+            change(self), recomputed=tuple(replace(policy, costs=change(policy.costs)) for policy in self.recomputed)
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputedSegment:
-    """A segment under one way to recompute it."""
+    """A segment under one policy to recompute it."""
 
     recomputation: Recomputation
     costs: Segment
@@ -410,7 +410,8 @@ class ModelDescription:
     def recomputations(self) -> tuple[tuple[Recomputation, ...], ...]:
         """Ways to recompute each unit, taken from its first segment."""
         first = {
-            segment.unit: tuple(way.recomputation for way in segment.recomputed) for segment in reversed(self.segments)
+            segment.unit: tuple(policy.recomputation for policy in segment.recomputed)
+            for segment in reversed(self.segments)
         }
         return tuple(first.get(index, ()) for index in range(len(self.units)))
 

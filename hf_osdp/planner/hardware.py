@@ -12,7 +12,7 @@ from types import MappingProxyType
 from ..errors import HardwareError
 from ..quantities import format_bytes
 from .description import DType
-from .job import OptimizerStep
+from .training_job import OptimizerStep
 from .wire import WireFormat
 
 GB = 10**9

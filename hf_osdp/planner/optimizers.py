@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..errors import nearest
-from .job import FLOAT32_STATE, OptimizerSpec, OptimizerStep, StateFormat
+from .training_job import FLOAT32_STATE, OptimizerSpec, OptimizerStep, StateFormat
 
 _REFUSED = {
     "shampoo": "preconditions with each whole matrix, in states of other shapes",

@@ -19,7 +19,7 @@ from .hardware import MOST_RANKS
 from .split import WHOLE_BLOCKS, ModelSplit
 from .wire import EXACT, WireFormat
 
-PLAN_VERSION = 8
+PLAN_VERSION = 9
 _MOST = {"world_size": MOST_RANKS, "micro_batch_size": 2**20, "accumulation_steps": 2**20, "sequence_length": 2**30}
 _MOST_UNITS = 2**14
 _LAYER = re.compile(r"\.\d+(?=\.|$)")

@@ -8,7 +8,7 @@ from enum import Enum
 from ..quantities import whole_bytes
 from .description import ModelDescription
 from .hardware import Hardware
-from .job import TrainingJob
+from .training_job import TrainingJob
 
 
 class Strategy(str, Enum):

@@ -252,7 +252,7 @@ class BlockTimes:
             segment,
             forward=_measured(segment.forward, forward),
             backward=_measured(segment.backward, backward),
-            recomputed=tuple(replace(way, costs=again(way.costs)) for way in segment.recomputed),
+            recomputed=tuple(replace(policy, costs=again(policy.costs)) for policy in segment.recomputed),
         )
 
     def _scaled(self, phase: PhaseCost, description: ModelDescription) -> PhaseCost:

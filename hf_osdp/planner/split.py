@@ -1,5 +1,5 @@
 """Splits of a model before its units are found: operator units inside blocks, operators in slices, the loss in
-pieces.
+chunks.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-_MOST_PIECES = 1024
+_MOST_CHUNKS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +44,8 @@ class ModelSplit:
     """Whether attention, MLP and the like are units of their own, instead of whole blocks."""
     sliced: tuple[OperatorSplit, ...] = ()
     """Operators in slices, in any order; each slice becomes a unit."""
-    loss_pieces: int = 1
-    """Number of pieces of the tokens in which vocabulary projection and loss are computed; 1 computes all tokens at
+    loss_chunks: int = 1
+    """Number of chunks of the tokens in which vocabulary projection and loss are computed; 1 computes all tokens at
     once.
     """
 
@@ -54,9 +54,9 @@ class ModelSplit:
             raise ValueError(f"operators={self.operators!r} must be True or False.")
         if not isinstance(self.sliced, tuple) or not all(isinstance(split, OperatorSplit) for split in self.sliced):
             raise ValueError(f"sliced={self.sliced!r} must be a tuple of OperatorSplit.")
-        if type(self.loss_pieces) is not int or not 1 <= self.loss_pieces <= _MOST_PIECES:
+        if type(self.loss_chunks) is not int or not 1 <= self.loss_chunks <= _MOST_CHUNKS:
             raise ValueError(
-                f"loss_pieces={self.loss_pieces!r} must be from 1 to {_MOST_PIECES}; 1 leaves the loss whole."
+                f"loss_chunks={self.loss_chunks!r} must be from 1 to {_MOST_CHUNKS}; 1 leaves the loss whole."
             )
         names = [split.fqn for split in self.sliced]
         if len(set(names)) < len(names):
@@ -64,10 +64,10 @@ class ModelSplit:
             raise ValueError(f"{name!r} is split {times} times; name each operator once.")
 
     def describe(self) -> str:
-        """Return short text for tables: `blocks, loss in 8 pieces`, `operators, 8 operators in 2 to 4 slices`."""
+        """Return short text for tables: `blocks, loss in 8 chunks`, `operators, 8 operators in 2 to 4 slices`."""
         text = "operators" if self.operators else "blocks"
-        if self.loss_pieces > 1:
-            text += f", loss in {self.loss_pieces} pieces"
+        if self.loss_chunks > 1:
+            text += f", loss in {self.loss_chunks} chunks"
         if not self.sliced:
             return text
         what = self.sliced[0].fqn if len(self.sliced) == 1 else f"{len(self.sliced)} operators"
@@ -82,7 +82,7 @@ class ModelSplit:
     @property
     def changes_modules(self) -> bool:
         """Whether the split replaces modules of the model, and not only defines other units."""
-        return bool(self.sliced) or self.loss_pieces > 1
+        return bool(self.sliced) or self.loss_chunks > 1
 
 
 WHOLE_BLOCKS = ModelSplit()

@@ -15,11 +15,11 @@ from ..planner.cost.timing import ACTIVATIONS, TimeEstimate, UnitTimer
 from ..planner.decision import UnitLayout
 from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
-from ..planner.job import TrainingJob
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem, Strategy
 from ..planner.search.search import search
 from ..planner.search.strategies import search_spaces
+from ..planner.training_job import TrainingJob
 from .plan_file import PlanInputs
 from .tables import PlanRow, plan_rows
 

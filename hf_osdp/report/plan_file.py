@@ -12,9 +12,9 @@ from ..planner.cost.evaluate import PlanEstimate, estimate_plan
 from ..planner.description import ModelDescription
 from ..planner.files import plain, validated, write_whole
 from ..planner.hardware import Hardware
-from ..planner.job import TrainingJob
 from ..planner.plan import Plan, plan_content
 from ..planner.problem import PlanningProblem, Strategy
+from ..planner.training_job import TrainingJob
 from ..reading import read_bytes
 
 

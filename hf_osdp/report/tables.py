@@ -139,8 +139,12 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
         if (time := estimate.time) is not None:
             seconds = [format_seconds(row.seconds(time, term)) for term in ("compute_s", "exposed_s")]
         numel = sum(description.units[i].numel for i in row.units)
-        way = plan.decision(description.units[row.units[0]].fqn).activations.recomputation
-        layout = row.layout if way is None else row.layout.replace(way.describe(), way.describe().partition(":")[0])
+        policy = plan.decision(description.units[row.units[0]].fqn).activations.recomputation
+        layout = (
+            row.layout
+            if policy is None
+            else row.layout.replace(policy.describe(), policy.describe().partition(":")[0])
+        )
         return [row.label, row.class_name, layout, format_count(numel), *memory, *seconds]
 
     rows = plan_rows(plan, description)
@@ -152,8 +156,10 @@ def plan_table(plan: Plan, description: ModelDescription, estimate: PlanEstimate
     layout = Column("layout", min_width=len("replicate,"))
     figures = ["params", "held", *(["host"] if any(on_host) else []), "compute", "exposed"]
     table = make_table(title, map(cells, rows), text=[*names, layout], figures=figures)
-    ways = dict.fromkeys(way.describe() for unit in plan.units if (way := unit.activations.recomputation) is not None)
-    table.caption = "\n".join(f"{way}." for way in ways if ":" in way) or None
+    policies = dict.fromkeys(
+        policy.describe() for unit in plan.units if (policy := unit.activations.recomputation) is not None
+    )
+    table.caption = "\n".join(f"{policy}." for policy in policies if ":" in policy) or None
     table.caption_justify = "left"
     return table
 

@@ -22,7 +22,7 @@ from ..distributed.mesh import SHARD_AXIS, Meshes, collective_device, world_size
 from ..distributed.wire import Replicas, WireTransport
 from ..errors import OSDPError, PlanError, PlanMismatchError
 from ..modeling.activation_offload import is_offloaded, offload
-from ..modeling.loss_pieces import heads_in_pieces
+from ..modeling.loss_chunks import chunked_heads
 from ..modeling.quantized import pack, view_in
 from ..modeling.split_candidates import apply_split
 from ..modeling.units import modules_by_name, named_parameters
@@ -85,7 +85,7 @@ def apply_plan(
     plan.check(_as_description(model, units), world_size())
     found = _find_units(model, plan, units)
     _change_forwards(found, plan.compiled_classes)
-    for head in heads_in_pieces(model) if plan.compiled_classes else ():
+    for head in chunked_heads(model) if plan.compiled_classes else ():
         compile_forward(head.loss)
     if not needs_process_group(plan, mp_policy):
         return model

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from ..errors import OSDPError
-from ..planner.job import OptimizerSpec
 from ..planner.optimizers import bitsandbytes_spec
+from ..planner.training_job import OptimizerSpec
 from .gradients import local
 
 _BLOCK_SIZE = 256

@@ -18,8 +18,8 @@ from ..distributed.process_group import check_ranks
 from ..modeling.build import disable_cache
 from ..modeling.wrapping import frozen_norms_keep_dtype, has_running_statistics
 from ..planner.description import DType
-from ..planner.job import Precision
 from ..planner.plan import Plan
+from ..planner.training_job import Precision
 
 _log = logging.getLogger(__name__)
 _HALF = (torch.bfloat16, torch.float16)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from ..distributed.collectives import gather_rows
-from ..planner.job import OptimizerSpec, OptimizerStep
+from ..planner.training_job import OptimizerSpec, OptimizerStep
 from .gradients import local
 
 

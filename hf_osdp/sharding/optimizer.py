@@ -10,7 +10,6 @@ from torch import nn
 
 from ..distributed.mesh import world_size
 from ..errors import OSDPError
-from ..planner.job import OptimizerSpec, OptimizerStep, StateFormat
 from ..planner.optimizers import (
     ADAFACTOR,
     ADVICE,
@@ -20,6 +19,7 @@ from ..planner.optimizers import (
     spec_of_trainer_name,
     step_of,
 )
+from ..planner.training_job import OptimizerSpec, OptimizerStep, StateFormat
 from .bitsandbytes import spec_of_bitsandbytes
 from .gradients import shard_size
 from .muon import is_muon, spec_of_muon
@@ -78,10 +78,10 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     return type(inner).__name__ if spec is None else spec.name
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, apart: Iterable[nn.Parameter] = ()) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, partial: Iterable[nn.Parameter] = ()) -> None:
     """Raise OSDPError if an optimizer cannot train its parameters as the applied plan has laid them out.
 
-    An optimizer that needs whole parameters cannot train sharded ones or those `apart`; one that rounds at random
+    An optimizer that needs whole parameters cannot train sharded ones or those `partial`; one that rounds at random
     cannot train replicas. If the class name is neither refused nor known to be element-wise, the optimizer is tried on
     a matrix and on its shards.
     """
@@ -101,8 +101,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer, apart: Iterable[nn.Paramet
             " use strategy='fsdp', which has no replicas, or hold parameters in float32 (mixed_precision='bf16')."
         )
     whole, bnb_spec = needs_whole(optimizer), spec_of_bitsandbytes(optimizer)
-    apart_ids = {id(parameter) for parameter in apart}
-    if bnb_spec and bnb_spec.is_quantized and (split := sum(id(p) in apart_ids for p in trained)):
+    partial_ids = {id(parameter) for parameter in partial}
+    if bnb_spec and bnb_spec.is_quantized and (split := sum(id(p) in partial_ids for p in trained)):
         raise OSDPError(
             f"{type(optimizer).__name__} quantizes blocks of whole parameters, and {split} of {len(trained)} are in"
             " slices or on the host;"
@@ -110,7 +110,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, apart: Iterable[nn.Paramet
         )
     gathers = is_muon(optimizer)
     if (whole or gathers) and (
-        split := sum((shard_size(p) > 1 and not gathers) or id(p) in apart_ids for p in trained)
+        split := sum((shard_size(p) > 1 and not gathers) or id(p) in partial_ids for p in trained)
     ):
         raise OSDPError(
             f"{type(optimizer).__name__} is not element-wise: it needs whole parameters, and {split} of {len(trained)}"
@@ -203,9 +203,9 @@ def spec_of_optimizers(optimizers: Sequence[torch.optim.Optimizer], *, device_ty
 def spec_of_muon_beside_adamw(model: nn.Module, *, device_type: str) -> OptimizerSpec:
     """Return what torch's Muon for a model's matrices and AdamW for its embeddings, head and vectors hold."""
     tables = [getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
-    apart = {id(parameter) for table in tables if table is not None for parameter in table.parameters()}
+    partial = {id(parameter) for table in tables if table is not None for parameter in table.parameters()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim == 2 and id(parameter) not in apart]
+    matrices = [parameter for parameter in trained if parameter.ndim == 2 and id(parameter) not in partial]
     if not matrices:
         raise ValueError(
             f"Muon trains matrices, and {type(model).__name__} has none outside of its embeddings; use adamw."

@@ -95,13 +95,13 @@ def step_on_shards(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     state dict.
     """
     inner = unwrapped(optimizer)
-    check_optimizer(inner, _apart(model))
+    check_optimizer(inner, _split_or_on_host(model))
     step_by_device(inner, host_parameters(model))
     if split_names(model):
         keep_positions(inner, model)
 
 
-def _apart(model: nn.Module) -> list[nn.Parameter]:
+def _split_or_on_host(model: nn.Module) -> list[nn.Parameter]:
     """Return parameters that are on the host, or slices of a whole parameter."""
     named = named_parameters(model)
     return host_parameters(model) + [named[part] for whole in split_names(model).values() for part in whole.parts]
@@ -130,15 +130,15 @@ def prepare_new_optimizers(model: nn.Module, bind: Callable[[nn.Module, torch.op
 
     With several ranks, check it by `check_optimizer`.
     """
-    host, apart, of = host_parameters(model), _apart(model), weakref.ref(model)
+    host, partial, of = host_parameters(model), _split_or_on_host(model), weakref.ref(model)
     ids = {id(parameter) for parameter in model.parameters()}
     prepared: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def prepare(optimizer: torch.optim.Optimizer) -> None:
         if optimizer in prepared or not any(id(p) in ids for group in optimizer.param_groups for p in group["params"]):
             return
-        if world_size() > 1 or apart:
-            check_optimizer(optimizer, apart)
+        if world_size() > 1 or partial:
+            check_optimizer(optimizer, partial)
         elif is_bitsandbytes(optimizer):
             spec_of_bitsandbytes(optimizer)  # refuses options that our step does not support
         if not interceptor_of(optimizer).host:

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from ..modeling.batch import Inputs, Loss, loss_of, output_of
 from ..modeling.units import modules_by_name, named_parameters
 from ..planner.description import ParameterSpec, UnitDescription
-from ..planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from ..planner.plan import Plan
+from ..planner.training_job import OptimizerSpec, OptimizerStep, TrainingJob
 from .environment import host_parameters
 from .gradients import clip_grad_norm_, local
 from .host_states import bind_optimizer

@@ -2,7 +2,7 @@
 
 For each amount of memory, the best outputs to save are those with the most time per byte: a *frontier* from saving
 only the input to saving all that autograd saves. An operator's time is estimated on fake tensors from its FLOPs and
-bytes at rough rates; devices differ, but rarely in the order of operators. The search receives each way with its
+bytes at rough rates; devices differ, but rarely in the order of operators. The search receives each policy with its
 traced bytes and work, and uses the device's own rates.
 """
 
@@ -31,10 +31,10 @@ _FLOPS_PER_BYTE = {"cpu": 20.0, "cuda": 150.0}
 """FLOPs that a device computes while it moves a byte: about 0.5 TFLOP/s at 25 GB/s, 312 TFLOP/s at 2 TB/s (A100,
 bf16).
 """
-_MAX_WAYS = 6
-"""Most ways to recompute a block, without saving all: each is traced, and more ways hardly improve the frontier."""
+_MAX_POLICIES = 6
+"""Most policies to recompute a block, without saving all: each is traced, and more hardly improve the frontier."""
 _MIN_GAIN = 0.003
-"""Least share of the frontier's area that a way must add."""
+"""Least share of the frontier's area that a policy must add."""
 _MODE_OVERHEAD = 1.5
 """Additional time of an operator inside `selective_contexts`, as a multiple of its own dispatch: about 8 µs (torch
 2.13, CPU).
@@ -141,7 +141,7 @@ def _warn_about_generator(block: str) -> None:
 
 
 def recomputations(calls: Sequence[LoggedCall], saved_bytes: int, device_type: str) -> tuple[Recomputation, ...]:
-    """Return ways to recompute a block of these operators, from the one that saves only the input to the one that
+    """Return policies to recompute a block of these operators, from the one that saves only the input to the one that
     saves most.
 
     Saving all takes `saved_bytes` in addition to the input, at the batch size of `calls`.
@@ -155,17 +155,17 @@ def recomputations(calls: Sequence[LoggedCall], saved_bytes: int, device_type: s
         nbytes, left = corners[-1]
         corners.append((nbytes + op.saved_bytes, left - work[op.call]))
     corners.append((float(max(1, saved_bytes)), 0.0))
-    counts = corner_indices(corners, most=_MAX_WAYS, least_gain=_MIN_GAIN)[:-1]
+    counts = corner_indices(corners, most=_MAX_POLICIES, least_gain=_MIN_GAIN)[:-1]
     order = {op.call: number for number, op in enumerate(calls)}
     names = _names(calls)
-    ways = []
+    policies = []
     for count in counts:
         saved = sorted(best_first[:count], key=lambda op: order[op.call])
         largest = max((op.saved_bytes for op in saved), default=0)
         named = tuple(dict.fromkeys(names[op.call] for op in saved if op.saved_bytes > _NAMED_SHARE * largest))
         share = round(max(0.0, corners[count][1] / whole), 3)
-        ways.append(Recomputation(saved_calls=tuple(op.call for op in saved), share=share, names=named))
-    return tuple(ways)
+        policies.append(Recomputation(saved_calls=tuple(op.call for op in saved), share=share, names=named))
+    return tuple(policies)
 
 
 def corner_indices(points: Sequence[Point], *, most: int, least_gain: float) -> list[int]:
@@ -196,8 +196,8 @@ def corner_indices(points: Sequence[Point], *, most: int, least_gain: float) -> 
     return hull
 
 
-def worthwhile(plain: Segment, ways: Sequence[Segment], device_type: str, samples: int) -> list[int]:
-    """Return the indices of the traced ways that are better than a mix of their neighbours; the first always is."""
+def worthwhile(plain: Segment, policies: Sequence[Segment], device_type: str, samples: int) -> list[int]:
+    """Return the indices of the policies that beat a mix of their neighbours, as traced; the first always is one."""
 
     def point(segment: Segment) -> Point:
         backward = segment.backward
@@ -205,29 +205,29 @@ def worthwhile(plain: Segment, ways: Sequence[Segment], device_type: str, sample
             backward.flops(samples), backward.traffic_bytes(samples), device_type
         )
 
-    corners = corner_indices([*map(point, ways), point(plain)], most=len(ways), least_gain=0.0)
-    return sorted({0, *corners} - {len(ways)})
+    corners = corner_indices([*map(point, policies), point(plain)], most=len(policies), least_gain=0.0)
+    return sorted({0, *corners} - {len(policies)})
 
 
 def with_share(
-    way: RecomputedSegment, whole: RecomputedSegment, plain: Segment, device_type: str, samples: int
+    policy: RecomputedSegment, whole: RecomputedSegment, plain: Segment, device_type: str, samples: int
 ) -> RecomputedSegment:
-    """Set the share of a full recomputation's work that a way with a budget repeats, as traced; return other ways
+    """Set the share of a full recomputation's work that a policy with a budget repeats, as traced; return others
     unchanged.
     """
-    if way.recomputation.budget is None:
-        return way
+    if policy.recomputation.budget is None:
+        return policy
     part, all_of_it, none = (
         _work(costs.backward.flops(samples), costs.backward.traffic_bytes(samples), device_type)
-        for costs in (way.costs, whole.costs, plain)
+        for costs in (policy.costs, whole.costs, plain)
     )
     share = (part - none) / (all_of_it - none) if all_of_it > none else 1.0
-    return replace(way, recomputation=replace(way.recomputation, share=round(min(max(share, 0.0), 1.0), 3)))
+    return replace(policy, recomputation=replace(policy.recomputation, share=round(min(max(share, 0.0), 1.0), 3)))
 
 
-def with_modes(costs: Segment, way: Recomputation) -> Segment:
+def with_modes(costs: Segment, policy: Recomputation) -> Segment:
     """Add the CPU time of the modes that save and replay outputs to the costs, as additional operators."""
-    if not way.saved_calls:
+    if not policy.saved_calls:
         return costs
     in_modes = costs.forward.operators.scaled(
         _MODE_OVERHEAD, constants=True

@@ -21,7 +21,7 @@ from ..errors import DescriptionError
 from ..modeling.activation_offload import host_memory, offload, tensors_of
 from ..modeling.batch import Inputs, loss_of, output_of, same_random_numbers, traceable
 from ..modeling.build import checkpoint_blocks
-from ..modeling.loss_pieces import heads_in_pieces
+from ..modeling.loss_chunks import chunked_heads
 from ..modeling.split.apply_split import SplitHead
 from ..modeling.units import canonical_name, modules_by_name, segment_modules
 from ..modeling.wrapping import cast_floating, forward_replaced, recompute, under_autocast
@@ -65,7 +65,7 @@ class TraceOptions:
     checkpointed_blocks: Sequence[str] | None = None
     """Classes whose activations are recomputed in backward, see `checkpoint_blocks`; None for none."""
     recomputable: Collection[int] = ()
-    """Indices of units, of one module each, that are also traced with each way to recompute them
+    """Indices of units, of one module each, that are also traced with each policy to recompute them
     (`Segment.recomputed`).
     """
     compiled: Collection[int] = ()
@@ -165,33 +165,33 @@ def _with_recomputed(
     recomputed_calls: Callable[[], Mapping[int, Sequence[LoggedCall]]],
     options: TraceOptions,
 ) -> list[Segment]:
-    """Return the segments, each with the traced ways to recompute it that are worth their bytes."""
+    """Return the segments, each with the traced policies to recompute it that are worth their bytes."""
     fully = dict.fromkeys(options.recomputable, Recomputation())
     full = traced(fully)
     logs = recomputed_calls()
     if options.offloadable:
         full = with_offloaded(full, traced(fully, options.offloadable), options.offloadable)
     device_type, samples = options.run.device_type, options.samples[-2]
-    ways: dict[int, tuple[Recomputation, ...]] = {}
+    policies: dict[int, tuple[Recomputation, ...]] = {}
     for segment, recomputed in zip(plain, full, strict=True) if options.run.partial_recomputation else ():
         if segment.unit in options.compiled and segment.unit in fully:
-            ways[segment.unit] = tuple(Recomputation(budget=budget) for budget in _BUDGETS)
+            policies[segment.unit] = tuple(Recomputation(budget=budget) for budget in _BUDGETS)
         elif segment.unit in logs and segment.unit in fully:
             saved_bytes = segment.saved_bytes.bytes(samples) - recomputed.saved_bytes.bytes(samples)
-            ways[segment.unit] = recomputations(logs[segment.unit], saved_bytes, device_type)[1:]
+            policies[segment.unit] = recomputations(logs[segment.unit], saved_bytes, device_type)[1:]
     traces = [full]
-    for number in range(max(map(len, ways.values()), default=0)):
-        partially = {unit: ways[unit][min(number, len(ways[unit]) - 1)] for unit in ways if ways[unit]}
+    for number in range(max(map(len, policies.values()), default=0)):
+        partially = {unit: policies[unit][min(number, len(policies[unit]) - 1)] for unit in policies if policies[unit]}
         traces.append(traced(fully | partially))
     found = []
     for index, segment in enumerate(plain):
         if segment.unit not in fully:
             found.append(replace(segment, held_bytes=held_by_recomputed(segment, full[index])))
             continue
-        tried = (Recomputation(), *ways.get(segment.unit, ()))
+        tried = (Recomputation(), *policies.get(segment.unit, ()))
         forms = [
-            RecomputedSegment(recomputation=way, costs=with_modes(run[index], way))
-            for way, run in zip(tried, traces, strict=False)
+            RecomputedSegment(recomputation=policy, costs=with_modes(run[index], policy))
+            for policy, run in zip(tried, traces, strict=False)
         ]
         kept = worthwhile(segment, [form.costs for form in forms], device_type, samples)
         found.append(
@@ -216,7 +216,7 @@ def _forwards_restored(model: nn.Module) -> Iterator[None]:
 
 
 class _Tracer:
-    """Run a fake copy of a model, each time with other ways to recompute and offload its blocks."""
+    """Run a fake copy of a model, each time with other policies to recompute and offload its blocks."""
 
     def __init__(
         self, model: nn.Module, units: Sequence[UnitDescription], inputs: Inputs, options: TraceOptions
@@ -293,13 +293,13 @@ class _Tracer:
 
         for index in self._options.compiled:
             block(index).forward = self._compiler.compile(block(index).forward, recomputed.get(index))
-        for head in heads_in_pieces(self._fake) if self._options.compiled else ():
+        for head in chunked_heads(self._fake) if self._options.compiled else ():
             head.loss.forward = self._compiler.compile(head.loss.forward)  # type: ignore[method-assign]
-        for index, way in recomputed.items():
+        for index, policy in recomputed.items():
             if index not in self._options.compiled:
-                if not way.saved_calls:
+                if not policy.saved_calls:
                     block(index).forward = self._logged(index, block(index))
-                recompute(block(index), way)
+                recompute(block(index), policy)
         for index in offloaded:
             offload(block(index))
 

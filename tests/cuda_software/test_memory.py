@@ -9,9 +9,9 @@ from benchmarks import gpu_memory
 from benchmarks.cuda_memory import CudaMemory
 from hf_osdp.distributed.device import free_workspaces
 from hf_osdp.planner.cost.evaluate import estimate_plan
-from hf_osdp.planner.job import Precision
-from hf_osdp.planning.probe import probe
-from hf_osdp.planning.simulate import fake_process_group
+from hf_osdp.planner.training_job import Precision
+from hf_osdp.preparation.probe import probe
+from hf_osdp.preparation.simulate import fake_process_group
 from hf_osdp.tracing.kernel_scratch import kernel_scratch, processors_of
 
 CUBLAS_BYTES = 8_519_680

@@ -16,8 +16,8 @@ from hf_osdp import OSDPGradScaler
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import Activations
-from hf_osdp.planner.job import Precision
 from hf_osdp.planner.plan import Plan, UnitDecision
+from hf_osdp.planner.training_job import Precision
 from hf_osdp.sharding.apply import apply_plan, verify_applied
 from hf_osdp.sharding.environment import host_parameters, move_to_device, mp_policy
 from hf_osdp.sharding.gradients import clip_grad_norm_

@@ -15,7 +15,7 @@ from hf_osdp.errors import OSDPError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.planner.presets import preset
-from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.preparation.config import OSDPConfig
 from tests.distributed.test_integration_trainer import LENGTH, arguments, tiny_model, tokens
 from tests.helpers.layouts import mixed_plan
 

@@ -16,9 +16,9 @@ from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.measurement.block_times import TimedModel, measure_block_times
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import DType
-from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
+from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.sharding.environment import prepare_model
 from hf_osdp.tracing.describe import describe
 from tests.helpers.architectures import TINY, tiny_architecture, train_alone, train_by_plan

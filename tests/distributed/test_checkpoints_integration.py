@@ -26,7 +26,7 @@ from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.plugin import OSDPPlugin
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.presets import preset
-from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.state import full_optimizer_state_dict, full_state_dict
 from tests.distributed import test_integration_accelerator as loop

@@ -20,7 +20,7 @@ from hf_osdp.distributed.collectives import (
 )
 from hf_osdp.distributed.mesh import Meshes, find_topology
 from hf_osdp.planner.plan import Plan, UnitDecision
-from hf_osdp.planning.simulate import fake_process_group
+from hf_osdp.preparation.simulate import fake_process_group
 
 TRANSPORTS = {
     "coalesced": partial(BackendTransport, coalesces=True), "one by one": partial(BackendTransport, coalesces=False),

@@ -17,7 +17,7 @@ from hf_osdp.errors import OSDPError
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.plugin import OSDPPlugin
 from hf_osdp.planner.presets import preset
-from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.preparation.config import OSDPConfig
 from tests.helpers import models
 from tests.helpers.checkpointed import worst
 from tests.helpers.layouts import mixed_plan

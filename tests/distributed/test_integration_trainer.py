@@ -17,7 +17,7 @@ from hf_osdp.distributed.launcher import launched_rank
 from hf_osdp.errors import PlanError
 from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.planner.presets import preset
-from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.preparation.config import OSDPConfig
 from tests.helpers import models
 from tests.helpers.checkpointed import worst
 from tests.helpers.distributed import run_ranks

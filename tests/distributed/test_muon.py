@@ -27,13 +27,13 @@ from hf_osdp.planner.cost.timing import estimate_time
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import DType, ParameterSpec
 from hf_osdp.planner.hardware import Collective
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import search
-from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.plan_run import check_whole
+from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, TrainingJob
+from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.preparation.plan_run import check_whole
 from hf_osdp.quantities import format_seconds
 from hf_osdp.report.tables import plan_caption
 from hf_osdp.sharding.apply import apply_plan

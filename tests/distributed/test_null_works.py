@@ -20,7 +20,7 @@ from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.measurement.machine import measure_hardware
 from hf_osdp.measurement.timing import CollectiveClock, of_last_rank
 from hf_osdp.planner.presets import preset
-from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.sharding.gradients import OSDPGradScaler
 from tests.distributed.test_collectives import gathered, scattered
 from tests.distributed.test_recalibrate import LIMIT, loop, plain_loop, trained

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from hf_osdp.modeling.units import find_units
-from hf_osdp.planning.out_of_memory import place_of
+from hf_osdp.preparation.out_of_memory import place_of
 from hf_osdp.sharding.apply import apply_plan
 from tests.helpers.distributed import TORCHRUN, run_program
 from tests.helpers.layouts import plan_of

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_osdp.errors import OSDPError, PreflightError
-from hf_osdp.planning.preflight import Check, Finding, Severity, merged_findings
+from hf_osdp.preparation.preflight import Check, Finding, Severity, merged_findings
 from hf_osdp.sharding.optimizer import ELEMENT_WISE, check_optimizer, needs_whole
 from hf_osdp.sharding.optimizer_steps import (
     parameter_names,

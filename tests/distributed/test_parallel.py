@@ -11,7 +11,7 @@ from hf_osdp.errors import OSDPError, PlanError
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.presets import preset
-from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.preparation.config import OSDPConfig
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import SAMPLES, SEQUENCE_LENGTH, tiny_batch, tiny_loss, tiny_model
 from tests.helpers.training import MAX_NORM, STEPS, Trained, assert_trained_alike, train_alone

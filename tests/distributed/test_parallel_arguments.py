@@ -15,12 +15,12 @@ from hf_osdp.errors import PlanError
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import Activations
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.split import WHOLE_BLOCKS
-from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.plan_run import check_given_plan
+from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep
+from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.preparation.plan_run import check_given_plan
 from hf_osdp.sharding.gradients import OSDPGradScaler
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import SAMPLES, SEQUENCE_LENGTH, tiny_batch, tiny_loss, tiny_model
@@ -88,7 +88,7 @@ def test_reducing_otherwise_than_the_plan_is_refused():
 
 def problems_of(monkeypatch) -> list[PlanningProblem]:
     """Return the problems that are searched from here on."""
-    from hf_osdp.planning import problem as module
+    from hf_osdp.preparation import problem as module
 
     calls, search = [], module.search
 

@@ -14,9 +14,9 @@ from transformers import TrainingArguments, default_data_collator
 from hf_osdp import OSDPConfig, Trainer
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.units import find_units
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import least_memory, search
+from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.tracing.describe import describe
 from tests.helpers.layouts import plan_of

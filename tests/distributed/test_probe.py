@@ -19,11 +19,11 @@ from hf_osdp.measurement.step_meter import Observation
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.planner.cost.evaluate import PlanEstimate, estimate_plan
 from hf_osdp.planner.hardware import Collective
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
-from hf_osdp.planning import probe as module
-from hf_osdp.planning.probe import SilentMeshes, Trial, _observe, probe
+from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.preparation import probe as module
+from hf_osdp.preparation.probe import SilentMeshes, Trial, _observe, probe
 from hf_osdp.tracing.describe import describe
 from tests.helpers.layouts import mixed_plan
 

@@ -18,7 +18,7 @@ from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
-from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.preparation.config import OSDPConfig
 
 LENGTH, VOCABULARY, LIMIT = 24, 173, "4MiB"
 """Under this limit some units are sharded; replicas of all would need more."""
@@ -109,7 +109,7 @@ def same_on_all(found: object) -> bool:
     return on_rank_zero(lambda: found) == found
 
 
-@pytest.mark.slow  # half a minute of trials; tests/unit/planning/test_recalibrate.py has the rules
+@pytest.mark.slow  # half a minute of trials; tests/unit/preparation/test_recalibrate.py has the rules
 @pytest.mark.on_ranks(2, init=False, timeout_s=200)
 def test_training_after_trials_is_that_of_the_plan_alone_bit_by_bit_and_the_report_tells_them(tmp_path):
     hardware = preset("cpu", devices_per_node=2)

@@ -12,9 +12,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.measurement.block_times import measure_block_times
 from hf_osdp.planner.presets import preset
-from hf_osdp.planning import cache, problem
-from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.run_times import times_of_run
+from hf_osdp.preparation import cache, problem
+from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.preparation.run_times import times_of_run
 
 LENGTH, VOCABULARY = 16, 61
 

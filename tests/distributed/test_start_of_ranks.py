@@ -17,7 +17,7 @@ from hf_osdp.distributed.consensus import require_same_run
 from hf_osdp.distributed.process_group import check_ranks, own_versions
 from hf_osdp.errors import LaunchError, PlanMismatchError
 from hf_osdp.planner.plan import Plan, UnitDecision
-from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.sharding.environment import form_process_group
 from tests.helpers.distributed import free_port, run_ranks
 

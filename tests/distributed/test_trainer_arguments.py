@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.planner.presets import preset
-from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.preparation.config import OSDPConfig
 from tests.distributed.test_integration_trainer import GLOBAL_BATCH, arguments, tiny_model, tokens
 
 SPLIT = {"accelerator_config": {"split_batches": True}}

@@ -28,8 +28,8 @@ from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.trainer import Trainer
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.compare import compare_strategies
-from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.preflight import merged_findings
+from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.preparation.preflight import merged_findings
 from tests.distributed.test_recalibrate import trained
 from tests.helpers import null_works
 from tests.helpers.checkpointed import Leg, built
@@ -124,7 +124,7 @@ def test_ranks_wait_for_a_trainers_plan_and_model(library, tmp_path):
     form(library)
     hardware = preset("cpu", devices_per_node=2)
     osdp = OSDPConfig(hardware=hardware, memory_limit="4MiB", operator_splitting=False, compare=True)
-    with slow(Trainer, "_save", 0), mock.patch("hf_osdp.planning.problem.compare_strategies", compared):
+    with slow(Trainer, "_save", 0), mock.patch("hf_osdp.preparation.find_plan.compare_strategies", compared):
         *_, trainer = trained(str(tmp_path), osdp)
         trainer.save_model(str(tmp_path))
         dist.all_reduce(torch.ones(1))

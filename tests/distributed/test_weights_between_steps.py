@@ -23,7 +23,7 @@ from hf_osdp.distributed import process_group
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import OSDPError
 from hf_osdp.modeling.units import find_units
-from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.between_steps import AcrossLayouts
 from hf_osdp.sharding.gradients import local

@@ -24,7 +24,7 @@ from hf_osdp.planner.optimizers import spec_of_trainer_name
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.split import OperatorSplit
-from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.gradients import local
 from hf_osdp.sharding.optimizer import check_optimizer, needs_whole, spec_of_optimizer

@@ -21,8 +21,8 @@ from hf_osdp.planner.hardware import Link
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.wire import PIECE_ELEMENTS, WireFormat, formats_up_to
-from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.simulate import fake_process_group
+from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.preparation.simulate import fake_process_group
 from hf_osdp.sharding.apply import apply_plan, read_back, verify_applied
 from tests.helpers.layouts import plan_of
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model

@@ -16,13 +16,13 @@ from hf_osdp.checkpoint.layouts import find_model, find_optimizer, read_weights
 from hf_osdp.checkpoint.resume import check_checkpoint
 from hf_osdp.checkpoint.safe import load_file
 from hf_osdp.planner.description import DType, ModelDescription
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
 from hf_osdp.planner.search.search import search
-from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.plan_run import check_given_plan
+from hf_osdp.planner.training_job import TrainingJob
+from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.preparation.plan_run import check_given_plan
 from hf_osdp.reading import MOST_BYTES
 from tests.helpers.descriptions import transformer
 from tests.helpers.problems import problem

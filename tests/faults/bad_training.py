@@ -21,14 +21,14 @@ from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.integrations.trainer_arguments import requested_config
 from hf_osdp.modeling.split.apply_split import split_operators
 from hf_osdp.modeling.units import find_units
-from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.optimizers import spec_of_trainer_name
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.split import OperatorSplit
-from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.job import RunFolder
-from hf_osdp.planning.preflight import check_model, not_writable, refuse_errors
+from hf_osdp.planner.training_job import Precision, TrainingJob
+from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.preparation.job import RunFolder
+from hf_osdp.preparation.preflight import check_model, not_writable, refuse_errors
 from hf_osdp.sharding.optimizer import check_optimizer, spec_of_optimizer
 from hf_osdp.sharding.optimizer_steps import parameter_names, release_parameters, step_on_shards
 from tests.helpers.descriptions import transformer

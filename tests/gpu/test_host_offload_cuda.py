@@ -20,8 +20,8 @@ from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.training_job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.sharding.apply import apply_plan, verify_applied
 from hf_osdp.sharding.environment import form_process_group, host_parameters, move_to_device, mp_policy
 from hf_osdp.sharding.gradients import clip_grad_norm_

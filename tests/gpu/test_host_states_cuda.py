@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_osdp.modeling.units import find_units
-from hf_osdp.planner.job import Precision
+from hf_osdp.planner.training_job import Precision
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.environment import form_process_group, move_to_device, mp_policy
 from hf_osdp.sharding.gradients import local

@@ -163,7 +163,7 @@ def at_random(
 
 
 def ways(*costs: Segment) -> tuple[RecomputedSegment, ...]:
-    """Return ways to recompute a block that cost this much: the first saves its input alone, each other one
+    """Return policies to recompute a block that cost this much: the first saves its input alone, each other one
     operator.
     """
     ways = (Recomputation(saved_calls=(f"op#{number}",) if number else ()) for number in range(len(costs)))

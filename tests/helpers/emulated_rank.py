@@ -17,8 +17,8 @@ from benchmarks.two_machines.theory import bytes_sent, with_headers
 from hf_osdp.distributed.consensus import on_rank_zero
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
+from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.tracing.describe import describe
 
 SIZES = Experiment(

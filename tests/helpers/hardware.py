@@ -53,7 +53,7 @@ def take_preset() -> None:
     """Have this process plan for the preset `cpu` in place of measuring, which takes seconds and is tested
     elsewhere.
     """
-    from hf_osdp.planning import cache
+    from hf_osdp.preparation import cache
 
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     cache.measure_hardware = lambda **_: preset("cpu", devices_per_node=ranks)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Hardware
-from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.planner.problem import PlanningProblem, Strategy
-from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.job import Job
+from hf_osdp.planner.training_job import OptimizerSpec, Precision, TrainingJob
+from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.preparation.job import Job
 
 
 def problem(

@@ -21,11 +21,11 @@ from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.cost.memory import MemoryEstimate, estimate_memory
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit
+from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.wire import WireFormat
-from hf_osdp.planning.simulate import Simulation, simulate
+from hf_osdp.preparation.simulate import Simulation, simulate
 from hf_osdp.tracing.describe import describe
 
 LAYOUTS = ("ddp", "zero2", "zero3", "two_stage", "hsdp", "mixed")

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search import solver
 from hf_osdp.planner.search.integer_model import IntegerModel
@@ -17,10 +16,11 @@ from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.search.solver import any_within, fastest
 from hf_osdp.planner.search.strategies import batches, search_spaces
 from hf_osdp.planner.search.timeline import BatchCosts, build_timeline
+from hf_osdp.planner.training_job import TrainingJob
 from tests.helpers.descriptions import transformer
 from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but
-from tests.oracle.test_ways import instance, slower_again
+from tests.oracle.test_policies import instance, slower_again
 
 
 def question(seed: int):

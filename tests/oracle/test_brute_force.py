@@ -14,10 +14,10 @@ from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.cost.timing import estimate_time
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import Backend, Hardware, HostSpec
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.optimizers import ADAFACTOR
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import batches, search_spaces
+from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.wire import WireFormat
 from tests.helpers.descriptions import at_random, with_frozen
 from tests.helpers.hardware import toy_hardware

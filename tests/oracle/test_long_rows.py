@@ -21,10 +21,10 @@ from hf_osdp.planner.cost.units import gradients_arriving, unit_bytes
 from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.description import GatherSpan, ModelDescription, Segment
 from hf_osdp.planner.hardware import Backend, Hardware
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import batches, search_spaces
 from hf_osdp.planner.search.timeline import SHORT_ROW, BatchCosts, build_timeline
+from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from tests.helpers.descriptions import at_random
 from tests.helpers.hardware import toy_hardware
 from tests.helpers.problems import problem

@@ -9,8 +9,8 @@ import pytest
 
 from hf_osdp.planner.cost.units import shape_ids
 from hf_osdp.planner.decision import meshes_of
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from hf_osdp.planner.search.search import search
+from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, TrainingJob
 from tests.helpers.descriptions import at_random
 from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but

@@ -15,12 +15,12 @@ from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.affine import Envelope
 from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import Backend, Hardware
-from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.optimizers import LOW_BIT
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.planner.search.search import SearchResult, _searched, least_memory, search
+from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.quantities import parse_bytes
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import toy_hardware

@@ -33,11 +33,11 @@ from hf_osdp.planner.hardware import (
     Link,
     WorkTime,
 )
-from hf_osdp.planner.job import OptimizerStep, TrainingJob, divisors
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.profile import Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.split import ModelSplit, OperatorSplit
+from hf_osdp.planner.training_job import OptimizerStep, TrainingJob, divisors
 from hf_osdp.planner.wire import WireFormat
 from hf_osdp.report.explain import explain
 from hf_osdp.report.explain_tables import peak_table, unit_bytes_table

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hf_osdp.distributed.mesh import NODES_AXIS, REPLICATE_AXIS, SHARD_AXIS, mesh_axes, stage_axes, topology_of
 from hf_osdp.errors import HardwareError
 from hf_osdp.planner.cost.collectives import Ring, replicate_ring, shard_ring
-from hf_osdp.planner.job import divisors
+from hf_osdp.planner.training_job import divisors
 from tests.helpers.hardware import bare_preset
 from tests.helpers.properties import holds
 

@@ -16,7 +16,7 @@ from hf_osdp.planner.cost.memory import SegmentBytes, estimate_memory, gathered_
 from hf_osdp.planner.cost.units import merged_gradients, reduce_input, unit_bytes
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription, Segment
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from tests.helpers.descriptions import at_random
 from tests.helpers.properties import holds
 

@@ -18,10 +18,10 @@ from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.cost.timing import estimate_time
 from hf_osdp.planner.description import GatherSpan, ModelDescription, Segment
 from hf_osdp.planner.hardware import Backend, Hardware, Link
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.search.strategies import batches, search_spaces
+from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from tests.helpers.descriptions import at_random
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem

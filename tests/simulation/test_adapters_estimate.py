@@ -11,10 +11,10 @@ from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config
 
 from hf_osdp.modeling.build import build_on_meta, with_lora
 from hf_osdp.planner.description import DType
-from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import least_memory, search
-from hf_osdp.planning.simulate import simulate
+from hf_osdp.planner.training_job import Precision, TrainingJob
+from hf_osdp.preparation.simulate import simulate
 from hf_osdp.tracing.describe import describe
 from tests.helpers.problems import problem
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, CLIPConfig, CLIPModel, MixtralCon
 
 from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.description import GatherSpan
-from hf_osdp.planner.job import Precision, TrainingJob
+from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.tracing.describe import describe
 from tests.helpers.sampling import slow_but
 from tests.helpers.simulation import choices_of_layout, estimate_and_simulation

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from hf_osdp.planner.job import OptimizerStep
+from hf_osdp.planner.training_job import OptimizerStep
 from tests.helpers.sampling import slow_but
 from tests.helpers.simulation import LAYOUTS, Trial
 

@@ -10,10 +10,10 @@ from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.modeling.catalogue import find_shape
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.description import Activations, DType
-from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import least_memory, search
-from hf_osdp.planning.simulate import simulate
+from hf_osdp.planner.training_job import Precision, TrainingJob
+from hf_osdp.preparation.simulate import simulate
 from hf_osdp.tracing.describe import describe
 from tests.helpers.layouts import plan_of
 from tests.helpers.problems import problem

@@ -11,10 +11,10 @@ from transformers import GPT2Config, LlamaConfig
 
 from hf_osdp.modeling.build import build_on_meta, with_lora
 from hf_osdp.modeling.quantized import quantize
-from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import least_memory, search
-from hf_osdp.planning.simulate import simulate
+from hf_osdp.planner.training_job import Precision, TrainingJob
+from hf_osdp.preparation.simulate import simulate
 from hf_osdp.tracing.describe import describe
 from tests.helpers.problems import problem
 

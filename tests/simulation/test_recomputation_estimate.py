@@ -16,8 +16,8 @@ from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.cost.memory import estimate_memory
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription, Recomputation
-from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.split import ModelSplit
+from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.tracing.describe import describe
 from tests.helpers.sampling import slow_but
 from tests.helpers.simulation import estimate_and_simulation
@@ -66,7 +66,7 @@ def described(name: str, device_type: str, compiled: bool) -> tuple[Any, ModelDe
 
 
 def layouts(description: ModelDescription, shard: int, turn: int) -> list[UnitLayout]:
-    """Blocks take each way to recompute them in turn, or save everything; the first one the way of this number."""
+    """Blocks take each policy to recompute them in turn, or save everything; the first one the way of this number."""
     found = []
     for unit, ways in zip(description.units, description.recomputations, strict=True):
         choices: tuple[Recomputation | None, ...] = (*ways, None)
@@ -118,7 +118,7 @@ def test_peak_of_a_compiled_loss_in_pieces(name, device_type):
         "recomputation": False,
     }
     whole, description = (
-        describe(model, **options, compile=True, micro_batch_size=SAMPLES, split=ModelSplit(loss_pieces=pieces))
+        describe(model, **options, compile=True, micro_batch_size=SAMPLES, split=ModelSplit(loss_chunks=pieces))
         for pieces in (1, 8)
     )
     job, batch = JOB[PRECISIONS[device_type]], Batch(micro_batch_size=SAMPLES, accumulation_steps=1)

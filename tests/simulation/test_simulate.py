@@ -16,13 +16,13 @@ from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.errors import InfeasibleError, OSDPError
 from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.decision import Batch, UnitLayout
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
 from hf_osdp.planner.optimizers import bitsandbytes_of_trainer
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
-from hf_osdp.planning import simulate as simulate_module
-from hf_osdp.planning.simulate import SimulatedRound, _separate_shape_propagation, search_and_simulate, simulate
+from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, TrainingJob
+from hf_osdp.preparation import simulate as simulate_module
+from hf_osdp.preparation.simulate import SimulatedRound, _separate_shape_propagation, search_and_simulate, simulate
 from hf_osdp.sharding.apply import apply_plan
 from hf_osdp.sharding.optimizer_steps import step_by_device
 from hf_osdp.tracing.describe import describe

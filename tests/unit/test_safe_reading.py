@@ -7,8 +7,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.search.search import search
+from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.report.plan_file import PlanInputs, plan_file_content, read_plan_file, write_json
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset

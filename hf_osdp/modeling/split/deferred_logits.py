@@ -1,4 +1,4 @@
-"""Logits that are computed when they are read, and in pieces when the loss reads them."""
+"""Logits that are computed when they are read, and in chunks when the loss reads them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...errors import OSDPError
 
 _log = logging.getLogger(__name__)
 _KEPT = frozenset({"to", "float", "tanh", "mul", "div"})
-"""Element-wise methods, which can be applied to each piece if their arguments are numbers, dtypes and devices."""
+"""Element-wise methods, which can be applied to each chunk if their arguments are numbers, dtypes and devices."""
 Change = tuple[Any, ...]
 """A method of a tensor, with its arguments."""
 
@@ -29,10 +29,10 @@ def changed(logits: torch.Tensor, changes: tuple[Change, ...]) -> torch.Tensor:
 
 
 class DeferredLogits:
-    """Logits that are computed when something reads them, and in pieces when `F.cross_entropy` reads them.
+    """Logits that are computed when something reads them, and in chunks when `F.cross_entropy` reads them.
 
     Casts, views that keep the vocabulary as the last dimension, slices of tokens, scales by numbers and tanh are
-    stored and applied to each piece. All other operations get a tensor of all logits.
+    stored and applied to each chunk. All other operations get a tensor of all logits.
     """
 
     def __init__(self, head: DefersLogits, hidden: torch.Tensor, changes: tuple[Change, ...] = ()) -> None:
@@ -151,7 +151,7 @@ def _refuse_in_place(name: str) -> None:
     """Refuse methods that would change or observe a tensor of all logits, which the loss does not use."""
     if (name.endswith("_") and not name.endswith("__")) or name in ("register_hook", "retain_grad"):
         raise OSDPError(
-            f"{name} of the logits has no effect on a loss in pieces; write logits = logits.{name.rstrip('_')}(...),"
+            f"{name} of the logits has no effect on a loss in chunks; write logits = logits.{name.rstrip('_')}(...),"
             " or plan with"
             " split_vocabulary=False."
         )
@@ -165,8 +165,8 @@ class DefersLogits(nn.Module):
     """A vocabulary projection that returns `DeferredLogits` in training with labels, see `defer_logits`."""
 
     out_features: int
-    pieces: int
-    """Number of pieces of the logits; the loss holds one piece at a time."""
+    chunks: int
+    """Number of chunks of the logits; the loss holds one chunk at a time."""
     defers: bool = False
     """Whether the running model trains and received labels."""
     _has_warned: bool = False
@@ -199,8 +199,8 @@ class DefersLogits(nn.Module):
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "The logits are read in training, so the loss in %d pieces saves no memory; the results are the same.",
-                self.pieces,
+                "The logits are read in training, so the loss in %d chunks saves no memory; the results are the same.",
+                self.chunks,
             )
 
 

@@ -138,13 +138,13 @@ class Message:
         part = -(-self.elements // self.ranks)
         return self.wire.gathered_bytes(self.elements, self.ranks) + self.wire.temporary_bytes(part)
 
-    def reduce_buffers(self, *, sums_apart: bool) -> int:
-        """Return the bytes of a reduction beside input and output: codes both ways, temporaries, with `sums_apart`
+    def reduce_buffers(self, *, separate_sums: bool) -> int:
+        """Return the bytes of a reduction beside input and output: codes both ways, temporaries, with `separate_sums`
         a float32 sum.
         """
         if self.wire is None:
             return 0
-        sums = 4 * -(-self.elements // self.ranks) if sums_apart else 0
+        sums = 4 * -(-self.elements // self.ranks) if separate_sums else 0
         return self.gather_buffers() + self.wire.gathered_bytes(self.elements, self.ranks) + sums
 
     def gather_seconds(self, hardware: Hardware) -> float:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from ..description import ModelDescription, PhaseCost
 from ..hardware import CollectiveTiming, Hardware
-from ..job import TrainingJob
 from ..plan import Plan
+from ..training_job import TrainingJob
 from .evaluate import estimate_plan
 from .timing import estimate_time, phase_affine
 

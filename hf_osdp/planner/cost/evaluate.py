@@ -9,8 +9,8 @@ from itertools import chain
 from ..decision import UnitLayout
 from ..description import ModelDescription
 from ..hardware import Collective, Hardware
-from ..job import TrainingJob
 from ..plan import Plan
+from ..training_job import TrainingJob
 from .memory import MemoryEstimate, estimate_memory
 from .timing import TimeEstimate, UnitTimer
 

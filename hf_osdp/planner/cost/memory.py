@@ -11,7 +11,7 @@ from itertools import starmap
 from ..decision import Batch, UnitLayout, communicators_of
 from ..description import Activations, GatherSpan, ModelDescription, Segment
 from ..hardware import Hardware
-from ..job import OptimizerStep, TrainingJob
+from ..training_job import OptimizerStep, TrainingJob
 from .units import UnitBytes, gradients_arriving, merged_gradients, once_per_shape, pinned_bytes, unit_bytes
 
 

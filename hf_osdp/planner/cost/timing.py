@@ -11,7 +11,7 @@ from ..affine import Affine
 from ..decision import Batch, UnitLayout
 from ..description import Activations, GatherSpan, ModelDescription, PhaseCost, UnitDescription
 from ..hardware import Collective, Hardware
-from ..job import TrainingJob
+from ..training_job import TrainingJob
 from .collectives import TWO_STAGE
 from .units import UnitSeconds, host_of, once_per_shape, queue_seconds, unit_seconds
 
@@ -156,7 +156,7 @@ def unit_work(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostTrip:
+class HostTransfer:
     """Seconds of the copies of a unit's activations to the host and back, in one micro-step."""
 
     out: float = 0.0
@@ -168,23 +168,23 @@ class HostTrip:
     """Time in which both copies use the device's memory bandwidth, which compute lacks."""
 
 
-def host_trips(
+def host_transfers(
     description: ModelDescription, hardware: Hardware, samples: int, activations: Activations
-) -> tuple[HostTrip, ...]:
+) -> tuple[HostTransfer, ...]:
     """Return each unit's copies under its own choice of activations; HardwareError if they need a host that is not
     known.
     """
-    trips = [HostTrip()] * len(description.units)
+    transfers = [HostTransfer()] * len(description.units)
     for segment in description.segments if activations.offloads else ():
         host, nbytes = host_of(hardware), segment.under(activations).sent_bytes.bytes(samples)
         back = nbytes / host.to_device_bytes_per_s
-        trips[segment.unit] = HostTrip(
+        transfers[segment.unit] = HostTransfer(
             out=nbytes / host.to_host_bytes_per_s,
             back_beside=0.0 if activations.recomputes else back,
             back_before=back if activations.recomputes else 0.0,
             traffic=2 * nbytes / hardware.device.memory_bytes_per_s,
         )
-    return tuple(trips)
+    return tuple(transfers)
 
 
 class UnitTimer:
@@ -193,8 +193,8 @@ class UnitTimer:
     def __init__(self, description: ModelDescription, hardware: Hardware, job: TrainingJob, batch: Batch) -> None:
         self._description, self._hardware, self._job, self._batch = description, hardware, job, batch
         self.terms = once_per_shape(description.units, partial(unit_seconds, hardware=hardware, job=job))
-        self.trips = cache(partial(host_trips, description, hardware, batch.micro_batch_size))
-        """`host_trips` by choice of activations."""
+        self.transfers = cache(partial(host_transfers, description, hardware, batch.micro_batch_size))
+        """`host_transfers` by choice of activations."""
         self._queued = once_per_shape(description.units, self._queue_of)
         self._phases: dict[Activations, list[tuple[float, float]]] = {}
         self._known: dict[UnitLayout, tuple[tuple[float, ...], tuple[Windows, ...]]] = {}
@@ -240,19 +240,19 @@ class UnitTimer:
 
     def __call__(self, index: int, layout: UnitLayout) -> UnitTime:
         """Return the seconds of a unit under a layout."""
-        compute_s, windows, trip = self._parts(index, layout)
-        return unit_time(self.terms(index, layout), layout, windows, compute_s, self._batch, trip)
+        compute_s, windows, transfer = self._parts(index, layout)
+        return unit_time(self.terms(index, layout), layout, windows, compute_s, self._batch, transfer)
 
     def overlaps(self, index: int, layout: UnitLayout) -> Iterator[Overlap]:
         """Yield a unit's communication under a layout."""
-        _, windows, trip = self._parts(index, layout)
-        return overlaps_of(self.terms(index, layout), layout, windows, self._batch, trip)
+        _, windows, transfer = self._parts(index, layout)
+        return overlaps_of(self.terms(index, layout), layout, windows, self._batch, transfer)
 
-    def _parts(self, index: int, layout: UnitLayout) -> tuple[float, Windows, HostTrip]:
+    def _parts(self, index: int, layout: UnitLayout) -> tuple[float, Windows, HostTransfer]:
         # units that are kept for the whole step count as if the blocks were freed
         whole_step = self._description.units[index].span is GatherSpan.STEP
         compute_s, windows = self.work(replace(layout, reshard_after_forward=True) if whole_step else layout)
-        return compute_s[index], windows[index], self.trips(layout.activations)[index]
+        return compute_s[index], windows[index], self.transfers(layout.activations)[index]
 
 
 class Overlap(NamedTuple):
@@ -267,14 +267,14 @@ class Overlap(NamedTuple):
 
 
 def overlaps_of(
-    terms: UnitSeconds, layout: UnitLayout, windows: Windows, batch: Batch, trip: HostTrip = HostTrip()
+    terms: UnitSeconds, layout: UnitLayout, windows: Windows, batch: Batch, transfer: HostTransfer = HostTransfer()
 ) -> Iterator[Overlap]:
     """Yield a unit's communication in an optimizer step, in the order of a step."""
     (gather, scatter), reduce = TWO_STAGE.values() if layout.two_stage else TWO_STAGE.keys(), Collective.ALL_REDUCE
     steps, early_s = batch.accumulation_steps, terms.reduce_scatter if batch.reduce_scatters(layout) > 1 else 0.0
-    back = {gather: terms.gather_backward, ACTIVATIONS: trip.back_beside}
-    yield Overlap(steps, windows.forward, {gather: terms.gather_forward, ACTIVATIONS: trip.out})
-    yield Overlap(steps, 0.0, {ACTIVATIONS: trip.back_before})
+    back = {gather: terms.gather_backward, ACTIVATIONS: transfer.back_beside}
+    yield Overlap(steps, windows.forward, {gather: terms.gather_forward, ACTIVATIONS: transfer.out})
+    yield Overlap(steps, 0.0, {ACTIVATIONS: transfer.back_before})
     yield Overlap(steps - 1, windows.backward, {**back, scatter: early_s})
     yield Overlap(1, windows.backward, {**back, scatter: terms.reduce_scatter, reduce: terms.all_reduce})
     for call in windows.later:
@@ -288,12 +288,12 @@ def unit_time(
     windows: Windows,
     compute_s: float,
     batch: Batch,
-    trip: HostTrip = HostTrip(),
+    transfer: HostTransfer = HostTransfer(),
 ) -> UnitTime:
     """Return one unit's time in an optimizer step, from the terms of its layout."""
     found = [
         (times, sum(seconds.values()), hidden_s)
-        for times, hidden_s, seconds in overlaps_of(terms, layout, windows, batch, trip)
+        for times, hidden_s, seconds in overlaps_of(terms, layout, windows, batch, transfer)
     ]
     # copies out of buffers in both passes
     copies = terms.copy_forward + terms.copy_backward + len(windows.later) * 2 * terms.copy_forward
@@ -301,7 +301,7 @@ def unit_time(
         compute_s=batch.accumulation_steps * compute_s,
         communication_s=sum(times * whole for times, whole, _ in found),
         exposed_s=sum(times * max(0.0, whole - hidden_s) for times, whole, hidden_s in found),
-        copy_s=batch.accumulation_steps * (copies + trip.traffic),
+        copy_s=batch.accumulation_steps * (copies + transfer.traffic),
         optimizer_s=terms.optimizer,
         update_gathers_s=terms.update_gathers,
     )

@@ -11,7 +11,7 @@ from ...errors import HardwareError
 from ..decision import Batch, UnitLayout
 from ..description import DType, GatherSpan, ModelDescription, ParameterSpec, UnitDescription, shard_dim
 from ..hardware import Collective, Hardware, HostSpec
-from ..job import OptimizerSpec, OptimizerStep, TrainingJob
+from ..training_job import OptimizerSpec, OptimizerStep, TrainingJob
 from .collectives import messages, sharded_seconds, unit_collective_seconds
 
 T = TypeVar("T")
@@ -398,7 +398,9 @@ def _reduce_stage(unit: UnitDescription, layout: UnitLayout, world_size: int, jo
     """Return the bytes of a reduction beside its input and output; `reduced` are the bytes of a rank's part."""
     stage = layout.shard_size // layout.stage_size * reduced if layout.two_stage else 0
     apart = any(job.precision.reduced_dtype(p).itemsize < 4 for p in unit.trainable)
-    codes, replicas = (message.reduce_buffers(sums_apart=apart) for message in messages(unit, layout, world_size)[1:])
+    codes, replicas = (
+        message.reduce_buffers(separate_sums=apart) for message in messages(unit, layout, world_size)[1:]
+    )
     return max(stage + codes, replicas)
 
 

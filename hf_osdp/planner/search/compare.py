@@ -195,7 +195,7 @@ def choose_description(
     needs least memory.
 
     Splits save memory. They are tried only if the limit slows the plain model down, or if blocks are compiled, because
-    a loss in pieces is then compiled too. Single strategies take the plain model. A split for which `describe` raises
+    a loss in chunks is then compiled too. Single strategies take the plain model. A split for which `describe` raises
     a DescriptionError is left out.
     """
     plain = problem.description

@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from ..decision import groups_in
-from ..job import OptimizerStep, TrainingJob
+from ..training_job import OptimizerStep, TrainingJob
 from .integer_model import GroupCounts, IntegerModel
 from .options import LaterCall, Option, Part, RootSegment, Timeline, UnitGroup
 from .pattern import ClassMoments, Pattern

@@ -10,10 +10,10 @@ from ...errors import HardwareError, InfeasibleError, Price, Remedy
 from ...quantities import format_bytes
 from ..cost.memory import MemoryEstimate
 from ..description import ModelDescription, Segment
-from ..job import OptimizerSpec, Precision
 from ..optimizers import LOW_BIT
 from ..plan import Plan
 from ..problem import PlanningProblem, Strategy
+from ..training_job import OptimizerSpec, Precision
 from .candidates import all_candidates
 
 _FACTORS = (2, 4, 8, 16, 32, 64)

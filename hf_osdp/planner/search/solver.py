@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 from ..decision import UnitLayout
-from ..job import TrainingJob
+from ..training_job import TrainingJob
 from .integer_model import MIN_GAIN, Relaxation
 from .options import Option, Timeline, UnitGroup, undominated
 from .pattern import MissedMoment, Pattern, missed

@@ -15,8 +15,8 @@ from ..cost.units import shape_ids, unit_seconds
 from ..decision import Batch, UnitLayout, layouts_for
 from ..description import Activations, DType, GatherSpan, ModelDescription, Recomputation, UnitDescription
 from ..hardware import Hardware
-from ..job import TrainingJob, divisors
 from ..problem import PlanningProblem, Strategy
+from ..training_job import TrainingJob, divisors
 from ..wire import WireFormat, formats_up_to
 
 Space = tuple[tuple[UnitLayout, ...], ...]
@@ -35,7 +35,7 @@ class _Allowed:
     """Values of `reduce_every_micro_step`."""
     activations: tuple[Activations, ...] = (Activations.SAVE,)
     saves_operators: bool = False
-    """Whether each unit may use all of its own ways to recompute."""
+    """Whether each unit may use all of its own policies to recompute."""
     on_host: tuple[bool, ...] = (False,)
     states_on_host: tuple[bool, ...] = (False,)
 
@@ -75,13 +75,13 @@ def search_spaces(problem: PlanningProblem, batch: Batch) -> tuple[Space, ...]:
         for sharding in shardings
         for choice in _choices(sharding, replace(problem, job=job), batch)
     ]
-    offloadable, shapes, ways = description.offloadable, shape_ids(description.units), description.recomputations
-    kinds = [(shape, ways[i], i in offloadable) for i, shape in enumerate(shapes)]
+    offloadable, shapes, policies = description.offloadable, shape_ids(description.units), description.recomputations
+    kinds = [(shape, policies[i], i in offloadable) for i, shape in enumerate(shapes)]
     first_alike = [kinds.index(kind) for kind in kinds]  # units of one kind share their layouts
     spaces = []
     for choice in choices:
         layouts = {
-            i: _layouts(description.units[i], ways[i], choice, problem.job, offloadable=i in offloadable)
+            i: _layouts(description.units[i], policies[i], choice, problem.job, offloadable=i in offloadable)
             for i in set(first_alike)
         }
         spaces.append(tuple(layouts[i] for i in first_alike))
@@ -192,14 +192,14 @@ def _with_host(name: str, asked: bool | None, hardware: Hardware) -> tuple[bool,
 
 
 def _layouts(
-    unit: UnitDescription, ways: tuple[Recomputation, ...], free: _Allowed, job: TrainingJob, *, offloadable: bool
+    unit: UnitDescription, policies: tuple[Recomputation, ...], free: _Allowed, job: TrainingJob, *, offloadable: bool
 ) -> tuple[UnitLayout, ...]:
     """Return the allowed layouts of a unit."""
     able = []
     for choice in free.activations:
         away = choice.offloads and offloadable
-        again = ways[: None if free.saves_operators and not away else 1] if choice.recomputes else ()
-        able += [Activations(recomputation=way, offloads=away) for way in again or (None,)]
+        again = policies[: None if free.saves_operators and not away else 1] if choice.recomputes else ()
+        able += [Activations(recomputation=policy, offloads=away) for policy in again or (None,)]
     # A unit called several times cannot hold gradients: FSDP2 would reduce the held sum in one call, and the new
     # gradient in another.
     always = not unit.trainable_numel or unit.span is GatherSpan.CALLS

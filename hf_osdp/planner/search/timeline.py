@@ -79,8 +79,8 @@ class BatchCosts:
         for index, segment in enumerate(self.problem.description.segments):
             unit = segment.unit
             several = unit if len(self.calls[unit]) > 1 else None  # a unit with several calls equals no other unit
-            ways = (None, *(way.recomputation for way in segment.recomputed))
-            windows = tuple(self._timer.work(_freed(way))[1][unit] for way in ways)
+            policies = (None, *(policy.recomputation for policy in segment.recomputed))
+            windows = tuple(self._timer.work(_freed(policy))[1][unit] for policy in policies)
             alike = segment.each(lambda one: replace(one, unit=0))
             kinds.append(
                 known.setdefault(
@@ -233,6 +233,6 @@ def _parts(costs: BatchCosts, space: Space, others: _Others) -> Iterator[Part]:
             )
 
 
-def _freed(way: Recomputation | None) -> UnitLayout:
-    """Return the layout of a unit that is recomputed in this way, and freed after its forward."""
-    return UnitLayout(shard_size=1, reshard_after_forward=True, activations=Activations(recomputation=way))
+def _freed(policy: Recomputation | None) -> UnitLayout:
+    """Return the layout of a unit that is recomputed under this policy, and freed after its forward."""
+    return UnitLayout(shard_size=1, reshard_after_forward=True, activations=Activations(recomputation=policy))

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import gpu_memory
 from benchmarks.gpu_memory import Model, lowest_limit, measure, setting_of
 from benchmarks.gpu_suite import catalogue, faults  # noqa: F401  (the catalogue has the order of steps)
-from hf_osdp.planning.simulate import fake_process_group
+from hf_osdp.preparation.simulate import fake_process_group
 from tests.helpers.counted_memory import CountedMemory
 
 TINY = Model(

@@ -25,8 +25,8 @@ from hf_osdp.modeling.build import build_on_meta
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planning.probe import Trial, sharded_copy
-from hf_osdp.planning.simulate import fake_process_group
+from hf_osdp.preparation.probe import Trial, sharded_copy
+from hf_osdp.preparation.simulate import fake_process_group
 from hf_osdp.sharding.steps import batch_on, make_optimizer, train_step
 from hf_osdp.tracing.describe import describe
 from tests.helpers.counted_memory import CountedMemory

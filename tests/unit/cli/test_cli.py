@@ -25,12 +25,12 @@ from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.description import DType, ModelDescription
 from hf_osdp.planner.hardware import CACHING_MARGIN
-from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
 from hf_osdp.planner.search.compare import compare_strategies, frontier
 from hf_osdp.planner.search.search import search
+from hf_osdp.planner.training_job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.report.content import comparison_content, explanation_content
 from hf_osdp.report.explain import explain
 from hf_osdp.report.plan_file import read_plan_file
@@ -372,7 +372,7 @@ def test_wrong_flags_are_refused_before_the_model_is_read(tmp_path, monkeypatch,
     """Nothing of torch or transformers is needed for it, so that a wrong flag is answered in half a second."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("hf_osdp.cli.cases.load_config", lambda model: pytest.fail("the model was read"))
-    monkeypatch.setitem(sys.modules, "hf_osdp.planning.problem", None)  # imports torch
+    monkeypatch.setitem(sys.modules, "hf_osdp.preparation.find_plan", None)  # imports torch
     for name, file in (("adapter", "adapter_config.json"), ("pipeline", "model_index.json")):
         Path(name).mkdir()
         Path(name, file).write_text("{}")

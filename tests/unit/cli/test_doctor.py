@@ -9,7 +9,7 @@ from transformers import GPT2Config
 from typer.testing import CliRunner
 
 from hf_osdp.cli.app import app
-from hf_osdp.planning.preflight import Check
+from hf_osdp.preparation.preflight import Check
 
 SIZES = ("--sequence-length", "32", "--global-batch-size", "32")
 DEVICES = ("--device", "cpu", "--devices-per-node", "4")

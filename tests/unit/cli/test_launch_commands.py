@@ -29,7 +29,9 @@ def written(folder, *arguments: object):
 def test_config_takes_the_devices_that_are_there(gpus, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr("hf_osdp.planning.preflight.bf16_on", lambda device, kind: "H100" if kind == "cuda" else None)
+    monkeypatch.setattr(
+        "hf_osdp.preparation.preflight.bf16_on", lambda device, kind: "H100" if kind == "cuda" else None
+    )
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     config, shown = written(tmp_path)
     options = config.fsdp_config["fsdp_sharding_strategy"]

@@ -16,7 +16,7 @@ from hf_osdp import OSDPConfig
 from hf_osdp.cli.app import app
 from hf_osdp.cli.output import error_line
 from hf_osdp.cli.question import Planner, Question
-from hf_osdp.planning import cache
+from hf_osdp.preparation import cache
 
 SHAPE = {"model_type": "gpt2", "n_layer": 1, "n_embd": 64, "n_head": 4, "vocab_size": 500, "n_positions": 64}
 SIZES = {"devices_per_node": 4, "sequence_length": 32, "global_batch_size": 32}

@@ -23,10 +23,10 @@ from hf_osdp.cli.what_if import (
     with_positions,
 )
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem, Strategy
 from hf_osdp.planner.search.search import least_memory, search
+from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.report.tables import Answer, what_if_table
 from hf_osdp.tracing.describe import describe
 from tests.helpers.descriptions import transformer

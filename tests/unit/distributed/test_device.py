@@ -15,7 +15,7 @@ from hf_osdp.distributed import device as module
 from hf_osdp.distributed.device import has_fixed_segments, own_gpu, prefer_expandable_segments
 from hf_osdp.distributed.mesh import collective_device
 from hf_osdp.measurement.machine import measuring_device
-from hf_osdp.planning.preflight import device_memory
+from hf_osdp.preparation.preflight import device_memory
 from hf_osdp.sharding import environment
 
 CURRENT = "PYTORCH_ALLOC_CONF"

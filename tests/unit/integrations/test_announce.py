@@ -8,9 +8,9 @@ import pytest
 
 from hf_osdp.integrations.announce import announce_plan, announce_result
 from hf_osdp.measurement.step_meter import Observation
-from hf_osdp.planning.compilation import Compilation
-from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.plan_run import plan_run
+from hf_osdp.preparation.compilation import Compilation
+from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.preparation.plan_run import plan_run
 from tests.helpers.models import SEQUENCE_LENGTH, tiny_model
 from tests.helpers.problems import run_job
 

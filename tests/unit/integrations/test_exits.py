@@ -13,7 +13,7 @@ from hf_osdp.distributed.stop import EXIT_CODE, Stopped
 from hf_osdp.integrations.accelerator import OSDPAccelerator
 from hf_osdp.integrations.launch import USER_ERROR, run_script
 from hf_osdp.planner.plan import Plan
-from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.preparation.config import OSDPConfig
 
 
 def refuse_in_script():

@@ -10,7 +10,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 
 from hf_osdp.integrations.launch import LaunchRequest, launch_request
-from hf_osdp.planning.config import OSDPConfig, merged_config
+from hf_osdp.preparation.config import OSDPConfig, merged_config
 
 FILES = sorted((Path(__file__).parents[3] / "accelerate_configs").glob("*.yaml"))
 

@@ -27,7 +27,7 @@ from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import Activations, DType
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.split import ModelSplit, OperatorSplit
-from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.tracing.describe import describe
 from tests.helpers.models import tiny_model
 

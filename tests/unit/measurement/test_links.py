@@ -14,7 +14,7 @@ from hf_osdp.planner.affine import linear_fit
 from hf_osdp.planner.cost.collectives import collective_seconds, shard_ring
 from hf_osdp.planner.hardware import Collective, CollectiveTiming, Hardware, Link
 from hf_osdp.planner.presets import preset
-from hf_osdp.planning.simulate import fake_process_group
+from hf_osdp.preparation.simulate import fake_process_group
 
 CPU = torch.device("cpu")
 NODE = 8

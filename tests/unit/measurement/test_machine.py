@@ -16,11 +16,11 @@ from hf_osdp.measurement import rates, timing
 from hf_osdp.measurement.machine import measure_hardware, measure_profile
 from hf_osdp.planner.description import DType
 from hf_osdp.planner.hardware import Backend, Collective, HostSpec
-from hf_osdp.planner.job import OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile
 from hf_osdp.planner.search.search import search
-from hf_osdp.planning.simulate import fake_process_group
+from hf_osdp.planner.training_job import OptimizerStep, Precision, TrainingJob
+from hf_osdp.preparation.simulate import fake_process_group
 from hf_osdp.report.run_tables import profile_tables
 from hf_osdp.tracing.describe import describe
 from tests.helpers.distributed import run_ranks

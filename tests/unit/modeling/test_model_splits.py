@@ -12,10 +12,10 @@ from hf_osdp.modeling.split_candidates import SHALLOW, possible_splits, split_un
 from hf_osdp.modeling.units import find_units
 from hf_osdp.modeling.wrapping import recomputation_of, recompute
 from hf_osdp.planner.description import Activations, DType, GatherSpan
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.search.compare import choose_description
 from hf_osdp.planner.search.search import fastest_without_limit, least_memory, search
 from hf_osdp.planner.split import WHOLE_BLOCKS, ModelSplit, OperatorSplit
+from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.tracing.describe import describe
 from tests.helpers.hardware import bare_preset
 from tests.helpers.models import tiny_model
@@ -145,17 +145,17 @@ def test_splits_are_tried_only_where_memory_binds(described):
     assert chosen(described, 10**12, never, never) is described
 
 
-def test_loss_in_pieces_is_tried_where_blocks_are_compiled_and_memory_does_not_bind(described):
-    asked, split = [], ModelSplit(loss_pieces=8)
+def test_loss_chunks_is_tried_where_blocks_are_compiled_and_memory_does_not_bind(described):
+    asked, split = [], ModelSplit(loss_chunks=8)
     compiled = replace(described, compiled_classes=("LlamaDecoderLayer",))
     assert chosen(compiled, 10**12, lambda: [split], lambda one: asked.append(one) or compiled) is compiled
     assert asked == [split]
 
 
-def test_loss_in_pieces_is_possible_for_any_model_with_labels_but_in_fp16(llama, described):
-    assert possible_splits(llama, described, operators=False) == (ModelSplit(loss_pieces=8),)
+def test_loss_chunks_is_possible_for_any_model_with_labels_but_in_fp16(llama, described):
+    assert possible_splits(llama, described, operators=False) == (ModelSplit(loss_chunks=8),)
     in_fp16 = possible_splits(llama, replace(described, compute_dtype=DType.FLOAT16))
-    assert in_fp16 and all(split.loss_pieces == 1 for split in in_fp16)
+    assert in_fp16 and all(split.loss_chunks == 1 for split in in_fp16)
     assert not possible_splits(llama, described, operators=False, vocabulary=False)
 
 

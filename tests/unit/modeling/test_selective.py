@@ -25,9 +25,9 @@ from hf_osdp.modeling import selective
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.wrapping import recomputation_of, recompute
 from hf_osdp.planner.description import Recomputation
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
+from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.recomputation import LoggedCall, OperatorLog, _warn_about_generator
 from tests.helpers.problems import problem

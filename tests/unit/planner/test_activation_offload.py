@@ -9,13 +9,13 @@ import pytest
 from hf_osdp.errors import HardwareError
 from hf_osdp.planner.affine import Affine, Envelope
 from hf_osdp.planner.cost.memory import SegmentBytes
-from hf_osdp.planner.cost.timing import HostTrip, host_trips
+from hf_osdp.planner.cost.timing import HostTransfer, host_transfers
 from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.description import Activations, GatherSpan, ModelDescription, PhaseCost, Segment
 from hf_osdp.planner.hardware import Backend, Hardware, HostSpec
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import search_spaces
+from hf_osdp.planner.training_job import TrainingJob
 from tests.helpers.descriptions import transformer, ways
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem
@@ -60,16 +60,16 @@ def test_host_trips_take_the_own_bytes_over_the_link():
     hardware = with_host(link_bytes_per_s=1e9, back_bytes_per_s=2e9)
     rate = hardware.device.memory_bytes_per_s
     wanted = {
-        SAVE: HostTrip(), RECOMPUTE: HostTrip(), OFFLOAD: HostTrip(out=24e-3, back_beside=12e-3,
+        SAVE: HostTransfer(), RECOMPUTE: HostTransfer(), OFFLOAD: HostTransfer(out=24e-3, back_beside=12e-3,
                                                                    traffic=2 * 24e6 / rate),
-        RECOMPUTE_OFFLOAD: HostTrip(out=6e-3, back_before=3e-3, traffic=2 * 6e6 / rate),
+        RECOMPUTE_OFFLOAD: HostTransfer(out=6e-3, back_before=3e-3, traffic=2 * 6e6 / rate),
     }  # fmt: skip
-    for activations, trip in wanted.items():
-        trips = host_trips(description, hardware, 3, activations)
-        assert {trips[index] for index in description.recomputable} == {trip}
-        assert trips[0].out == trips[0].back_beside == 0.0, "the root's stay"
+    for activations, transfer in wanted.items():
+        transfers = host_transfers(description, hardware, 3, activations)
+        assert {transfers[index] for index in description.recomputable} == {transfer}
+        assert transfers[0].out == transfers[0].back_beside == 0.0, "the root's stay"
     with pytest.raises(HardwareError, match=r"host of .* is not known"):
-        host_trips(description, replace(hardware, host=None), 3, OFFLOAD)
+        host_transfers(description, replace(hardware, host=None), 3, OFFLOAD)
 
 
 def segment(*, saved: float = 1000, own: float = 700, input_bytes: float = 100) -> Segment:
@@ -138,7 +138,7 @@ def test_search_offloads_or_recomputes_what_costs_least(link, scarce, wanted):
     description = recomputable(input_bytes=1e5, own_bytes=64e6, forward_flops=1e12)
     hardware = replace(
         with_host(link_bytes_per_s=link), backend=Backend.GLOO
-    )  # under which no trip is hidden, and so free
+    )  # under which no transfer is hidden, and so free
     saving, recomputing = (
         search(
             problem(description, hardware, replace(job, recompute=again, offload_activations=False), LIMIT)

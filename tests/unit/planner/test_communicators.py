@@ -8,12 +8,12 @@ import torch.distributed as dist
 from hf_osdp.distributed.mesh import Meshes, find_topology
 from hf_osdp.planner.decision import UnitDecision
 from hf_osdp.planner.hardware import Backend
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import COMMUNICATOR_BYTES, preset
 from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.planner.search.search import least_memory
-from hf_osdp.planning.simulate import fake_process_group
+from hf_osdp.planner.training_job import TrainingJob
+from hf_osdp.preparation.simulate import fake_process_group
 from tests.helpers.descriptions import transformer
 from tests.helpers.distributed import run_ranks
 from tests.helpers.problems import problem

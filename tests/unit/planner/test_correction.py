@@ -8,8 +8,8 @@ from hf_osdp.planner.cost.correction import Correction, correction_of
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.cost.timing import unit_work
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.search.search import search
+from hf_osdp.planner.training_job import TrainingJob
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem

@@ -16,7 +16,7 @@ from hf_osdp.planner.cost.units import UnitBytes, UnitSeconds, merged_gradients,
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import Activations, DType, GatherSpan, ParameterSpec, UnitDescription, shard_dim
 from hf_osdp.planner.hardware import Backend, Collective, FsdpOverhead, Hardware, HostSpec, WorkTime
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from tests.helpers.hardware import toy_hardware
 
 ONCE, THRICE = (Batch(micro_batch_size=1, accumulation_steps=steps) for steps in (1, 3))
@@ -374,10 +374,10 @@ def test_unit_seconds_bring_shards_from_host_and_take_gradients_there(g, brought
     """Replicas come on the stream of compute, where they are copied."""
     here, there = (seconds(g, hardware=machine(host=HOST), on_host=way) for way in (False, True))
     added = {name: getattr(there, name) - getattr(here, name) for name in UnitSeconds.__slots__}
-    trip = {
+    transfer = {
         brought: 128 // g / 1e4,
         brought.replace("forward", "backward"): 128 // g / 1e4,
         "reduce_scatter": 128 // g / 2e4,
     }
     moved = {"optimizer": 7 * 128 // g / 5e3 - here.optimizer}
-    assert added == pytest.approx(dict.fromkeys(added, 0.0) | trip | moved)
+    assert added == pytest.approx(dict.fromkeys(added, 0.0) | transfer | moved)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hf_osdp.errors import InfeasibleError
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.search import compare
 from hf_osdp.planner.search.compare import compare_strategies, frontier, not_dominated
 from hf_osdp.planner.search.search import least_memory, search
+from hf_osdp.planner.training_job import TrainingJob
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem

@@ -10,9 +10,9 @@ from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.description import Activations, DType, ParameterSpec
 from hf_osdp.planner.hardware import Hardware, HostSpec
-from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.strategies import batches, search_spaces
+from hf_osdp.planner.training_job import Precision, TrainingJob
 from tests.helpers.descriptions import transformer, ways
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem

@@ -24,12 +24,12 @@ from hf_osdp.planner.hardware import (
     Link,
     WorkTime,
 )
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob, divisors
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.search import least_memory, search
 from hf_osdp.planner.split import ModelSplit, OperatorSplit
+from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, TrainingJob, divisors
 from tests.helpers.descriptions import at_random, transformer
 from tests.helpers.hardware import bare_preset
 from tests.helpers.problems import problem

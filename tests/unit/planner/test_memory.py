@@ -21,7 +21,7 @@ from hf_osdp.planner.description import (
     Segment,
     UnitDescription,
 )
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, TrainingJob
+from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, TrainingJob
 from tests.helpers.descriptions import transformer
 
 ONCE, TWICE = (Batch(micro_batch_size=1, accumulation_steps=steps) for steps in (1, 2))

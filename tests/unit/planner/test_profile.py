@@ -11,9 +11,9 @@ from hf_osdp.planner.affine import Affine, linear_fit
 from hf_osdp.planner.cost.timing import phase_affine
 from hf_osdp.planner.description import DType, ModelDescription, PhaseCost
 from hf_osdp.planner.hardware import Collective, CollectiveTiming, FsdpOverhead, WorkTime
-from hf_osdp.planner.job import OptimizerStep
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile, SegmentTimes, SegmentWork, TimePoint, with_block_times
+from hf_osdp.planner.training_job import OptimizerStep
 from tests.helpers.descriptions import transformer, ways
 
 DESCRIPTION = transformer(layers=3)

@@ -10,10 +10,10 @@ import pytest
 import hf_osdp.planner.search.solver as solver_module
 from hf_osdp.errors import InfeasibleError, OSDPError
 from hf_osdp.planner.hardware import Hardware
-from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import StrategyResult, as_scripts_run, compare_strategies
 from hf_osdp.planner.search.search import _searched, fastest_without_limit, least_memory, search, search_or_floor
+from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.quantities import format_bytes
 from tests.helpers.descriptions import at_random, transformer, ways
 from tests.helpers.hardware import bare_preset

@@ -8,12 +8,20 @@ import pytest
 
 from hf_osdp.errors import HardwareError
 from hf_osdp.planner.affine import Affine
-from hf_osdp.planner.cost.timing import HostTrip, UnitTimer, Windows, estimate_time, phase_affine, unit_time, unit_work
+from hf_osdp.planner.cost.timing import (
+    HostTransfer,
+    UnitTimer,
+    Windows,
+    estimate_time,
+    phase_affine,
+    unit_time,
+    unit_work,
+)
 from hf_osdp.planner.cost.units import UnitSeconds
 from hf_osdp.planner.decision import Batch, UnitLayout, layouts_for
 from hf_osdp.planner.description import Activations, DType, GatherSpan, ModelDescription, PhaseCost, Segment
 from hf_osdp.planner.hardware import Backend, FsdpOverhead, Hardware, HostSpec
-from hf_osdp.planner.job import OptimizerStep, Precision, TrainingJob
+from hf_osdp.planner.training_job import OptimizerStep, Precision, TrainingJob
 from tests.helpers.descriptions import transformer, ways
 from tests.helpers.hardware import bare_preset
 
@@ -30,11 +38,11 @@ ONCE, FIVE = (Batch(micro_batch_size=1, accumulation_steps=steps) for steps in (
 REDUCING = UnitLayout(shard_size=2, reshard_after_forward=True)
 HOLDING = replace(REDUCING, reduce_every_micro_step=False)
 JOB = TrainingJob(global_batch_size=20)
-TRIP = HostTrip(out=6.0, back_beside=5.0, traffic=0.125)
+TRANSFER = HostTransfer(out=6.0, back_beside=5.0, traffic=0.125)
 HOST = HostSpec(
     memory_bytes=10**12, to_device_bytes_per_s=1e9, to_host_bytes_per_s=1e9, update_bytes_per_s=1e10, source="made up"
 )
-AWAITED = HostTrip(out=6.0, back_before=5.0, traffic=0.125)
+AWAITED = HostTransfer(out=6.0, back_before=5.0, traffic=0.125)
 """As the input of a recomputed unit is."""
 EXPOSED = {
     "no window": (dict(), 4 + 4 + 3 + 2),
@@ -47,22 +55,22 @@ EXPOSED = {
         5 * 4 + 0 * 4 + 1,
     ),  # 4 + 3 fit beside 8, with 2 more not
     "a window of whole gradients": (dict(batch=FIVE, layout=HOLDING, backward=3.0), 5 * 4 + 4 * 1 + (4 + 3 + 2 - 3)),
-    "trip without windows": (dict(trip=TRIP), (4 + 6) + (4 + 3 + 2) + 5),
-    "awaited trip without windows": (dict(trip=AWAITED), (4 + 6) + (4 + 3 + 2) + 5),
-    "the way out shares forward with the gather": (dict(trip=TRIP, forward=7.0, backward=100.0), 4 + 6 - 7),
-    "which hides both": (dict(trip=TRIP, forward=10.0, backward=100.0), 0),
+    "transfer without windows": (dict(transfer=TRANSFER), (4 + 6) + (4 + 3 + 2) + 5),
+    "awaited transfer without windows": (dict(transfer=AWAITED), (4 + 6) + (4 + 3 + 2) + 5),
+    "the way out shares forward with the gather": (dict(transfer=TRANSFER, forward=7.0, backward=100.0), 4 + 6 - 7),
+    "which hides both": (dict(transfer=TRANSFER, forward=10.0, backward=100.0), 0),
     "the way back shares backward with gather and reduction": (
-        dict(trip=TRIP, forward=100.0, backward=13.0),
+        dict(transfer=TRANSFER, forward=100.0, backward=13.0),
         5 + (4 + 3 + 2) - 13,
     ),
-    "recomputation waits for its input": (dict(trip=AWAITED, forward=100.0, backward=100.0), 5),
-    "and hides the rest": (dict(trip=AWAITED, forward=100.0, backward=8.0), 5 + (4 + 3 + 2 - 8)),
+    "recomputation waits for its input": (dict(transfer=AWAITED, forward=100.0, backward=100.0), 5),
+    "and hides the rest": (dict(transfer=AWAITED, forward=100.0, backward=8.0), 5 + (4 + 3 + 2 - 8)),
     # 5 + 4 + 3 fit beside 13
-    "a trip in each micro-step": (
-        dict(trip=TRIP, batch=FIVE, forward=7.0, backward=13.0),
+    "a transfer in each micro-step": (
+        dict(transfer=TRANSFER, batch=FIVE, forward=7.0, backward=13.0),
         5 * (4 + 6 - 7) + (5 + 4 + 3 + 2 - 13),
     ),
-    "an awaited trip in each": (dict(trip=AWAITED, batch=FIVE, forward=100.0, backward=100.0), 5 * 5),
+    "an awaited transfer in each": (dict(transfer=AWAITED, batch=FIVE, forward=100.0, backward=100.0), 5 * 5),
     "calls after the first: gathered, not reduced": (
         dict(forward=4.0, backward=9.0, later=(Windows(forward=1.0),)),
         3 + 4,
@@ -72,17 +80,21 @@ EXPOSED = {
 
 @pytest.mark.parametrize(("asked", "exposed_s"), EXPOSED.values(), ids=EXPOSED)
 def test_unit_time_exposes_what_no_window_hides(asked, exposed_s):
-    batch, layout, trip = asked.get("batch", ONCE), asked.get("layout", REDUCING), asked.get("trip", HostTrip())
+    batch, layout, transfer = (
+        asked.get("batch", ONCE),
+        asked.get("layout", REDUCING),
+        asked.get("transfer", HostTransfer()),
+    )
     windows = Windows(**{name: asked[name] for name in ("forward", "backward", "later") if name in asked})
-    time = unit_time(TERMS, layout, windows, 1.0, batch, trip)
+    time = unit_time(TERMS, layout, windows, 1.0, batch, transfer)
     steps, calls = batch.accumulation_steps, 1 + len(windows.later)
-    on_the_way = steps * (calls * (4 + 4) + trip.out + trip.back_beside + trip.back_before)
+    on_the_way = steps * (calls * (4 + 4) + transfer.out + transfer.back_beside + transfer.back_before)
     assert time.exposed_s == exposed_s
     assert time.communication_s == on_the_way + (1 if layout is HOLDING else steps) * 3 + 2, (
         "it happens, hidden or not"
     )
     assert (time.compute_s, time.optimizer_s) == (steps, 0.25)
-    assert time.copy_s == steps * (1.25 + (calls - 1) * 2 * 0.5 + trip.traffic)
+    assert time.copy_s == steps * (1.25 + (calls - 1) * 2 * 0.5 + transfer.traffic)
     assert time.total_s == time.compute_s + time.exposed_s + time.copy_s + time.optimizer_s
 
 

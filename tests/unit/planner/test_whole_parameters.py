@@ -9,12 +9,12 @@ import pytest
 from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.description import DType, ModelDescription, ParameterSpec
 from hf_osdp.planner.hardware import Hardware
-from hf_osdp.planner.job import OptimizerSpec, TrainingJob
 from hf_osdp.planner.optimizers import ADAFACTOR
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import batches, search_spaces
+from hf_osdp.planner.training_job import OptimizerSpec, TrainingJob
 from tests.helpers.descriptions import transformer, with_frozen
 from tests.helpers.hardware import toy_hardware
 from tests.helpers.problems import problem

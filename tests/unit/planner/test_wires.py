@@ -14,14 +14,14 @@ from hf_osdp.planner.cost.units import unit_seconds
 from hf_osdp.planner.decision import Batch, UnitLayout
 from hf_osdp.planner.description import DType, GatherSpan
 from hf_osdp.planner.hardware import CodecTime, Collective, CollectiveTiming
-from hf_osdp.planner.job import Precision, TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.planner.search.search import search
 from hf_osdp.planner.search.strategies import fastest_wires
+from hf_osdp.planner.training_job import Precision, TrainingJob
 from hf_osdp.planner.wire import WireFormat, formats_up_to
-from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.plan_run import check_communication
+from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.preparation.plan_run import check_communication
 from tests.helpers.descriptions import transformer
 from tests.helpers.hardware import bare_preset, toy_hardware
 from tests.helpers.problems import problem

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from hf_osdp.planner.cost.evaluate import estimate_plan
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.search.search import least_memory, search
+from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.quantities import format_bytes, format_seconds
 from hf_osdp.report.content import explanation_content
 from hf_osdp.report.explain import BottleneckKind, Explanation, explain, stream_times

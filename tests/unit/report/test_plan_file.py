@@ -10,11 +10,11 @@ import pytest
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.compare import compare_strategies
 from hf_osdp.planner.search.search import search
+from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.report.content import REPORT_FILE, report_content, write_report
 from hf_osdp.report.plan_file import PlanInputs, plan_file_content, read_plan_file, write_json
 from tests.helpers.descriptions import transformer

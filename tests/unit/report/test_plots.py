@@ -10,9 +10,9 @@ from functools import cache
 
 import pytest
 
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.search.compare import compare_strategies, frontier
 from hf_osdp.planner.search.search import least_memory, search
+from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.report.plan_file import PlanInputs
 from hf_osdp.report.plots import check_plot_path, frontier_chart, moment_rows, plan_chart, save_chart
 from tests.helpers.descriptions import transformer

@@ -13,10 +13,10 @@ from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.cost.evaluate import PlanEstimate, estimate_plan
 from hf_osdp.planner.description import Activations, ModelDescription, Recomputation
 from hf_osdp.planner.hardware import HostSpec
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.search.compare import compare_strategies, frontier
 from hf_osdp.planner.search.search import least_memory, search
+from hf_osdp.planner.training_job import TrainingJob
 from hf_osdp.quantities import format_bytes, format_seconds
 from hf_osdp.report.content import answers_content, comparison_content
 from hf_osdp.report.run_tables import outcome_table, trials_table

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hf_osdp.distributed import mesh
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.description import DType
-from hf_osdp.planner.job import Precision
+from hf_osdp.planner.training_job import Precision
 from hf_osdp.sharding import apply, environment
 from hf_osdp.sharding.environment import hold_master_weights, prepare_model
 from tests.helpers.layouts import plan_of

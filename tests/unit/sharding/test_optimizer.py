@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep
 from hf_osdp.planner.optimizers import spec_of_trainer_name
+from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep
 from hf_osdp.sharding.optimizer import frozen_parameters, spec_of_optimizer
 
 

@@ -5,10 +5,10 @@ import torch
 
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.planner.description import DType
-from hf_osdp.planner.job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.search.search import search
-from hf_osdp.planning.simulate import simulate
+from hf_osdp.planner.training_job import OptimizerSpec, OptimizerStep, Precision, TrainingJob
+from hf_osdp.preparation.simulate import simulate
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.memory_tracker import MemoryTracker
 from tests.helpers.problems import problem

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.small_models import PICTURE, built
 from hf_osdp.modeling.batch import training_batch
 from hf_osdp.modeling.build import build_on_meta
-from hf_osdp.planning.simulate import fake_process_group
+from hf_osdp.preparation.simulate import fake_process_group
 from hf_osdp.tracing.describe import describe
 from hf_osdp.tracing.known_values import KnownValues
 from hf_osdp.tracing.memory_tracker import MemoryTracker

@@ -8,9 +8,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from hf_osdp.modeling.split_candidates import possible_splits
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.split import ModelSplit
-from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.job import Job
-from hf_osdp.planning.problem import Describer, find_plan
+from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.preparation.find_plan import Describer, find_plan
+from hf_osdp.preparation.job import Job
 from hf_osdp.tracing import trace
 from hf_osdp.tracing.describe import describe
 from tests.helpers.problems import run_job
@@ -48,7 +48,7 @@ def test_split_of_the_head_is_described_as_by_traces_of_its_own(name, runs):
     model = MODELS[name]()
     describer = Describer(model, job(OSDPConfig(sequence_length=16, global_batch_size=8)))
     whole = describer.describe()
-    heads = [split for split in possible_splits(model, whole) if split.loss_pieces > 1 or len(split.sliced) == 1]
+    heads = [split for split in possible_splits(model, whole) if split.loss_chunks > 1 or len(split.sliced) == 1]
     assert len(heads) == 4  # each alone, and with operator units
     for split in heads:
         describer.describe(ModelSplit(operators=split.operators))

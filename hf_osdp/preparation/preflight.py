@@ -24,10 +24,10 @@ from ..modeling.batch import without_adapters
 from ..planner.cost.timing import TimeEstimate
 from ..planner.description import DType, UnitDescription
 from ..planner.hardware import DeviceSpec, Hardware
-from ..planner.job import OptimizerSpec, Precision
 from ..planner.plan import Plan
 from ..planner.presets import COMMUNICATOR_BYTES, CONTEXT_BYTES
 from ..planner.search.compare import StrategyResult
+from ..planner.training_job import OptimizerSpec, Precision
 from ..quantities import format_bytes, format_count, format_seconds
 from .job import Job, RunFolder
 

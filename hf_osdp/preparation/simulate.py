@@ -27,10 +27,10 @@ from ..planner.cost.correction import Correction
 from ..planner.cost.memory import MemoryBreakdown
 from ..planner.description import ModelDescription
 from ..planner.hardware import Hardware
-from ..planner.job import TrainingJob
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
 from ..planner.search.search import SearchResult, search
+from ..planner.training_job import TrainingJob
 from ..quantities import format_bytes
 from ..sharding.apply import apply_plan
 from ..sharding.environment import host_parameters, mp_policy

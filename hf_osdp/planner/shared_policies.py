@@ -1,4 +1,4 @@
-"""Take a model's ways to recompute and offload its blocks from the description of another with the same blocks."""
+"""Take a model's policies to recompute and offload its blocks from the description of another with the same blocks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def without_head(split: ModelSplit, whole: ModelDescription) -> ModelSplit:
     return ModelSplit(operators=split.operators, sliced=inside)
 
 
-def with_ways_of(base: ModelDescription, changed: ModelDescription) -> ModelDescription | None:
-    """Return `changed`, which was traced without ways to recompute and offload its blocks, with those of `base`.
+def with_policies_of(base: ModelDescription, changed: ModelDescription) -> ModelDescription | None:
+    """Return `changed`, which was traced without policies to recompute and offload its blocks, with those of `base`.
 
     Return None unless all from the first to the last block costs the same in both. Of the other segments only the
     first one after the blocks may hold what recomputed blocks need.
@@ -38,8 +38,10 @@ def with_ways_of(base: ModelDescription, changed: ModelDescription) -> ModelDesc
     for i in range(first, stop):
         one, other = segments[i + offset], base.segments[i]
         if other.recomputed:
-            ways = tuple(replace(way, costs=replace(way.costs, unit=one.unit)) for way in other.recomputed)
-            other = replace(other, recomputed=ways)
+            policies = tuple(
+                replace(policy, costs=replace(policy.costs, unit=one.unit)) for policy in other.recomputed
+            )
+            other = replace(other, recomputed=policies)
         elif i == stop - 1:  # it belongs to the root, and begins what follows the blocks
             other = replace(one, held_bytes=other.held_bytes)
         if replace(_plain(other), unit=one.unit) != one:

@@ -23,8 +23,8 @@ from ..measurement.timing import over_ranks
 from ..modeling.batch import Inputs, random_states_kept
 from ..modeling.build import checkpoint_blocks
 from ..planner.description import UnitDescription
-from ..planner.job import TrainingJob
 from ..planner.plan import Plan
+from ..planner.training_job import TrainingJob
 from ..sharding.apply import apply_plan, needs_process_group
 from ..sharding.environment import move_to_device, mp_policy
 from ..sharding.steps import batch_on, make_optimizer, train_step

@@ -12,8 +12,8 @@ import pytest
 from hf_osdp.measurement import machine
 from hf_osdp.planner.hardware import Hardware
 from hf_osdp.planner.presets import preset
-from hf_osdp.planning import cache
-from hf_osdp.planning.cache import MEASURED_EARLIER, measured_once
+from hf_osdp.preparation import cache
+from hf_osdp.preparation.cache import MEASURED_EARLIER, measured_once
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hf_osdp.errors import InfeasibleError
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.description import ModelDescription
-from hf_osdp.planning.compilation import Compilation
-from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.plan_run import PlannedRun, plan_run
-from hf_osdp.planning.problem import Describer, ProblemBuilder
+from hf_osdp.preparation.compilation import Compilation
+from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.preparation.find_plan import Describer, ProblemBuilder
+from hf_osdp.preparation.plan_run import PlannedRun, plan_run
 from tests.helpers.problems import run_job
 
 NO_TIME = Affine(constant=1e-9)

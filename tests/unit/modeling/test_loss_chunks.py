@@ -1,4 +1,4 @@
-"""The loss in pieces is the whole loss, with its gradients; logits are there where something reads them."""
+"""The loss in chunks is the whole loss, with its gradients; logits are there where something reads them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from hf_osdp.errors import OSDPError
-from hf_osdp.modeling.loss_pieces import loss_in_pieces
+from hf_osdp.modeling.loss_chunks import chunk_loss
 from hf_osdp.modeling.split.deferred_logits import DeferredLogits
 from tests.helpers.models import VOCABULARY, tiny_batch, tiny_model
 
@@ -33,7 +33,7 @@ SMALL = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
 }
-PIECES = 5
+CHUNKS = 5
 
 
 def causal_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, **options):
@@ -69,11 +69,11 @@ def model_of(name: str) -> nn.Module:
 
 
 def pair(name: str = "llama") -> tuple[nn.Module, nn.Module]:
-    """A model, and its equal with the loss in pieces."""
+    """A model, and its equal with the loss in chunks."""
     model = model_of(name)
-    in_pieces = copy.deepcopy(model)
-    loss_in_pieces(in_pieces, PIECES)
-    return model, in_pieces
+    chunked = copy.deepcopy(model)
+    chunk_loss(chunked, CHUNKS)
+    return model, chunked
 
 
 def batch(step: int = 0) -> dict[str, torch.Tensor]:
@@ -110,31 +110,31 @@ class LargestTensor(TorchDispatchMode):
 )
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "cohere", "bert", "t5"])
 def test_loss_and_gradients_are_those_of_whole_logits(name, options):
-    whole, in_pieces = pair(name)
+    whole, chunked = pair(name)
     if options and whole.loss_function is not causal_loss:
         pytest.skip("the model's forward knows no such option")
-    losses = [model(**batch(), **options).loss for model in (whole, in_pieces)]
+    losses = [model(**batch(), **options).loss for model in (whole, chunked)]
     (3 * losses[0]).backward()
     (3 * losses[1]).backward()
     torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-14)
-    assert_gradients_alike(whole, in_pieces)
+    assert_gradients_alike(whole, chunked)
 
 
 def test_logits_of_all_tokens_never_exist():
-    whole, in_pieces = pair()
+    whole, chunked = pair()
     seen = []
-    for model in (whole, in_pieces):
+    for model in (whole, chunked):
         with LargestTensor() as largest:
             model(**batch()).loss.backward()
         seen.append(largest.elements)
     tokens = batch()["input_ids"].numel()
-    assert seen == [tokens * VOCABULARY, tokens * in_pieces.config.intermediate_size]
+    assert seen == [tokens * VOCABULARY, tokens * chunked.config.intermediate_size]
 
 
 def test_gradients_of_low_precision_are_summed_in_float32():
     exact = model_of("llama")
     low = copy.deepcopy(exact).bfloat16()
-    loss_in_pieces(low, 48)
+    chunk_loss(low, 48)
     for model in (exact, low):
         model(**batch()).loss.backward()
     gradient, expected = low.lm_head.weight.grad, exact.lm_head.weight.grad
@@ -148,10 +148,10 @@ def test_gradients_of_low_precision_are_summed_in_float32():
 
 
 def test_logits_that_are_read_are_those_of_the_model_and_train_it(caplog):
-    whole, in_pieces = pair("cohere")
+    whole, chunked = pair("cohere")
     with caplog.at_level(logging.WARNING):
         losses = []
-        for model in (whole, in_pieces):
+        for model in (whole, chunked):
             out = model(**batch())
             losses.append(out.loss + out.logits.logsumexp(-1).square().mean() + (out.logits[:, -1] + 1).mean())
     assert isinstance(out.logits, DeferredLogits) and out.logits.shape == (8, 12, VOCABULARY) == tuple(
@@ -160,9 +160,9 @@ def test_logits_that_are_read_are_those_of_the_model_and_train_it(caplog):
     for loss in losses:
         loss.backward()
     torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-13)
-    assert_gradients_alike(whole, in_pieces)
+    assert_gradients_alike(whole, chunked)
     assert [record.message for record in caplog.records] == [
-        f"The logits are read in training, so the loss in {PIECES} pieces saves no memory; the results are the same."
+        f"The logits are read in training, so the loss in {CHUNKS} chunks saves no memory; the results are the same."
     ]
 
 
@@ -172,11 +172,11 @@ def test_logits_that_are_read_are_those_of_the_model_and_train_it(caplog):
     ids=["by token", "classes"],
 )
 def test_losses_that_pieces_cannot_sum_take_whole_logits(how):
-    whole, in_pieces = pair()
-    for model in (whole, in_pieces):
+    whole, chunked = pair()
+    for model in (whole, chunked):
         model.loss_function = partial(weighted, **how)
         model(**batch()).loss.backward()
-    assert_gradients_alike(whole, in_pieces)
+    assert_gradients_alike(whole, chunked)
 
 
 def weighted(logits, labels, vocab_size, **how):
@@ -185,92 +185,91 @@ def weighted(logits, labels, vocab_size, **how):
 
 
 def test_shifted_by_slices_as_older_models_do():
-    whole, in_pieces = pair()
+    whole, chunked = pair()
 
     def loss(logits, labels, vocab_size, **_):
         return F.cross_entropy(logits[..., :-1, :].contiguous().view(-1, vocab_size), labels[..., 1:].reshape(-1))
 
-    for model in (whole, in_pieces):
+    for model in (whole, chunked):
         model.loss_function = loss
         model(**batch()).loss.backward()
-    assert_gradients_alike(whole, in_pieces)
-    assert not in_pieces.lm_head._has_warned
+    assert_gradients_alike(whole, chunked)
+    assert not chunked.lm_head._has_warned
 
 
 @pytest.mark.parametrize("frozen", ["lm_head", "model"])
 def test_what_is_frozen_gets_no_gradient(frozen):
-    whole, in_pieces = pair()
-    for model in (whole, in_pieces):
+    whole, chunked = pair()
+    for model in (whole, chunked):
         getattr(model, frozen).requires_grad_(False)
         model(**batch()).loss.backward()
-    assert_gradients_alike(whole, in_pieces)
+    assert_gradients_alike(whole, chunked)
 
 
 def test_evaluation_and_calls_without_labels_have_tensors_of_logits():
-    whole, in_pieces = pair()
+    whole, chunked = pair()
     given = batch()
     for training, labels in ((False, True), (True, False)):
         inputs = given if labels else {"input_ids": given["input_ids"]}
-        outputs = [model.train(training)(**inputs).logits for model in (whole, in_pieces)]
+        outputs = [model.train(training)(**inputs).logits for model in (whole, chunked)]
         assert torch.equal(*outputs)
     with torch.no_grad():
-        torch.testing.assert_close(in_pieces.train()(**given).loss, whole.train()(**given).loss)
+        torch.testing.assert_close(chunked.train()(**given).loss, whole.train()(**given).loss)
 
 
-def test_hooks_of_a_weight_see_the_sum_of_all_pieces():
-    whole, in_pieces = pair()
+def test_hooks_of_a_weight_see_the_sum_of_all_chunks():
+    whole, chunked = pair()
     seen = []
-    for model in (whole, in_pieces):
+    for model in (whole, chunked):
         model.lm_head.weight.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient * 2)
         model(**batch()).loss.backward()
     assert len(seen) == 2
     torch.testing.assert_close(seen[1], seen[0], rtol=0, atol=1e-14)
-    assert_gradients_alike(whole, in_pieces)
+    assert_gradients_alike(whole, chunked)
 
 
 def test_autocast_is_as_exact_as_with_whole_logits():
     exact = model_of("llama")
     exact(**batch()).loss.backward()
-    whole, in_pieces = (model.float() for model in pair())
+    whole, chunked = (model.float() for model in pair())
     losses = []
-    for model in (whole, in_pieces):
+    for model in (whole, chunked):
         with torch.autocast("cpu", torch.bfloat16):
             losses.append(model(**batch()).loss)
         losses[-1].backward()
     assert losses[0].dtype is losses[1].dtype is torch.float32
     torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=1e-5)
     gradients = [
-        torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-        for model in (exact, whole, in_pieces)
+        torch.cat([parameter.grad.flatten() for parameter in model.parameters()]) for model in (exact, whole, chunked)
     ]
-    of_whole, of_pieces = ((one - gradients[0]).norm() / gradients[0].norm() for one in gradients[1:])
-    assert 0 < of_pieces < 1.2 * of_whole
+    of_whole, of_chunks = ((one - gradients[0]).norm() / gradients[0].norm() for one in gradients[1:])
+    assert 0 < of_chunks < 1.2 * of_whole
 
 
 def test_second_backward_and_fp16_are_refused():
-    in_pieces = pair()[1]
-    loss = in_pieces(**batch()).loss
+    chunked = pair()[1]
+    loss = chunked(**batch()).loss
     loss.backward(retain_graph=True)
     with pytest.raises(OSDPError, match="differentiated twice"):
         loss.backward()
     with pytest.raises(OSDPError, match="underflow in fp16; use bf16"), torch.autocast("cpu", torch.float16):
-        in_pieces(**batch())
+        chunked(**batch())
 
 
 @pytest.mark.parametrize("change", [lambda logits: logits.div_(2), torch.relu_, lambda logits: logits.retain_grad()])
 def test_changes_in_place_that_the_loss_would_miss_are_refused(change):
-    _, in_pieces = pair()
+    _, chunked = pair()
 
     def loss_after(logits, labels, vocab_size, **options):
         change(logits)
         return causal_loss(logits, labels, vocab_size)
 
-    in_pieces.loss_function = loss_after
+    chunked.loss_function = loss_after
     with pytest.raises(
         OSDPError,
-        match=r"of the logits has no effect on a loss in pieces; write logits = logits\.\w+\(\.\.\.\), or plan",
+        match=r"of the logits has no effect on a loss in chunks; write logits = logits\.\w+\(\.\.\.\), or plan",
     ):
-        in_pieces(**batch())
+        chunked(**batch())
 
 
 def test_models_without_such_a_head_are_refused():
@@ -278,16 +277,16 @@ def test_models_without_such_a_head_are_refused():
 
     bert = BertForSequenceClassification(BertConfig(**SMALL))
     with pytest.raises(OSDPError, match="no vocabulary projection with labels; leave it whole"):
-        loss_in_pieces(bert, PIECES)
-    in_pieces = pair()[1]
-    loss_in_pieces(in_pieces, PIECES)
-    with pytest.raises(OSDPError, match=f"is already in {PIECES} pieces"):
-        loss_in_pieces(in_pieces, PIECES + 1)
+        chunk_loss(bert, CHUNKS)
+    chunked = pair()[1]
+    chunk_loss(chunked, CHUNKS)
+    with pytest.raises(OSDPError, match=f"is already in {CHUNKS} chunks"):
+        chunk_loss(chunked, CHUNKS + 1)
     hooked = model_of("llama")
     hooked.lm_head.register_forward_hook(lambda *_: None)
     with pytest.raises(OSDPError, match="has hooks, which would see no logits; leave it whole"):
-        loss_in_pieces(hooked, PIECES)
+        chunk_loss(hooked, CHUNKS)
     other = model_of("llama")
     other.lm_head = nn.Sequential(other.lm_head)
     with pytest.raises(OSDPError, match="is a Sequential, not a plain nn"):
-        loss_in_pieces(other, PIECES)
+        chunk_loss(other, CHUNKS)

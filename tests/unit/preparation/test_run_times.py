@@ -16,14 +16,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_osdp.errors import ProfileError
 from hf_osdp.measurement.block_times import TimedModel, measure_block_times
-from hf_osdp.planner.job import Precision
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import BlockTimes
 from hf_osdp.planner.split import ModelSplit
-from hf_osdp.planning import cache, run_times
-from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.plan_run import PlannedRun, plan_run
-from hf_osdp.planning.run_times import _sizes
+from hf_osdp.planner.training_job import Precision
+from hf_osdp.preparation import cache, run_times
+from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.preparation.plan_run import PlannedRun, plan_run
+from hf_osdp.preparation.run_times import _sizes
 from hf_osdp.tracing.describe import describe
 from tests.helpers.problems import run_job
 

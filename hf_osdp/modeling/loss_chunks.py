@@ -1,4 +1,4 @@
-"""Compute the cross-entropy of a vocabulary projection in pieces of the tokens, without the logits of all tokens at
+"""Compute the cross-entropy of a vocabulary projection in chunks of the tokens, without the logits of all tokens at
 once.
 """
 
@@ -20,7 +20,7 @@ _SUMMED_AT_ONCE = 8
 
 
 class SumOfLosses(nn.Module):
-    """Loss of a piece, as a module so that it can be compiled like a block."""
+    """Loss of a chunk, as a module so that it can be compiled like a block."""
 
     def forward(
         self,
@@ -37,8 +37,8 @@ class SumOfLosses(nn.Module):
         )
 
 
-class HeadInPieces(DefersLogits, nn.Linear):
-    """A vocabulary projection whose loss is computed in pieces of the tokens."""
+class ChunkedHead(DefersLogits, nn.Linear):
+    """A vocabulary projection whose loss is computed in chunks of the tokens."""
 
     loss: SumOfLosses
 
@@ -51,7 +51,7 @@ class HeadInPieces(DefersLogits, nn.Linear):
         inputs: tuple[torch.Tensor | None, ...] = (hidden, self.weight, self.bias)
         if not torch.is_grad_enabled():  # autograd functions ignore the grad mode and look only at their inputs
             inputs = tuple(None if one is None else one.detach() for one in inputs)
-        return cast(torch.Tensor, _SumOfPieces.apply(*inputs, self.pieces, self.loss, *losses))
+        return cast(torch.Tensor, _SumOfChunks.apply(*inputs, self.chunks, self.loss, *losses))
 
     def sum_of(
         self,
@@ -66,17 +66,17 @@ class HeadInPieces(DefersLogits, nn.Linear):
         """
         if _compute_dtype(hidden) is torch.float16:
             raise OSDPError(
-                "The loss in pieces computes gradients before the loss is scaled, so they underflow in fp16; use bf16,"
+                "The loss in chunks computes gradients before the loss is scaled, so they underflow in fp16; use bf16,"
                 " or plan again."
             )
         return self.project(hidden, targets, changes, ignore_index, label_smoothing)
 
 
-class _SumOfPieces(torch.autograd.Function):
-    """Σ_n ℓ(W h_n + c) piece by piece; forward also computes each piece's gradients, so that its logits are computed
+class _SumOfChunks(torch.autograd.Function):
+    """Σ_n ℓ(W h_n + c) chunk by chunk; forward also computes each chunk's gradients, so that its logits are computed
     once.
 
-    With δ = ∂ℓ/∂logits, ∂h = δ W, ∂W = Σ δᵀ h, ∂c = Σ δ. Sums over pieces are in float32 or higher precision.
+    With δ = ∂ℓ/∂logits, ∂h = δ W, ∂W = Σ δᵀ h, ∂c = Σ δ. Sums over chunks are in float32 or higher precision.
     """
 
     @staticmethod
@@ -85,7 +85,7 @@ class _SumOfPieces(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        pieces: int,
+        chunks: int,
         sum_of_losses: SumOfLosses,
         targets: torch.Tensor,
         *options: Any,
@@ -99,7 +99,7 @@ class _SumOfPieces(torch.autograd.Function):
         bias_sum = weight.new_zeros(weight.shape[:1], dtype=sums) if of_bias else None
         total: torch.Tensor | None = None
         start = 0
-        for part, its_targets in zip(hidden.tensor_split(pieces), targets.tensor_split(pieces), strict=True):
+        for part, its_targets in zip(hidden.tensor_split(chunks), targets.tensor_split(chunks), strict=True):
             part = part.to(dtype)
             with torch.set_grad_enabled(of_hidden or of_weight or of_bias):
                 logits = F.linear(part, projection, offset).detach().requires_grad_(torch.is_grad_enabled())
@@ -123,7 +123,7 @@ class _SumOfPieces(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN401
         if ctx.gradients is None:
             raise OSDPError(
-                "The loss in pieces keeps its gradients for one backward, but is differentiated twice; plan without"
+                "The loss in chunks keeps its gradients for one backward, but is differentiated twice; plan without"
                 " it."
             )
         gradients = tuple(None if gradient is None else gradient.mul_(grad) for gradient in ctx.gradients)
@@ -150,8 +150,8 @@ def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
-def loss_in_pieces(model: nn.Module, pieces: int) -> None:
-    """Change a model in place so that `F.cross_entropy` of its logits in forward is computed in pieces of the tokens.
+def chunk_loss(model: nn.Module, chunks: int) -> None:
+    """Change a model in place so that `F.cross_entropy` of its logits in forward is computed in chunks of the tokens.
 
     Training gives the same results; `outputs.logits` is computed when it is read.
 
@@ -162,25 +162,25 @@ def loss_in_pieces(model: nn.Module, pieces: int) -> None:
     owner = next(
         (one for one in model.modules() if "labels" in arguments_of(one) and embedding_and_head(one)[1] is head), None
     )
-    if isinstance(head, HeadInPieces) and head.pieces == pieces:
+    if isinstance(head, ChunkedHead) and head.chunks == chunks:
         return
     problem = (
         "it has no vocabulary projection with labels" if head is None or owner is None
-        else f"it is already in {head.pieces} pieces" if isinstance(head, HeadInPieces)
+        else f"it is already in {head.chunks} chunks" if isinstance(head, ChunkedHead)
         else f"its vocabulary projection is a {type(head).__name__}, not a plain nn.Linear" if type(head) is not nn.Linear  # noqa: E501
         else "its vocabulary projection has hooks, which would see no logits" if head._forward_hooks or head._forward_pre_hooks  # noqa: E501
         else ""
     )  # fmt: skip
     if problem or head is None or owner is None:
         raise OSDPError(
-            f"The loss of {type(model).__name__} cannot be computed in {pieces} pieces: {problem}; leave it whole."
+            f"The loss of {type(model).__name__} cannot be computed in {chunks} chunks: {problem}; leave it whole."
         )
-    head.__class__ = HeadInPieces
-    in_pieces = cast(HeadInPieces, head)
-    in_pieces.pieces, in_pieces.loss = pieces, SumOfLosses().train(head.training)
-    defer_logits(owner, in_pieces)
+    head.__class__ = ChunkedHead
+    chunked = cast(ChunkedHead, head)
+    chunked.chunks, chunked.loss = chunks, SumOfLosses().train(head.training)
+    defer_logits(owner, chunked)
 
 
-def heads_in_pieces(model: nn.Module) -> Iterator[HeadInPieces]:
-    """Yield the vocabulary projections of a model whose loss is in pieces."""
-    return (module for module in model.modules() if isinstance(module, HeadInPieces))
+def chunked_heads(model: nn.Module) -> Iterator[ChunkedHead]:
+    """Yield the vocabulary projections of a model whose loss is in chunks."""
+    return (module for module in model.modules() if isinstance(module, ChunkedHead))

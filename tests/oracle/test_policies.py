@@ -11,9 +11,9 @@ from hf_osdp.errors import HardwareError
 from hf_osdp.planner.affine import Affine
 from hf_osdp.planner.description import Activations, Segment
 from hf_osdp.planner.hardware import Backend
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.search import least_memory, search
+from hf_osdp.planner.training_job import TrainingJob
 from tests.helpers.descriptions import at_random, ways
 from tests.helpers.problems import problem
 from tests.helpers.sampling import slow_but

@@ -36,7 +36,7 @@ from ..planner.problem import PlanningProblem, Strategy
 from ..planner.profile import BlockTimes, Profile
 from ..planner.search.compare import StrategyResult, choose_description, compare_strategies
 from ..planner.search.search import search
-from ..planner.shared_ways import with_ways_of, without_head
+from ..planner.shared_policies import with_policies_of, without_head
 from ..planner.split import WHOLE_BLOCKS, ModelSplit
 from ..tracing.options import TRACED_MICRO_BATCH, ModelRun
 from ..tracing.pictures import UsualBatch
@@ -277,7 +277,7 @@ class Describer:
         """Describe the model with a split, or raise DescriptionError."""
         sizes = {"micro_batch_size": micro_batch_size if self._job.config.compile else TRACED_MICRO_BATCH}
         try:
-            return self._sharing_ways(split, **sizes) or self._describe(split, **sizes)
+            return self._sharing_policies(split, **sizes) or self._describe(split, **sizes)
         except DescriptionError as error:
             final = isinstance(error, (CheckpointingError, DescriptionTimeoutError))
             if not final and split.is_none and (of_one := self._of_one_sample(**sizes)) is not None:
@@ -308,11 +308,11 @@ class Describer:
             self._inputs = usual
             return None
 
-    def _sharing_ways(self, split: ModelSplit, **sizes: Any) -> ModelDescription | None:
-        """Describe a split of the head with the ways to recompute blocks of the model with a whole head; None if that
-        is not possible.
+    def _sharing_policies(self, split: ModelSplit, **sizes: Any) -> ModelDescription | None:
+        """Describe a split of the head with the policies to recompute blocks of the model with a whole head; None if
+        that is not possible.
 
-        All splits of the head have the same blocks, so that each way to recompute them is traced once.
+        All splits of the head have the same blocks, so that each policy to recompute them is traced once.
         """
         if split.is_none or self._job.config.compile:
             return None
@@ -320,7 +320,9 @@ class Describer:
         if (blocks := without_head(split, whole)) == split:
             return None
         base = self._describe(blocks, **sizes)
-        return with_ways_of(base, self._describe(split, recomputation=False, **sizes)) if base.recomputable else None
+        return (
+            with_policies_of(base, self._describe(split, recomputation=False, **sizes)) if base.recomputable else None
+        )
 
     def timed_model(self, micro_batch_sizes: tuple[int, ...]) -> TimedModel:
         """Return the model with its batches and loss, as they were described, to be timed; its blocks run eager."""

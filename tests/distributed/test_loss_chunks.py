@@ -1,4 +1,4 @@
-"""The loss in pieces under mixed plans trains as one process does with whole logits, in float64."""
+"""The loss in chunks under mixed plans trains as one process does with whole logits, in float64."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from transformers import TrainingArguments
 
 from hf_osdp.distributed.mesh import Meshes
 from hf_osdp.integrations.trainer import Trainer
-from hf_osdp.modeling.loss_pieces import heads_in_pieces, loss_in_pieces
+from hf_osdp.modeling.loss_chunks import chunk_loss, chunked_heads
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.split import ModelSplit
-from hf_osdp.planning.config import OSDPConfig
+from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.sharding.apply import apply_plan, verify_applied
 from tests.helpers.layouts import mixed_plan, plan_of
 from tests.helpers.models import SEQUENCE_LENGTH, tiny_batch, tiny_model
@@ -61,11 +61,11 @@ SLOW = [
 
 @pytest.mark.parametrize("cases", [EVERYDAY, pytest.param(SLOW, marks=pytest.mark.slow)])
 @pytest.mark.on_ranks(WORLD)
-def test_loss_in_pieces_trains_as_one_process(cases):
+def test_loss_chunks_trains_as_one_process(cases):
     meshes = Meshes("cpu")
     for name, layout, options, loss_of in cases:
         model = model_of(name)
-        loss_in_pieces(model, 5)
+        chunk_loss(model, 5)
         units = find_units(model)
         plan = plan_of(units, WORLD, layout, **options)
         apply_plan(model, plan, units, meshes=meshes)
@@ -85,24 +85,24 @@ def test_trainer_logs_and_evaluates_as_with_whole_logits(tmp_path):
     ids = tiny_batch(0)["input_ids"].repeat(4, 1)
     data = [{"input_ids": row, "labels": row.where(row > turn, -100)} for turn, row in enumerate(ids)]
     found = []
-    for pieces in (1, 5):
+    for chunks in (1, 5):
         model = tiny_model("llama", layers=LAYERS)
         plan = mixed_plan(
             model, WORLD, sequence_length=SEQUENCE_LENGTH, micro_batch_size=2, accumulation_steps=2, reduce=True
         )
         args = TrainingArguments(
-            str(tmp_path / str(pieces)), per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            str(tmp_path / str(chunks)), per_device_train_batch_size=2, gradient_accumulation_steps=2,
             learning_rate=1e-2, logging_steps=1,
             use_cpu=True, report_to=[], seed=1, save_strategy="no", max_steps=3,
         )  # fmt: skip
         trainer = Trainer(
             model=model, args=args, train_dataset=data, eval_dataset=data[:6],
-            osdp=OSDPConfig(plan=replace(plan, split=ModelSplit(loss_pieces=pieces))),
+            osdp=OSDPConfig(plan=replace(plan, split=ModelSplit(loss_chunks=chunks))),
             compute_metrics=lambda given: {"largest": float(given.predictions.max())},
         )  # fmt: skip
         trainer.train()
         metrics = trainer.evaluate()
-        assert bool(list(heads_in_pieces(trainer.model))) == (pieces > 1)
+        assert bool(list(chunked_heads(trainer.model))) == (chunks > 1)
         logged = [entry[key] for entry in trainer.state.log_history for key in ("loss", "grad_norm") if key in entry]
         found.append([*logged, metrics["eval_loss"], metrics["eval_largest"]])
     assert len(found[0]) == 8 and found[1] == pytest.approx(found[0], rel=2e-6)

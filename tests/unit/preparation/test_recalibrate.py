@@ -10,12 +10,12 @@ from hf_osdp.errors import InfeasibleError
 from hf_osdp.measurement.step_meter import Observation
 from hf_osdp.planner.cost.evaluate import estimate_plan
 from hf_osdp.planner.hardware import Collective, CollectiveTiming
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import search
-from hf_osdp.planning.recalibrate import MOST_ROUNDS, Round, recalibrate
+from hf_osdp.planner.training_job import TrainingJob
+from hf_osdp.preparation.recalibrate import MOST_ROUNDS, Round, recalibrate
 from tests.helpers.descriptions import transformer
 
 RESERVED = 1000

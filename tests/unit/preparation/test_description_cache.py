@@ -13,8 +13,8 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 
 from hf_osdp.modeling.build import build_on_meta, with_lora
 from hf_osdp.planner.description import DType
-from hf_osdp.planning import cache
-from hf_osdp.planning.cache import describe_once
+from hf_osdp.preparation import cache
+from hf_osdp.preparation.cache import describe_once
 from tests.helpers.descriptions import transformer
 
 CONFIG = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 32, "vocab_size": 100}

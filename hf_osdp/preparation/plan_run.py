@@ -22,11 +22,11 @@ from ..modeling.quantized import pack
 from ..modeling.split_candidates import split_units
 from ..planner.description import Activations, ModelDescription, UnitDescription
 from ..planner.hardware import Hardware
-from ..planner.job import OptimizerSpec
 from ..planner.plan import Plan
 from ..planner.problem import PlanningProblem
 from ..planner.search.compare import StrategyResult
 from ..planner.search.search import SearchResult, search
+from ..planner.training_job import OptimizerSpec
 from ..planner.wire import EXACT, WireFormat, formats_up_to
 from ..quantities import format_bytes
 from ..report.plan_file import PlanInputs
@@ -34,10 +34,10 @@ from ..sharding.environment import uses_host
 from ..tracing.pictures import UsualBatch
 from .compilation import Compilation, weigh
 from .config import OSDPConfig
+from .find_plan import Describer, FoundPlan, find_plan, plan_from_rank_zero
 from .job import Job
 from .preflight import Finding, check_model, findings_of, looked_up, memory_now, merged_findings, slow_link
 from .probe import Trial, probe
-from .problem import Describer, FoundPlan, find_plan, plan_from_rank_zero
 from .recalibrate import Round, estimated, recalibrate
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..errors import refuse_first
 from ..planner.description import DType
-from ..planner.job import Decisions, OptimizerSpec, Precision, TrainingJob
+from ..planner.training_job import Decisions, OptimizerSpec, Precision, TrainingJob
 from .config import OSDPConfig
 
 if TYPE_CHECKING:

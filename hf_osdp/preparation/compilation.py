@@ -8,7 +8,7 @@ from ..errors import InfeasibleError
 from ..planner.hardware import Backend
 from ..planner.search.search import search
 from ..quantities import format_seconds
-from .problem import FoundPlan
+from .find_plan import FoundPlan
 
 _COMPILE_S = {"cuda": 6.0, "cpu": 45.0}
 """Seconds to compile forward and backward of a block class with one kind of recomputation, nothing cached. CUDA: 2 to

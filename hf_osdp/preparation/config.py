@@ -13,10 +13,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from ..errors import refuse_first
 from ..planner.hardware import Hardware, check_margin
-from ..planner.job import Decisions
 from ..planner.plan import Plan
 from ..planner.problem import check_simplicity
 from ..planner.profile import Profile
+from ..planner.training_job import Decisions
 from ..planner.wire import EXACT, WireFormat
 from ..quantities import parse_limit
 
@@ -108,7 +108,7 @@ class OSDPConfig(Decisions):
     operator_splitting: bool = True
     """Split blocks into operator units, and operators into slices, if memory is short and that makes steps faster."""
     split_vocabulary: bool | None = None
-    """Compute the loss in pieces, or the vocabulary projection in slices, where that pays; outputs.logits are then
+    """Compute the loss in chunks, or the vocabulary projection in slices, where that pays; outputs.logits are then
     computed when they are read. Default: as under the Trainer, which allows it if the loss is the model's; other loops
     need OSDPConfig(split_vocabulary=True).
     """

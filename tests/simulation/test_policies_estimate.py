@@ -10,8 +10,8 @@ from itertools import product
 import pytest
 
 from hf_osdp.planner.description import Activations
-from hf_osdp.planner.job import OptimizerStep
 from hf_osdp.planner.split import ModelSplit, OperatorSplit
+from hf_osdp.planner.training_job import OptimizerStep
 from tests.helpers.sampling import slow_but
 from tests.helpers.simulation import Trial
 
@@ -41,8 +41,8 @@ def head_slices(trial: Trial, layout: str, samples: int, precision: str, steps: 
     )
 
 
-def loss_pieces(trial: Trial, **more) -> Trial:
-    return replace(trial, split=ModelSplit(loss_pieces=8), **more)
+def loss_chunks(trial: Trial, **more) -> Trial:
+    return replace(trial, split=ModelSplit(loss_chunks=8), **more)
 
 
 DAILY = [
@@ -53,8 +53,8 @@ DAILY = [
     mlp_slices(GPT2, 4, layout="mixed", samples=8),
     mlp_slices(LLAMA, 2, HEAD, samples=8),
     head_slices(LLAMA, "mixed", 8, "bf16"),
-    loss_pieces(LLAMA, samples=8, layout="mixed", precision="bf16"),
-    loss_pieces(
+    loss_chunks(LLAMA, samples=8, layout="mixed", precision="bf16"),
+    loss_chunks(
         replace(GPT2, model="bert"), samples=8, device_type="cpu"
     ),  # the head's weight is read outside of its unit
     # every way in one plan
@@ -78,16 +78,16 @@ SLOW = [
     WHOLE,
     head_slices(GPT2, "mixed", 1, "bf16", 3),
     head_slices(GPT2, "zero3", 8, "no"),
-    loss_pieces(GPT2, samples=1, precision="bf16"),
+    loss_chunks(GPT2, samples=1, precision="bf16"),
     mlp_slices(GPT2, 4, samples=4, steps=3, activations=(RECOMPUTE,), on_host=(False, True, False), hold=(True,)),
     mlp_slices(GPT2, 4),
     mlp_slices(LLAMA, 2, HEAD, layout="mixed"),
     head_slices(LLAMA, "zero3", 1, "bf16"),
     head_slices(GPT2, "ddp", 1, "bf16"),
     head_slices(GPT2, "mixed", 8, "no"),
-    loss_pieces(LLAMA, samples=4, layout="ddp", steps=3, activations=(RECOMPUTE,)),
-    loss_pieces(replace(GPT2, model="t5"), samples=8, precision="bf16"),
-    loss_pieces(replace(GPT2, model="bert"), samples=8, layout="mixed", precision="bf16"),
+    loss_chunks(LLAMA, samples=4, layout="ddp", steps=3, activations=(RECOMPUTE,)),
+    loss_chunks(replace(GPT2, model="t5"), samples=8, precision="bf16"),
+    loss_chunks(replace(GPT2, model="bert"), samples=8, layout="mixed", precision="bf16"),
 ]
 
 

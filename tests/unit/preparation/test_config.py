@@ -11,7 +11,7 @@ import pytest
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.wire import EXACT, WireFormat
-from hf_osdp.planning.config import OSDPConfig, merged_config, option_texts
+from hf_osdp.preparation.config import OSDPConfig, merged_config, option_texts
 
 
 def test_defaults_leave_everything_to_the_planner():

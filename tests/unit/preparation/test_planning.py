@@ -13,14 +13,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from hf_osdp.errors import HardwareError, InfeasibleError, PlanError
 from hf_osdp.planner.description import ModelDescription
 from hf_osdp.planner.hardware import HostSpec
-from hf_osdp.planner.job import Precision
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.profile import Profile
-from hf_osdp.planning.cache import describe_once
-from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.plan_run import PlannedRun, plan_run
-from hf_osdp.planning.problem import Describer, find_plan
+from hf_osdp.planner.training_job import Precision
+from hf_osdp.preparation.cache import describe_once
+from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.preparation.find_plan import Describer, find_plan
+from hf_osdp.preparation.plan_run import PlannedRun, plan_run
 from hf_osdp.tracing.options import TRACED_MICRO_BATCH
 from tests.helpers.descriptions import transformer
 from tests.helpers.problems import run_job

@@ -20,16 +20,16 @@ from hf_osdp.integrations.announce import announce_plan
 from hf_osdp.integrations.trainer_facts import trainer_folder
 from hf_osdp.modeling.units import find_units
 from hf_osdp.planner.cost.evaluate import estimate_plan
-from hf_osdp.planner.job import OptimizerSpec, Precision, TrainingJob
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import Strategy
 from hf_osdp.planner.search.compare import StrategyResult
 from hf_osdp.planner.search.search import search
-from hf_osdp.planning import preflight
-from hf_osdp.planning.config import OSDPConfig
-from hf_osdp.planning.job import RunFolder
-from hf_osdp.planning.plan_run import plan_run
-from hf_osdp.planning.preflight import (
+from hf_osdp.planner.training_job import OptimizerSpec, Precision, TrainingJob
+from hf_osdp.preparation import preflight
+from hf_osdp.preparation.config import OSDPConfig
+from hf_osdp.preparation.job import RunFolder
+from hf_osdp.preparation.plan_run import plan_run
+from hf_osdp.preparation.preflight import (
     Check,
     DeviceMemory,
     Finding,

@@ -14,12 +14,12 @@ from torch import nn
 
 from hf_osdp.distributed import restart
 from hf_osdp.modeling.units import find_units
-from hf_osdp.planner.job import TrainingJob
 from hf_osdp.planner.plan import Plan, UnitDecision
 from hf_osdp.planner.presets import preset
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import search
-from hf_osdp.planning.out_of_memory import OutOfMemoryHandler, is_of_host, is_out_of_memory, place_of, safer_limit
+from hf_osdp.planner.training_job import TrainingJob
+from hf_osdp.preparation.out_of_memory import OutOfMemoryHandler, is_of_host, is_out_of_memory, place_of, safer_limit
 from hf_osdp.quantities import format_bytes, format_seconds
 from tests.helpers.descriptions import transformer
 from tests.helpers.models import tiny_batch, tiny_loss, tiny_model
