@@ -393,7 +393,9 @@ class _Tracer:
             recorder = self._recorder
             if recorder.inside or torch._C._current_graph_task_id() != -1:
                 return original(*args, **kwargs)  # a call inside another, or recomputed in backward
-            self.first_inputs.setdefault(unit, any(getattr(one, "requires_grad", False) for one in tree_leaves((args, kwargs))))
+            self.first_inputs.setdefault(
+                unit, any(getattr(one, "requires_grad", False) for one in tree_leaves((args, kwargs)))
+            )
             key = (self._keys[unit], call_key(args, kwargs)) if unit in self._keys else None
             if len(calls.get(key, ())) == _TRACED_EQUAL_BLOCKS:
                 record, call = calls[key][-1]

@@ -105,7 +105,9 @@ class Sums:
             p.numel * self.job.precision.gathered_dtype(p).itemsize for u, p in parameters if self.comes(u, p.name) > i
         )
         done = [u for u in self.passing if self.first[u] > i]
-        reduced = sum(self.units[u].unsharded_gradients if u in self.late else self.units[u].gradients_after for u in done)
+        reduced = sum(
+            self.units[u].unsharded_gradients if u in self.late else self.units[u].gradients_after for u in done
+        )
         return (
             whole
             + reduced
@@ -175,7 +177,9 @@ class Sums:
             level = dict(activations=0, gathered=self.gathered([], waiting[1:]))
             buffers = sum(self.units[u].reduced_after for u in (*before, *reduced)) + terms.reduce_input
             filled = buffers + terms.reduce_copy
-            yield self.moment("reduce", unit, gradients=gradients(reduced, waiting), buffers=filled, **level)
+            yield self.moment(
+                "reduce", unit, gradients=gradients(reduced, waiting) - terms.joined, buffers=filled, **level
+            )
             more = terms.reduced_after + terms.reduce_work
             yield self.moment(
                 "reduce", unit, gradients=gradients([*reduced, unit], waiting[1:]), buffers=buffers + more, **level
@@ -241,7 +245,14 @@ def without_root(description: ModelDescription) -> ModelDescription:
 )
 def test_each_moment_is_the_sum_of_what_is_there(seed, world_size, job, batch, kind, stacks, late):
     description = at_random(
-        seed, kinds=2, blocks=4, recomputable=True, tied=kind == "tied", called=kind == "called", stacks=stacks, late=late
+        seed,
+        kinds=2,
+        blocks=4,
+        recomputable=True,
+        tied=kind == "tied",
+        called=kind == "called",
+        stacks=stacks,
+        late=late,
     )
     description = without_root(description) if kind == "rootless" else description
     description = replace(

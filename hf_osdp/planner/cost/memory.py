@@ -374,8 +374,8 @@ class _Walk:
         self._add(gradients=sum(self.units[i].gradients_settled for i in running))
         for number in self.at_end:
             unit = self.units[number]
-            self._add(gathered=-unit.gathered)
-            self._reduce("reduce", number, unit.gradients_after + unit.gradients_settled - unit.unsharded_gradients)
+            self._add(gathered=-unit.gathered, gradients=-unit.joined)
+            self._reduce("reduce", number, unit.left_at_end)
         self.level["buffers"] = 0
         scratch = combined_scratch(self.job, [unit.step_scratch for unit in self.units])
         self._moment("optimizer step", None, buffers=max(scratch, *(unit.states_passing for unit in self.units), 0))

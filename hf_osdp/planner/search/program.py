@@ -310,9 +310,9 @@ class Program(IntegerModel):
         level = level + self._sum(running, lambda o: o.bytes.gradients_settled)
         late = [own for own in groups if own.group.ends_late]
         for own in sorted([*late, *self._whole_step], key=lambda own: own.group.units):  # in FSDP2's order
-            level = level - own.total(lambda o: o.bytes.gathered)
+            level = level - own.total(lambda o: o.bytes.gathered + o.bytes.joined)
             self._fits(level + own.total(lambda o: o.bytes.reduce_input + o.bytes.reduce_copy))
-            level = level + own.total(_reduced_at_the_end)
+            level = level + own.total(lambda o: o.bytes.left_at_end + o.bytes.reduced_after)
             self._fits(level + own.total(lambda o: o.bytes.reduce_input + o.bytes.reduce_work))
         level = level - reduced
         if self._job.optimizer.step is not OptimizerStep.FOR_LOOP:
@@ -329,9 +329,3 @@ def _tails(part: GroupCounts) -> tuple[int, int]:
     """
     tails = [option.bytes.reduce_tail for option in part.group.options]
     return min(tails), max(tails)
-
-
-def _reduced_at_the_end(option: Option) -> int:
-    """Return the change of the level when the gradients of a unit that is gathered for the whole step are reduced."""
-    terms = option.bytes
-    return terms.gradients_after + terms.gradients_settled - terms.unsharded_gradients + terms.reduced_after
