@@ -88,7 +88,7 @@ def test_reducing_otherwise_than_the_plan_is_refused():
 
 def problems_of(monkeypatch) -> list[PlanningProblem]:
     """Return the problems that are searched from here on."""
-    from hf_osdp.preparation import problem as module
+    from hf_osdp.preparation import find_plan as module
 
     calls, search = [], module.search
 

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 from hf_osdp.integrations.plain_loop import OptimalShardedDataParallel
 from hf_osdp.measurement.block_times import measure_block_times
 from hf_osdp.planner.presets import preset
-from hf_osdp.preparation import cache, problem
+from hf_osdp.preparation import cache, find_plan
 from hf_osdp.preparation.config import OSDPConfig
 from hf_osdp.preparation.run_times import times_of_run
 
@@ -43,7 +43,7 @@ def trained(*, time_blocks: bool) -> tuple[list[float], list[torch.Tensor]]:
 def test_training_with_timed_blocks_equals_one_without():
     cache.measure_hardware = lambda **_: preset("cpu", devices_per_node=2)
     cache.measure_block_times = lambda *given, **options: measure_block_times(*given, **{**options, "seconds": 0.05})
-    with patch.object(problem, "times_of_run", side_effect=times_of_run) as timing:
+    with patch.object(find_plan, "times_of_run", side_effect=times_of_run) as timing:
         losses, weights = trained(time_blocks=True)
         assert timing.call_count == 1
         plain_losses, plain_weights = trained(time_blocks=False)
