@@ -227,8 +227,8 @@ class UnitDescription:
     shared: tuple[tuple[str, ...], ...] = ()
     """Every name of each tied parameter, for example `(("transformer.wte.weight", "lm_head.weight"),)`."""
     ends_late: bool = False
-    """Whether no input of a unit with trainable parameters needs a gradient, as of an embedding. Autograd then does not
-    tell FSDP2 that the unit's backward has ended, so that it is freed and reduced at the end of backward."""
+    """Whether no input of a unit that trains needs a gradient, as of an embedding: autograd does not tell
+    FSDP2 when the unit's backward has ended, so that it is freed and reduced at the end of the whole backward."""
 
     def __post_init__(self) -> None:
         if not self.module_names or not all(self.shared):
