@@ -124,9 +124,10 @@ class Sums:
         return min((i for i in stretches if i >= traced), default=max(stretches))
 
     def merging(self, i: int) -> int:
-        """The sum of a parameter's gradients, in the segment that backward reaches last."""
+        """The sum of a parameter's gradients, in each segment of a unit but the one that backward reaches first."""
         unit = self.where[i]
-        return merged_gradients(self.description.units[unit], self.job) if self.where.index(unit) == i else 0
+        adds = unit in self.where[i + 1 :] or self.where.count(unit) == 1
+        return merged_gradients(self.description.units[unit], self.job) if adds else 0
 
     def backward(self) -> Iterator[tuple]:
         for i in reversed(range(len(self.where))):

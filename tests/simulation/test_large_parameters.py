@@ -7,7 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, CLIPConfig, CLIPModel, MixtralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    CLIPConfig,
+    CLIPModel,
+    MixtralConfig,
+    T5Config,
+)
 
 from hf_osdp.planner.decision import Batch
 from hf_osdp.planner.description import GatherSpan, ModelDescription
@@ -110,6 +117,13 @@ def test_units_without_inputs_that_need_gradients_stay_whole_to_the_end_of_backw
         model = TwoTowers()
     description = check(model, layout, precision, inputs=pairs, held=held)
     assert [unit.fqn for unit in description.units if unit.ends_late] == ["embedding", "pictures.0"]
+
+
+@pytest.mark.parametrize("layout", slow_but(["zero3", "mixed"], daily=["zero3"]))
+def test_sum_of_gradients_counts_in_each_call_of_shared_weights_but_the_last(layout):
+    """In T5 also where the decoder's embedding ends, while more is saved than at the end of backward."""
+    config = T5Config(vocab_size=10_000, d_model=128, d_kv=32, d_ff=256, num_layers=2, num_heads=4)
+    check(config, layout, "no", auto_class=AutoModelForSeq2SeqLM)
 
 
 @pytest.mark.slow

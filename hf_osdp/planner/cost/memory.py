@@ -216,12 +216,15 @@ def first_uses(description: ModelDescription) -> dict[int, int]:
 
 
 def merging_segments(description: ModelDescription, job: TrainingJob) -> dict[int, int]:
-    """Return the bytes of the sum of a shared parameter's gradients, by the unit's first segment, which backward
-    reaches last.
+    """Return the bytes of the sum of a shared parameter's gradients, by segment: each call of the unit adds its own,
+    but for the last, whose backward comes first.
     """
-    first, units = first_uses(description), enumerate(description.units)
-    several = ((i, unit) for i, unit in units if i in first and (unit.shared or unit.span is GatherSpan.CALLS))
-    return {first[i]: nbytes for i, unit in several if (nbytes := merged_gradients(unit, job))}
+    found: dict[int, int] = {}
+    for number, unit in enumerate(description.units):
+        calls = [index for index, segment in enumerate(description.segments) if segment.unit == number]
+        if nbytes := merged_gradients(unit, job):
+            found |= dict.fromkeys(calls[:-1] or calls, nbytes)
+    return found
 
 
 def gathered_ahead(description: ModelDescription) -> tuple[int | None, ...]:
