@@ -37,7 +37,7 @@ import hf_osdp
 from benchmarks.small_models import SAMPLES, STEPS, InDouble, built, classes, collated, rows_of
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import SearchResult, least_memory
-from hf_osdp.preparation import problem as planning_problem
+from hf_osdp.preparation import find_plan as finding
 from hf_osdp.report.content import package_versions
 
 TOLERANCE = 1e-9
@@ -117,7 +117,7 @@ class _Watch(logging.Handler):
     @contextmanager
     def halving(self) -> Iterator[None]:
         """Search under a limit that needs micro-batches of half the samples, if the planner may choose them."""
-        stock, logger = planning_problem.search, logging.getLogger("hf_osdp")
+        stock, logger = finding.search, logging.getLogger("hf_osdp")
 
         def search(problem: PlanningProblem) -> SearchResult:
             if problem.job.micro_batch_size is not None:
@@ -130,12 +130,12 @@ class _Watch(logging.Handler):
             # in the smallest models accumulated gradients need more than the activations of the other samples
             return stock(replace(problem, job=jobs[0]))
 
-        planning_problem.search = search
+        finding.search = search
         logger.addHandler(self)
         try:
             yield
         finally:
-            planning_problem.search = stock
+            finding.search = stock
             logger.removeHandler(self)
 
 

@@ -22,7 +22,7 @@ import hf_osdp
 from hf_osdp.planner.plan import Plan
 from hf_osdp.planner.problem import PlanningProblem
 from hf_osdp.planner.search.search import SearchResult
-from hf_osdp.preparation import problem as planning_problem
+from hf_osdp.preparation import find_plan as finding
 
 from .row import Figures, Oracle
 
@@ -148,7 +148,7 @@ class Ours(Side):
         """Give every plan that a search finds several layouts; only replicated ones if the optimizer needs whole
         parameters.
         """
-        stock = planning_problem.search
+        stock = finding.search
 
         def mixed(problem: PlanningProblem) -> SearchResult:
             found = stock(problem)
@@ -156,11 +156,11 @@ class Ours(Side):
                 found, plan=with_mixed_layouts(found.plan, self.shift, whole=problem.job.optimizer.needs_whole)
             )
 
-        planning_problem.search = mixed
+        finding.search = mixed
         try:
             yield
         finally:
-            planning_problem.search = stock
+            finding.search = stock
 
 
 def with_mixed_layouts(plan: Plan, shift: int, *, whole: bool = False) -> Plan:

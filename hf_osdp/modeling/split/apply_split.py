@@ -26,7 +26,7 @@ class SplitHead(DefersLogits, SplitLinear):
 
     def __init__(self, source: nn.Module, slices: int) -> None:
         super().__init__(source, slices)
-        self.pieces = slices
+        self.chunks = slices
 
     def tie(self, source: nn.Embedding) -> SplitEmbedding:
         """Return the embedding that uses this head's slices.
