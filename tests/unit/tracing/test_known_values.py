@@ -165,4 +165,6 @@ def test_loss_of_detection_is_traced_with_its_boxes(name, caplog):
     with MemoryTracker(block_bytes=1) as real:
         loss = model.train()(**batch).loss
     assert loss.requires_grad and loss.isfinite()
-    assert sum(segment.saved_bytes(2) for segment in segments) == pytest.approx(real.current_bytes, rel=DETECTION[name])
+    assert sum(segment.saved_bytes(2) for segment in segments) == pytest.approx(
+        real.current_bytes, rel=DETECTION[name]
+    )
