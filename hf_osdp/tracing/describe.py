@@ -336,13 +336,13 @@ class _Describer:
 
     def _units_with_spans(self, trace: Trace) -> tuple[UnitDescription, ...]:
         """Gather units for the whole step if they run several times, like ALBERT's layer, or are read while they do
-        not run.
+        not run; of others that train, note which end late.
         """
         runs = Counter(segment.unit for segment in trace.segments)
         return tuple(
             replace(unit, span=GatherSpan.STEP)
             if unit.span is GatherSpan.USE and (runs[i] > 1 or i in trace.outside_reads)
-            else unit
+            else replace(unit, ends_late=i in trace.ends_late and runs[i] > 0 and unit.can_end_late)
             for i, unit in enumerate(self._units)
         )
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from ..errors import DescriptionError
 from ..modeling.activation_offload import host_memory, offload, tensors_of
@@ -102,6 +103,8 @@ class Trace(NamedTuple):
     """The CUDA attention kernels that would run, each with its first call."""
     called: frozenset[int]
     """Units of which a module ran."""
+    ends_late: frozenset[int]
+    """Units whose first call has no input that needs a gradient."""
 
 
 def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: Inputs, options: TraceOptions) -> Trace:
@@ -151,6 +154,7 @@ def trace_segments(model: nn.Module, units: Sequence[UnitDescription], inputs: I
         outside_reads=frozenset(tracer.reads.found),
         kernels=tracer.kernels,
         called=frozenset(segment.unit for segment in plain),
+        ends_late=frozenset(unit for unit, needs_gradient in tracer.first_inputs.items() if not needs_gradient),
     )
 
 
@@ -245,6 +249,8 @@ class _Tracer:
         """For each unit that was not traced in the last run, the equal unit that was."""
         self.changing: set[int] = set()
         """Units whose forward changes buffers that are saved with the model, such as running statistics."""
+        self.first_inputs: dict[int, bool] = {}
+        """For each unit whether an input of its first call needs a gradient."""
         self.output_bytes: list[int] = []
         """Bytes of outputs for each batch of the last run."""
         self._recorder: Recorder
@@ -384,6 +390,9 @@ class _Tracer:
             recorder = self._recorder
             if recorder.inside or torch._C._current_graph_task_id() != -1:
                 return original(*args, **kwargs)  # a call inside another, or recomputed in backward
+            self.first_inputs.setdefault(
+                unit, any(getattr(one, "requires_grad", False) for one in tree_leaves((args, kwargs)))
+            )
             key = (self._keys[unit], call_key(args, kwargs)) if unit in self._keys else None
             if len(calls.get(key, ())) == _TRACED_EQUAL_BLOCKS:
                 record, call = calls[key][-1]
