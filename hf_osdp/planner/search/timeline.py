@@ -12,11 +12,10 @@ from ...errors import OSDPError
 from ..cost.memory import SegmentBytes, gathered_ahead, merging_segments, resident_bytes
 from ..cost.timing import UnitTimer
 from ..cost.units import gradients_arriving, once_per_shape, shape_ids, unit_bytes
-from ..decision import Batch, UnitLayout, meshes_of
+from ..decision import Batch, Space, UnitLayout, meshes_of
 from ..description import Activations, GatherSpan, Recomputation
 from ..problem import PlanningProblem
 from .options import LaterCall, Option, Part, RootSegment, Timeline, UnitGroup, undominated
-from .strategies import Space
 
 SHORT_ROW = 8
 """Longest row of equal units that is searched unit by unit; in a longer row only the first and the last unit are."""
