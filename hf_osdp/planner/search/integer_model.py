@@ -25,9 +25,10 @@ MIN_GAIN = 1e-7
 """Relative difference of step time below which plans count as equal: no rate is known better, and a finer search
 takes long.
 """
-_SLACK, _WHOLE_SLACK = 1e-7, 1e-8
+_SLACK, _WHOLE_SLACK = 1e-7, 1e-6
 """Relative loosening of each bound in relaxations over real and over whole numbers, so that rounding excludes no
-feasible plan; SCIP's presolving needs more than its own tolerance of 1e-9.
+feasible plan. SCIP's presolving compares sums with a tolerance of 1e-6, whatever `numerics/feastol` is: with bounds
+loosened by less, it lost plans of 3 in 320 random instances.
 """
 
 
